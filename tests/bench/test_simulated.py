@@ -42,7 +42,7 @@ def workload(*references: dict[str, Any]) -> Workload:
 
 def job(made: Workload, reference: str = "colocate", *, groups: int = ENOUGH_GROUPS, seed: int = 0) -> SimulatedJob:
     loaded = profile_for(made, reference, (), groups=groups)
-    return SimulatedJob(profile=loaded.profile, workload=made, seed=seed, keep_timeline=False)
+    return SimulatedJob(loaded=loaded, workload=made, seed=seed)
 
 
 COLOCATE = {"profile": "colocate", "parts_s": {"train": 0.5}}
@@ -113,11 +113,12 @@ def test_every_simulated_run_has_its_own_capacities() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_run_of_each_profile_is_drawn() -> None:
+def test_the_first_run_of_each_profile_is_recorded_and_drawn(tmp_path: Path) -> None:
     made = workload()
     contest = contest_of("colocate", ["partial-rollout"], seeds=(0, 1), groups=64, workload=made)
-    compared = compare_simulated(contest, made, Quiet())
+    compared = compare_simulated(contest, made, tmp_path, Quiet())
     assert [timeline.profile for timeline in compared.timelines] == ["colocate", "partial-rollout"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["colocate-s0", "partial-rollout-s0"]
 
 
 PARENT = """

@@ -24,6 +24,7 @@ from asyncrl_cli.profile.loaded import Loaded, load
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, profile_for
 from asyncrl_cli.simulate.world import virtual_cluster
+from asyncrl_cli.storage import remove
 
 REAL_GROUPS = 384
 ENOUGH_WINDOWS = 3
@@ -88,21 +89,26 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     """Make all runs. Raises AsyncrlError if the first run fails; a failure of a later real run is the comparison's `error`."""
     if contest.workload is None:
         return compare_real(contest, directory, bars)
-    return compare_simulated(contest, contest.workload, bars)
+    return compare_simulated(contest, contest.workload, directory, bars)
 
 
-def compare_simulated(contest: Contest, workload: Workload, bars: Bars) -> Comparison:
-    """Compare on the virtual clock. Raises AsyncrlError if anything is wrong, also if any run fails."""
-    groups = contest.groups
+def compare_simulated(contest: Contest, workload: Workload, directory: Path, bars: Bars) -> Comparison:
+    """Compare on the virtual clock. The first run of each profile is recorded in `directory`/runs. Raises AsyncrlError if anything
+    is wrong, also if any run fails: then nothing is kept."""
+    groups, runs_dir = contest.groups, directory.resolve() / "runs"
     loaded = [profile_for(workload, entry.reference, contest.sets, groups=groups) for entry in contest.entries]
     jobs = [
-        SimulatedJob(profile=one.profile, workload=workload, seed=seed, keep_timeline=seed == contest.seeds[0])
+        SimulatedJob(loaded=one, workload=workload, seed=seed, runs_dir=runs_dir if seed == contest.seeds[0] else None)
         for seed in contest.seeds
         for one in loaded
     ]
     for job in jobs:
         bars.run(job.name, 0, groups)
-    runs, fit = simulate_all(jobs, contest.longest_window, lambda name, trained: bars.run(name, trained, groups))
+    try:
+        runs, fit = simulate_all(jobs, contest.longest_window, lambda name, trained: bars.run(name, trained, groups))
+    except BaseException:
+        remove(runs_dir)
+        raise
     return comparison_of(contest, runs, remarks_of(workload, fit))
 
 

@@ -6,7 +6,7 @@ All runs are measured over the same groups. `speedup` is the median over the rep
 of the same seed; `speedup_per_token` is the same for tokens_per_s, because the same groups may have different numbers of tokens.
 A figure that a run did not measure is absent.
 
-A `Timeline` is what is drawn of a run: from timeline.jsonl and events.jsonl of a real one, from an observer of a simulated one.
+A `Timeline` is what is drawn of a run, from its timeline.jsonl and events.jsonl.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl_cli.bench.measure import figures_of, stretch_of, stretches
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.observe.lines import Counts, Line, Spans, read_events, read_timeline
+from asyncrl_cli.observe.lines import Line, read_events, read_timeline
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.simulate.capacities import Capacities
 from asyncrl_cli.simulate.world import of_role, shown_workers
@@ -225,13 +225,7 @@ def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Timel
     status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
     roles = {executor["name"]: executor["role"] for executor in status["executors"]}
     publishes_s = [event["time_s"] for event in read_events(run_dir / "events.jsonl") if event["event"] == "published"]
-    return timeline_of(profile, lines, roles, *read_timeline(path), publishes_s)
-
-
-def timeline_of(
-    profile: str, lines: Sequence[Line], roles: Mapping[str, str], spans: Spans, running: Counts, publishes_s: Sequence[float]
-) -> Timeline:
-    stretch = stretch_of(lines)
+    (spans, running), stretch = read_timeline(path), stretch_of(lines)
     ends = {line["window"]: line["time_s"] for line in stretch.lines}
     return Timeline(
         profile=profile,

@@ -14,20 +14,23 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.bench.measure import stretches
-from asyncrl_cli.bench.results import Run, timeline_of
+from asyncrl_cli.bench.results import Run, timeline_of_run
 from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.job.process import StopRequests, blocked, collect_garbage_seldom
 from asyncrl_cli.plan.cluster import usable_cores
+from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
+from asyncrl_cli.simulate.recording import recorded
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, residuals
-from asyncrl_cli.simulate.world import KeptTimeline, TrainedGroups, simulate
+from asyncrl_cli.simulate.world import TrainedGroups, simulate
 
 POLL_S = 0.1
 
@@ -80,12 +83,16 @@ def _end_with_parent() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedJob:
-    """One run to simulate. `keep_timeline`: whether its timeline is kept, to be drawn."""
+    """One run to simulate. `runs_dir`: where it is recorded, and then drawn; None if it is not."""
 
-    profile: Profile
+    loaded: Loaded
     workload: Workload
     seed: int
-    keep_timeline: bool
+    runs_dir: Path | None = None
+
+    @property
+    def profile(self) -> Profile:
+        return self.loaded.profile
 
     @property
     def name(self) -> str:
@@ -132,11 +139,12 @@ def _follow(running: Sequence[Future[Any]], told: Any, progress: Progress) -> No
 
 
 def _simulate(job: SimulatedJob) -> tuple[Run, Costs]:
-    kept, progress = KeptTimeline(), TrainedGroups(lambda groups: _process["told"].put((job.name, groups)))
-    observers = (progress, kept) if job.keep_timeline else (progress,)
-    run = simulate(job.profile, job.workload, seed=job.seed, observers=observers)
-    if run.error is not None:
-        raise run.error
-    name, drawn = job.profile.name, (kept.roles, kept.spans, kept.running, kept.publishes_s)
-    timeline = timeline_of(name, run.lines, *drawn) if job.keep_timeline else None
+    name, observers = job.profile.name, [TrainedGroups(lambda groups: _process["told"].put((job.name, groups)))]
+    directory = None if job.runs_dir is None else job.runs_dir / f"{name}-s{job.seed}"
+    with nullcontext() if directory is None else recorded(job.loaded, directory) as recorder:
+        watching = observers if recorder is None else [*observers, recorder]
+        run = simulate(job.profile, job.workload, seed=job.seed, observers=watching)
+        if run.error is not None:
+            raise run.error
+    timeline = timeline_of_run(name, directory, run.lines) if directory is not None else None
     return Run(profile=name, seed=job.seed, lines=run.lines, timeline=timeline), run.costs

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
 from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.loop.stays import SlotStays, Stay
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Interrupt, Place, Profile
 
@@ -126,10 +128,14 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
         self._tracks: dict[str, AnyTrack] = {}
         self._weights_lock = asyncio.Lock()
         self._failure = ""
+        self._stays = SlotStays(time.monotonic) if profile.logging.trace_sequences else None
 
     @property
     def running(self) -> int:  # type: ignore[override]
         return self._gate.running
+
+    def take_stays(self) -> tuple[Stay, ...]:
+        return self._stays.take() if self._stays is not None else ()
 
     def tokens_of(self, request_id: str) -> int:
         track = self._tracks.get(request_id)
@@ -147,7 +153,8 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
         try:
             if await self._gate.entered(request_id):
                 try:
-                    reason = await self._respond(track)
+                    with self._stays.of(request_id) if self._stays is not None else contextlib.nullcontext():
+                        reason = await self._respond(track)
                 finally:
                     self._gate.leave()
             self._raise_failure()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.loop.stays import Stay
 from asyncrl_cli.plugins import engine_kind
 from asyncrl_cli.profile.schema import Interrupt, Place, Profile, RolloutSection, WeightsSection
 
@@ -98,7 +99,7 @@ class EngineCounters:
 class Engine(Protocol):
     """An inference engine on one asyncio loop.
 
-    Engines derive from this class, and may leave out `counters`, `connect`, `load_in_place`, `sleep` and `wake`.
+    Engines derive from this class, and may leave out `counters`, `take_stays`, `connect`, `load_in_place`, `sleep` and `wake`.
     """
 
     slots: int
@@ -115,6 +116,10 @@ class Engine(Protocol):
 
     def counters(self) -> EngineCounters:
         return EngineCounters()
+
+    def take_stays(self) -> tuple[Stay, ...]:
+        """The stays of sequences in slots that ended since the last call, if `logging.trace_sequences` asks for them."""
+        return ()
 
     def tokens_of(self, request_id: str) -> int:
         """Number of tokens that a waiting or running request has so far; 0 for unknown ids."""

@@ -225,6 +225,7 @@ class RolloutActor:
             running_tokens=self._runner.running_tokens,
             sums=counters.sums,
             gauges=counters.gauges,
+            stays=self._engine.take_stays(),
         )
         finished = {key: number for key, number in self._desk.freed_slots.items() if number}
         return Progress(seen=seen, ended=ended, freed_slots=finished, reports=(report, self._rewards.report()))

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+from asyncrl_cli.loop.stays import Stay
 from asyncrl_cli.profile.schema import Interrupt
 
 DEBOUNCE_S = 0.1
@@ -81,8 +82,9 @@ class RolloutMeter:
         running_tokens: int,
         sums: Mapping[str, float] | None = None,
         gauges: Mapping[str, float] | None = None,
+        stays: tuple[Stay, ...] = (),
     ) -> ExecutorReport:
-        """The worker's report. `sums` and `gauges`: further figures that the engine counts, by name."""
+        """The worker's report. `sums` and `gauges`: further figures that the engine counts, by name. `stays`: of its sequences."""
         self._advance()
         if self._waiting:
             self._settle()  # for how long has changed
@@ -95,7 +97,7 @@ class RolloutMeter:
             "running_tokens": running_tokens,
             "version": version,
         }
-        return self._clock.report()
+        return self._clock.report(stays)
 
     def _advance(self) -> None:
         """Add the time since the last change to the sums, under what held during it."""

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
+from asyncrl_cli.loop.stays import Stay
 
 K = TypeVar("K")
 WAITS_FOR_RESTART = "a restart"
@@ -24,13 +25,14 @@ class _Process(Enum):
 @dataclass(slots=True, kw_only=True)
 class _Executor:
     """`report` is the newest, with the sums of `base` added: what earlier processes counted, minus what should not count. `spans`
-    have not been taken yet (`take_spans`) and are on the driver's clock, which is `offset_s` ahead of the executor's."""
+    and `stays` have not been taken yet and are on the driver's clock, which is `offset_s` ahead of the executor's."""
 
     report: ExecutorReport
     worker: str
     base: ExecutorReport | None = None
     offset_s: float = float("inf")
     spans: list[Span] = field(default_factory=list)
+    stays: list[Stay] = field(default_factory=list)
     process: _Process = _Process.UP
 
     def update(self, report: ExecutorReport, arrived_s: float, from_s: float) -> None:
@@ -39,7 +41,14 @@ class _Executor:
             report = replace(report, state_s=_sum(self.base.state_s, report.state_s), sums=sums)
         self.report = report
         self.offset_s = min(arrived_s - report.now_s, self.offset_s)
+        self.note(report, from_s)
+
+    def note(self, report: ExecutorReport, from_s: float) -> None:
+        """Keep the report's spans and stays."""
         self.spans += _moved(report.spans, self.offset_s, from_s)
+        self.stays += [
+            stay._replace(start_s=stay.start_s + self.offset_s, end_s=stay.end_s + self.offset_s) for stay in report.stays
+        ]
 
     def fail_until(self, now_s: float) -> None:
         """Count the time without a process, up to now, as failed."""
@@ -98,8 +107,8 @@ class ReportBook:
         if executor.process is _Process.NEW:
             from_s = executor.begin_anew(report, arrived_s)
         elif report.now_s < previous.now_s:
-            # A later report has arrived first. Its sums include those of this report, its spans do not.
-            executor.spans += _moved(report.spans, executor.offset_s, from_s)
+            # A later report has arrived first. Its sums include those of this report, its spans and stays do not.
+            executor.note(report, from_s)
             executor.spans.sort(key=lambda span: span.start_s)
             return False
         executor.update(report, arrived_s, from_s)
@@ -145,6 +154,13 @@ class ReportBook:
             taken[name] = tuple(span if span.end_s <= until_s else replace(span, end_s=until_s) for span in early)
             late = [span for span in executor.spans if span.end_s > until_s]
             executor.spans = [span if span.start_s >= until_s else replace(span, start_s=until_s) for span in late]
+        return taken
+
+    def take_stays(self) -> dict[str, tuple[Stay, ...]]:
+        """The stays that were reported since the last call, by executor; those without any are left out."""
+        taken = {name: tuple(executor.stays) for name, executor in self._executors.items() if executor.stays}
+        for name in taken:
+            self._executors[name].stays.clear()
         return taken
 
     def _of(self, worker: str) -> list[_Executor]:

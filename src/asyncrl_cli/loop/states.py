@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
+from asyncrl_cli.loop.stays import Stay
+
 _STEP_PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval")
 
 
@@ -43,6 +45,7 @@ class ExecutorReport:
     `spans` are the stays that ended since the previous report, plus the current one up to `now_s`.
     `sums` are role-specific cumulative figures, e.g. `running_sequence_s`, `idle_s`, `sampled_tokens`, `trained_tokens`.
     `gauges` are momentary figures, e.g. `running_sequences`, `slots`, `version`.
+    `stays` of sequences in slots that ended since the previous report, if they are recorded.
     """
 
     name: str
@@ -54,6 +57,7 @@ class ExecutorReport:
     spans: tuple[Span, ...]
     sums: dict[str, float]
     gauges: dict[str, float]
+    stays: tuple[Stay, ...] = ()
 
 
 class StateClock:
@@ -84,7 +88,7 @@ class StateClock:
     def add(self, name: str, amount: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + amount
 
-    def report(self) -> ExecutorReport:
+    def report(self, stays: tuple[Stay, ...] = ()) -> ExecutorReport:
         now_s = self._now()
         self._close(now_s)
         spans, self._spans = tuple(self._spans), []
@@ -98,6 +102,7 @@ class StateClock:
             spans=spans,
             sums=dict(self.sums),
             gauges=dict(self.gauges),
+            stays=stays,
         )
 
     def _close(self, now_s: float) -> None:

@@ -150,6 +150,7 @@ class Training:
             train=report,
             reports=board.reports.latest,
             spans=board.reports.take_spans(),
+            stays=board.reports.take_stays(),
             sync=board.sync.summary,
             evals=tuple(evaluator.ended),
             ledger=board.ledger.totals(),

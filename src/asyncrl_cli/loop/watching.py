@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.loop.stays import Stay
 from asyncrl_cli.safe_files import Count
 
 ENDED = ("done", "failed", "stopped")
@@ -55,8 +56,9 @@ class StepRecord:
 
     `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other. `reports`: the newest report of
     each executor, by name. `spans`: the spans of *all* reports since the previous step, by executor, already mapped to the
-    driver's clock. `ended_s` is the driver's clock. `sync`: `WeightSync.summary`.
-    `filtered`: the reward of each group that was left out since the previous step for equal rewards; None if none ever is.
+    driver's clock; so are the `stays` of sequences in slots, if they are recorded. `ended_s` is the driver's clock. `sync`:
+    `WeightSync.summary`. `filtered`: the reward of each group that was left out since the previous step for equal rewards; None if
+    none ever is.
     `restarts` of workers and `failures` of trajectories (by kind) count from the run's beginning.
     """
 
@@ -77,6 +79,7 @@ class StepRecord:
     filtered: tuple[float, ...] | None = None
     restarts: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
+    stays: Mapping[str, tuple[Stay, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,12 @@ class EventLine(TypedDict):
     time_s: NotRequired[Seconds]
     step: NotRequired[Count]
     from_step: NotRequired[Count]
+    version: NotRequired[Count]
+    group: NotRequired[str]
+    workers: NotRequired[dict[str, Count]]
+    worker: NotRequired[str]
+    reason: NotRequired[str]
+    tokens: NotRequired[Count]
     num_bytes: NotRequired[float]
     publish_s: NotRequired[Seconds]
     send_s: NotRequired[Seconds]
@@ -43,6 +49,8 @@ class TimelineLine(TypedDict):
     step: NotRequired[Count]
     spans: Spans
     running: NotRequired[Counts]
+    waits: NotRequired[dict[str, list[tuple[float, str]]]]
+    slots: NotRequired[dict[str, list[tuple[Count, str, float, float]]]]
 
 
 def read_metrics(path: Path) -> list[Line]:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -26,12 +27,14 @@ from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.observe.format import line_text
 from asyncrl_cli.observe.live_status import LiveState, LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import MetricsState, StepMetrics
-from asyncrl_cli.safe_files import parse_json
+from asyncrl_cli.safe_files import MIB, parse_json
 from asyncrl_cli.storage import naming, repair_lines, replace_text, storage_error
 
 log = logging.getLogger("asyncrl")
 DIGITS = 4
 """Decimals of times in timeline.jsonl: a tenth of a millisecond is enough and keeps the file small."""
+MAX_TRACED_BYTES = 256 * MIB
+MAX_WAIT_CHARACTERS = 200
 
 
 class ObserversState(TypedDict):
@@ -206,23 +209,36 @@ class TimelineFile(StepFile):
 
         {"step": 7, "spans": {"trainer": [["starved", 11.2, 11.9], ...]}, "running": {"rollout-0": [[12.1, 64], ...]}}
 
-    A step's line holds what was reported since the previous line. `running` holds (time, running sequences) once a second.
+    A step's line holds what was reported since the previous line. `running` holds (time, running sequences) once a second, `waits`
+    (time, what for) whenever what an executor waits for has changed, looked at once a second. With `logging.trace_sequences` there
+    is `slots`, too: (slot, sequence, start, end) of each worker's sequences, until the file has `MAX_TRACED_BYTES`.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._running: dict[str, list[tuple[float, float]]] = {}
+        self._waits: dict[str, list[tuple[float, str]]] = {}
+        self._waiting_for: dict[str, str] = {}
+        self._is_full = False
 
     def spans(self, spans: Mapping[str, Any]) -> None:
-        self.append({**spans, "running": self._running})
-        self._running = {}
+        if not self._is_full and "slots" in spans and os.fstat(self._file.fileno()).st_size > MAX_TRACED_BYTES:
+            self._is_full = True
+            log.warning("timeline.jsonl has %d MiB: sequences are traced no further", MAX_TRACED_BYTES // MIB)
+        kept = {key: content for key, content in spans.items() if key != "slots" or not self._is_full}
+        self.append({**kept, "running": self._running, "waits": self._waits})
+        self._running, self._waits = {}, {}
 
     def status(self, status: Mapping[str, Any]) -> None:
-        """Remember how many sequences run now."""
+        """Remember how many sequences run now, and what everybody waits for."""
         for executor in status.get("executors", ()):
+            name, time_s = executor["name"], round(status["progress"]["time_s"], DIGITS)
             if executor["role"] == "rollout" and "running_sequences" in executor["gauges"]:
-                sample = (round(status["progress"]["time_s"], DIGITS), executor["gauges"]["running_sequences"])
-                self._running.setdefault(executor["name"], []).append(sample)
+                self._running.setdefault(name, []).append((time_s, executor["gauges"]["running_sequences"]))
+            wait = executor.get("waiting_for", "")[:MAX_WAIT_CHARACTERS]
+            if wait != self._waiting_for.get(name, ""):
+                self._waiting_for[name] = wait
+                self._waits.setdefault(name, []).append((time_s, wait))
 
 
 def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
@@ -231,7 +247,16 @@ def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
         name: [(str(span.state), round(span.start_s + ahead_s, DIGITS), round(span.end_s + ahead_s, DIGITS)) for span in stays]
         for name, stays in record.spans.items()
     }
-    return {"step": record.step, "spans": spans}
+    line: dict[str, Any] = {"step": record.step, "spans": spans}
+    if record.stays:
+        line["slots"] = {
+            name: [
+                (slot, sequence, round(start_s + ahead_s, DIGITS), round(end_s + ahead_s, DIGITS))
+                for slot, sequence, start_s, end_s in stays
+            ]
+            for name, stays in record.stays.items()
+        }
+    return line
 
 
 class StatusFile(Sink):

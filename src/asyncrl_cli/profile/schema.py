@@ -202,6 +202,8 @@ class LoggingSection(Section):
 
     samples_every_steps: NonNegativeInt = 0
     """Dump the trajectories of every so many train steps; 0 is off."""
+    trace_sequences: bool = False
+    """Record for `asyncrl trace` when each sequence was in which slot: some 50 bytes each in timeline.jsonl, 256 MB at most."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases mode."""
     wandb_project: str = "asyncrl"

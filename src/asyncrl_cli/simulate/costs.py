@@ -86,6 +86,7 @@ class Costs:
             response_tokens=lengths,
             tool_calls=Episodes(turns, lengths, self.profile, self._prompt_tokens) if turns is not None else None,
             hold_slots=self.profile.rollout.hold_slots,
+            trace_sequences=self.profile.logging.trace_sequences,
             prompt_tokens=self._prompt_tokens,
             max_response_tokens=max_tokens,
             cache=self._cache_size(),

@@ -40,6 +40,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from asyncrl_cli.loop.stays import SlotStays, Stay
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize, KvCache
 from asyncrl_cli.simulate.sequences import NEVER, SAME_STEP, SimulatedSequence, VersionTokens, tokens_per_version
 from asyncrl_cli.simulate.workload import Decoding
@@ -60,6 +61,7 @@ class SimulatedEngine:
         version: int = -1,
         cache: CacheSize = UNLIMITED,
         hold_slots: bool = True,
+        trace_sequences: bool = False,
         on_running: Callable[[int], None] = lambda running: None,
     ) -> None:
         self.slots = slots
@@ -71,6 +73,7 @@ class SimulatedEngine:
         self._slowdown = 1.0
         self._on_running = on_running
         self._loop = asyncio.get_running_loop()
+        self._stays = SlotStays(self._loop.time) if trace_sequences else None
         self._loads = [(0.0, version)]  # (step count, version); `first_load` of a sequence is an index into this list
         self._cache = KvCache(cache)
         self._ends: list[tuple[float, int, SimulatedSequence]] = []  # an entry with another `order` than its sequence's is void
@@ -95,6 +98,10 @@ class SimulatedEngine:
         """(sampled tokens, decode steps, tokens of sequences that have begun and not ended); fractions of a token or step count."""
         self._advance()
         return self._sampled_tokens, self._steps, self._cache.sampled_tokens(self._steps) + self._kept_tokens
+
+    def take_stays(self) -> tuple[Stay, ...]:
+        """The stays of sequences in slots that ended since the last call, if they are recorded."""
+        return self._stays.take() if self._stays is not None else ()
 
     def submit(self, sequences: Iterable[SimulatedSequence]) -> None:
         """Queue sequences; each begins when it gets a slot."""
@@ -215,11 +222,15 @@ class SimulatedEngine:
         self._prefill_s += self._cache.hold(sequence, self._steps) * self._times.prefill_s_per_token
         self._kept_tokens -= sequence.kept_tokens
         self.running += 1
+        if self._stays is not None:
+            self._stays.begin(sequence.name)
 
     def _stop(self, sequence: SimulatedSequence) -> None:
         sequence.order = 0
         self._cache.release(sequence, self._steps)
         self.running -= 1
+        if self._stays is not None:
+            self._stays.end(sequence.name)
 
     def _stop_with(self, sequence: SimulatedSequence, tokens: int) -> None:
         """Stop; it will begin again with these tokens."""

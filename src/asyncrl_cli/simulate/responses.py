@@ -63,6 +63,7 @@ class WorkerTimes:
     max_response_tokens: int | None = None
     tool_calls: Callable[[random.Random, int], Sequence[ToolCall]] | None = None
     hold_slots: bool = True
+    trace_sequences: bool = False
     cache: CacheSize = UNLIMITED
     reward_s: Callable[[random.Random], float] = lambda rng: 0.0
     failure_ratio: float = 0.0

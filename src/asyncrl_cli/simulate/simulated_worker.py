@@ -45,6 +45,7 @@ class SimulatedWorker:
             speed=self.speed,
             cache=times.cache,
             hold_slots=times.hold_slots,
+            trace_sequences=times.trace_sequences,
             on_running=self._running,
         )
         self._machine.add(self._engine)
@@ -91,6 +92,7 @@ class SimulatedWorker:
             decode_steps=decode_steps,
             running_tokens=sum([part.ended_tokens for part in self._parts.values()]) + int(running_tokens),
             sums={"preemptions": self._engine.preemptions} if self._times.cache.is_limited else {},
+            stays=self._engine.take_stays(),
         )
         freed = {key: number for key, part in self._parts.items() if (number := part.num_without_slot)}
         ended, self._ended = tuple(self._ended), []

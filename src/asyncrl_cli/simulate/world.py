@@ -2,8 +2,8 @@
 
     profile --compile_job--> workers and ranks --costs--> simulated workers, trainer --Pipeline--> metrics lines
 
-The clock is an asyncio event loop that never blocks: `time()` jumps to the next timer. Only a run's metrics lines are kept (and, if
-asked for, what a picture of it needs), so that long runs fit in memory.
+The clock is an asyncio event loop that never blocks: `time()` jumps to the next timer. Only a run's metrics lines are kept, so that
+long runs fit in memory; recording.py writes a run's files.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
-from asyncrl_cli.observe.lines import Counts, Spans, add_span
+from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
+from asyncrl_cli.plan.job_plan import ROLLOUT, compile_job
 from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
@@ -144,34 +143,6 @@ class TrainedGroups(Observer):
 
     def step(self, record: StepRecord) -> None:
         self._tell(record.ledger["trained"])
-
-
-class KeptTimeline(Observer):
-    """Keeps what a picture of a simulated run needs, for at most `MAX_SHOWN_WORKERS` workers."""
-
-    def __init__(self) -> None:
-        self.spans: Spans = {}
-        self.running: Counts = {}
-        self.publishes_s: list[float] = []
-        self.roles: dict[str, str] = {}
-
-    def event(self, event: Event) -> None:
-        if event.name == "published":
-            self.publishes_s.append(event.time_s)
-
-    def step(self, record: StepRecord) -> None:
-        if not self.roles:
-            self.roles = {name: report.role for name, report in record.reports.items()}
-            self.spans = {name: [] for name in (*of_role(self.roles, TRAINER), *shown_workers(self.roles))}
-        for name in self.spans.keys() & record.spans.keys():
-            for span in record.spans[name]:
-                add_span(self.spans[name], str(span.state), span.start_s, span.end_s)
-
-    def tick(self, snapshot: Snapshot) -> None:
-        for name in self.spans.keys() & snapshot.reports.keys():
-            gauges = snapshot.reports[name].gauges
-            if "running_sequences" in gauges:
-                self.running.setdefault(name, []).append((snapshot.time_s, gauges["running_sequences"]))
 
 
 def shown_workers(roles: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,0 +1,143 @@
+"""A recorded run as a trace, for Perfetto or chrome://tracing: who did what when, and how each group became a version.
+
+    events.jsonl ──> loop: train steps, versions, events; groups: lanes; arrows between them (trace_groups.py)
+    timeline.jsonl ─> executors: a track each, with states and what they wait for; a track per slot, if sequences were traced
+    metrics.jsonl ──> counters: staleness, window, versions, tokens per second, groups, slots in use
+
+docs/trace.md is for its readers.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, cast
+
+from asyncrl_cli.observe.lines import Line, add_span
+from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.report.trace_events import Entry, Tracks, arrow, counter, micros, slice_on
+from asyncrl_cli.report.trace_groups import LOOP, Group, Steps, Story, group_entries, mark_entries, version_entries
+
+EXECUTORS = "executors"
+SAMPLED_S = 1.0
+"""What executors wait for is written down once a second: during a stay this long it was."""
+COUNTERS = {
+    "staleness, versions": {"mean": "staleness/mean", "max": "staleness/max"},
+    "tokens/s": {"rollout": "rollouter/tokens_per_s", "trainer": "trainer/tokens_per_s"},
+    "window": {"version": "window"},
+    "reward": {"mean": "reward/mean"},
+}
+"""Of a step, from its beginning to its end: the counter's name, its figures, and their keys in metrics.jsonl."""
+
+
+def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = None) -> Counter[str]:
+    """Write the train steps from `first` to `last` (None: to the end) to `path`, gzipped if it ends with .gz. Returns how many
+    entries there are of each kind. Raises ConfigError for a malformed file of the run, OSError if `path` cannot be written."""
+    counted: Counter[str] = Counter()
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with _opened(temporary, is_gzipped=path.suffix == ".gz") as file:
+            file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps({"run": run.name}) + ', "traceEvents": [\n')
+            for index, entry in enumerate(trace_entries(run, first, last)):
+                counted[entry.get("cat", entry["ph"]) if entry["ph"] in "Xi" else entry["ph"]] += 1
+                file.write((",\n" if index else "") + json.dumps(entry, separators=(",", ":")))
+            file.write("\n]}\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return counted
+
+
+def _opened(path: Path, *, is_gzipped: bool) -> IO[str]:
+    return cast("IO[str]", gzip.open(path, "wt", encoding="utf-8") if is_gzipped else path.open("w", encoding="utf-8"))
+
+
+def trace_entries(run: Recorded, first: int = 1, last: int | None = None) -> Iterator[Entry]:
+    """All entries of the trace, the names of tracks at the end."""
+    lines = [line for line in run.metrics() if last is None or line["step"] <= last]
+    story = Story(run.events())
+    steps = Steps(story, {int(line["step"]): micros(line["time_s"]) for line in lines}, first, last)
+    tracks, groups = Tracks(), {group.key: group for group in story.groups}
+    process = tracks.process(LOOP)
+    for name in run.roles:
+        tracks.track(EXECUTORS, name)
+    yield from step_counters((line for line in lines if line["step"] >= first), process)
+    yield from group_entries(story, steps, tracks, {line["step"]: line.get("timing/wait_data_s", 0.0) for line in lines})
+    yield from version_entries(story, steps, tracks, EXECUTORS)
+    yield from mark_entries(story, steps, tracks)
+    yield from executor_entries(run.timeline(first, last), tracks, groups)
+    yield from tracks.entries
+
+
+def step_counters(lines: Iterable[Line], process: int) -> Iterator[Entry]:
+    for line in lines:
+        end = micros(line["time_s"])
+        start = max(0, end - micros(line.get("timing/step_s", 0.0)))
+        for name, keys in COUNTERS.items():
+            if figures := {figure: line[key] for figure, key in keys.items() if key in line}:
+                yield counter(process, name, start, figures)
+        stages = {stage: line[key] for stage in ("running", "finished") if (key := f"ledger/{stage}") in line}
+        if stages:
+            yield counter(process, "groups", end, stages)
+        yield counter(process, "version", end, {"newest": line["version"]})
+
+
+def executor_entries(lines: Iterable[Mapping[str, Any]], tracks: Tracks, groups: Mapping[str, Group]) -> Iterator[Entry]:
+    """What the lines of timeline.jsonl say. A stay that is split over two lines is one slice."""
+    spans: dict[str, list[tuple[str, float, float]]] = {}
+    waits: dict[str, list[tuple[float, str]]] = {}
+    numbers = iter(range(2 * 10**12, 10**13))
+    traced: set[str] = set()
+    for line in lines:
+        for name, samples in line.get("running", {}).items():
+            yield from (counter(tracks.process(EXECUTORS), f"{name}: slots", micros(at), {"in use": n}) for at, n in samples)
+        for name, texts in line.get("waits", {}).items():
+            waits.setdefault(name, []).extend(texts)
+        for name, stays in line["spans"].items():
+            for state, start_s, end_s in stays:
+                add_span(spans.setdefault(name, []), state, start_s, end_s)
+            yield from _states(name, spans[name][:-1], tracks, waits.get(name, ()))
+            del spans[name][:-1]
+        for name, sequences in line.get("slots", {}).items():
+            for slot, sequence, start_s, end_s in sequences:
+                yield from _sequence(name, slot, sequence, micros(start_s), micros(end_s), tracks, groups, traced, numbers)
+    yield from chain.from_iterable(_states(name, last, tracks, waits.get(name, ())) for name, last in spans.items())
+
+
+def _states(
+    name: str, spans: Sequence[tuple[str, float, float]], tracks: Tracks, waits: Sequence[tuple[float, str]]
+) -> Iterator[Entry]:
+    """Stays of an executor, side by side. `waits`: what it waits for, from each of these times on."""
+    track, times = tracks.track(EXECUTORS, name), [time_s for time_s, _ in waits]
+    for state, start_s, end_s in spans:
+        known = bisect_right(times, end_s) - 1
+        was_sampled = known >= 0 and (end_s - start_s >= SAMPLED_S or times[known] >= start_s)
+        waiting_for = waits[known][1] if was_sampled and state != "busy" else ""
+        start, end = micros(start_s), micros(end_s)
+        yield slice_on(track, state, "state", start, max(end, start + 1), {"executor": name, "waiting_for": waiting_for})
+
+
+def _sequence(
+    worker: str,
+    slot: int,
+    sequence: str,
+    start: int,
+    end: int,
+    tracks: Tracks,
+    groups: Mapping[str, Group],
+    traced: set[str],
+    numbers: Iterator[int],
+) -> Iterator[Entry]:
+    """A sequence's stay in a slot, and for the first one an arrow from its group."""
+    track = tracks.track(f"{worker} slots", f"slot {slot:03d}")
+    key = sequence.rpartition("/")[0]
+    group = groups.get(key)
+    yield slice_on(track, sequence, "sequence", start, max(end, start + 1), {"worker": worker, "group": key if group else ""})
+    if group is not None and group.track is not None and sequence not in traced:
+        traced.add(sequence)
+        yield from arrow("sequence", next(numbers), [(group.track, group.times[0]), (track, start)])

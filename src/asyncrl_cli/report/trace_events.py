@@ -1,0 +1,106 @@
+"""Entries of a trace in Chrome's JSON format, which Perfetto reads: tracks, slices, arrows, counters and instants.
+
+Source: "Trace Event Format", the document of chrome://tracing. Times are whole microseconds of the run.
+
+    process, thread    where a slice stands: a track, with a name (ph M)
+    slice              a stretch of time on a track (ph X). Slices of one track lie side by side or one in another
+    arrow              from slice to slice, by an id (ph s, t, f): each binds to the slice that is open on its track at that time
+    counter            a figure that holds until the next one (ph C)
+    instant            something that has no length (ph i)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+Entry = dict[str, Any]
+
+
+def micros(time_s: float) -> int:
+    return round(time_s * 1e6)
+
+
+class Track(NamedTuple):
+    process: int
+    thread: int
+
+
+class Tracks:
+    """Numbers tracks as they are asked for, the topmost first. `entries` are their names."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._processes: dict[str, int] = {}
+        self._threads: dict[tuple[str, str], Track] = {}
+
+    def process(self, name: str) -> int:
+        if name not in self._processes:
+            number = self._processes[name] = len(self._processes) + 1
+            for what, value in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": number})):
+                self.entries.append({"ph": "M", "name": what, "pid": number, "args": value})
+        return self._processes[name]
+
+    def track(self, process: str, thread: str) -> Track:
+        if (process, thread) not in self._threads:
+            # A thread's number is unique in the whole trace: Perfetto takes two threads with one number for the same thread.
+            track = self._threads[process, thread] = Track(self.process(process), 1000 + len(self._threads))
+            where = {"ph": "M", "pid": track.process, "tid": track.thread}
+            self.entries.append({**where, "name": "thread_name", "args": {"name": thread}})
+            self.entries.append({**where, "name": "thread_sort_index", "args": {"sort_index": track.thread}})
+        return self._threads[process, thread]
+
+
+def slice_on(track: Track, name: str, kind: str, start: int, end: int, args: Mapping[str, Any]) -> Entry:
+    known = {key: value for key, value in args.items() if value not in (None, "")}
+    where = {"pid": track.process, "tid": track.thread, "ts": start, "dur": end - start}
+    return {"ph": "X", "name": name, "cat": kind, **where, "args": known}
+
+
+def arrow(name: str, number: int, stops: Sequence[tuple[Track, int]]) -> Iterator[Entry]:
+    """An arrow through slices that are open on these tracks at these times."""
+    for index, (track, time) in enumerate(stops):
+        phase = "s" if index == 0 else "f" if index == len(stops) - 1 else "t"
+        end = {"bp": "e"} if phase == "f" else {}
+        yield {"ph": phase, "name": name, "cat": name, "id": number, "pid": track.process, "tid": track.thread, "ts": time, **end}
+
+
+def counter(process: int, name: str, time: int, figures: Mapping[str, float]) -> Entry:
+    return {"ph": "C", "name": name, "pid": process, "ts": time, "args": dict(figures)}
+
+
+def instant(track: Track, name: str, kind: str, time: int, args: Mapping[str, Any]) -> Entry:
+    return {
+        "ph": "i",
+        "s": "t",
+        "name": name,
+        "cat": kind,
+        "pid": track.process,
+        "tid": track.thread,
+        "ts": time,
+        "args": dict(args),
+    }
+
+
+def side_by_side(times: Iterable[int]) -> list[int]:
+    """The same times, each at least a microsecond after the one before: so slices between them can be seen, and bind arrows."""
+    placed: list[int] = []
+    for time in times:
+        placed.append(max(time, placed[-1] + 1) if placed else time)
+    return placed
+
+
+class Lanes:
+    """Places what overlaps on as few tracks as possible. Ask in the order of starts."""
+
+    def __init__(self) -> None:
+        self._ends: list[tuple[int, int]] = []
+        self._free: list[int] = []
+
+    def lane(self, start: int, end: int) -> int:
+        while self._ends and self._ends[0][0] <= start:
+            heappush(self._free, heappop(self._ends)[1])
+        lane = heappop(self._free) if self._free else len(self._ends)
+        heappush(self._ends, (end, lane))
+        return lane

@@ -1,0 +1,178 @@
+"""The part of a trace that events.jsonl tells: what became of each group, the train steps and the versions.
+
+group      generation ─> waits to be taken ─> training       (slices in lanes: groups overlap)
+arrow      generation ─> waits to be taken ─> step N ─> version V
+version V  from its publication to the next one ─> load on each worker
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl_cli.report.trace_events import Entry, Lanes, Track, Tracks, arrow, instant, micros, side_by_side, slice_on
+
+LOOP, GROUPS = "loop", "groups"
+STAGES = ("running", "finished", "training", "trained")
+PHASES = ("generation", "waits to be taken", "training")
+"""What a group does from one stage to the next."""
+LOSSES = ("dropped", "requeued")
+
+
+@dataclass(slots=True)
+class Group:
+    """`times`: of the stages that it has reached, in their order, and of its loss, if it was lost. `told`: what is shown of it."""
+
+    key: str
+    times: list[int] = field(default_factory=list)
+    told: dict[str, Any] = field(default_factory=dict)
+    has_ended: bool = False
+    track: Track | None = None
+
+    @property
+    def step(self) -> int | None:
+        return self.told.get("step")
+
+
+@dataclass(slots=True)
+class Version:
+    number: int
+    published: int
+    step: int
+    loads: list[Mapping[str, Any]] = field(default_factory=list)
+
+
+class Story:
+    """What the events of a run say, in the order in which they happened.
+
+    A group's key may come again: after a crash and a resume, its first try is one that the run has forgotten.
+    """
+
+    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
+        self.groups: list[Group] = []
+        self.versions: list[Version] = []
+        self.marks: list[Mapping[str, Any]] = []
+        self.end = 0
+        self._open: dict[str, Group] = {}
+        for event in events:
+            self._note(event)
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        name, time = event["event"], micros(event.get("time_s", 0.0))
+        self.end = max(self.end, time)
+        if name in (*STAGES, *LOSSES):
+            self._move(event, time)
+        elif name == "published":
+            self.versions.append(Version(event.get("version", 0), time, event.get("step", 0)))
+        elif name == "loaded" and self.versions:
+            newest = next((known for known in reversed(self.versions) if known.number == event.get("version")), self.versions[-1])
+            newest.loads.append(event)
+        else:
+            self.marks.append(event)
+
+    def _move(self, event: Mapping[str, Any], time: int) -> None:
+        name, key = event["event"], event.get("group", "")
+        if name == "running":
+            told = {"group": key, "version": event.get("version"), "workers": " ".join(event.get("workers", {}))}
+            self._open[key] = Group(key, told=told)
+            self.groups.append(self._open[key])
+        if (group := self._open.get(key)) is None:
+            return
+        group.times.append(time)
+        if name == "trained":
+            group.told |= {"step": event.get("step", 0), "window": event.get("version", 0), "tokens": event.get("tokens")}
+        if name == "trained" or name in LOSSES:
+            group.told["became"] = f"{name} ({event['reason']})" if event.get("reason") else name
+            group.has_ended = True
+            del self._open[key]
+
+    def version_after(self, time: int, number: int) -> Version | None:
+        return next((version for version in self.versions if version.number >= number and version.published >= time), None)
+
+
+class Steps:
+    """The train steps from `first` to `last` (None: to the end), and what of the story belongs to them."""
+
+    def __init__(self, story: Story, ends: Mapping[int, int], first: int, last: int | None) -> None:
+        self._story = story
+        self._first, self._last = first, last
+        self.start = 0 if first == 1 else ends.get(first - 1, 0)
+        end = story.end if last is None else ends.get(last, story.end)
+        publish = None if last is None else next((version for version in story.versions if version.published >= end), None)
+        self.end = end if publish is None else publish.published
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups that these steps trained; groups that were lost in this time; at the run's end, also those under way."""
+        return sorted(filter(self._has, self._story.groups), key=lambda group: group.times[0])
+
+    def _has(self, group: Group) -> bool:
+        if group.step is not None:
+            return self._first <= group.step and (self._last is None or group.step <= self._last)
+        return self.covers(group.times[-1]) if group.has_ended else self._last is None
+
+    def covers(self, time: int) -> bool:
+        return self.start <= time <= self.end
+
+
+def group_entries(story: Story, steps: Steps, tracks: Tracks, waits_s: Mapping[int, float]) -> Iterator[Entry]:
+    """`waits_s`: how long the trainer waited for the groups of each step. Sets the groups' tracks."""
+    lanes, of_step = Lanes(), dict[int, list[Group]]()
+    step_track, version_track = tracks.track(LOOP, "train steps"), tracks.track(LOOP, "versions")
+    for group in steps.groups:
+        yield from _slices(group, lanes, tracks, steps.end)
+        if group.step is not None:
+            of_step.setdefault(group.step, []).append(group)
+    numbers, done = iter(range(1, 10**12)), 0
+    for step, groups in sorted(of_step.items()):
+        start = max(min(group.times[2] for group in groups), done)
+        done = max(start + 1, max(group.times[3] for group in groups))
+        latest = max(groups, key=lambda group: group.times[1])
+        args = {"step": step, "window": latest.told["window"], "groups": len(groups), "waited_s": waits_s.get(step)}
+        yield slice_on(step_track, f"step {step}", "step", start, done, {**args, "last_group": latest.key})
+        version = story.version_after(done, latest.told["window"] + 1)
+        ends = [(version_track, version.published)] if version is not None else []
+        for group in groups:
+            assert group.track is not None
+            stops = [(group.track, group.times[0]), (group.track, group.times[1]), (step_track, start), *ends]
+            yield from arrow("group", next(numbers), stops)
+
+
+def _slices(group: Group, lanes: Lanes, tracks: Tracks, until: int) -> Iterator[Entry]:
+    """The group, and in it what it did. One that is still under way lasts `until` then."""
+    times = side_by_side(group.times if group.has_ended else [*group.times, max(until, group.times[-1])])
+    track = group.track = tracks.track(GROUPS, f"lane {lanes.lane(times[0], times[-1]):02d}")
+    group.times = times
+    yield slice_on(track, group.key, "group", times[0], times[-1], group.told)
+    short = {key: group.told.get(key) for key in ("group", "step")}
+    for phase, start, end in zip(PHASES, times, times[1:], strict=False):
+        yield slice_on(track, phase, "phase", start, end, short)
+
+
+def version_entries(story: Story, steps: Steps, tracks: Tracks, executors: str) -> Iterator[Entry]:
+    """Versions, from one publication to the next, and their loads. `executors`: the process of the workers' tracks."""
+    track, number = tracks.track(LOOP, "versions"), 10**12
+    ends = [version.published for version in story.versions[1:]] + [story.end]
+    for version, end in zip(story.versions, ends, strict=True):
+        if not (version.published <= steps.end and end >= steps.start):
+            continue
+        end = max(end, version.published + 1)
+        yield slice_on(track, f"version {version.number}", "version", version.published, end, {"step": version.step})
+        for load in version.loads:
+            done, worker = micros(load.get("time_s", 0.0)), load.get("worker", "")
+            start = max(version.published, done - max(1, micros(load.get("pause_s", 0.0))))
+            figures = {key: load.get(key) for key in ("version", "load_s", "pause_s", "send_s", "logprob_abs_diff", "verdict")}
+            onto = tracks.track(executors, f"{worker} loads")
+            yield slice_on(onto, f"load {version.number}", "load", start, max(done, start + 1), {"worker": worker, **figures})
+            number += 1
+            yield from arrow("load", number, [(track, version.published), (onto, start)])
+
+
+def mark_entries(story: Story, steps: Steps, tracks: Tracks) -> Iterator[Entry]:
+    """Everything else that has happened: evals, checkpoints, restarts, warnings, as instants."""
+    track = tracks.track(LOOP, "events")
+    for mark in story.marks:
+        if steps.covers(time := micros(mark.get("time_s", 0.0))):
+            told = {key: value for key, value in mark.items() if key not in ("time_s", "event")}
+            yield instant(track, mark["event"], "event", time, told)
