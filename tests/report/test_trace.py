@@ -154,7 +154,7 @@ def test_perfetto_answers_the_questions_of_the_docs_as_the_events_do(trace, even
     }
     waits = next(row["mean_s"] for row in phases if row["name"] == "waits to be taken")
     assert waits == pytest.approx(sum(taken[group] - finished[group] for group in taken) / GROUPS, abs=1e-3)
-    assert {row["executor"] for row in executors} == {"feed", "rollout-0", "trainer"}
+    assert {row["executor"] for row in executors} == {"feed", "rollout-0", "trainer-0"}
     assert longest[0]["seconds"] > 0
 
 
