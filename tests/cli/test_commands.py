@@ -11,7 +11,10 @@ import pytest
 
 from asyncrl_cli.cli.app import run
 
-COMMANDS = ("train", "resume", "status", "compare", "stop", "logs", "export", "plan", "doctor", "init", "profiles")
+COMMANDS = [
+    *("train", "resume", "status", "compare", "stop", "logs", "export", "report", "plan", "doctor", "init", "schema", "completion"),
+    "profiles",
+]
 
 
 def test_help_lists_every_command_and_teaches_the_first_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +268,7 @@ def test_init_copies_a_task_that_can_be_planned(capsys: pytest.CaptureFixture[st
     directory = tmp_path / "mine"
     assert run(["init", "jsonl", str(directory)]) == 0
     names = {Path(line).name for line in capsys.readouterr().out.splitlines()}
-    assert names == {"README.md", "profile.toml", "prompts.jsonl", "rewards.py"}
+    assert names == {"README.md", "profile.toml", "profile.schema.json", "prompts.jsonl", "rewards.py"}
     assert run(["plan", "--profile", str(directory / "profile.toml")]) == 0
 
 

@@ -67,7 +67,7 @@ def test_every_run_has_a_row_with_its_state_and_what_to_do_next(runs_dir: Path, 
     assert [(row["name"], row["state"]) for row in rows] == [(name, name) for name in NAMES]
     assert [row["next"] for row in rows] == [
         "asyncrl status running",
-        "asyncrl export done",
+        "asyncrl report done",
         "asyncrl resume stopped",
         "asyncrl logs failed",  # it has no checkpoint
         "asyncrl resume killed",
@@ -87,8 +87,8 @@ def test_the_table_of_runs_fits_80_columns_and_names_nothing_in_part(
     assert [line.split()[0] for line in out.splitlines()[1:] if line.split()[0] in NAMES] == list(NAMES)
     assert "\N{HORIZONTAL ELLIPSIS}" not in out
     said = " ".join(out.split())
-    assert "killed: rollout-0 gave no answer for 600 s; asyncrl resume killed" in said
-    assert "failed: rollout-0 failed: out of memory; asyncrl logs failed" in said
+    assert "killed: rollout-0 gave no answer for 600 s asyncrl resume killed" in said
+    assert "failed: rollout-0 failed: out of memory asyncrl logs failed" in said
 
 
 def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(

@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import bench, compare, export, plan, report, runs, setup, trace
+from asyncrl_cli.cli import bench, compare, completion, export, plan, report, runs, schema, setup, trace
 from asyncrl_cli.cli.console import STDOUT, begin, epilog, in_our_words, open_streams, print_json_error, print_text, tell
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
@@ -47,6 +47,8 @@ for command, examples in (
     (plan.plan, plan.EXAMPLES),
     (setup.doctor, setup.DOCTOR_EXAMPLES),
     (setup.init, setup.INIT_EXAMPLES),
+    (schema.schema, schema.EXAMPLES),
+    (completion.completion, completion.EXAMPLES),
 ):
     app.command(epilog=epilog(examples))(command)
 app.add_typer(setup.profiles, name="profiles")
@@ -88,6 +90,7 @@ def _answer(args: Sequence[str]) -> int:
     """Run the command, print its error if it fails, and return the exit code. Raises OSError only if stdout cannot be written."""
     try:
         _check_working_directory()
+        completion.make_ready(os.environ)
         _refuse_long_names(args)
         return app(args=list(args), prog_name="asyncrl", standalone_mode=False) or 0
     except SystemExit as ended:

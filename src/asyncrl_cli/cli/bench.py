@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import JsonOption, print_json, print_prose, say, stderr, stdout, warn
 
 if TYPE_CHECKING:
@@ -25,12 +26,22 @@ of a workload: its results say SIMULATED."""
 
 def bench(
     baseline: Annotated[
-        str, typer.Option("--compare", metavar="BASELINE", help="The profile that the others are compared with.")
+        str,
+        typer.Option(
+            "--compare",
+            metavar="BASELINE",
+            help="The profile that the others are compared with.",
+            autocompletion=completion.profiles,
+        ),
     ] = "colocate",
     profiles: Annotated[
         list[str] | None,
         typer.Option(
-            "--profile", "-p", metavar="NAME|FILE", help="A profile to compare; may be repeated. If none is given: partial-rollout."
+            "--profile",
+            "-p",
+            metavar="NAME|FILE",
+            help="A profile to compare; may be repeated. If none is given: partial-rollout.",
+            autocompletion=completion.profiles,
         ),
     ] = None,
     simulate: Annotated[
@@ -39,6 +50,7 @@ def bench(
             "--simulate",
             metavar="WORKLOAD",
             help="Nothing is trained, time is virtual. laptop-tiny, verl-7b-math-128, or a workload's TOML file.",
+            autocompletion=completion.workloads,
         ),
     ] = None,
     repeat: Annotated[
@@ -59,6 +71,7 @@ def bench(
             "--set",
             metavar="SECTION.KEY=VALUE",
             help="Override a key of all profiles, the baseline included. To change one of them, give a file.",
+            autocompletion=completion.sets,
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the first repeat.")] = 0,

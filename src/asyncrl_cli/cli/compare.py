@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_prose, stdout, warn
 from asyncrl_cli.errors import ConfigError
 
@@ -22,7 +23,14 @@ EXAMPLES = """
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or directories of two or more runs.")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN RUN...",
+            help="Names or directories of two or more runs.",
+            autocompletion=completion.runs,
+        ),
+    ],
     runs_dir: RunsDirOption = RUNS_DIR,
     reward: Annotated[
         float | None,

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from asyncrl_cli.cli import completion
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 from asyncrl_cli.storage import storage_error, system_error
@@ -35,12 +36,19 @@ ProfileOption = Annotated[
         "-p",
         metavar="NAME|FILE",
         help="Name of a profile (see [bold]asyncrl profiles[/]), or a TOML file. A+B lays B over A.",
+        autocompletion=completion.profiles,
     ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key; the value is TOML or else a string. May be repeated."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Override a key; the value is TOML or else a string. May be repeated.",
+        autocompletion=completion.sets,
+    ),
 ]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.", autocompletion=completion.runs)]
 RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Directory that holds all runs.")]
 UiOption = Annotated[Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")]
 AddressOption = Annotated[
@@ -103,7 +111,11 @@ def print_json(value: Any) -> None:
     """Print one JSON document on stdout, without colours or line wrapping."""
     global _has_document
     _has_document = True
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+    sys.stdout.write(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def print_json_error(error: AsyncrlError) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_text, say, warn
 
 EXAMPLES = """
@@ -18,7 +19,10 @@ GB = 10**9
 
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or directory, or a checkpoint's directory.")
+        str,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT", help="A run's name or directory, or a checkpoint's directory.", autocompletion=completion.runs
+        ),
     ],
     version: Annotated[
         int | None, typer.Option("--version", metavar="N", min=0, help="A published version that was kept, or is in a checkpoint.")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, SetOption, load_profile, say
 from asyncrl_cli.errors import ConfigError
 
@@ -30,6 +31,7 @@ def plan(
             metavar="NAME|FILE",
             help="A profile by name ([bold]asyncrl profiles[/]) or a TOML file. "
             "By default base, for a look at what --set does; with --tune partial-rollout, or the run's own.",
+            autocompletion=completion.profiles,
         ),
     ] = None,
     sets: SetOption = None,
@@ -41,7 +43,12 @@ def plan(
     ] = None,
     tune: Annotated[
         str | None,
-        typer.Option("--tune", metavar="WORKLOAD|RUN", help="Search for faster settings of a workload, or of a run measured here."),
+        typer.Option(
+            "--tune",
+            metavar="WORKLOAD|RUN",
+            help="Search for faster settings of a workload, or of a run measured here.",
+            autocompletion=completion.workloads,
+        ),
     ] = None,
     max_staleness: Annotated[
         int | None,

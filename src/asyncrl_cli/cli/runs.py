@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import (
     RUNS_DIR,
     AddressOption,
     JsonOption,
     ProfileOption,
+    RunArgument,
     RunsDirOption,
     SetOption,
     UiOption,
@@ -101,7 +103,10 @@ def train(
 
 def resume(
     target: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT|RUN", help="A checkpoint's directory, or a run's name or directory.")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT|RUN", help="A checkpoint's directory, or a run's name or directory.", autocompletion=completion.runs
+        ),
     ],
     runs_dir: RunsDirOption = RUNS_DIR,
     ui: UiOption = "auto",
@@ -116,7 +121,12 @@ def resume(
 
 def status(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run's name or directory; by default all runs, if there are several.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run's name or directory; by default all runs, if there are several.",
+            autocompletion=completion.runs,
+        ),
     ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     watch: Annotated[
@@ -179,7 +189,7 @@ def _watch(found: RunStatus, runs_dir: Path) -> None:
 
 
 def logs(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.")],
+    run: RunArgument,
     runs_dir: RunsDirOption = RUNS_DIR,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends.")] = False,
     role: Annotated[
@@ -257,9 +267,7 @@ def _whole_lines(file: TextIO, live: bool) -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-def stop(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.")], runs_dir: RunsDirOption = RUNS_DIR
-) -> None:
+def stop(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR) -> None:
     """Ask a run to finish its train step, write a checkpoint and end; asked twice, it ends at once."""
     from asyncrl_cli.checkpoint.run_directory import request_stop
     from asyncrl_cli.observe.status import read_status

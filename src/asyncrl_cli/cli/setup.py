@@ -13,7 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli.console import JsonOption, SetOption, epilog, load_profile, print_json, print_text, say, stderr, stdout, warn
+from asyncrl_cli.cli import completion
+from asyncrl_cli.cli.console import (
+    JsonOption,
+    SetOption,
+    epilog,
+    json_text,
+    load_profile,
+    print_json,
+    print_text,
+    say,
+    stderr,
+    stdout,
+    warn,
+)
 from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
 
 MARKS = {True: Text("ok", "green"), False: Text("missing", "red"), None: Text()}
@@ -73,16 +86,26 @@ def _uninstall(packages: list[str]) -> None:
 
 
 def init(
-    template: Annotated[str, typer.Argument(metavar="TEMPLATE", help="Name of the template: jsonl.")],
+    template: Annotated[
+        str,
+        typer.Argument(
+            metavar="TEMPLATE",
+            help="Name of the template: jsonl.",
+            autocompletion=completion.templates,
+        ),
+    ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write, new or empty.")],
 ) -> None:
     """Copy a template for a task of your own: its files are ready to train."""
     import shutil
 
+    from asyncrl_cli.profile.file_schema import profile_schema
+
     source = _find(template)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RefusedError(f"{directory} exists and is not empty", hint="name a new directory: nothing is overwritten")
     shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (directory / "profile.schema.json").write_text(json_text(profile_schema()), encoding="utf-8")
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             print_text(str(path))
@@ -90,9 +113,9 @@ def init(
 
 
 def _find(template: str) -> Path:
-    from asyncrl_cli.profile.toml_files import shipped_directory
+    from asyncrl_cli.profile.toml_files import shipped_templates
 
-    known = {path.name: path for path in sorted(shipped_directory("templates").iterdir()) if path.is_dir()}
+    known = shipped_templates()
     if template not in known:
         raise ConfigError(f"there is no template '{template}'", hint=f"templates: {', '.join(known)}")
     return known[template]
@@ -132,7 +155,12 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @profiles.command("keys")
 def list_keys(
-    name: Annotated[str, typer.Argument(metavar="[SECTION|KEY]", help="List only this section, e.g. rollout, or this key.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="[SECTION|KEY]", help="List only this section, e.g. rollout, or this key.", autocompletion=completion.sections
+        ),
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """List every key of a profile: its default, what it expects, what it means. All of it is TOML."""
@@ -161,7 +189,14 @@ def list_keys(
 
 @profiles.command("show", epilog=epilog(SHOW_EXAMPLES))
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A profile by name, or a TOML file.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="A profile by name, or a TOML file.",
+            autocompletion=completion.profiles,
+        ),
+    ],
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     sets: SetOption = None,
     as_json: JsonOption = False,

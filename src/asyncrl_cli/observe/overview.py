@@ -27,7 +27,7 @@ MOST_ROWS = 20
 """Rows of the table; `--json` has all."""
 LOG_TAIL_BYTES = 2**16
 ERROR_LINE = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) [\w.]+: (.+)")
-NEXT = {"done": "export", "stopped": "resume", "failed": "resume", "killed": "resume", "silent": "logs", "damaged": "logs"}
+NEXT = {"done": "report", "stopped": "resume", "failed": "resume", "killed": "resume", "silent": "logs", "damaged": "logs"}
 """State -> the subcommand to go on with; a run in any other state is under way: `status`."""
 STYLES = {**PHASE_STYLES, "killed": "bold red", "damaged": "bold red", "silent": "bold yellow", "stopped": "yellow"}
 
@@ -148,7 +148,7 @@ def table_of(rows: Sequence[Row]) -> Group:
             since(row.age_s),
             row.next.split()[1],
         )
-    told = [Text.assemble((f"{row.name}: ", "bold red"), f"{row.error}; {row.next}") for row in rows[:MOST_ROWS] if row.error]
+    told = [Text.assemble((f"{row.name}: ", "bold red"), f"{row.error}\n  {row.next}") for row in rows[:MOST_ROWS] if row.error]
     older = [Text(f"... and {len(rows) - MOST_ROWS} older runs: --json lists all", "dim")] if len(rows) > MOST_ROWS else []
     legend = Text("idle: trainer, rollouter; stale: versions per token; age: since its last word; next: asyncrl NEXT RUN", "dim")
     return Group(table, *older, *told, legend)

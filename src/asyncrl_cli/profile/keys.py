@@ -155,6 +155,12 @@ def expected(key: str) -> str:
     return " or ".join(map(_describe, _options(key)))
 
 
+def choices(key: str) -> list[str]:
+    """The values of a key that has only so many, as TOML or as text; empty for any other."""
+    named = [choice for option in _options(key) for choice in _choices(option)]
+    return named + (["true", "false"] if any(option.get("type") == "boolean" for option in _options(key)) else [])
+
+
 def _options(key: str) -> list[dict[str, Any]]:
     """The kinds of value that `key` takes, as JSON schemas."""
     section, _, name = key.partition(".")

@@ -128,6 +128,11 @@ def shipped_profiles() -> dict[str, Path]:
     return {path.stem: path for path in sorted(shipped_directory("profiles").glob("*.toml"))}
 
 
+def shipped_templates() -> dict[str, Path]:
+    """The directories that `asyncrl init` copies, by name."""
+    return {path.name: path for path in sorted(shipped_directory("templates").iterdir()) if path.is_dir()}
+
+
 def is_file_reference(reference: str) -> bool:
     return reference.endswith(".toml") or "/" in reference or "\\" in reference
 

@@ -1,0 +1,103 @@
+"""What the shell completes: `asyncrl completion SHELL` prints a script, which asks the functions of this module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+EXAMPLES = """
+  eval "$(asyncrl completion bash)"      in ~/.bashrc
+  eval "$(asyncrl completion zsh)"       in ~/.zshrc, after compinit
+
+Completes commands, options, profiles (also behind a +), runs, templates, and
+keys and values of --set."""
+VARIABLE = "_ASYNCRL_COMPLETE"
+"""Set by the scripts; its value is the instruction to Typer."""
+BASH = """\
+_asyncrl() {
+    local line="${COMP_LINE:0:COMP_POINT}" words cword
+    local word="${line##* }"
+    IFS=' ' read -ra words <<< "$line"
+    cword=$(( ${#words[@]} - (${#word} > 0) ))
+    local IFS=$'\\n'
+    COMPREPLY=( $(COMP_WORDS="$line" COMP_CWORD=$cword _ASYNCRL_COMPLETE=complete_bash "$1" 2>/dev/null) )
+    # Bash takes "=" for the end of a word, and replaces only what follows it.
+    [[ $word == *=* ]] && COMPREPLY=( "${COMPREPLY[@]#"${word%%=*}="}" )
+    [[ ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+    return 0
+}
+complete -o default -F _asyncrl asyncrl
+"""
+ZSH = """\
+_asyncrl() {
+    local -a found
+    local -x COMP_WORDS="${words[1,CURRENT]}" COMP_CWORD=$(( CURRENT - 1 )) _ASYNCRL_COMPLETE=complete_bash
+    found=( ${(f)"$("$words[1]" 2>/dev/null)"} )
+    (( $#found )) || { _files; return }
+    compadd -S '' -- ${(M)found:#*=}
+    compadd -- ${found:#*=}
+}
+compdef _asyncrl asyncrl
+"""
+
+
+def completion(
+    shell: Annotated[Literal["bash", "zsh"], typer.Argument(metavar="bash|zsh", help="The shell that is to evaluate the script.")],
+) -> None:
+    """Print a script by which the shell completes asyncrl's commands, profiles, runs and keys."""
+    typer.echo(BASH if shell == "bash" else ZSH, nl=False)
+
+
+def make_ready(environ: Mapping[str, str]) -> None:
+    """If a shell asks for completions, let Typer know the shells."""
+    if VARIABLE in environ:
+        from typer.completion import completion_init  # type: ignore[attr-defined]
+
+        completion_init()
+
+
+def profiles(incomplete: str) -> list[str]:
+    """Shipped profiles; behind the `+` of `A+B` those that may lie over A."""
+    from asyncrl_cli.profile.toml_files import shipped_profiles
+
+    below, plus, begun = incomplete.rpartition("+")
+    return [f"{below}{plus}{name}" for name in shipped_profiles() if name.startswith(begun)]
+
+
+def runs(context: typer.Context, incomplete: str) -> list[str]:
+    """The runs below `--runs-dir`, the newest first."""
+    from asyncrl_cli.checkpoint.find import run_names
+
+    return [name for name in run_names(Path(context.params.get("runs_dir") or "runs")) if name.startswith(incomplete)]
+
+
+def workloads(incomplete: str) -> list[str]:
+    from asyncrl_cli.profile.toml_files import shipped_directory
+
+    names = sorted(path.stem for path in (shipped_directory("profiles") / "workloads").glob("*.toml"))
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def templates(incomplete: str) -> list[str]:
+    from asyncrl_cli.profile.toml_files import shipped_templates
+
+    return [name for name in shipped_templates() if name.startswith(incomplete)]
+
+
+def sets(incomplete: str) -> list[str]:
+    """`section.key=`, and behind the `=` the values of a key that has only so many."""
+    from asyncrl_cli.profile.keys import choices, keys
+
+    key, equals, value = incomplete.partition("=")
+    if not equals:
+        return [f"{name}=" for name in keys() if name.startswith(key)]
+    return [f"{key}={choice}" for choice in choices(key) if choice.startswith(value)] if key in keys() else []
+
+
+def sections(incomplete: str) -> list[str]:
+    from asyncrl_cli.profile import keys
+
+    return [name for name in (*keys.sections(), *keys.keys()) if name.startswith(incomplete)]

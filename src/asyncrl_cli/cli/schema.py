@@ -1,0 +1,32 @@
+"""`asyncrl schema`: prints the JSON Schema of a profile's or a workload's file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from asyncrl_cli.cli.console import print_json
+
+EXAMPLES = """
+  asyncrl schema > profile.schema.json
+  asyncrl schema workload > workload.schema.json
+
+With [bold]#:schema ./profile.schema.json[/] as its first line, a profile is completed
+and checked by editors that know taplo (Even Better TOML)."""
+
+
+def schema(
+    kind: Annotated[
+        Literal["profile", "workload"], typer.Argument(metavar="profile|workload", help="What the file is.")
+    ] = "profile",
+) -> None:
+    """Print the JSON Schema of a profile or a workload, for editors and for `taplo check`."""
+    if kind == "profile":
+        from asyncrl_cli.profile.file_schema import profile_schema
+
+        print_json(profile_schema())
+    else:
+        from asyncrl_cli.simulate.workload_schema import workload_schema
+
+        print_json(workload_schema())

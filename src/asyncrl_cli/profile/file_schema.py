@@ -1,0 +1,48 @@
+"""The JSON Schema of a profile's file, for editors and for taplo: what `Profile` validates, with the keys that only files have.
+
+A shipped profile names it in its first line, `#:schema ./profile.schema.json`; `asyncrl schema profile` prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl_cli.profile.schema import Profile
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+EXTENDS = {"type": "string", "description": "The profile below this one: its name, or a path relative to this file."}
+SCHEMAS, DEFINITIONS = ("properties", "$defs"), "$defs"
+"""Keywords whose values are schemas by name: a name there is no keyword."""
+
+
+def profile_schema() -> dict[str, Any]:
+    schema = tidied(Profile.model_json_schema())
+    schema["properties"] = {"extends": EXTENDS, **schema["properties"]}
+    return {"$schema": DIALECT, **schema, "title": "asyncrl profile"}
+
+
+def tidied(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema of pydantic's without what means nothing in TOML or to an editor: null, titles, and defaults of whole tables."""
+    kept: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in SCHEMAS:
+            kept[keyword] = {name: tidied(inner) for name, inner in value.items()}
+        elif keyword == "anyOf":
+            options = [tidied(option) for option in value if option.get("type") != "null"]
+            kept |= options[0] if len(options) == 1 else {"anyOf": options}
+        elif keyword in ("items", "additionalProperties") and isinstance(value, Mapping):
+            kept[keyword] = tidied(value)
+        elif keyword == "default":
+            kept |= {} if value is None or "$ref" in schema else {"default": _number(value)}
+        elif keyword not in ("title", "multipleOf", "format"):
+            kept[keyword] = value
+    return kept
+
+
+def _number(value: Any) -> Any:
+    """A decimal's default is text in pydantic's schema."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
