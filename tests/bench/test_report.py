@@ -14,7 +14,7 @@ from rich.console import Console
 from asyncrl_cli.bench import pictures
 from asyncrl_cli.bench.pictures import view_length_s
 from asyncrl_cli.bench.report import output_directory, report_text, write_report, write_results
-from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread, Timeline
+from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread, Timeline, read_results
 from asyncrl_cli.bench.table import heading_of, table_of
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.simulate.world import shown_workers
@@ -220,3 +220,19 @@ def test_of_many_workers_eight_are_shown_from_the_first_to_the_last() -> None:
     shown = shown_workers(roles)
     assert (len(shown), shown[0], shown[-1]) == (8, "rollout-0", "rollout-63")
     assert shown_workers({"rollout-10": "rollout", "trainer": "trainer", "rollout-2": "rollout"}) == ("rollout-2", "rollout-10")
+
+
+def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    made = comparison()
+    bare = replace(
+        made, results=[replace(made.results[0], figures={"groups_per_s": Spread(median=2.0, min=1.0, max=3.0)})], workload=""
+    )
+    for one in (made, bare):
+        assert read_results(write_results(one, tmp_path)).to_json() == one.to_json()
+
+
+@pytest.mark.parametrize("content", ["no JSON", "{}", '{"schema_version": 1}', '{"schema_version": 1, "results": 7}'])
+def test_results_that_are_none_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(RefusedError, match=r"results\.json"):
+        read_results(tmp_path / "results.json")

@@ -10,8 +10,9 @@ import pytest
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.side_by_side import side_by_side
 from asyncrl_cli.report.columns import JOINED_POINTS, MOST_STEPS, columns_of
-from asyncrl_cli.report.page import page_of
+from asyncrl_cli.report.page import beside_each_other, page_of
 from asyncrl_cli.report.run_data import run_data
 from asyncrl_cli.report.timeline import Timeline
 from asyncrl_cli.report.write import refuse_foreign
@@ -19,7 +20,9 @@ from tests.report.recorded_run import line, make_run
 
 
 def page(*directories):
-    return page_of([run_data(Recorded(directory)) for directory in directories], library="", title="otter")
+    found = [Recorded(directory) for directory in directories]
+    before = beside_each_other(side_by_side(found)) if len(found) > 1 else ""
+    return page_of([run_data(recorded) for recorded in found], library="", title="otter", before=before)
 
 
 def embedded(html):
@@ -81,11 +84,11 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
 @pytest.mark.parametrize(
     ("figures", "said"),
     [
-        ({}, "The trainer. The trainer idled 60% of the time, the rollout workers 5%. Generation limits the run"),
+        ({}, "Mostly the trainer: the trainer idled 60% of the time, the rollout workers 5%. Generation limits the run"),
         ({}, "the trainer waited for groups 60% of the time. 90% of the slots were used"),
         ({}, "Give rollout a larger share"),
         ({"rollouter/slot_utilization": 0.3}, "Only 30% of the slots were used"),
-        ({"trainer/idle_ratio": 0.05}, "Hardly anybody."),
+        ({"trainer/idle_ratio": 0.05}, "Hardly anybody: the trainer idled 5%"),
         ({"trainer/idle_ratio": 0.05, "rollouter/idle_ratio": 0.5}, "Training limits the run"),
         ({"trainer/idle_ratio": 0.4, "rollouter/idle_ratio": 0.35}, "They wait for each other"),
         ({}, "Tokens were 0.50 versions old on average, 1 at most: the bound of 1 held."),

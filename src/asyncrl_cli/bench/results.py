@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.bench.measure import figures_of, stretch_of, stretches
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.observe.lines import Line, read_events, read_timeline
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
+from asyncrl_cli.safe_files import load_json
 from asyncrl_cli.simulate.capacities import Capacities
 from asyncrl_cli.simulate.world import of_role, shown_workers
 
@@ -133,6 +134,36 @@ class Result:
             "capacities": colocated | {name: self.median(name) for name in CAPACITIES} if has_bound else None,
             "spread": {name: [spread.min, spread.max] for name, spread in self.figures.items()},
         }
+
+
+def read_results(path: Path) -> Comparison:
+    """The comparison in a results.json, without its timelines. Raises RefusedError if it is none."""
+    found = load_json(path, dict[str, Any], hint="give the directory of a bench")
+    if found.get("schema_version") != SCHEMA_VERSION:
+        raise RefusedError(f"{path} is no result of this version's bench", hint="make the comparison again")
+    try:
+        return Comparison(
+            **{key: found[key] for key in ("baseline", "groups", "window_groups", "resources")},
+            **{key: tuple(found[key]) for key in ("seeds", "remarks", "missing")},
+            workload=found["workload"] or "",
+            results=[_result_of(result) for result in found["results"]],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RefusedError(f"{path} is malformed: {type(error).__name__}: {error}", hint="make the comparison again") from None
+
+
+def _result_of(found: Mapping[str, Any]) -> Result:
+    """The inverse of `Result.to_json`."""
+    ideal = {name: (found["ideal"] or {}).get(key) for key, name in IDEAL.items()}
+    medians = {**found, **ideal, **(found["capacities"] or {})}
+    spreads = {name: Spread(median=medians[name], min=low, max=high) for name, (low, high) in found["spread"].items()}
+    return Result(
+        contestant=Contestant(
+            name=found["profile"], mode=found["mode"], step_groups=found["step_groups"], window_groups=found["own_window_groups"]
+        ),
+        figures={name: spread for name, spread in spreads.items() if spread.median is not None},
+        seeds=tuple(found["seeds"]),
+    )
 
 
 def summarise(contestants: Sequence[Contestant], runs: Sequence[Run], *, window_groups: int) -> list[Result]:

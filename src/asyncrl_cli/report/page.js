@@ -36,6 +36,8 @@ const colour = (place) => COLOURS[theme][place % COLOURS[theme].length];
 const xs = (run) => run.columns[AXES[axis][0]];
 const has = (run, key) => (run.columns[key] || []).some((value) => value !== null);
 const short = (key, chart) => key.slice(chart.prefix.length).replace(/_s$/, "");
+/* Of steps that are joined, a maximum is the largest one. */
+const ys = (run, key, label) => (label === "max" && run.highs[key]) || run.columns[key];
 const faded = (hex, opacity) => hex + Math.round(opacity * 255).toString(16).padStart(2, "0");
 
 function partsOf(run, chart) {
@@ -51,12 +53,19 @@ function layout(chart, height, more) {
   return {
     height, autosize: true, margin: { l: 48, r: 10, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: css("--ink"), size: 12, family: getComputedStyle(document.body).fontFamily },
-    xaxis: { ...line, title: { text: AXES[axis][1], standoff: 6 } },
+    xaxis: { ...line, ...aligned(chart), title: { text: AXES[axis][1], standoff: 6 } },
     yaxis: { ...line, ...percent, title: { text: unit, standoff: 4 }, type: chart.log ? "log" : "linear", exponentformat: "power" },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     showlegend: false, hovermode: "x unified",
     hoverlabel: { bgcolor: css("--card"), font: { color: css("--ink") } }, ...more,
   };
+}
+
+/* Plots of one run each have the same range, so that they can be compared by eye. */
+function aligned(chart) {
+  if (!several || !perRun(chart)) return {};
+  const ends = runs.map((run) => (chart.kind === "timeline" ? run.columns.time_s : xs(run)).at(-1));
+  return { range: [0, Math.max(...ends)] };
 }
 
 /* Marks of a run at the foot of a chart, and lines where it was interrupted. */
@@ -106,14 +115,14 @@ function lineTraces(chart, run, place) {
     const tint = colour(several ? place : number);
     const name = several ? (shown.length > 1 ? `${run.name}: ${label}` : run.name) : label;
     const line = { color: tint, width: 2, dash: DASHES[number % DASHES.length] };
-    const trace = { type: "scatter", mode: "lines", connectgaps: true, name, x: xs(run), y: run.columns[key], line };
+    const trace = { type: "scatter", mode: "lines", connectgaps: true, name, x: xs(run), y: ys(run, key, label), line };
     return [...(shown.length === 1 ? envelope(run, key, tint) : []), trace];
   });
 }
 
 function evalTraces(run, place) {
-  return [...new Set(run.evals.map((one) => one.set))].map((set, number) => {
-    const own = run.evals.filter((one) => one.set === set);
+  return [...new Set(run.evals.map((one) => one.eval_set || ""))].map((set, number) => {
+    const own = run.evals.filter((one) => (one.eval_set || "") === set);
     const name = `${several ? run.name + ": " : ""}eval ${set}`.trim();
     return {
       type: "scatter", mode: "lines+markers", name, x: own.map((one) => one[AXES[axis][0]]), y: own.map((one) => one.reward_mean),
@@ -159,7 +168,7 @@ function quantileTraces(chart, run) {
   return [
     ...band(QUANTILES.low, QUANTILES.high, "5% to 95%", 0.2), ...band(QUANTILES.quarter, QUANTILES.three, "25% to 75%", 0.35),
     { ...base, y: at(QUANTILES.median), name: "median", line: { color: colour(0), width: 2 } },
-    { ...base, y: run.columns["response_tokens/max"], name: "longest", line: { color: colour(1), width: 1, dash: "dot" } },
+    { ...base, y: ys(run, "response_tokens/max", "max"), name: "longest", line: { color: colour(1), width: 1, dash: "dot" } },
   ];
 }
 

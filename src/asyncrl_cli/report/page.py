@@ -15,7 +15,9 @@ from importlib.resources import files
 from typing import Any
 
 from asyncrl_cli import __version__
+from asyncrl_cli.observe.side_by_side import SideBySide
 from asyncrl_cli.profile.loaded import DEFAULT
+from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.report.charts import charts_json
 from asyncrl_cli.report.run_data import RunData
 from asyncrl_cli.report.verdict import Finding
@@ -23,8 +25,6 @@ from asyncrl_cli.report.verdict import Finding
 GENERATOR = '<meta name="generator" content="asyncrl report">'
 """In each page's head: what has it may be overwritten."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
-OWN_KEYS = ("run.name", "name", "purpose")
-"""Keys in which two runs always differ."""
 
 
 def plotly() -> str:
@@ -35,8 +35,7 @@ def plotly() -> str:
 
 def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = "", after: str = "") -> str:
     """The page. `library` is `plotly()`; `before` and `after`: further HTML, above the words about runs and below their charts."""
-    several = [_differences(runs), _figures(runs)] if len(runs) > 1 else []
-    words = [before, *several, _beside("Verdict", runs, _verdict), _beside("What ran", runs, _facts)]
+    words = [before, _beside("Verdict", runs, _verdict), _beside("What ran", runs, _facts)]
     return "\n".join(
         [
             "<!doctype html>",
@@ -47,14 +46,20 @@ def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = 
             f"<title>{escape(title)}</title>",
             f"<style>{_own('page.css')}</style></head>",
             f'<body><header><h1>{escape(title)}</h1><p class="dim">{escape(_made(runs))}</p></header>',
-            NAVIGATION,
+            NAVIGATION if runs else "",
             f'<main>{"".join(words)}<div id="charts"></div>{after}</main>',
-            f'<script type="application/json" id="report-data">{_embedded(runs)}</script>',
-            f'<script type="text/plain" id="plotly">{library}</script>',
-            f"<script>{_own('page.js')}</script>",
+            *(_program(runs, library) if runs else []),
             "</body></html>\n",
         ]
     )
+
+
+def _program(runs: Sequence[RunData], library: str) -> list[str]:
+    return [
+        f'<script type="application/json" id="report-data">{_embedded(runs)}</script>',
+        f'<script type="text/plain" id="plotly">{library}</script>',
+        f"<script>{_own('page.js')}</script>",
+    ]
 
 
 NAVIGATION = """<nav><fieldset><span class="dim">against</span>
@@ -69,7 +74,7 @@ def _own(name: str) -> str:
 
 def _embedded(runs: Sequence[RunData]) -> str:
     """The data as JSON that cannot end its script element."""
-    data = {"charts": charts_json() if runs else [], "runs": [run.to_json() for run in runs]}
+    data = {"charts": charts_json(), "runs": [run.to_json() for run in runs]}
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -110,21 +115,18 @@ def _configuration(run: RunData) -> str:
     return f"<details><summary>{summary}</summary>{table(['key', 'value', 'from'], rows)}</details>"
 
 
-def _differences(runs: Sequence[RunData]) -> str:
-    """The keys in which the runs differ; a run that has no such key (of another version) has no value there."""
-    keys = sorted({key for run in runs for key in run.values} - set(OWN_KEYS))
-    different = [key for key in keys if len({_code(run.values.get(key)) for run in runs}) > 1]
-    rows = [[f"<code>{escape(key)}</code>", *(_code(run.values.get(key)) for run in runs)] for key in different]
-    names = [escape(run.name) for run in runs]
-    found = table(["key", *names], rows) if rows else "<p>None: the runs have the same configuration.</p>"
-    return f'<section><h2>Differences of configuration</h2><div class="card">{found}</div></section>'
+def beside_each_other(compared: SideBySide) -> str:
+    """Differences of configuration first, then figures."""
+    names = [escape(name) for name in compared.names]
+    different = [[f"<code>{escape(key)}</code>", *map(_code, values)] for key, values in compared.differences.items()]
+    configurations = table(["key", *names], different) if different else "<p>None: the runs have the same configuration.</p>"
+    figures = table(["", *names], [[escape(row.label), *map(escape, row.texts)] for row in compared.figures], figures=True)
+    return card("Differences of configuration", configurations) + card("Side by side", figures)
 
 
-def _figures(runs: Sequence[RunData]) -> str:
-    columns = [dict(run.figures) for run in runs]
-    rows = [[escape(label), *(escape(figures[label]) for figures in columns)] for label in columns[0]]
-    found = table(["", *(escape(run.name) for run in runs)], rows, figures=True)
-    return f'<section><h2>Side by side</h2><div class="card">{found}</div></section>'
+def card(heading: str, content: str) -> str:
+    """A section of the page; `content` is HTML."""
+    return f'<section><h2>{escape(heading)}</h2><div class="card">{content}</div></section>'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, figures: bool = False, strong: Collection[int] = ()) -> str:
@@ -141,4 +143,4 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, figures: bool 
 
 
 def _code(value: Any) -> str:
-    return f"<code>{escape(json.dumps(value, ensure_ascii=False))}</code>"
+    return "-" if value is None else f"<code>{escape(toml_value(value))}</code>"

@@ -8,12 +8,12 @@ from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
-from asyncrl_cli.observe.format import clock, count, event_text, number, share
-from asyncrl_cli.observe.lines import Line
+from asyncrl_cli.observe.format import clock, count, event_text, number
+from asyncrl_cli.observe.lines import EventLine, Line
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.status import read_status
 from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.profile.keys import flatten
+from asyncrl_cli.profile.keys import entries_of
 from asyncrl_cli.report.columns import Columns, columns_of, rounded
 from asyncrl_cli.report.timeline import Timeline
 from asyncrl_cli.report.totals import Totals
@@ -30,21 +30,18 @@ MARKS = {
     "warning": "warning",
 }
 """Event -> its word on the page."""
-MOST_MARKS = 300
+PUBLISHED = "published"
+MOST_MARKS = 100
 """Of one kind. The first and the last are among those that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """`facts`: (label, text). `values` and `origins` are the configuration by dotted key. `figures`: (label, text) of the whole
-    run, for a comparison with others. `steps`: train steps that have ended."""
+    """`facts`: (label, text). `values` and `origins` are the configuration by dotted key."""
 
     name: str
-    mode: str
     purpose: str
-    steps: int
     facts: list[tuple[str, str]]
-    figures: list[tuple[str, str]]
     values: Mapping[str, Any]
     origins: Mapping[str, str]
     findings: list[Finding]
@@ -82,22 +79,20 @@ def run_data(recorded: Recorded) -> RunData:
     columns = columns_of(lines, num_steps)
     if not totals.steps:
         raise RefusedError(f"run '{recorded.name}' has nothing to report yet: no train step has ended", hint="asyncrl status")
-    evals, marks = _evals_and_marks(recorded, settings.schedule.step_groups * profile.rollout.n)
+    events = [_event(event, settings.schedule.step_groups * profile.rollout.n) for event in recorded.events(*MARKS, PUBLISHED)]
+    evals = [event for event in events if event["event"] == "eval" and event["reward_mean"] is not None]
     return RunData(
         name=recorded.name,
-        mode=settings.schedule.mode,
         purpose=profile.purpose,
-        steps=totals.steps,
         facts=_facts(recorded, settings, totals),
-        figures=_figures(totals, evals),
-        values=flatten(profile.model_dump(mode="json", exclude={"name", "purpose"}), ""),
+        values=entries_of(profile),
         origins=recorded.loaded.origins,
-        findings=[*_outcome(recorded, totals, evals), *verdict_of(totals, settings, settings.schedule.mode)],
+        findings=[*_outcome(recorded, totals, events), *verdict_of(totals, settings, settings.schedule.mode)],
         columns=columns,
         timeline=timeline,
         evals=evals,
-        marks=marks,
-        published_s=_thinned([rounded(event["time_s"]) for event in recorded.events("published")]),
+        marks=[event for name in MARKS for event in _thinned([event for event in events if event["event"] == name])],
+        published_s=_thinned([event["time_s"] for event in events if event["event"] == PUBLISHED]),
         limits={"staleness": settings.schedule.max_staleness, "logprob_diff": settings.max_logprob_diff},
     )
 
@@ -112,18 +107,13 @@ def _with_shares(lines: Iterator[Line], timeline: Timeline, n: int) -> Iterator[
         yield {**line, **timeline.shares.get(int(line["step"]), {}), "samples": line["groups_trained"] * n}
 
 
-def _evals_and_marks(recorded: Recorded, samples_per_step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    evals: list[dict[str, Any]] = []
-    marks: dict[str, list[dict[str, Any]]] = {}
-    for event in recorded.events(*MARKS):
-        place = {"step": event.get("step", 0), "time_s": rounded(event.get("time_s", 0.0))}
-        place["samples"] = place["step"] * samples_per_step
-        text = event_text(event) or f"{event['event']}: {event.get('worker', '')}"
-        marks.setdefault(event["event"], []).append({"kind": MARKS[event["event"]], "text": text, **place})
-        if event["event"] == "eval" and event.get("reward_mean") is not None:
-            found = {key: event.get(key) for key in ("version", "reward_mean", "num_prompts")}
-            evals.append({"set": event.get("eval_set", ""), **found, **place})
-    return evals, [mark for kind in marks.values() for mark in _thinned(kind)]
+def _event(event: EventLine, samples_per_step: int) -> dict[str, Any]:
+    """What a page shows of an event."""
+    name, step = event["event"], event.get("step", 0)
+    own = {key: event.get(key) for key in ("version", "reward_mean", "eval_set")} if name == "eval" else {}
+    text = event_text(event) or f"{name}: {event.get('worker', '')}"
+    place = {"step": step, "time_s": rounded(event.get("time_s", 0.0)), "samples": step * samples_per_step}
+    return {"event": name, "kind": MARKS.get(name, name), "text": text, **own, **place}
 
 
 def _thinned(items: list[Any]) -> list[Any]:
@@ -167,37 +157,18 @@ def _state(recorded: Recorded) -> str:
     return found.remark or (phase if phase in ENDED else f"{phase}, {found.liveness}")
 
 
-def _figures(totals: Totals, evals: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    own = [found for found in evals if not found["set"]]
-    seconds = totals.last.get("time_s", 0.0)
-    return [
-        ("train steps", count(totals.steps)),
-        ("time", clock(seconds)),
-        ("s per train step", number(seconds / max(totals.steps, 1))),
-        ("last eval", number(own[-1]["reward_mean"], 3) if own else number(None)),
-        ("reward, last step", number(totals.last.get("reward/mean"), 3)),
-        ("trainer idle", share(totals.mean("trainer/idle_ratio"))),
-        ("rollouter idle", share(totals.mean("rollouter/idle_ratio"))),
-        ("slots used", share(totals.mean("rollouter/slot_utilization"))),
-        ("tokens/s rollouter", count(totals.mean("rollouter/tokens_per_s"))),
-        ("tokens/s trainer", count(totals.mean("trainer/tokens_per_s"))),
-        ("staleness mean", number(totals.mean("staleness/mean"))),
-        ("staleness max", count(totals.most("staleness/max"))),
-    ]
-
-
-def _outcome(recorded: Recorded, totals: Totals, evals: list[dict[str, Any]]) -> Iterator[Finding]:
+def _outcome(recorded: Recorded, totals: Totals, events: list[dict[str, Any]]) -> Iterator[Finding]:
     phase = str(recorded.status.get("phase", ""))
     if error := str(recorded.status.get("error", "")):
         yield Finding("outcome", "bad", f"The run ended in an error: {error}", f"asyncrl logs {recorded.name}")
-    resumes = sum(1 for _ in recorded.events("resumed"))
+    resumes = sum(event["event"] == "resumed" for event in events)
     again = f", resumed {resumes} time{'s' if resumes > 1 else ''}" if resumes else ""
     text = f"{totals.steps} train steps in {clock(totals.last.get('time_s'))}{again}. "
-    own = [found for found in evals if not found["set"]]
+    scores = [event["reward_mean"] for event in events if event.get("reward_mean") is not None and not event["eval_set"]]
     first, last = totals.first.get("reward/mean"), totals.last.get("reward/mean")
-    if len(own) > 1:
-        text += f"Held-out reward went from {number(own[0]['reward_mean'], 3)} to {number(own[-1]['reward_mean'], 3)}."
-        is_better = own[-1]["reward_mean"] > own[0]["reward_mean"]
+    if len(scores) > 1:
+        text += f"Held-out reward went from {number(scores[0], 3)} to {number(scores[-1], 3)}."
+        is_better = scores[-1] > scores[0]
     else:
         text += f"Training reward went from {number(first, 3)} to {number(last, 3)}; there are no two evals to compare."
         is_better = False

@@ -59,19 +59,19 @@ def _idle(totals: Totals, mode: str) -> Iterator[Finding]:
     if trainer is None or rollout is None:
         return
     slots = totals.mean("rollouter/slot_utilization")
-    figures = f"The trainer idled {share(trainer)} of the time, the rollout workers {share(rollout)}."
+    figures = f"the trainer idled {share(trainer)} of the time, the rollout workers {share(rollout)}."
     if mode == "colocate":
-        text = f"{figures} They take turns on the same resources: each waits while the other works, and their sum is what matters."
+        text = f"Each while the other worked, on the same resources: {figures}"
         yield Finding("who idled", "note", text, "Compare with an asynchronous mode: asyncrl bench --compare colocate.")
     elif max(trainer, rollout) <= IDLE:
-        yield Finding("who idled", "good", f"Hardly anybody. {figures}")
+        yield Finding("who idled", "good", f"Hardly anybody: {figures}")
     elif min(trainer, rollout) > IDLE and abs(trainer - rollout) <= 2 * APART:
-        text = f"Both. {figures} They wait for each other: {_waits(totals)}"
+        text = f"Both: {figures} They wait for each other: {_waits(totals)}"
         yield Finding("who idled", "bad", text, _looser(mode))
     elif trainer > rollout:
         yield _generation_limits(figures, slots, totals)
     else:
-        text = f"The rollout workers. {figures} Training limits the run: workers stand still because no group may start earlier."
+        text = f"Mostly the rollout workers: {figures} Training limits the run; workers stand still because no group may start yet."
         yield Finding("who idled", "bad", text, MORE_TRAINING)
 
 
@@ -82,7 +82,7 @@ MORE_TRAINING = (
 
 
 def _generation_limits(figures: str, slots: float | None, totals: Totals) -> Finding:
-    text = f"The trainer. {figures} Generation limits the run: {_waits(totals)}"
+    text = f"Mostly the trainer: {figures} Generation limits the run; {_waits(totals)}"
     if slots is not None and slots < EMPTY:
         text += f" Only {share(slots)} of the slots were used: the longest responses keep workers busy with small batches."
         return Finding("who idled", "bad", text, LONG_TAIL)

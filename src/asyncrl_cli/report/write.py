@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.report.page import GENERATOR, page_of, plotly
+from asyncrl_cli.observe.side_by_side import side_by_side
+from asyncrl_cli.report.bench import bench_html, is_bench, runs_in
+from asyncrl_cli.report.page import GENERATOR, beside_each_other, page_of, plotly
 from asyncrl_cli.report.run_data import run_data
 from asyncrl_cli.safe_files import open_regular
 from asyncrl_cli.storage import replace_text
@@ -17,18 +19,27 @@ HEAD_BYTES = 300
 
 
 def write_report(names: Sequence[str], out: Path | None, runs_dir: Path, progress: Callable[[str], None]) -> Path:
-    """Returns the file. Raises ConfigError for a run that does not exist, RefusedError for one without train steps, or if the file
-    exists and is no report."""
-    found = [Recorded.find(name, runs_dir) for name in dict.fromkeys(names)]
-    path = out or (found[0].files.path / NAME if len(found) == 1 else Path(NAME))
+    """Write the page of these runs, or of one bench's directory, and return its file.
+
+    Raises ConfigError for what does not exist, RefusedError for a run without train steps, or if the file exists and is no report.
+    """
+    bench = next((Path(name) for name in names if is_bench(Path(name))), None)
+    if bench is not None and len(names) > 1:
+        raise ConfigError(f"{bench} is a bench, which has a page of its own", hint=f"asyncrl report {bench}")
+    directories = runs_in(bench) if bench else []
+    found = [Recorded(path) for path in directories] if bench else [Recorded.find(name, runs_dir) for name in dict.fromkeys(names)]
+    path = out or (bench / NAME if bench else found[0].files.path / NAME if len(found) == 1 else Path(NAME))
     refuse_foreign(path)
+    words = bench_html(bench) if bench else ""
     runs = []
     for recorded in found:
         progress(f"reading {recorded.name}")
         runs.append(run_data(recorded))
+    if len(found) > 1:
+        words += beside_each_other(side_by_side(found))
     progress(f"writing {path}")
-    title = " · ".join(run.name for run in runs)
-    replace_text(path, page_of(runs, library=plotly(), title=title))
+    title = bench.resolve().name if bench else " · ".join(run.name for run in runs)
+    replace_text(path, page_of(runs, library=plotly() if runs else "", title=title, before=words))
     return path
 
 

@@ -1,0 +1,52 @@
+"""A bench's directory on a page: its table with the bound, notes and pictures. The first run of each profile has charts."""
+
+from __future__ import annotations
+
+import base64
+from html import escape
+from pathlib import Path
+
+from asyncrl_cli.bench.report import long_notes
+from asyncrl_cli.bench.results import Comparison, read_results
+from asyncrl_cli.bench.table import heading_of, rows_of
+from asyncrl_cli.report.page import card, table
+from asyncrl_cli.safe_files import MIB, read_bytes
+
+RESULTS = "results.json"
+PICTURES = {"speedup.png": "Groups per second, and the bound", "timeline.png": "Where the time goes, in the middle of the run"}
+MOST_PICTURE_BYTES = 4 * MIB
+FIRST_RUNS = "*-r0"
+"""Runs of real comparisons are named by profile and repeat."""
+
+
+def is_bench(directory: Path) -> bool:
+    return (directory / RESULTS).is_file()
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """The first run of each profile of a real comparison; none of a simulated one."""
+    return sorted(path for path in (directory / "runs").glob(FIRST_RUNS) if (path / "metrics.jsonl").is_file())
+
+
+def bench_html(directory: Path) -> str:
+    """Raises RefusedError if its results cannot be read."""
+    comparison = read_results(directory / RESULTS)
+    notes = [*long_notes(comparison), *comparison.remarks, *(f"Not finished: {name}." for name in comparison.missing)]
+    listed = "".join(f"<li>{escape(note.replace('`', ''))}</li>" for note in notes)
+    reading = f"<details><summary>how to read it</summary><ul>{listed}</ul></details>"
+    parts = [f"<p>{escape(heading_of(comparison))}</p>", _table(comparison), reading]
+    parts += [_picture(directory / name, words) for name, words in PICTURES.items() if (directory / name).is_file()]
+    return card("Comparison" if not comparison.simulated else "SIMULATED comparison", "".join(parts))
+
+
+def _table(comparison: Comparison) -> str:
+    rows = rows_of(comparison, all_spreads=True)
+    names = [result.profile for result in comparison.results]
+    cells = [[escape(row.label).replace("  ", "&emsp;"), *map(escape, row.cells or [""] * len(names))] for row in rows]
+    strong = {number for number, row in enumerate(rows) if row.strong}
+    return table(["", *map(escape, names)], cells, figures=True, strong=strong)
+
+
+def _picture(path: Path, words: str) -> str:
+    content = base64.b64encode(read_bytes(path, max_bytes=MOST_PICTURE_BYTES)).decode("ascii")
+    return f'<h3>{escape(words)}</h3><img alt="{escape(words)}" src="data:image/png;base64,{content}">'
