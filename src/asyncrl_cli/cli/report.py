@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import RUNS_DIR, RunsDirOption, print_text, say
 
 EXAMPLES = """
@@ -16,7 +17,12 @@ EXAMPLES = """
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or directories of runs, or the directory of a bench.")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Names or directories of runs, or the directory of a bench.", autocompletion=completion.runs
+        ),
+    ],
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE", help="The file to write; by default report.html, in a single run's own directory."),

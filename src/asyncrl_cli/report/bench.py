@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import base64
+import re
 from html import escape
 from pathlib import Path
 
 from asyncrl_cli.bench.report import long_notes
 from asyncrl_cli.bench.results import Comparison, read_results
 from asyncrl_cli.bench.table import heading_of, rows_of
+from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.page import card, table
 from asyncrl_cli.safe_files import MIB, read_bytes
 
 RESULTS = "results.json"
 PICTURES = {"speedup.png": "Groups per second, and the bound", "timeline.png": "Where the time goes, in the middle of the run"}
 MOST_PICTURE_BYTES = 4 * MIB
-FIRST_RUNS = "*-r0"
-"""Runs of real comparisons are named by profile and repeat."""
+LATER_RUN = re.compile(r".*-r[1-9][0-9]*")
+"""Real runs are named by profile and repeat; of simulated ones only the first of each profile is recorded."""
 
 
 def is_bench(directory: Path) -> bool:
     return (directory / RESULTS).is_file()
 
 
-def runs_in(directory: Path) -> list[Path]:
-    """The first run of each profile of a real comparison; none of a simulated one."""
-    return sorted(path for path in (directory / "runs").glob(FIRST_RUNS) if (path / "metrics.jsonl").is_file())
+def runs_in(directory: Path) -> list[Recorded]:
+    """The first run of each profile, in the order of the table."""
+    order = [result.profile for result in read_results(directory / RESULTS).results]
+    paths = [path for path in (directory / "runs").glob("*") if not LATER_RUN.fullmatch(path.name)]
+    runs = [Recorded(path) for path in sorted(paths) if (path / "metrics.jsonl").is_file()]
+    return sorted((run for run in runs if run.loaded.profile.name in order), key=lambda run: order.index(run.loaded.profile.name))
 
 
 def bench_html(directory: Path) -> str:

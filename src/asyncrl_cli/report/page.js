@@ -278,13 +278,16 @@ function build() {
     for (const chart of report.charts.filter((one) => one.section === section)) {
       const shown = runs.filter((run) => hasData(chart, run));
       if (!shown.length) continue;
-      const card = element("div", { class: "chart card" + (chart.kind === "timeline" ? " wide" : "") });
-      card.append(element("h3", {}, chart.title), element("p", {}, chart.note + noteOf(chart, shown)));
-      if (chart.kind === "any") card.append(chooser());
+      const apart = several && perRun(chart);
+      const isWide = apart || chart.kind === "timeline";
+      const card = element("div", { class: "chart card" + (isWide ? " wide" : "") });
+      const panels = element("div", { class: apart && chart.kind !== "timeline" ? "beside" : "" });
+      card.append(element("h3", {}, chart.title), element("p", {}, chart.note + noteOf(chart, shown)), panels);
+      if (chart.kind === "any") panels.before(chooser());
       for (const group of perRun(chart) ? shown.map((run) => [run]) : [shown]) {
-        if (several && perRun(chart)) card.append(element("div", { class: "panel-name" }, group[0].name));
         const div = element("div", { class: "plot", "data-title": chart.title });
-        card.append(div, element("div", { class: "legend" }));
+        const name = apart ? [element("div", { class: "panel-name" }, group[0].name)] : [];
+        panels.append(element("div", { class: "panel" }, ...name, div, element("div", { class: "legend" })));
         plots.push([chart, group, div]);
       }
       grid.append(card);

@@ -26,8 +26,7 @@ def write_report(names: Sequence[str], out: Path | None, runs_dir: Path, progres
     bench = next((Path(name) for name in names if is_bench(Path(name))), None)
     if bench is not None and len(names) > 1:
         raise ConfigError(f"{bench} is a bench, which has a page of its own", hint=f"asyncrl report {bench}")
-    directories = runs_in(bench) if bench else []
-    found = [Recorded(path) for path in directories] if bench else [Recorded.find(name, runs_dir) for name in dict.fromkeys(names)]
+    found = runs_in(bench) if bench else [Recorded.find(name, runs_dir) for name in dict.fromkeys(names)]
     path = out or (bench / NAME if bench else found[0].files.path / NAME if len(found) == 1 else Path(NAME))
     refuse_foreign(path)
     words = bench_html(bench) if bench else ""
