@@ -85,6 +85,8 @@ class Admission:
         self._total_groups = schedule.groups
         self._max_staleness = schedule.max_staleness
         self._on_stale = settings.profile.async_training.on_stale
+        self.scorers: tuple[str, ...] = ()
+        """Whose columns a finished group needs before it can be taken."""
         self._n = rollout.n
         self._together = settings.profile.placement.colocate
 
@@ -166,10 +168,11 @@ class Admission:
         self.unplaced.pop(attempt.key, None)
         self.ledger.move(attempt, to, reason)
 
-    def takeable(self, num_groups: int) -> list[Attempt]:
+    def takeable(self, num_groups: int, *, unscored: bool = False) -> list[Attempt]:
         """Up to `num_groups` finished groups that may be taken together now, in finish order where (*) allows.
 
-        One pass is enough: a take never increases the slack of (*) at any deadline, so a refused deadline stays refused.
+        A group that lacks a scorer's column is left out, as if it were still running; with `unscored` it is not. One pass is
+        enough: a take never increases the slack of (*) at any deadline, so a refused deadline stays refused.
         """
         takes_left, chosen = self.takes_left, list[Attempt]()
         if takes_left <= 0:
@@ -179,7 +182,7 @@ class Admission:
         for attempt in self.ledger.finished.values():
             if len(chosen) == num_groups:
                 break
-            if attempt.deadline in refused:
+            if attempt.deadline in refused or not (unscored or self.is_scored(attempt)):
                 continue
             untaken[attempt.deadline] -= 1
             if self._in_time(untaken, takes_left - 1):
@@ -189,6 +192,9 @@ class Admission:
                 untaken[attempt.deadline] += 1
                 refused.add(attempt.deadline)
         return chosen
+
+    def is_scored(self, attempt: Attempt) -> bool:
+        return len(attempt.columns) == len(self.scorers)
 
     def take(self, attempt: Attempt) -> None:
         self.ledger.move(attempt, Stage.TRAINING)

@@ -168,7 +168,8 @@ class Attempt:
 
     `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may be trained. `parts`:
     by number; a part that was lost with its worker is removed. `unplaced`: the responses that have to be placed, by index: all at
-    the start, later those of lost parts. `result`: set from the stage `finished` on.
+    the start, later those of lost parts. `result`: set from the stage `finished` on. `columns`: handles of what scorers have
+    computed for it since, by scorer; no checkpoint has them.
     """
 
     prompt: Prompt
@@ -179,6 +180,7 @@ class Attempt:
     parts: dict[int, Part] = field(default_factory=dict)
     unplaced: tuple[int, ...] = ()
     result: GroupResult | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
     key: AttemptKey = field(init=False)
     _num_parts: int = field(init=False, default=0)
 

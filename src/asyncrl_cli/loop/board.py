@@ -15,7 +15,7 @@ from asyncrl_cli.loop.changes import Changes
 from asyncrl_cli.loop.evals import Evaluator
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.ports import CheckpointWriter, Feed, RolloutWorker, Trainer
+from asyncrl_cli.loop.ports import CheckpointWriter, Feed, RolloutWorker, Scorer, Trainer
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.states import State, StateClock
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
@@ -38,6 +38,7 @@ class World:
     feed: Feed
     trainer: Trainer
     workers: Sequence[RolloutWorker]
+    scorers: Sequence[Scorer] = ()
     eval_sets: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     observers: Sequence[Observer] = ()
     checkpoints: CheckpointWriter | None = None
@@ -51,10 +52,12 @@ class Board:
         """Call inside the running event loop: its clock is the run's."""
         self.settings, self.profile, self.schedule = settings, settings.profile, settings.schedule
         self.trainer, self.workers, self.observers = world.trainer, world.workers, world.observers
+        self.scorers = world.scorers
         slots = [WorkerSlots(name=worker.name, slots=worker.slots, version=-1, loading=True) for worker in world.workers]
         self.changes = Changes()
         self.reports = ReportBook()
         self.admission = Admission(settings, slots)
+        self.admission.scorers = tuple(scorer.name for scorer in world.scorers)
         self.ledger = self.admission.ledger
         self.groups = Groups(settings, self.admission, world.feed, self.event)
         self.sync = WeightSync(slots)
@@ -69,7 +72,7 @@ class Board:
         self.failure: AsyncrlError | None = None
         self.restarts = 0
         self.restarting: dict[str, str] = {}
-        """Workers without a process, by name, and the number of the restart under way: "1 of 3"."""
+        """Workers and scorers without a process, by name, and the number of the restart under way: "1 of 3"."""
         self.trainer_call: tuple[State, str] | None = None
         """What the loop has asked the trainer to do, as a state and its reason; None while it asks for nothing."""
         self.is_lent = False

@@ -54,6 +54,8 @@ def _as_known(board: Board, report: ExecutorReport, closed: str) -> ExecutorRepo
     if report.role == "feed":
         wait = admission_wait(board)
         return replace(report, state=State.BLOCKED if wait else State.BUSY, waiting_for=wait and f"admission: {wait}")
+    if report.role == "scorer":
+        return replace(report, gauges=report.gauges | {"waiting_groups": float(len(board.groups.unscored(report.name)))})
     if report.role == "rollout" and report.state is State.STARVED and closed:
         return replace(report, waiting_for=f"admission: {closed}")
     return report
@@ -102,6 +104,22 @@ def groups_wait(board: Board) -> str:
     tools = [f"{name} {waits}" for name, report in board.reports.latest.items() if (waits := _tools(report))]
     text = f"{needed} takeable groups: {finished} finished{takeable}, {running} running"
     return _with_admission(board, "; ".join([text, *([_some(tools)] if tools else [])]))
+
+
+def scores_wait(board: Board) -> str:
+    """What is missing while the trainer waits for scorers: enough groups have finished."""
+    needed, finished = board.schedule.step_groups, len(board.ledger.finished)
+    queues = [f"{queue} wait for {name}{_restart(board, name)}" for name, queue in _queues(board).items() if queue]
+    return f"{needed} scored groups: {len(board.admission.takeable(needed))} takeable; of {finished} finished, {_some(queues)}"
+
+
+def _queues(board: Board) -> dict[str, int]:
+    """How many finished groups each scorer has yet to score."""
+    return {scorer.name: len(board.groups.unscored(scorer.name)) for scorer in board.scorers}
+
+
+def _restart(board: Board, name: str) -> str:
+    return f", which is restarted ({board.restarting[name]})" if name in board.restarting else ""
 
 
 def window_wait(board: Board) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NotRequired
 
@@ -116,8 +116,29 @@ class Groups:
         self.admission.leave(attempt, Stage.FINISHED)
         self._tell(attempt)
 
-    def takeable(self, num_groups: int) -> bool:
-        return len(self.ledger.finished) >= num_groups and len(self.admission.takeable(num_groups)) == num_groups
+    def takeable(self, num_groups: int, *, unscored: bool = False) -> bool:
+        """Whether so many groups can be taken now or (`unscored`) could be if every finished group were scored."""
+        enough = len(self.ledger.finished) >= num_groups
+        return enough and len(self.admission.takeable(num_groups, unscored=unscored)) == num_groups
+
+    def unscored(self, scorer: str) -> list[Attempt]:
+        """The finished groups without that scorer's column: those that could be taken now, then the others, as they finished."""
+        missing = [attempt for attempt in self.ledger.finished.values() if scorer not in attempt.columns]
+        if len(missing) < 2:
+            return missing
+        first = dict.fromkeys(self.admission.takeable(len(self.ledger.finished), unscored=True))
+        return sorted(missing, key=lambda attempt: attempt not in first)
+
+    def scored(self, scorer: str, columns: Mapping[AttemptKey, Any]) -> None:
+        """Take in a scorer's columns. A group that was given up meanwhile needs none."""
+        for key, column in columns.items():
+            if (attempt := self.ledger.finished.get(key)) is not None:
+                attempt.columns[scorer] = column
+                self._event("scored", key=key, scorer=scorer)
+
+    def columns(self) -> dict[AttemptKey, Mapping[str, Any]]:
+        """What scorers have computed for the groups in training, by scorer."""
+        return {key: attempt.columns for key, attempt in self.ledger.training.items()}
 
     def take(self, num_groups: int) -> tuple[GroupResult, ...]:
         attempts = self.admission.takeable(num_groups)

@@ -1,9 +1,11 @@
-"""Meters of a rollout worker, real or simulated: they integrate states and running sequences in the worker itself."""
+"""Meters of rollout workers and scorers, real or simulated: they integrate states and running sequences where these run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
@@ -161,6 +163,34 @@ class MeteredRewards:
             self._clock.enter(State.BUSY)
         else:
             self._clock.enter(State.STARVED, "responses")
+
+
+class ScorerMeter:
+    """How a scorer spends its time: busy in a call, starved between two. Thread-safe: calls and reports may have two threads."""
+
+    def __init__(self, name: str, now: Callable[[], float]) -> None:
+        self._clock = StateClock(name, "scorer", now)
+        self._clock.waiting_for = "finished groups"
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        with self._lock:
+            self._clock.enter(State.BUSY)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._clock.enter(State.STARVED, "finished groups")
+
+    def scored(self, tokens: int) -> None:
+        """So many sampled tokens have their number in a column now."""
+        with self._lock:
+            self._clock.add("scored_tokens", tokens)
+
+    def report(self) -> ExecutorReport:
+        with self._lock:
+            return self._clock.report()
 
 
 class LongPoll:

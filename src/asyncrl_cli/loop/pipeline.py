@@ -1,10 +1,10 @@
 """The asynchronous RL loop: the map.
 
-    feed --prompt--> ADMIT --requests-> workers (generate, reward) --results-> BATCH --R groups--> trainer
-      ^                ^                  ^     |                               |                   |
-      |                |                  |     +-- sequences that ended        |                gather
-      |                +- slots, window, deadlines (admission.py) --------------+                   |
-      +-- requeued     |                  +-- load <-- prefetch <-- newest <-- publish <------------+
+    feed --prompt--> ADMIT --requests-> workers (generate, reward) --results-> (scorers) --> BATCH --R groups--> trainer
+      ^                ^                  ^     |                                              |                   |
+      |                |                  |     +-- sequences that ended                       |                gather
+      |                +- slots, window, deadlines (admission.py) -----------------------------+                   |
+      +-- requeued     |                  +-- load <-- prefetch <-- newest <-- publish <---------------------------+
                        +---------------------- version rises when the gather has ended
 
     task               consumes              waits for                              unblocked by
@@ -18,7 +18,10 @@
     restart (a worker) a dead worker         a fresh one; colocate: also the lease  the worker's start, bounded; training
     sync (a worker)    the newest version    a version newer than the worker's      publish; then the worker's prefetch,
                                                                                     load and eval, each bounded
+    scorer             finished groups       a group that it has not scored         follow; then the scorer's call,
+                       -                                                            rollout.call_timeout_s
     training           R finished groups     R takeable groups                      follow; colocate: also the eval's end
+                       -                     their columns                          scorer
                        -                     colocate: every worker to hand over    the workers, rollout.call_timeout_s; a stop
                        -                     one older version in loading at most   sync (before a gather)
                        -                     weights.mode = "sync": all workers to  sync (every worker's load)
@@ -46,6 +49,7 @@ from asyncrl_cli.loop.board import Board, World
 from asyncrl_cli.loop.causes import snapshot
 from asyncrl_cli.loop.cuts import Checkpointer, thaw
 from asyncrl_cli.loop.rollouts import Rollouts
+from asyncrl_cli.loop.scorers import ScorerTasks
 from asyncrl_cli.loop.training import Training
 from asyncrl_cli.profile.arithmetic import LoopSettings
 
@@ -88,9 +92,14 @@ class Pipeline:
             rollouts = Rollouts(board, tasks)
             checkpointer = Checkpointer(board, tasks, self._checkpoints, self._resumed_at)
             watching = [tasks.create_task(self._tick(), name="tick"), tasks.create_task(self._follow_trainer(), name="reports")]
+            scorers = [ScorerTasks(board, scorer, tasks) for scorer in board.scorers]
             rollouts.start()
+            for scorer in scorers:
+                scorer.begin()
             await Training(board, tasks, rollouts, checkpointer).run()
             rollouts.cancel()
+            for scorer in scorers:
+                scorer.cancel()
             for task in watching:
                 task.cancel()
 
@@ -117,7 +126,7 @@ class Pipeline:
             board.reports.add(board.feed_clock.report(), board.now_s())
             board.reports.advance_lost(board.now_s())
             board.tick(snapshot(board))
-            is_busy = "trainer" not in board.changes.waits or not board.admission.fleet.is_whole()
+            is_busy = "trainer" not in board.changes.waits or not board.admission.fleet.is_whole() or bool(board.restarting)
             if board.changes.progress != progress or is_busy:
                 progress, moved_s = board.changes.progress, board.now_s()
             if board.now_s() - moved_s > settings.stall_timeout_s:

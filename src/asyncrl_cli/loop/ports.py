@@ -9,7 +9,7 @@ Values are small: token payloads stay behind the opaque `payload` / `handle` fie
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -105,12 +105,14 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The R groups of one train step, in take order. `window` is the version they are trained in."""
+    """The R groups of one train step, in take order. `window` is the version they are trained in. `columns`: handles of what
+    scorers have computed for each group, by scorer."""
 
     step: int
     window: int
     step_in_window: int
     groups: tuple[GroupResult, ...]
+    columns: Mapping[AttemptKey, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +177,25 @@ class RolloutWorker(Protocol):
 
         Calls to the old worker fail. The new one holds initial weights, which the loop replaces before it asks for anything.
         """
+
+
+class Scorer(Protocol):
+    """All processes of one scorer as one. It computes a number for every sampled token of finished groups, its column, while others
+    are trained. Its weights never change.
+
+    `name` is the executor's and the column's: `ref`. `call_tokens`: how many tokens, of prompts and responses, fill it.
+    """
+
+    name: str
+    call_tokens: int
+
+    async def score(self, groups: Sequence[GroupResult]) -> tuple[Sequence[Any], ExecutorReport]:
+        """Handles of the groups' columns, in order."""
+
+    async def report(self) -> ExecutorReport: ...
+
+    async def restart(self) -> None:
+        """End this scorer's processes for good and start others in their place. Calls to the old ones fail."""
 
 
 class Trainer(Protocol):

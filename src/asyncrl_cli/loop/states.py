@@ -151,7 +151,7 @@ class StepTimes:
         """End the step and begin the next one. Returns the ended step's parts in seconds, by name."""
         now_s = self._now()
         step_s = now_s - self._began_s
-        timing_s = {part: self._spent_s[part] for part in _STEP_PARTS}
+        timing_s = {**dict.fromkeys(_STEP_PARTS, 0.0), **self._spent_s}
         timing_s |= {"other": step_s - sum(timing_s.values()), "step": step_s}
         self._began_s = now_s
         self._spent_s.clear()

@@ -52,6 +52,8 @@ class Training:
         board, may_take = self._board, (Change.GROUPS, Change.LOADED)
         with self._times.waiting("wait_data"):
             await board.changes.until(lambda: board.stopping or self._may_take(), "trainer", self._missing, may_take)
+        if board.scorers:
+            await self._scored()
         if self._needs_resources and not board.stopping:
             await self._rollouts.hand_over(to_trainer=True)
         if board.stopping:
@@ -59,6 +61,17 @@ class Training:
         groups = board.groups.take(board.schedule.step_groups)
         self._warn_of_stale(groups)
         return groups
+
+    async def _scored(self) -> None:
+        """Wait until R groups can be taken that have every scorer's column: as many have finished already."""
+        board, num_groups = self._board, self._board.schedule.step_groups
+        with self._times.waiting("wait_scores"):
+            await board.changes.until(
+                lambda: board.stopping or board.groups.takeable(num_groups),
+                "trainer",
+                lambda: causes.scores_wait(board),
+                (Change.GROUPS,),
+            )
 
     @property
     def _needs_resources(self) -> bool:
@@ -72,7 +85,7 @@ class Training:
     def _may_take(self) -> bool:
         board, admission = self._board, self._board.admission
         if not self._needs_resources:
-            return board.groups.takeable(board.schedule.step_groups)
+            return board.groups.takeable(board.schedule.step_groups, unscored=True)
         whole_window = len(board.ledger.finished) == admission.window_size
         return whole_window and board.evaluator.running is None and admission.fleet.are_current(board.version)
 
@@ -90,7 +103,13 @@ class Training:
 
     async def _train(self, groups: tuple[GroupResult, ...]) -> TrainReport:
         board = self._board
-        batch = TrainBatch(step=board.step + 1, window=board.version, step_in_window=self._step_in_window, groups=groups)
+        batch = TrainBatch(
+            step=board.step + 1,
+            window=board.version,
+            step_in_window=self._step_in_window,
+            groups=groups,
+            columns=board.groups.columns(),
+        )
         with board.calling_trainer(State.BUSY):
             report, executor_report = await board.trainer.train(batch)
         board.step += 1

@@ -5,53 +5,35 @@ A failure of the worker restarts it, or ends the run in good order (`Board.stop`
     failed ──> down: admission closed to it, tasks that wait for it are cancelled ──> its responses are placed again, and its eval's
         ──> (colocate: the trainer gives the resources back) ──> restart ──> load of the newest version ──> responses
 
-However many of its calls fail at once, that is one failure: the first one makes the worker `down`, and while it is down further
-failures are ignored. Nothing is trained twice, because the calls to the old process are cancelled before its responses start again;
-parts that had come back by then keep their results. Nothing starts on the new process before it has loaded weights: until then the
-worker is `loading`.
+What is the same for every executor is in restarting.py. Nothing is trained twice, because the calls to the old process are
+cancelled before its responses start again; parts that had come back by then keep their results. Nothing starts on the new process
+before it has loaded weights: until then the worker is `loading`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
-from functools import partial
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.errors import AsyncrlError, ExecutorLost
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.ports import LoadReport, Progress, Published, RolloutWorker
+from asyncrl_cli.loop.restarting import RestartableTasks
 from asyncrl_cli.loop.states import State
 
-CALL_KEY, RESTARTS_KEY = "rollout.call_timeout_s", "rollout.max_restarts"
+CALL_KEY = "rollout.call_timeout_s"
 
 
-class WorkerTasks:
+class WorkerTasks(RestartableTasks):
     def __init__(self, board: Board, worker: RolloutWorker, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(board, worker, tasks)
         self.worker = worker
         self.slots = board.admission.workers[worker.name]
-        self._board = board
-        self._tasks = tasks
-        self._running: dict[asyncio.Task[None], None] = {}
-        self._restarting: asyncio.Task[None] | None = None
-        self._restarts_left = board.profile.rollout.max_restarts
 
     def begin(self) -> None:
-        """Start the tasks that follow the worker's process for as long as it lives."""
         self.spawn(self._follow, f"progress of {self.worker.name}")
         self.spawn(self._keep_in_sync, f"sync of {self.worker.name}")
-
-    def spawn(self, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
-        """Start a task that waits for the worker; the loss of the worker's process cancels it."""
-        task = self._tasks.create_task(self._board.guarded(work, self._lost), name=name)
-        self._running[task] = None
-        task.add_done_callback(self._running.pop)
-        return task
-
-    def cancel(self) -> None:
-        for task in [*self._running, *([self._restarting] if self._restarting else [])]:
-            task.cancel()
 
     async def _follow(self) -> None:
         """Takes in results, frees the slots of sequences that have ended, collects reports, and notices a worker that stands still.
@@ -159,56 +141,15 @@ class WorkerTasks:
         share = f"{report.loaded_share:.0%}"
         return f"its logprobs moved only {share} of the way from the previous version's to the new one's (docs/weights.md)"
 
-    def _lost(self, error: ExecutorLost) -> None:
-        """A call to the worker failed: restart it, or stop the run with that error if no restart is left."""
-        board, name = self._board, self.worker.name
-        if self.slots.down:
-            return
-        if not self._restarts_left:
-            if not board.profile.rollout.max_restarts and not board.stopping:
-                board.warn(f"{name} is not replaced: {RESTARTS_KEY} = 0")
-            board.stop(error)
-            return
-        self.slots.set_down(True)
-        if board.stopping:
-            board.warn(f"{error}; the run is stopping, so it is not restarted")
-            return
-        board.groups.tokens_discarded += board.reports.lost(name, board.now_s())
-        board.admission.lose(name)
-        self._use_restart(error)
-        ending = [task for task in self._running if task is not asyncio.current_task()]
-        for task in ending:
-            task.cancel()
-        restart = board.guarded(partial(self._restart, ending))
-        self._restarting = self._tasks.create_task(restart, name=f"restart of {name}")
+    def _set_down(self, is_down: bool) -> None:
+        super()._set_down(is_down)
+        self.slots.set_down(is_down)
 
-    def _use_restart(self, error: ExecutorFailed) -> None:
-        board, name = self._board, self.worker.name
-        self._restarts_left -= 1
-        board.restarts += 1
-        left, allowed = self._restarts_left, board.profile.rollout.max_restarts
-        board.restarting[name] = f"{allowed - left} of {allowed}"
-        board.event("lost", worker=name, error=str(error), restarts_left=left)
-        board.warn(f"{str(error).rstrip('.')}; it is restarted ({allowed - left} of {RESTARTS_KEY} = {allowed})")
-
-    async def _restart(self, ending: list[asyncio.Task[None]]) -> None:
-        """Replace a lost worker. Waits for its cancelled tasks, which end at once, then for its start, which the port bounds."""
-        board, name = self._board, self.worker.name
-        if ending:
-            await asyncio.wait(ending)
-        self._give_back()
-        began_s = board.now_s()
-        if not await self._replace():
-            return
-        self.slots.set_down(False)
-        del board.restarting[name]
-        board.reports.returned(name, board.now_s())
-        board.event("restarted", worker=name, restart_s=board.now_s() - began_s, restarts_left=self._restarts_left)
-        self.begin()
-        board.changes.notify()
+    def _lose(self) -> None:
+        self._board.admission.lose(self.worker.name)
 
     def _give_back(self) -> None:
-        """Have the eval prompts of the lost process scored by others."""
+        """Have the eval prompts of the lost process scored by others. Its responses were taken back at once (`_lose`)."""
         board, name = self._board, self.worker.name
         self.slots.forget_weights()
         version = board.evaluator.worker_lost()
@@ -217,20 +158,3 @@ class WorkerTasks:
                 f"the eval of version {version} was lost with {name}: it begins again on the next version that a worker loads"
             )
         board.changes.notify()
-
-    async def _replace(self) -> bool:
-        """Start a new process in the worker's place; a failed start is tried again while restarts are left. False at a stop."""
-        board, who = self._board, f"{self.worker.name} (restart)"
-        while True:
-            lender = "the trainer to give the resources back"
-            await board.changes.until(lambda: not board.is_lent or board.stopping, who, lender, (Change.RUN,))
-            if board.stopping:
-                return False
-            try:
-                with board.changes.waiting(who, "a fresh process"):
-                    await self.worker.restart()
-                return True
-            except ExecutorFailed as error:
-                if not self._restarts_left:
-                    raise
-                self._use_restart(error)

@@ -29,7 +29,7 @@ class SharedMachine:
         self._engines: list[SimulatedEngine] = []
         self._num_generating = 0
         self._changed = asyncio.Event()
-        self._slowdown = 1.0
+        self._num_computing = 0
 
     def add(self, engine: SimulatedEngine) -> None:
         self._engines.append(engine)
@@ -45,14 +45,14 @@ class SharedMachine:
             self._changed.set()
 
     async def compute(self, seconds: float) -> float:
-        """Do work of the trainer that takes `seconds` on a machine of its own. Returns the seconds it took here."""
+        """Do work of the trainer or a scorer that takes `seconds` on a machine of its own. Returns the seconds it took here."""
         began_s = asyncio.get_running_loop().time()
-        self._slow_engines(1 + self._generation_ratio)
+        self._computing(+1)
         try:
             while seconds > 0:
                 seconds = await self._compute_until_change(seconds)
         finally:
-            self._slow_engines(1.0)
+            self._computing(-1)
         return asyncio.get_running_loop().time() - began_s
 
     async def _compute_until_change(self, seconds: float) -> float:
@@ -69,11 +69,15 @@ class SharedMachine:
         is_done = loop.time() >= timer.when()
         return 0.0 if is_done else seconds - (loop.time() - began_s) / factor
 
-    def _slow_engines(self, slowdown: float) -> None:
-        self._slowdown = slowdown
+    @property
+    def _slowdown(self) -> float:
+        return 1 + self._generation_ratio if self._num_computing else 1.0
+
+    def _computing(self, change: int) -> None:
+        self._num_computing += change
         if self._generation_ratio:
             for engine in self._engines:
-                engine.slow_down(slowdown)
+                engine.slow_down(self._slowdown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ class PartBook:
 @dataclass(slots=True, kw_only=True)
 class LiveAttempt:
     """An attempt that is running, finished or in training. `parts` by number, without those that were lost; `num_lost` responses of
-    these have not been placed again. `tokens`, `num_kept`, `rewards` and `payloads`: of what has ended."""
+    these have not been placed again. `tokens`, `num_kept`, `rewards` and `payloads`: of what has ended. `columns` by scorer."""
 
     account: str
     deadline: int = -1
@@ -53,6 +53,7 @@ class LiveAttempt:
     rewards: set[float] = field(default_factory=set)
     tokens: int = 0
     payloads: dict[int, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
 
     @property
     def began(self) -> int:
@@ -95,6 +96,7 @@ class Books:
 
     settings: LoopSettings
     workers: dict[str, WorkerBook]
+    scorers: tuple[str, ...] = ()
     version: int = 0
     taken_in_window: int = 0
     stopping: bool = False
@@ -154,11 +156,21 @@ class Books:
         rest = [deadline for other, deadline in self.untaken.items() if other not in gone]
         return in_time(rest, self.version, takes_left, self.settings.schedule.window_groups)
 
-    def takeable(self, num_groups: int) -> list[AttemptKey]:
-        """In finish order as far as deadlines allow, looking at everything again after each take."""
+    def is_scored(self, key: AttemptKey) -> bool:
+        return set(self.live[key].columns) == set(self.scorers)
+
+    def unscored(self, scorer: str) -> list[AttemptKey]:
+        """What the scorer should compute next: what could be taken now, then the rest, in finish order."""
+        could = self.takeable(len(self.finish_order), unscored=True)
+        order = [*sorted(could, key=self.finish_order.index), *(key for key in self.finish_order if key not in could)]
+        return [key for key in order if scorer not in self.live[key].columns]
+
+    def takeable(self, num_groups: int, *, unscored: bool = False) -> list[AttemptKey]:
+        """In finish order as far as deadlines allow, looking at everything again after each take. `unscored`: also those that lack
+        a column."""
         taken: list[AttemptKey] = []
         while len(taken) < num_groups:
-            rest = (key for key in self.finish_order if key not in taken)
+            rest = (key for key in self.finish_order if key not in taken and (unscored or self.is_scored(key)))
             allowed = next((key for key in rest if self.may_take(key, taken)), None)
             if allowed is None:
                 break

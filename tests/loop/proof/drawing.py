@@ -10,7 +10,7 @@ from typing import Literal
 
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.keywords import changed, loop_settings
-from tests.loop.proof.faults import Fault, draw_faults, draw_worker_faults
+from tests.loop.proof.faults import Fault, FaultKind, draw_faults, draw_worker_faults
 
 MODES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off", "colocate")
 MAX_TOKENS = 300
@@ -46,6 +46,8 @@ class Scenario:
     tool_s: float = 0.0
     failing_tools: float = 0.0
     hanging_tools: float = 0.0
+    group_score_s: float | None = None
+    """Seconds that the scorer `ref` takes for a group; None: there is no scorer."""
 
     def __str__(self) -> str:
         shown = [name for name in (field.name for field in fields(self)) if name != "settings"]
@@ -65,8 +67,8 @@ TOOL_TIMEOUT_S = 8.0
 """A tool that hangs fails its trajectory after this long."""
 
 
-def draw(seed: int, *, with_turns: bool = False) -> Scenario:
-    """`with_turns`: the scenario of that seed, but for certain with several turns."""
+def draw(seed: int, *, with_turns: bool = False, with_scorer: bool = False) -> Scenario:
+    """`with_turns`, `with_scorer`: the scenario of that seed, but for certain with several turns, or a scorer."""
     rng = random.Random(f"scenario {seed}")
     mode = rng.choice(MODES)
     settings = changed(_draw_settings(rng, mode), weights_mode=_draw_weights_mode(seed))
@@ -96,7 +98,9 @@ def draw(seed: int, *, with_turns: bool = False) -> Scenario:
         resume_at=rng.random() if rng.random() < 0.3 else None,
         shuffle_seed=rng.choice((None, rng.randrange(2**31))),
     )
-    return _with_filter(_with_turns(_with_restarts(_with_placement(scenario), expected_s), is_certain=with_turns))
+    scenario = _with_filter(_with_turns(_with_restarts(_with_placement(scenario), expected_s), is_certain=with_turns))
+    return _with_scorer(scenario, expected_s, is_certain=with_scorer)
+
 
 
 def _with_filter(scenario: Scenario) -> Scenario:
@@ -119,6 +123,20 @@ def _with_turns(scenario: Scenario, *, is_certain: bool) -> Scenario:
         failing_tools=rng.choice((0.0, 0.0, 0.1)),
         hanging_tools=rng.choice((0.0, 0.0, 0.05)),
     )
+
+
+def _with_scorer(scenario: Scenario, expected_s: float, *, is_certain: bool) -> Scenario:
+    """A scorer in a quarter of the scenarios in which it can have resources of its own: one that always waits, one that keeps up,
+    one that all wait for. In half of these it dies or hangs, once or as often as restarts are allowed."""
+    rng = random.Random(f"scorer {scenario.seed}")
+    if (rng.random() < 3 / 4 and not is_certain) or scenario.mode == "colocate":
+        return scenario
+    step_groups = scenario.settings.schedule.step_groups
+    num_faults = rng.randint(1, max(1, scenario.settings.profile.rollout.max_restarts)) if rng.random() < 0.5 else 0
+    kinds = (FaultKind.WORKER_DIES, FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS)
+    faults = [Fault(kind=rng.choice(kinds), executor="ref", at_s=rng.random() * expected_s) for _ in range(num_faults)]
+    group_score_s = rng.choice((0.0, 0.5 * scenario.train_s, scenario.train_s, 2 * scenario.train_s + 0.5)) / step_groups
+    return replace(scenario, group_score_s=group_score_s, faults=(*scenario.faults, *faults))
 
 
 def _with_placement(scenario: Scenario) -> Scenario:

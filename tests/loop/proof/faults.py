@@ -7,6 +7,7 @@ happened does not happen again in the resumed run, as with a machine that was re
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, PartResult
+from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, PartKey, PartResult
 from asyncrl_cli.loop.ports import (
     EvalRequest,
     EvalResult,
@@ -30,6 +31,7 @@ from asyncrl_cli.loop.ports import (
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.responses import WorkerTimes
+from asyncrl_cli.simulate.simulated_scorer import ScorerTimes, SimulatedScorer
 from asyncrl_cli.simulate.simulated_trainer import NAME as TRAINER
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
@@ -135,27 +137,93 @@ class KeepingWorker(SimulatedWorker):
         return report
 
 
-class FaultyWorker(KeepingWorker):
-    """Meets faults: its calls fail when it dies, and when it hangs only their limits end them, as those of the adapters on Ray.
+class Mortal:
+    """An executor that meets faults: its calls fail when it dies, and when it hangs only their limits end them, as those of the
+    adapters on Ray. Faults with a time set in on its own clock, the others are met by its calls. What is still to happen when it is
+    restarted happens to the next process."""
 
-    Faults with a time set in on its own clock, the others are met by its calls. What is still to happen when it is restarted
-    happens to the next process.
-    """
+    name: str
 
+    def _face(self, faults: Faults, call_timeout_s: float, weights_timeout_s: float = math.inf) -> None:
+        """Call it once, when the executor is made."""
+        self._faults = faults
+        self._call_timeout_s = call_timeout_s
+        self._weights_timeout_s = weights_timeout_s
+        self._counts = Counter[FaultKind]()
+        self._death = ""
+        self._is_hung = False
+        self._asked: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
+        for fault in faults.at(self.name):
+            asyncio.get_running_loop().call_at(fault.at_s, self._meet_in_time, fault)
+
+    async def _reborn(self, start: Coroutine[Any, Any, None]) -> None:
+        self._die("it was ended, and another takes its place")
+        self._death, self._is_hung = "", False
+        await self._ask(start, "its start", CALL_KEY)
+
+    async def _ask(self, work: Coroutine[Any, Any, T], what: str = "", key: str = "") -> T:
+        """What `work` returns, unless the worker dies or hangs first; `key` names the limit of the call."""
+        if self._death:
+            work.close()
+            raise ExecutorLost(self._death, executor=self.name)
+        answer = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(work)
+        self._asked[answer] = task
+        if self._is_hung:
+            task.cancel()
+        task.add_done_callback(partial(_pass_on, answer))
+        limit_s = {"": None, CALL_KEY: self._call_timeout_s, WEIGHTS_KEY: self._weights_timeout_s}[key]
+        try:
+            async with asyncio.timeout(limit_s):
+                return await answer
+        except TimeoutError:
+            hint = f"if it only needs longer, --set {key}=..."
+            raise ExecutorLost(f"{what} took longer than {key} = {limit_s:g} s", hint=hint, executor=self.name) from None
+        finally:
+            self._asked.pop(answer).cancel()
+
+    def _meets(self, kind: FaultKind) -> Fault | None:
+        """The fault, if any, of this call: the next one of its kind."""
+        self._counts[kind] += 1
+        return self._faults.of_call(kind, self.name, self._counts[kind])
+
+    def _meet_in_time(self, fault: Fault) -> None:
+        self._faults.happens(fault)
+        if fault.kind is FaultKind.WORKER_DIES:
+            self._die(f"simulated death at {fault.at_s:g} s")
+        else:
+            self._is_hung = True
+            for task in self._asked.values():
+                task.cancel()
+
+    def _die(self, message: str) -> None:
+        """All pending calls fail, and so do all later ones."""
+        self._death = message
+        for answer, task in list(self._asked.items()):
+            if not answer.done():
+                answer.set_exception(ExecutorLost(message, executor=self.name))
+            task.cancel()
+
+
+def _pass_on(answer: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
+    """Nothing comes of a call that was cancelled with its worker."""
+    if task.cancelled() or answer.done():
+        return
+    error = task.exception()
+    if error is None:
+        answer.set_result(task.result())
+    else:
+        answer.set_exception(error)
+
+
+class FaultyWorker(Mortal, KeepingWorker):
     def __init__(
         self, name: str, slots: int, times: WorkerTimes, seed: int, *, faults: Faults, call_timeout_s: float = 600.0, **shared: Any
     ) -> None:
         super().__init__(name, slots, replace(times, load_s=self._with_slow_load(times)), seed, **shared)
-        self._faults = faults
-        self._call_timeout_s = call_timeout_s
-        self._counts = Counter[FaultKind]()
-        self._death = ""
-        self._is_hung = False
         self._broken: set[PartKey] = set()
-        self._asked: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
         self._repeats: list[asyncio.TimerHandle] = []
-        for fault in faults.at(name):
-            asyncio.get_running_loop().call_at(fault.at_s, self._meet_in_time, fault)
+        self._face(faults, call_timeout_s, times.weights_timeout_s)
 
     def submit(self, request: PartRequest) -> None:
         if self._death or self._is_hung:
@@ -195,32 +263,9 @@ class FaultyWorker(KeepingWorker):
         await self._ask(super().resume(), "a resume", CALL_KEY)
 
     async def restart(self) -> None:
-        self._die("it was ended, and another takes its place")
         for repeat in self._repeats:
             repeat.cancel()
-        self._death, self._is_hung = "", False
-        await self._ask(super().restart(), "its start", CALL_KEY)
-
-    async def _ask(self, work: Coroutine[Any, Any, T], what: str = "", key: str = "") -> T:
-        """What `work` returns, unless the worker dies or hangs first; `key` names the limit of the call."""
-        if self._death:
-            work.close()
-            raise ExecutorLost(self._death, executor=self.name)
-        answer = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(work)
-        self._asked[answer] = task
-        if self._is_hung:
-            task.cancel()
-        task.add_done_callback(partial(_pass_on, answer))
-        limit_s = {"": None, CALL_KEY: self._call_timeout_s, WEIGHTS_KEY: self._times.weights_timeout_s}[key]
-        try:
-            async with asyncio.timeout(limit_s):
-                return await answer
-        except TimeoutError:
-            hint = f"if it only needs longer, --set {key}=..."
-            raise ExecutorLost(f"{what} took longer than {key} = {limit_s:g} s", hint=hint, executor=self.name) from None
-        finally:
-            self._asked.pop(answer).cancel()
+        await self._reborn(super().restart())
 
     async def _prefetch(self, published: Published) -> float:
         late, lost, again = (
@@ -241,38 +286,20 @@ class FaultyWorker(KeepingWorker):
 
         return load_s
 
-    def _meets(self, kind: FaultKind) -> Fault | None:
-        """The fault, if any, of this call: the next one of its kind."""
-        self._counts[kind] += 1
-        return self._faults.of_call(kind, self.name, self._counts[kind])
 
-    def _meet_in_time(self, fault: Fault) -> None:
-        self._faults.happens(fault)
-        if fault.kind is FaultKind.WORKER_DIES:
-            self._die(f"simulated death at {fault.at_s:g} s")
-        else:
-            self._is_hung = True
-            for task in self._asked.values():
-                task.cancel()
+class FaultyScorer(Mortal, SimulatedScorer):
+    def __init__(self, name: str, times: ScorerTimes, *, faults: Faults, call_timeout_s: float = 600.0) -> None:
+        super().__init__(name, times)
+        self._face(faults, call_timeout_s)
 
-    def _die(self, message: str) -> None:
-        """All pending calls fail, and so do all later ones."""
-        self._death = message
-        for answer, task in list(self._asked.items()):
-            if not answer.done():
-                answer.set_exception(ExecutorLost(message, executor=self.name))
-            task.cancel()
+    async def score(self, groups: Sequence[GroupResult]) -> tuple[Sequence[Any], ExecutorReport]:
+        return await self._ask(super().score(groups), f"the columns of {len(groups)} groups", CALL_KEY)
 
+    async def report(self) -> ExecutorReport:
+        return await self._ask(super().report(), "a report", CALL_KEY)
 
-def _pass_on(answer: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
-    """Nothing comes of a call that was cancelled with its worker."""
-    if task.cancelled() or answer.done():
-        return
-    error = task.exception()
-    if error is None:
-        answer.set_result(task.result())
-    else:
-        answer.set_exception(error)
+    async def restart(self) -> None:
+        await self._reborn(super().restart())
 
 
 def _without_one(result: PartResult) -> PartResult:

@@ -8,6 +8,7 @@ hears every call to an executor. From both it keeps books of its own (`books.py`
     takes        finish order as far as deadlines allow; R groups; never more than the window holds
     filter       with algorithm.filter_groups a group of equal rewards is never trained, and no other is left out for them
     staleness    strict bound unless `on_stale = "accept"`; 0 if eta is 0; versions never fall within a trajectory
+    scores       a group is taken with every scorer's column; scored once (twice only after a loss), first what can be taken first
     loads        versions rise, nothing starts in a load, at most two published versions are on their way
     sync         with weights.mode = "sync" a window is trained only when every worker holds its version
     time         every executor's states, and the parts of every step, sum to the time that passed
@@ -47,11 +48,12 @@ class InvariantError(AssertionError):
 class Invariants:
     """Implements `loop.ports.Observer`. Call `watch(pipeline)` when the pipeline is made, `end(error)` when it has ended."""
 
-    def __init__(self, settings: LoopSettings, workers: Mapping[str, int], *, seed: int = 0) -> None:
+    def __init__(self, settings: LoopSettings, workers: Mapping[str, int], *, seed: int = 0, scorers: tuple[str, ...] = ()) -> None:
         """`workers`: slots by name. `seed` is what a failure names."""
         self.settings = settings
         self.seed = seed
-        self.books = Books(settings=settings, workers={name: WorkerBook(slots=slots) for name, slots in workers.items()})
+        books = {name: WorkerBook(slots=slots) for name, slots in workers.items()}
+        self.books = Books(settings=settings, workers=books, scorers=scorers)
         self.violation: InvariantError | None = None
         self.counts: Counter[str] = Counter()
         self.trace: list[tuple[float, str]] = []
@@ -215,11 +217,15 @@ class Invariants:
         self.check(self.lost[name] <= allowed, "restarts", f"{name} is restarted {self.lost[name]} times, {allowed} are allowed")
         left = event.fields["restarts_left"]
         self.check(left == allowed - self.lost[name], "restarts", f"{name}: {left} restarts are said to be left")
+        if name in self.books.scorers:
+            return
         self.ledger.discarded_tokens += self.books.workers[name].lost()
         self.books.travel.lost(name)
         self.ledger.lost(name)
 
     def _on_restarted(self, event: Event) -> None:
+        if event.fields["worker"] in self.books.scorers:
+            return
         book = self.books.workers[event.fields["worker"]]
         self.check(book.down and book.loading, "restarts", f"{event.fields['worker']} is back, and was not down")
         book.down = False

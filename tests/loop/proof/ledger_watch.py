@@ -30,6 +30,7 @@ class LedgerWatch:
         self.fed: list[tuple[str, int]] = []
         self.in_training: tuple[GroupResult, ...] = ()
         self.must_go: set[AttemptKey] = set()
+        self.computed: set[tuple[str, AttemptKey]] = set()
         self.is_resuming = True
         self.has_exhausted = False
         self.discarded_tokens = 0
@@ -187,12 +188,21 @@ class LedgerWatch:
         indices = sorted(index for part in attempt.parts.values() for index in part.indices)
         self.check(indices == [*range(self.settings.profile.rollout.n)], "ledger", f"{key} has the responses {indices}")
 
+    def _scored(self, key: AttemptKey, event: Event) -> None:
+        scorer = event.fields["scorer"]
+        self._expect(key, "finished")
+        columns = self.books.live[key].columns
+        self.check(scorer not in columns, "scores", f"{key} is scored twice by {scorer}")
+        self.check((scorer, key) in self.computed, "scores", f"{key} counts as scored, and {scorer} has not scored it")
+        columns[scorer] = (scorer, key)
+
     def _training(self, key: AttemptKey, event: Event) -> None:
         books = self.books
         self._expect(key, "finished")
         self.check(books.may_take(key), "deadlines", f"{key} is taken, though others then cannot be trained in time")
+        self.check(books.is_scored(key), "scores", f"{key} is taken with the columns {list(books.live[key].columns)}")
         earlier = books.finish_order[: books.finish_order.index(key)]
-        first = next((other for other in earlier if books.may_take(other)), key)
+        first = next((other for other in earlier if books.is_scored(other) and books.may_take(other)), key)
         self.check(first == key, "takes", f"{key} is taken before {first}, which finished earlier and may be taken")
         books.finish_order.remove(key)
         books.live[key].account = "training"

@@ -1,9 +1,9 @@
 """Whole runs of scenarios (`tests.loop.proof.drawing`), with every invariant checked on the way.
 
-    python -m tests.loop.proof.scenarios SEED [--turns] [--trace]
+    python -m tests.loop.proof.scenarios SEED [--turns] [--scorer] [--trace]
 
-prints the scenario of a seed (`--turns`: for certain with several turns) and runs it. The trace of events follows if an invariant
-broke, or with `--trace`.
+prints the scenario of a seed (`--turns`: for certain with several turns, `--scorer`: with a scorer) and runs it. The trace of
+events follows if an invariant broke, or with `--trace`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.sequences import ToolCall
+from asyncrl_cli.simulate.simulated_scorer import ScorerTimes
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, TOOL_TIMEOUT_S, Scenario, draw, worker_names
-from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyWorker, KeepingTrainer
+from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyScorer, FaultyWorker, KeepingTrainer
 from tests.loop.proof.invariants import InvariantError, Invariants
 from tests.loop.proof.memory import MemoryCheckpoints
 from tests.loop.proof.shuffled import loop_of
-from tests.loop.proof.watched import WatchedFeed, WatchedTrainer, WatchedWorker
+from tests.loop.proof.watched import WatchedFeed, WatchedScorer, WatchedTrainer, WatchedWorker
 
 _MAX_LEGS = 4
 _CALL_TIMEOUT_S = 200.0
@@ -84,7 +85,8 @@ def _leg(
 
     async def main() -> tuple[list[Any], AsyncrlError | None]:
         slots = dict.fromkeys(worker_names(scenario.num_workers), scenario.slots)
-        invariants = Invariants(scenario.settings, slots, seed=scenario.seed)
+        scorers = () if scenario.group_score_s is None else ("ref",)
+        invariants = Invariants(scenario.settings, slots, seed=scenario.seed, scorers=scorers)
         try:
             return await _run_leg(scenario, invariants, faults, leg, resume_from)
         finally:
@@ -189,12 +191,19 @@ def _world(
     return World(
         feed=WatchedFeed(NumberedFeed(), invariants),
         trainer=WatchedTrainer(trainer, invariants),
+        scorers=[WatchedScorer(_scorer(scenario, faults), invariants) for _ in invariants.books.scorers],
         workers=[WatchedWorker(worker, invariants, on_the_way, limit_s) for worker in workers],
         eval_sets={"": [{"uid": f"e{i}", "prompt": str(i)} for i in range(scenario.num_eval_prompts)]},
         observers=[invariants],
         checkpoints=checkpoints,
         resume_from=resume_from,
     )
+
+
+def _scorer(scenario: Scenario, faults: Faults) -> FaultyScorer:
+    group_s = scenario.group_score_s or 0.0
+    times = ScorerTimes(score_s=lambda groups: len(groups) * group_s, call_tokens=60, restart_s=scenario.restart_s)
+    return FaultyScorer("ref", times, faults=faults, call_timeout_s=_CALL_TIMEOUT_S)
 
 
 def _worker_times(scenario: Scenario) -> WorkerTimes:
@@ -256,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
     seeds = [int(argument) for argument in arguments if not argument.startswith("--")]
     broken = 0
     for seed in seeds:
-        outcome = run(draw(seed, with_turns="--turns" in arguments))
+        outcome = run(draw(seed, with_turns="--turns" in arguments, with_scorer="--scorer" in arguments))
         print(f"seed {seed}\n{outcome.scenario}")
         if outcome.broken is not None or "--trace" in arguments:
             print("\n".join(outcome.trace))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from asyncrl_cli.loop.attempts import GroupResult
+from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.loop.watching import StepRecord
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books
@@ -28,9 +29,10 @@ class StepWatch:
         self._counts = counts
         self._check = check
 
-    def batch_given(self, step: int, window: int, step_in_window: int, groups: tuple[GroupResult, ...]) -> None:
+    def batch_given(self, batch: TrainBatch) -> None:
         """The trainer is given a batch."""
         books, settings = self._books, self._settings
+        step, window, step_in_window, groups = batch.step, batch.window, batch.step_in_window, batch.groups
         self._check(step == self.number + 1, "steps", f"step {step} after {self.number}")
         self._check(window == books.version, "steps", f"trained in window {window}, the version is {books.version}")
         self._check(
@@ -51,6 +53,8 @@ class StepWatch:
             live = books.live[group.key]
             is_own = group.payload == live.payload and tokens == live.tokens
             self._check(is_own, "ledger", f"{group.key} is trained on what another group generated")
+            has_all = dict(batch.columns[group.key]) == live.columns and books.is_scored(group.key)
+            self._check(has_all, "scores", f"{group.key} is trained with the columns {batch.columns[group.key]}")
         self._ledger.in_training = groups
         self._check_staleness(groups, window)
 

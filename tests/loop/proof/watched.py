@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.loop.attempts import AttemptKey, Prompt
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, Prompt
 from asyncrl_cli.loop.ports import (
     EvalRequest,
     EvalResult,
@@ -19,6 +19,7 @@ from asyncrl_cli.loop.ports import (
     Progress,
     Published,
     RolloutWorker,
+    Scorer,
     TrainBatch,
     Trainer,
     TrainReport,
@@ -154,6 +155,46 @@ class WatchedWorker:
             raise
 
 
+class WatchedScorer:
+    """Implements `loop.ports.Scorer` around another one: it gets the groups that can be taken next, one call at a time."""
+
+    def __init__(self, scorer: Scorer, invariants: Invariants) -> None:
+        self.name = scorer.name
+        self.call_tokens = scorer.call_tokens
+        self._scorer = scorer
+        self._invariants = invariants
+        self._is_scoring = False
+
+    async def score(self, groups: Sequence[GroupResult]) -> tuple[Sequence[Any], ExecutorReport]:
+        check, asked = self._invariants.check, [group.key for group in groups]
+        self._invariants.note(f"{self.name} scores {len(groups)} groups")
+        check(not self._is_scoring, "scores", f"{self.name} has two calls at once")
+        due = self._invariants.books.unscored(self.name)[: len(asked)]
+        check(asked == due, "scores", f"{self.name} scores {asked}, should be {due}")
+        tokens = [sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups]
+        is_small = len(tokens) == 1 or sum(tokens) <= self.call_tokens
+        check(bool(tokens) and is_small, "scores", f"{self.name} is given groups of {tokens} tokens")
+        self._is_scoring = True
+        try:
+            columns, report = await self._scorer.score(groups)
+        finally:
+            self._is_scoring = False
+        self._invariants.times.check_report(report)
+        self._invariants.ledger.computed.update((self.name, key) for key in asked)
+        return columns, report
+
+    async def report(self) -> ExecutorReport:
+        report = await self._scorer.report()
+        self._invariants.times.check_report(report)
+        return report
+
+    async def restart(self) -> None:
+        self._invariants.note(f"{self.name} is restarted")
+        self._invariants.check(not self._is_scoring, "restarts", f"{self.name} is restarted while it scores")
+        self._invariants.times.restarted(self.name)
+        await self._scorer.restart()
+
+
 class WatchedTrainer:
     """Implements `loop.ports.Trainer` around another one."""
 
@@ -163,7 +204,7 @@ class WatchedTrainer:
         self._doing = ""
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
-        self._invariants.steps.batch_given(batch.step, batch.window, batch.step_in_window, batch.groups)
+        self._invariants.steps.batch_given(batch)
         with self._alone(f"train step {batch.step}"):
             made, report = await self._trainer.train(batch)
         self._invariants.times.check_report(report)

@@ -1,0 +1,132 @@
+"""The tasks that wait for an executor whose process can be replaced, and its restarts.
+
+    failed ──> down: tasks that wait for it are cancelled, what it had is taken back ──> restart ──> its tasks begin again
+
+However many of its calls fail at once, that is one failure: the first one makes the executor `down`, and while it is down further
+failures are ignored. Without a restart left, the failure ends the run in good order (`Board.stop`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Protocol
+
+from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.changes import Change
+
+RESTARTS_KEY = "rollout.max_restarts"
+
+
+class Restartable(Protocol):
+    name: str
+
+    async def restart(self) -> None: ...
+
+
+class RestartableTasks(ABC):
+    """The tasks of one executor. A fresh process is asked for once the tasks of the old one have ended."""
+
+    def __init__(self, board: Board, executor: Restartable, tasks: asyncio.TaskGroup) -> None:
+        self.is_down = False
+        self._board = board
+        self._executor = executor
+        self._tasks = tasks
+        self._running: dict[asyncio.Task[None], None] = {}
+        self._restarting: asyncio.Task[None] | None = None
+        self._restarts_left = board.profile.rollout.max_restarts
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Start the tasks that follow the executor's process for as long as it lives."""
+
+    def _set_down(self, is_down: bool) -> None:
+        """The process is gone, or (false) a new one has taken its place."""
+        self.is_down = is_down
+
+    @abstractmethod
+    def _lose(self) -> None:
+        """Take back what the process was doing; its tasks may still run."""
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Take back what its tasks were doing, which have ended."""
+
+    def spawn(self, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
+        """Start a task that waits for the executor; the loss of its process cancels it."""
+        task = self._tasks.create_task(self._board.guarded(work, self._lost), name=name)
+        self._running[task] = None
+        task.add_done_callback(self._running.pop)
+        return task
+
+    def cancel(self) -> None:
+        for task in [*self._running, *([self._restarting] if self._restarting else [])]:
+            task.cancel()
+
+    def _lost(self, error: ExecutorLost) -> None:
+        """A call failed: restart the executor, or stop the run with that error if no restart is left."""
+        board, name = self._board, self._executor.name
+        if self.is_down:
+            return
+        if not self._restarts_left:
+            if not board.profile.rollout.max_restarts and not board.stopping:
+                board.warn(f"{name} is not replaced: {RESTARTS_KEY} = 0")
+            board.stop(error)
+            return
+        self._set_down(True)
+        if board.stopping:
+            board.warn(f"{error}; the run is stopping, so it is not restarted")
+            return
+        board.groups.tokens_discarded += board.reports.lost(name, board.now_s())
+        self._lose()
+        self._use_restart(error)
+        ending = [task for task in self._running if task is not asyncio.current_task()]
+        for task in ending:
+            task.cancel()
+        restart = board.guarded(partial(self._restart, ending))
+        self._restarting = self._tasks.create_task(restart, name=f"restart of {name}")
+
+    def _use_restart(self, error: ExecutorFailed) -> None:
+        board, name = self._board, self._executor.name
+        self._restarts_left -= 1
+        board.restarts += 1
+        left, allowed = self._restarts_left, board.profile.rollout.max_restarts
+        board.restarting[name] = f"{allowed - left} of {allowed}"
+        board.event("lost", worker=name, error=str(error), restarts_left=left)
+        board.warn(f"{str(error).rstrip('.')}; it is restarted ({allowed - left} of {RESTARTS_KEY} = {allowed})")
+
+    async def _restart(self, ending: list[asyncio.Task[None]]) -> None:
+        """Replace a lost process. Waits for its cancelled tasks, which end at once, then for its start, which the port bounds."""
+        board, name = self._board, self._executor.name
+        if ending:
+            await asyncio.wait(ending)
+        self._give_back()
+        began_s = board.now_s()
+        if not await self._replace():
+            return
+        self._set_down(False)
+        del board.restarting[name]
+        board.reports.returned(name, board.now_s())
+        board.event("restarted", worker=name, restart_s=board.now_s() - began_s, restarts_left=self._restarts_left)
+        self.begin()
+        board.changes.notify()
+
+    async def _replace(self) -> bool:
+        """Start a new process; a failed start is tried again while restarts are left. False at a stop."""
+        board, who = self._board, f"{self._executor.name} (restart)"
+        while True:
+            lender = "the trainer to give the resources back"
+            await board.changes.until(lambda: not board.is_lent or board.stopping, who, lender, (Change.RUN,))
+            if board.stopping:
+                return False
+            try:
+                with board.changes.waiting(who, "a fresh process"):
+                    await self._executor.restart()
+                return True
+            except ExecutorFailed as error:
+                if not self._restarts_left:
+                    raise
+                self._use_restart(error)
