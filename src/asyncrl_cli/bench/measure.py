@@ -24,7 +24,7 @@ from asyncrl_cli.observe.lines import Line, sampled_tokens, spent_s, trajectorie
 from asyncrl_cli.simulate.capacities import Capacities, ideal_times
 
 PARTS = {
-    "wait": ("wait_data",),
+    "wait": ("wait_data", "wait_scores"),
     "old_logprob": ("old_logprob",),
     "train": ("train",),
     "sync": ("gather",),

@@ -23,7 +23,7 @@ from asyncrl_cli.loop.watching import ENDED, Snapshot
 from asyncrl_cli.observe.format import LEADING, event_text
 from asyncrl_cli.observe.metrics import Period, StepMetrics
 from asyncrl_cli.observe.status import SCHEMA_VERSION, EvalPoint
-from asyncrl_cli.observe.step_values import FLOW, PARTIAL, STATES
+from asyncrl_cli.observe.step_values import FLOW, PARTIAL, SCORER, STATES
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import Count
@@ -31,6 +31,7 @@ from asyncrl_cli.safe_files import Count
 HISTORY = 60
 """Number of points kept for the curves of reward, slot use and each eval set."""
 RATE_STEPS = 30
+SCORER_FIGURES = ("idle_ratio", "tokens_per_s")
 NOTES = 8
 WARNINGS = 20
 
@@ -219,7 +220,9 @@ class LiveStatus:
 
     def _utilization(self, using: Period | None) -> dict[str, Any]:
         figures = using.figures if using else {}
-        known: dict[str, Any] = {name.replace("/", "_"): figures[name] for name in LEADING if name in figures}
+        reports = self._snapshot.reports.values() if self._snapshot else ()
+        scorers = [f"{report.name}/{figure}" for report in reports if report.role == SCORER for figure in SCORER_FIGURES]
+        known: dict[str, Any] = {name.replace("/", "_"): figures[name] for name in (*LEADING, *scorers) if name in figures}
         gauges = [report.gauges for report in self._snapshot.reports.values()] if self._snapshot else []
         totals = {name: [own[name] for own in gauges if name in own] for name in ("running_sequences", "slots")}
         return known | {name: sum(amounts) for name, amounts in totals.items() if amounts}

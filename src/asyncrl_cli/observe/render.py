@@ -8,6 +8,7 @@ terminal has too few lines, notes go first, then the rows of feed and rewards, t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from rich.table import Table
@@ -45,12 +46,12 @@ STATE_STYLES = {
     "restarting": "bold yellow",
 }
 PHASE_STYLES = {"running": "bold green", "failed": "bold red", "stopping": "bold yellow", "done": "bold green"}
-RANKS = {"trainer": 0, "rollout": 1}
+RANKS = {"trainer": 0, "rollout": 1, "scorer": 2}
 """The roles whose rows are the last to be dropped, the very last one first."""
 LEAST_ROWS = 4
 """So many of their rows are kept before any block below them."""
 SYNC_PARTS = ("gather", "send", "load", "pause")
-STEP_PARTS = ("step", "train", "wait_data", "old_logprob", "gather", "checkpoint", "eval", "other")
+STEP_PARTS = ("step", "train", "wait_data", "wait_scores", "old_logprob", "gather", "checkpoint", "eval", "other")
 
 Status = Mapping[str, Any]
 
@@ -145,17 +146,25 @@ def _utilization(status: Status, width: int) -> list[Text]:
     if not _is_over(status):
         first.append("  now ", "dim").append(f"{count(figures.get('running_sequences'))}/{count(figures.get('slots'))}")
     first.append("  " + sparkline(figures["slot_history"], min(30, width - first.cell_len - 2), low=0, high=1), "cyan")
-    return [first, *_side(status, "rollouter", "rollout", width), *_side(status, "trainer", "trainer", width)]
+    by_role: dict[str, list[Mapping[str, Any]]] = {"rollout": [], "scorer": [], "trainer": []}
+    for executor in status["executors"]:
+        by_role.setdefault(executor["role"], []).append(executor)
+    sides = [
+        ("rollouter", by_role["rollout"]),
+        *((one["name"], [one]) for one in by_role["scorer"]),
+        ("trainer", by_role["trainer"]),
+    ]
+    return [first, *chain.from_iterable(_side(status, name, executors, width) for name, executors in sides)]
 
 
-def _side(status: Status, name: str, role: str, width: int) -> list[Text]:
-    """How idle and how fast one side (trainer or rollout) is, and an executor of it that is not busy, with what it waits for."""
+def _side(status: Status, name: str, mine: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+    """How idle and how fast one side (trainer, scorer or rollout) is, and an executor of it that is not busy, with what it waits
+    for."""
     figures = status["utilization"]
     idle = figures.get(f"{name}_idle_ratio")
     busy = 1 - idle if is_number(idle) else None
     line = label(name).append("idle ", "dim").append(f"{share(idle):>4}", f"bold {_graded(busy, 0.85, 0.6)}")
     line.append(f"  {count(figures.get(f'{name}_tokens_per_s')):>7} ").append("tokens/s  ", "dim")
-    mine = [executor for executor in status["executors"] if executor["role"] == role]
     shown = next((executor for executor in mine if executor["state"] != "busy"), mine[0] if mine else None)
     if shown is None:
         return [line]
@@ -214,6 +223,8 @@ def _executor(executor: Mapping[str, Any], status: Status, width: int) -> Text:
         line.append(f"  v{status['versions'][executor['name']]}", "bold")
     if "running_sequences" in gauges and not _is_over(status):
         line.append(f"  {count(gauges['running_sequences'])}/{count(gauges.get('slots'))} {_engine(gauges)}", "dim")
+    elif "waiting_groups" in gauges and not _is_over(status):
+        line.append(f"  {count(gauges['waiting_groups'])} groups wait for it", "dim")
     elif executor["waiting_for"] and executor["role"] == "reward":  # `_side` says it for trainer and rollout
         line.append(f"  waits for {executor['waiting_for']}", "dim")
     return line

@@ -18,8 +18,8 @@ from asyncrl_cli.loop.watching import EvalSummary, StepRecord
 
 PARTIAL = "fully_async/partial/"
 STALE = "fully_async/count/"
-TRAINER, ROLLOUT = "trainer", "rollout"
-FLOW = ("feed", ROLLOUT, "reward", TRAINER)
+TRAINER, ROLLOUT, SCORER = "trainer", "rollout", "scorer"
+FLOW = ("feed", ROLLOUT, "reward", SCORER, TRAINER)
 """The roles in the order in which data flows through them; they are shown in this order."""
 STATES = "state_s/"
 """Prefix of keys `state_s/<executor>/<state>`, in seconds. They are merged over periods but left out of the lines."""
@@ -202,7 +202,18 @@ def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
         if evals_s := _of("eval_s", rollouts):
             values["rollouter/eval_s"] = Sum(sum(evals_s) / len(rollouts))
         values |= {f"rollouter/{name}": join(told) for name, join in ENGINE_FIGURES.items() if (told := _of(name, rollouts))}
+    for scorer in [stretch for stretch in measured if stretch.role == SCORER]:
+        values |= _scorer_values(scorer)
     return values
+
+
+def _scorer_values(scorer: ExecutorReport) -> dict[str, Value]:
+    """What a scorer's time went into, under its name."""
+    idle_s = _elapsed_s(scorer) - scorer.state_s.get(State.BUSY, 0.0)
+    values: dict[str, Value] = {"idle_ratio": _mean_share([idle_s], [scorer]), "tokens_per_s": _rate("scored_tokens", [scorer])}
+    if queue := _of("waiting_groups", [scorer]):
+        values["waiting_groups"] = Last(queue[0])
+    return {f"{scorer.name}/{name}": value for name, value in values.items()}
 
 
 def _tool_values(rollouts: Sequence[ExecutorReport]) -> dict[str, Value]:

@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -288,15 +288,36 @@ class FaultyWorker(Mortal, KeepingWorker):
 
 
 class FaultyScorer(Mortal, SimulatedScorer):
-    def __init__(self, name: str, times: ScorerTimes, *, faults: Faults, call_timeout_s: float = 600.0) -> None:
+    """`on_report` is called with every report when it is made: two calls may answer in another order."""
+
+    def __init__(
+        self,
+        name: str,
+        times: ScorerTimes,
+        *,
+        faults: Faults,
+        call_timeout_s: float = 600.0,
+        on_report: Callable[[ExecutorReport], None] = lambda report: None,
+    ) -> None:
         super().__init__(name, times)
         self._face(faults, call_timeout_s)
+        self._on_report = on_report
 
     async def score(self, groups: Sequence[GroupResult]) -> tuple[Sequence[Any], ExecutorReport]:
-        return await self._ask(super().score(groups), f"the columns of {len(groups)} groups", CALL_KEY)
+        return await self._ask(self._score(groups), f"the columns of {len(groups)} groups", CALL_KEY)
 
     async def report(self) -> ExecutorReport:
-        return await self._ask(super().report(), "a report", CALL_KEY)
+        return await self._ask(self._report(), "a report", CALL_KEY)
+
+    async def _score(self, groups: Sequence[GroupResult]) -> tuple[Sequence[Any], ExecutorReport]:
+        columns, report = await super().score(groups)
+        self._on_report(report)
+        return columns, report
+
+    async def _report(self) -> ExecutorReport:
+        report = await super().report()
+        self._on_report(report)
+        return report
 
     async def restart(self) -> None:
         await self._reborn(super().restart())

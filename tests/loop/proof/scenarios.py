@@ -191,7 +191,7 @@ def _world(
     return World(
         feed=WatchedFeed(NumberedFeed(), invariants),
         trainer=WatchedTrainer(trainer, invariants),
-        scorers=[WatchedScorer(_scorer(scenario, faults), invariants) for _ in invariants.books.scorers],
+        scorers=[WatchedScorer(_scorer(scenario, invariants, faults), invariants) for _ in invariants.books.scorers],
         workers=[WatchedWorker(worker, invariants, on_the_way, limit_s) for worker in workers],
         eval_sets={"": [{"uid": f"e{i}", "prompt": str(i)} for i in range(scenario.num_eval_prompts)]},
         observers=[invariants],
@@ -200,10 +200,10 @@ def _world(
     )
 
 
-def _scorer(scenario: Scenario, faults: Faults) -> FaultyScorer:
+def _scorer(scenario: Scenario, invariants: Invariants, faults: Faults) -> FaultyScorer:
     group_s = scenario.group_score_s or 0.0
     times = ScorerTimes(score_s=lambda groups: len(groups) * group_s, call_tokens=60, restart_s=scenario.restart_s)
-    return FaultyScorer("ref", times, faults=faults, call_timeout_s=_CALL_TIMEOUT_S)
+    return FaultyScorer("ref", times, faults=faults, call_timeout_s=_CALL_TIMEOUT_S, on_report=invariants.times.check_report)
 
 
 def _worker_times(scenario: Scenario) -> WorkerTimes:
