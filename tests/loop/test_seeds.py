@@ -146,7 +146,7 @@ def deadline_from_the_trainer(admission, version):
     return admission.version + admission._max_staleness
 
 
-def take_without_looking(admission, num_groups):
+def take_without_looking(admission, num_groups, *, unscored=False):
     return list(admission.ledger.finished.values())[: min(num_groups, max(0, admission.takes_left))]
 
 
@@ -210,7 +210,6 @@ def down_but_not_loading(slots, is_down, original=WorkerSlots.set_down):
 
 def begin_without_a_base(executor, report, arrived_s):
     executor.process, executor.base = _Process.UP, None
-    return float("-inf")
 
 
 def use_none(tasks, error, original=WorkerTasks._use_restart):
@@ -260,6 +259,7 @@ MISTAKES = {
     "lost responses start on weights that are too old": (Fleet, "placement", forget_the_first, {"admission", "deadlines", "slots"}),
     "a death takes whole groups": (Admission, "lose", lose_whole_groups, {"admission", "slots", "restarts"}),
     "a take looks at no deadline": (Admission, "takeable", take_without_looking, {"takes", "deadlines"}),
+    "a group is taken without its columns": (Admission, "is_scored", lambda *_: True, {"takes"}),
     "admission looks at no deadline": (Admission, "_in_time", lambda *_: True, {"admission", "takes", "deadlines"}),
     "weights count as travelling fast for ever": (Travel, "arrived", lambda *_: None, {"admission"}),
     "the window is never emptied": (Admission, "publish", publish_without_reset, {"admission"}),

@@ -25,27 +25,29 @@ class _Process(Enum):
 @dataclass(slots=True, kw_only=True)
 class _Executor:
     """`report` is the newest, with the sums of `base` added: what earlier processes counted, minus what should not count. `spans`
-    and `stays` have not been taken yet and are on the driver's clock, which is `offset_s` ahead of the executor's."""
+    and `stays` have not been taken yet and are on the driver's clock, which is `offset_s` ahead of the executor's. Spans before
+    `from_s` do not count: the run, or the process that reports now, was starting."""
 
     report: ExecutorReport
     worker: str
+    from_s: float
     base: ExecutorReport | None = None
     offset_s: float = float("inf")
     spans: list[Span] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
     process: _Process = _Process.UP
 
-    def update(self, report: ExecutorReport, arrived_s: float, from_s: float) -> None:
+    def update(self, report: ExecutorReport, arrived_s: float) -> None:
         if self.base is not None:
             sums = _sum(self.base.sums, report.sums)
             report = replace(report, state_s=_sum(self.base.state_s, report.state_s), sums=sums)
         self.report = report
         self.offset_s = min(arrived_s - report.now_s, self.offset_s)
-        self.note(report, from_s)
+        self.note(report)
 
-    def note(self, report: ExecutorReport, from_s: float) -> None:
+    def note(self, report: ExecutorReport) -> None:
         """Keep the report's spans and stays."""
-        self.spans += _moved(report.spans, self.offset_s, from_s)
+        self.spans += _moved(report.spans, self.offset_s, self.from_s)
         self.stays += [
             stay._replace(start_s=stay.start_s + self.offset_s, end_s=stay.end_s + self.offset_s) for stay in report.stays
         ]
@@ -62,17 +64,14 @@ class _Executor:
         self.spans.append(Span(state=State.FAILED, start_s=start_s, end_s=now_s))
         self.report = replace(_plus(report, State.FAILED, down_s), now_s=report.now_s + down_s)
 
-    def begin_anew(self, report: ExecutorReport, arrived_s: float) -> float:
+    def begin_anew(self, report: ExecutorReport, arrived_s: float) -> None:
         """Prepare for the first report of a new process. It counts its start as idle time, which was already counted as failed
         here, so that time is subtracted.
-
-        Returns the time (on the driver's clock) from which its spans count.
         """
-        ended_s = self.report.now_s + self.offset_s
+        self.from_s = ended_s = self.report.now_s + self.offset_s
         counted_s = max(0.0, ended_s - (arrived_s - sum(report.state_s.values())))
         self.base = _plus(self.report, report.spans[0].state if report.spans else report.state, -counted_s)
         self.process, self.offset_s = _Process.UP, float("inf")
-        return ended_s
 
 
 class ReportBook:
@@ -97,21 +96,21 @@ class ReportBook:
 
     def add(self, report: ExecutorReport, arrived_s: float, worker: str = "") -> bool:
         """Take in a report of an executor in the process of `worker`; true if it has made tokens since its last report."""
-        executor, from_s = self._executors.get(report.name), self.began_s
+        executor = self._executors.get(report.name)
         if executor is None:
             base = _before(report, arrived_s, self.began_s)
-            executor = self._executors[report.name] = _Executor(report=report, worker=worker, base=base)
-            executor.update(report, arrived_s, from_s)
+            executor = self._executors[report.name] = _Executor(report=report, worker=worker, from_s=self.began_s, base=base)
+            executor.update(report, arrived_s)
             return True
         previous = executor.report
         if executor.process is _Process.NEW:
-            from_s = executor.begin_anew(report, arrived_s)
+            executor.begin_anew(report, arrived_s)
         elif report.now_s < previous.now_s:
             # A later report has arrived first. Its sums include those of this report, its spans and stays do not.
-            executor.note(report, from_s)
+            executor.note(report)
             executor.spans.sort(key=lambda span: span.start_s)
             return False
-        executor.update(report, arrived_s, from_s)
+        executor.update(report, arrived_s)
         return _has_made_tokens(previous, executor.report)
 
     def lost(self, worker: str, now_s: float) -> int:

@@ -102,7 +102,6 @@ def draw(seed: int, *, with_turns: bool = False, with_scorer: bool = False) -> S
     return _with_scorer(scenario, expected_s, is_certain=with_scorer)
 
 
-
 def _with_filter(scenario: Scenario) -> Scenario:
     """Dynamic sampling in a third of the scenarios: a half of the groups of two have equal rewards."""
     if random.Random(f"filter {scenario.seed}").random() < 2 / 3:
