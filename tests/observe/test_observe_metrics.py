@@ -30,6 +30,7 @@ def test_staleness_counts_tokens_for_the_mean_and_trajectories_for_oldest_and_ne
     assert line["staleness/oldest_mean"] == pytest.approx((2 + 0 + 1 + 1) / 4)
     assert line["staleness/newest_mean"] == pytest.approx((0 + 0 + 1 + 0) / 4)
     assert line["staleness/histogram"] == [1, 2, 1]
+    assert line["staleness/span_histogram"] == [2, 1, 1]
 
 
 def test_staleness_in_train_steps_counts_from_the_step_that_made_the_version(make):
@@ -126,6 +127,7 @@ def test_what_was_not_measured_is_absent(make):
         "staleness/mean",
         "staleness/max",
         "staleness/histogram",
+        "staleness/span_histogram",
         "overlap_ratio",
         "trainer/idle_ratio",
         "rollouter/idle_ratio",

@@ -17,7 +17,7 @@ from asyncrl_cli.safe_files import Count, UnsafeFile, open_regular, parse_json, 
 Line = Mapping[str, Any]
 Spans = dict[str, list[tuple[str, float, float]]]
 Counts = dict[str, list[tuple[float, float]]]
-LISTS = frozenset({"staleness/histogram", "response_tokens/quantiles"})
+LISTS = frozenset({"staleness/histogram", "staleness/span_histogram", "response_tokens/quantiles"})
 """The keys whose values are lists; all others hold single numbers."""
 
 

@@ -126,10 +126,15 @@ def staleness_values(record: StepRecord, window_steps: int, trajectories: Sequen
         "staleness/max": Max(max(oldest, default=None)),
         "staleness/oldest_mean": Ratio(sum(oldest), len(oldest)),
         "staleness/newest_mean": Ratio(sum(record.window - trajectory.newest for trajectory in sampled), len(sampled)),
-        "staleness/histogram": Histogram(tuple(oldest.count(age) for age in range(max(oldest, default=-1) + 1))),
+        "staleness/histogram": _histogram(oldest),
+        "staleness/span_histogram": _histogram([trajectory.span for trajectory in sampled]),
         "staleness/steps_mean": _weighted_mean(in_steps),
         "staleness/steps_max": Max(max((age for age, _ in in_steps), default=None)),
     }
+
+
+def _histogram(values: Sequence[int]) -> Histogram:
+    return Histogram(tuple(values.count(value) for value in range(max(values, default=-1) + 1)))
 
 
 def _weighted_mean(figures: Sequence[tuple[int, int]]) -> Ratio:
