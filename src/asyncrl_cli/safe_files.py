@@ -28,6 +28,8 @@ Finite = IsFinite[float]
 """A reward or the like. Python accepts NaN and Infinity in JSON; here they are refused."""
 MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
+MAX_NESTING = 64
+"""Of JSON that others have written: deeper values cannot be pickled, compared or written again."""
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """The longest file name and path that Linux accepts."""
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -114,6 +116,16 @@ def parse_json(content: bytes | str, kind: type[T]) -> T:
     except ValidationError as error:
         raise ValueError(first_of(error)) from None
     return value
+
+
+def nesting(value: Any) -> int:
+    """How deep a value of JSON is nested; a number or text is 1 deep."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        containers = [entry for entry in level if isinstance(entry, (dict, list))]
+        level = [inner for entry in containers for inner in (entry.values() if isinstance(entry, dict) else entry)]
+    return depth
 
 
 def load_json(path: Path, kind: type[T], *, error: type[AsyncrlError] = RefusedError, hint: str = "") -> T:

@@ -5,6 +5,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 
 DAEMON = """
@@ -87,6 +88,10 @@ class Faulty:
     def _fork_and_exit(self):
         self._fork()
         os._exit(4)
+
+    def _thread(self):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        return "started"
 
     def _daemon(self):
         """Leaves a process behind in a session of its own, whose parent has ended."""

@@ -106,6 +106,7 @@ def test_an_agent_that_blocks_or_dies_fails_alone_and_the_others_begin_anew(agen
         episodes = asyncio.run(play(agent, ["slow", culprit, "slow"], block_s=0.5))
         assert [outcome(episode) for episode in episodes] == [0.5, kind, 0.5]
         assert all(episode.conversation.num_sampled == 5 for episode in episodes)
+        assert [episode.lost_tokens for episode in episodes] == [5, 0, 5]  # of the starts that the culprit has ended
 
 
 @pytest.mark.slow

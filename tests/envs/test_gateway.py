@@ -152,6 +152,11 @@ async def test_refusals_are_in_openais_shape(server: Served) -> None:
         code, why = await status(chat, b"\xff{")
         assert (code, why.partition(":")[0]) == (400, "the body is no JSON")
         assert (await status(chat, b"[" * 100_000))[0] == 400
+        deep = b'{"messages": [{"role": "user", "content": "x"}], "tools": ' + b"[" * 500 + b"]" * 500 + b"}"
+        assert await status(chat, deep) == (400, "the body is nested more than 64 deep")
+        call = {"function": {"name": "f", "arguments": "[" * 500 + "]" * 500}}
+        code, why = await status(chat, json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]}))
+        assert (code, why.rpartition(", ")[2]) == (400, "nested more than 64 deep")
         assert await status(chat, b"{}") == (400, "messages: Field required")
         assert await status(chat, json.dumps({"messages": ASK, "n": 2})) == (400, "n: Input should be 1")
         image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]

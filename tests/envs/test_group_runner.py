@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from asyncrl_cli.engines.port import Sampling
@@ -24,8 +26,10 @@ from asyncrl_cli.envs.port import Answer, End, Environment, OneTurn, SelfPlayed,
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, TrajectoryMeta
 from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest
-from asyncrl_cli.samples import joined
+from asyncrl_cli.samples import GroupPayload, joined
 from asyncrl_cli.tasks.rewards import RewardFailed
+from asyncrl_cli.train.balance import OptimizerStepPlan, PlannedTrajectory
+from asyncrl_cli.train.batch import build_microbatches
 from tests.engines import tiny
 from tests.engines.made import made_for
 
@@ -348,8 +352,29 @@ def test_where_the_template_rewrites_earlier_turns_a_new_segment_begins(model_di
             assert (meta.num_turns, meta.num_forks) == (3, 2)
             assert meta.response_tokens == sum(int(segment.mask_T.sum()) for segment in trajectory.segments)
             assert meta.version_tokens == ((0, meta.response_tokens),)
+        assert trained_of(payload) == sampled_of(payload)
 
     run(body)
+
+
+def trained_of(payload: GroupPayload) -> Counter[tuple[int, int, float]]:
+    """(trajectory, token, logprob) of every token in the trainer's microbatches. A trajectory's advantage is its number."""
+    planned = tuple(PlannedTrajectory(group=0, trajectory=i, advantage=float(i)) for i in range(len(payload.trajectories)))
+    share = OptimizerStepPlan(trajectories=planned, num_loss_tokens=0, num_trajectories=len(planned))
+    batches = build_microbatches(share, {0: payload}, window=0, max_tokens=100, device=torch.device("cpu"))
+    return sum(
+        (Counter(zip(b.advantages_N.tolist(), b.targets_N.tolist(), b.logp_mu_N.tolist(), strict=True)) for b in batches), Counter()
+    )
+
+
+def sampled_of(payload: GroupPayload) -> Counter[tuple[int, int, float]]:
+    return Counter(
+        (index, token, logprob)
+        for index, trajectory in enumerate(payload.trajectories)
+        for segment in trajectory.segments
+        for token, logprob, is_sampled in zip(segment.tokens_T, segment.logprobs_T.tolist(), segment.mask_T, strict=True)
+        if is_sampled
+    )
 
 
 class Judged(Questions):

@@ -4,6 +4,7 @@ that no process is left."""
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 
 from asyncrl_cli.envs.call_log import CallLog, RepeatedCalls, noted_calls
 from asyncrl_cli.envs.port import Answer, End, EpisodeFailed, Turn
-from asyncrl_cli.envs.processes import EnvironmentProcesses, ProcessEnded
+from asyncrl_cli.envs.processes import END_LIMIT_S, EnvironmentProcesses, ProcessEnded
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
 from asyncrl_cli.tasks.item import make_item
 from asyncrl_cli.tasks.tool_class import ToolClass, inspect_class
@@ -186,7 +187,7 @@ def test_a_process_serves_the_next_episode_with_a_new_object_unless_something_is
     async def main() -> list[list[str]]:
         processes = EnvironmentProcesses(FAULTY, import_limit_s=20.0)
         outcomes = []
-        for how in ("pid", "fork", "pid"):
+        for how in ("pid", "fork", "pid", "thread", "pid"):
             environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), LIMIT_S)
             await environment.start(make_item("hello", None, {}))
             await environment.step(misbehaving(how))
@@ -195,9 +196,21 @@ def test_a_process_serves_the_next_episode_with_a_new_object_unless_something_is
         await processes.close()
         return outcomes
 
-    first, second, third = asyncio.run(main())
+    first, second, third, fourth, fifth = asyncio.run(main())
     assert first[0] == second[0] == third[0] == "1: a"
-    assert first[1] == second[1] != third[1]
+    assert first[1] == second[1] != third[1] == fourth[1] != fifth[1]
+
+
+def test_tools_that_print_wait_for_nobody_when_standard_error_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(fd: int, text: bytes) -> int:
+        if fd == 2:
+            raise BrokenPipeError
+        return real(fd, text)
+
+    real = os.write
+    monkeypatch.setattr(os, "write", write)
+    ((turn,),) = playing(after(misbehaving("megabytes")))
+    assert turn.messages[0]["content"] == "printed"
 
 
 def test_an_abort_in_the_middle_of_a_call_kills_the_process() -> None:
@@ -250,6 +263,22 @@ def test_an_abort_while_a_process_starts_leaves_none() -> None:
         await processes.close()
 
     asyncio.run(main())
+
+
+def test_an_abort_while_the_class_is_imported_leaves_nothing_to_wait_for() -> None:
+    async def main() -> float:
+        processes = EnvironmentProcesses(FAULTY, import_limit_s=20.0)
+        start = asyncio.ensure_future(processes.start())
+        while not processes._beside:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        start.cancel()
+        await asyncio.wait({start})
+        began_s = time.monotonic()
+        await processes.close()
+        assert processes._zygote.returncode == -signal.SIGKILL
+        return time.monotonic() - began_s
+
+    assert asyncio.run(main()) < END_LIMIT_S
 
 
 def test_what_a_process_that_died_had_started_ends_with_it() -> None:
@@ -345,23 +374,28 @@ def test_tool_calls_are_noted_before_they_run_and_found_by_trajectory(tmp_path: 
     log.close()
     with (tmp_path / "attempt-1" / "rollout-0.tools.jsonl").open("a") as file:
         file.write('["a@0.0/1", 3, ["se')
-    assert noted_calls(tmp_path, ["a@0.0/1", "c@0.0/0"]) == {"a@0.0/1": {1: ["search", "buy"], 2: ["buy"]}}
+    noted = {"a@0.0/1": {1: ["search", "buy"], 2: ["buy"]}, "b@0.0/0": {1: ["search"]}}
+    assert (noted_calls(tmp_path), noted_calls(tmp_path, "rollout-1")) == (noted, {})
 
 
 def test_calls_of_episodes_that_start_again_are_told_once(tmp_path: Path) -> None:
-    log = CallLog(tmp_path / "attempt-1" / "rollout-0.tools.jsonl")
-    for trajectory in ("a@0.0/1", "a@0.0/2", "b@1.0/0"):
-        log.note(trajectory, 1, ["buy"])
-    log.close()
-    repeated = RepeatedCalls(tmp_path)
-    group = {"group": "a@0.0", "uid": "a", "epoch": 0, "attempt": 0}
-    (lost,) = repeated({"event": "replaced", **group, "indices": [2, 3]})
-    assert lost == {"event": "tools_again", **group, "trajectory": "a@0.0/2", "calls": {1: ["buy"]}}
-    assert repeated({"event": "running", **group}) == []  # nothing was resumed
-    assert repeated({"event": "resumed", "from_step": 3}) == []
-    again = {**group, "group": "a@0.1", "attempt": 1}
+    def noting(attempt: str, *trajectories: str) -> None:
+        log = CallLog(tmp_path / attempt / "rollout-0.tools.jsonl")
+        for trajectory in trajectories:
+            log.note(trajectory, 1, ["buy"])
+        log.close()
+
+    noting("attempt-1", "a@0.0/1", "a@0.0/2", "b@1.0/0")
+    repeated = RepeatedCalls(tmp_path, "attempt-2")
+    again = {"group": "a@0.1", "uid": "a", "epoch": 0, "attempt": 1}
     assert [told["trajectory"] for told in repeated({"event": "running", **again})] == ["a@0.0/1", "a@0.0/2"]
     assert repeated({"event": "running", **again}) == []
+
+    noting("attempt-2", "a@0.1/2", "a@0.1/3")
+    assert repeated({"event": "lost", "worker": "rollout-0"}) == []
+    (lost,) = repeated({"event": "replaced", **again, "indices": [1, 2]})
+    assert lost == {"event": "tools_again", **again, "trajectory": "a@0.1/2", "calls": {1: ["buy"]}}
+    assert repeated({"event": "replaced", **again, "indices": [1, 2]}) == []
 
 
 def test_the_environment_of_docs_agents_works_as_written(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ray.exceptions import ActorDiedError
 from asyncrl_cli.engines.vllm.launch import set_environment, weight_backend
 from asyncrl_cli.engines.vllm.nccl import NcclLinks
 from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
+from asyncrl_cli.envs.places import Places
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import adapters, calls, trainer_actor
 from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer
@@ -284,7 +285,8 @@ def test_a_worker_notes_a_version_and_its_engine_asks_rank_zero_within_the_load(
 
     async def body() -> Any:
         await connect(RayRankZero(rank_zero, WORKER, profile.weights.timeout_s, 1))
-        loader = Loader(SimpleNamespace(), profile.weights, RolloutMeter(WORKER, 1, lambda: 0.0, lambda: None), 2)
+        meter = RolloutMeter(WORKER, 1, lambda: 0.0, lambda: None)
+        loader = Loader(SimpleNamespace(), profile.weights, meter, 2, Places(1, hold=True))
         await loader.prefetch(manifest, [bucket.entries])
         return loader._received
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.envs.places import Places
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
@@ -59,7 +60,9 @@ def test_a_version_damaged_on_the_disk_is_refused_and_the_old_one_serves_on(tmp_
 
 
 def _worker(engine: TransformersEngine) -> Loader:
-    return Loader(engine, WeightsSection(transport="disk"), RolloutMeter("rollout-0", 2, lambda: 0.0, lambda: None), -1)
+    return Loader(
+        engine, WeightsSection(transport="disk"), RolloutMeter("rollout-0", 2, lambda: 0.0, lambda: None), -1, Places(2, hold=True)
+    )
 
 
 def _send(

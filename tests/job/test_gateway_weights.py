@@ -15,6 +15,7 @@ from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.envs.episode import Limits
 from asyncrl_cli.envs.gateway.admin_routes import admin_routes
 from asyncrl_cli.envs.gateway.server import Gateway
+from asyncrl_cli.envs.places import Place, Places
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
@@ -48,14 +49,16 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(tmp
 
     async def main() -> None:
         engine = TransformersEngine(*made_for(model_dir, slots=4, max_prompt_tokens=16, max_response_tokens=24))
+        places = Places(4, hold=True)
         meter = RolloutMeter("rollout-0", 4, asyncio.get_running_loop().time, lambda: None)
-        loader = Loader(engine, WeightsSection(), meter, 0)
+        loader = Loader(engine, WeightsSection(), meter, 0, places)
         sampling = Sampling(temperature=1.0, max_response_tokens=24)
         gateway = Gateway(engine, CHAT, sampling, Limits(max_prompt_tokens=16, max_context_tokens=40))
         try:
             await engine.start()
             await gateway.start(admin_routes(gateway, loader))
             await drive(gateway)
+            await drained(gateway, places)
         finally:
             await gateway.close()
             await engine.close()
@@ -75,6 +78,17 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(tmp
         expected = tiny.plain_logprobs(model, weights, [*PROMPT, *choice["token_ids"]])[len(PROMPT) - 1 :]
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
         await refused(gateway, loaded["fingerprint"])
+
+    async def drained(gateway: Gateway, places: Places) -> None:
+        """A drain waits for an episode whose agent is at work, though no request runs."""
+        place = Place(places)
+        await place.take()
+        write_manifest(version, 6)
+        load = asyncio.create_task(curl(gateway, "/weights/load", {"path": str(version), "interrupt": "drain"}))
+        await asyncio.sleep(0.5)
+        assert not load.done()
+        place.leave()
+        assert (await load)[1]["version"] == 6
 
     async def refused(gateway: Gateway, fingerprint: str) -> None:
         """What cannot be loaded leaves the loaded version as it is."""

@@ -158,4 +158,4 @@ def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(tmp_path: P
     else:
         error, hint = told.splitlines()
         assert error.startswith("error: ")
-        assert "asyncrl resume" in hint
+        assert "asyncrl status" in hint

@@ -149,8 +149,8 @@ def tell(error: AsyncrlError) -> None:
         say(error.message)
     else:
         _labelled("error", "bold red", error.message)
-    if error.hint:
-        _labelled("hint", "bold cyan", error.hint)
+    for hint in error.hint.splitlines():
+        _labelled("hint", "bold cyan", hint)
 
 
 def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,39 +43,42 @@ class CallLog:
             self._fd = -1
 
 
-def noted_calls(logs: Path, trajectories: Iterable[str] | None = None) -> dict[str, Calls]:
-    """What the files below `logs` say of these trajectories, or of all, by trajectory; those without calls are left out."""
-    wanted = None if trajectories is None else {json.dumps(name).encode() for name in trajectories}
+def noted_calls(logs: Path, worker: str = "*") -> dict[str, Calls]:
+    """What the files below `logs` say, of one worker or of all: the calls of each trajectory that has called a tool."""
     found = dict[str, Calls]()
-    for file in sorted(logs.rglob(f"*{SUFFIX}*")):
+    for file in sorted(logs.rglob(f"{worker}{SUFFIX}*")):
         with file.open("rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):
                     break  # a killed worker's last
-                if wanted is None or line[1:].partition(b", ")[0] in wanted:
-                    trajectory, turn, tools = json.loads(line)
-                    found.setdefault(trajectory, {}).setdefault(turn, []).extend(tools)
+                trajectory, turn, tools = json.loads(line)
+                found.setdefault(trajectory, {}).setdefault(turn, []).extend(tools)
     return found
 
 
 class RepeatedCalls:
     """Tells of tool calls whose episodes start again, by the events of the loop: after a resume when their prompt is admitted
-    again, after a worker's death when they are placed again."""
+    again, after a worker's death when they are placed again. The files are read here, before the loop runs, and once per death.
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    `logs`: of all attempts; `latest`: of the one that runs."""
+
+    def __init__(self, logs: Path, latest: str = "latest") -> None:
+        self._latest = logs / latest
+        self._lost = dict[str, Calls]()
         self._earlier: dict[tuple[str, str], dict[str, Calls]] = {}
+        for trajectory, calls in noted_calls(logs).items():
+            self._earlier.setdefault(_prompt(trajectory), {})[trajectory] = calls
 
     def __call__(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Further events, one per trajectory: `calls` are the tools that it had called, by turn. It may call them again."""
         found = dict[str, Calls]()
-        if event["event"] == "resumed":
-            for trajectory, calls in noted_calls(self._logs).items():
-                self._earlier.setdefault(_prompt(trajectory), {})[trajectory] = calls
+        if event["event"] == "lost":
+            self._lost |= noted_calls(self._latest, event["worker"])
         elif event["event"] == "running":
             found = self._earlier.pop((event["uid"], str(event["epoch"])), {})
         elif event["event"] == "replaced":
-            found = noted_calls(self._logs, [f"{event['group']}/{index}" for index in event["indices"]])
+            names = [f"{event['group']}/{index}" for index in event["indices"]]
+            found = {name: self._lost.pop(name) for name in names if name in self._lost}
         again = {name: event[name] for name in ("group", "uid", "epoch", "attempt") if name in event}
         return [{"event": "tools_again", **again, "trajectory": name, "calls": calls} for name, calls in found.items()]
 

@@ -286,6 +286,6 @@ def _dressed_call(call: Message, as_text: bool) -> dict[str, Any]:
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif not as_text and isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -84,6 +84,8 @@ class Episode:
     tool_s: float = 0.0
     has_one_turn: bool = False
     conversation: Conversation = field(init=False)
+    lost_tokens: int = 0
+    """Sampled tokens of conversations that were begun anew."""
     _place: Place = field(init=False)
     _stopped: EpisodeFailed | None = None
     _wait: asyncio.Future[Any] | None = None
@@ -248,6 +250,16 @@ class Episode:
             self._is_free = True
             self._place.leave()
             self.on_slot(+1)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled so far, those that were lost included."""
+        return self.conversation.num_sampled + self.lost_tokens
+
+    def begin_anew(self) -> None:
+        """A new conversation; the tokens of the one so far are never trained."""
+        self.lost_tokens += self.conversation.num_sampled
+        self.conversation = Conversation(self.means.chat)
 
     def trajectory(self) -> Trajectory:
         assert self.end is not None

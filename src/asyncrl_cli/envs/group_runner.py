@@ -53,7 +53,7 @@ class GroupRunner:
     def running_tokens(self) -> int:
         """Tokens sampled so far for parts that have not ended, without evals."""
         episodes = (episode for running in self._running if running.key is not None for episode in running.episodes)
-        return sum(self._means.engine.tokens_of(episode.id) + episode.conversation.num_sampled for episode in episodes)
+        return sum(self._means.engine.tokens_of(episode.id) + episode.num_sampled for episode in episodes)
 
     async def run(self, request: PartRequest, on_sequence: Callable[[int], None]) -> tuple[PartResult, GroupPayload]:
         """`on_sequence(number of trajectories that need no slot now)` is called whenever that changes.
@@ -133,7 +133,7 @@ def _result(request: PartRequest, part: _Running) -> tuple[PartResult, GroupPayl
         key=request.key,
         trajectories=tuple(episode.meta() for episode in kept),
         failures=tuple(episode.failure for episode in lost if episode.failure is not None and not part.aborted),
-        failed_tokens=sum(episode.conversation.num_sampled for episode in lost),
+        failed_tokens=sum(episode.num_sampled for episode in lost) + sum(episode.lost_tokens for episode in kept),
         payload=None,
     )
     uid, epoch, attempt = request.key.attempt

@@ -159,6 +159,7 @@ class EnvironmentProcesses:
                 kill_group(self._zygote.pid)
         for task in self._beside:
             task.cancel()
+        await asyncio.gather(*self._beside, return_exceptions=True)
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -176,15 +177,18 @@ class EnvironmentProcesses:
         output = asyncio.create_task(_copy_output(self._zygote), name="environments' output")
         self._beside.append(output)
         writer.write(pickle.dumps((zygote.run, (self._tool_class,))))
+        said = {"failed": "its start was cancelled"}
         try:
             async with asyncio.timeout(self._import_limit_s):
                 said = json.loads(await reader.readline() or b'{"failed": "its process ended while it was imported"}')
         except TimeoutError:
             said = {"failed": f"it was not imported within {self._import_limit_s:g} s"}
+        finally:
+            if "failed" in said:
+                writer.close()
+                with contextlib.suppress(ProcessLookupError):
+                    self._zygote.kill()
         if "failed" in said:
-            writer.close()
-            with contextlib.suppress(ProcessLookupError):
-                self._zygote.send_signal(signal.SIGKILL)
             raise ProcessEnded(f"{self._tool_class.code.name}: {said['failed']}")
         self._control = ours
         self._beside.append(asyncio.create_task(self._listen(reader, writer), name="environment processes"))
@@ -233,6 +237,14 @@ class EnvironmentProcesses:
         return True
 
 
+def _show(text: bytes) -> int:
+    """How many bytes our standard error has taken: none if it is gone, which is no reason for environments to wait."""
+    try:
+        return os.write(2, text)
+    except OSError:
+        return 0
+
+
 async def _copy_output(process: asyncio.subprocess.Process) -> None:
     """Copy what is printed to our standard error: LOGGED_BYTES, and LOGGED_BYTES_PER_S from then on. The rest is counted.
 
@@ -243,14 +255,12 @@ async def _copy_output(process: asyncio.subprocess.Process) -> None:
     budget, num_dropped, since_s = float(LOGGED_BYTES), 0, clock()
     while chunk := await process.stderr.read(CHUNK_BYTES):
         budget, since_s = min(LOGGED_BYTES, budget + (clock() - since_s) * LOGGED_BYTES_PER_S), clock()
-        shown = chunk[: max(0, int(budget))]
-        budget -= len(shown)
-        if shown:
-            if num_dropped:
-                logger.warning("left out %s bytes that environments have printed", f"{num_dropped:,}")
-                num_dropped = 0
-            os.write(2, shown)
-        num_dropped += len(chunk) - len(shown)
+        num_shown = _show(chunk[: max(0, int(budget))])
+        budget -= num_shown
+        if num_shown and num_dropped:
+            logger.warning("left out %s bytes that environments have printed", f"{num_dropped:,}")
+            num_dropped = 0
+        num_dropped += len(chunk) - num_shown
         if len(chunk) == CHUNK_BYTES:
             await asyncio.sleep(CHUNK_PAUSE_S)
     if num_dropped:

@@ -83,11 +83,12 @@ def check_without_making(profile: Profile, address: str | None = None) -> Task:
 
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
-    """Check that the loss and the environment exist, the job fits here (or the cluster answers), the engine is installed, and
-    W&B has a login. Call it before transformers is imported: broken engine packages may break that import, too."""
+    """Check that the loss and the environment exist and fit, the job fits here (or the cluster answers), the engine is installed,
+    and W&B has a login. Call it before transformers is imported: broken engine packages may break that import, too."""
     check_loss(profile.algorithm.loss_mode)
     if not profile.task.agent:
         check_environment(environment_of(profile.task))
+    _check_overlong(profile)
     if address is None:
         compile_job(profile, local_cluster())
     else:
@@ -95,6 +96,17 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     check_engine(profile, device_of(profile, local_cluster()), is_elsewhere=address is not None)
     if profile.logging.wandb == "online":
         check_login()
+
+
+def _check_overlong(profile: Profile) -> None:
+    """Raises ConfigError if the punishment of long responses is on and episodes may have several."""
+    buffer, one_turn = profile.algorithm.overlong_buffer_tokens, environment_of(profile.task) == "one-turn"
+    if buffer is not None and (profile.task.has_agent or not one_turn):
+        raise ConfigError(
+            f"algorithm.overlong_buffer_tokens = {buffer} punishes a response that comes near rollout.max_response_tokens, and an "
+            "episode of this task may have several responses",
+            hint="leave it out; algorithm.mask_truncated leaves out episodes that a limit has cut",
+        )
 
 
 def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:

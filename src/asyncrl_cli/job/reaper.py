@@ -33,7 +33,7 @@ GOODBYE = b"."
 """What the driver writes to the pipe at an orderly end: the reaper then prints no error."""
 LAST_WORD = """\
 error: this run's process was killed and could not report why
-hint: `asyncrl resume RUN` continues from the last checkpoint, if the run had one; if memory was short, `dmesg` says so
+hint: `asyncrl status` says how the run goes on from its last checkpoint, if it had one; if memory was short, `dmesg` says so
 """
 SHARED_MEMORY = "/dev/shm/psm_"
 

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ import ray
 from asyncrl_cli.engines.port import Engine, Sampling, make_engine
 from asyncrl_cli.envs import find_environment
 from asyncrl_cli.envs.call_log import SUFFIX, CallLog
+from asyncrl_cli.envs.places import Places
 from asyncrl_cli.envs.port import Environment
 from asyncrl_cli.envs.processes import EnvironmentProcesses, ProcessEnded
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
@@ -97,7 +99,8 @@ class RolloutActor:
         self._pool = self._make_pool()
         self._rewards = MeteredRewards(self._name.replace("rollout", "reward"), self._pool.score, time.monotonic)
         await asyncio.gather(self._engine.start(), self._start_pool(), self._start_environments())
-        self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1)
+        self._places = Places(profile.rollout.slots, hold=profile.rollout.hold_slots)
+        self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1, self._places)
         self._runner = await self._make_runner()
         self._desk = PartDesk(self._runner.run, self._changes)
 
@@ -132,7 +135,6 @@ class RolloutActor:
         from asyncrl_cli.envs.chat import load_chat
         from asyncrl_cli.envs.episode import Limits, Means
         from asyncrl_cli.envs.group_runner import GroupRunner
-        from asyncrl_cli.envs.places import Places
 
         profile = self._profile
         chat = load_chat(self._place.model_dir, trust_remote_code=profile.model.trust_remote_code)
@@ -144,8 +146,7 @@ class RolloutActor:
             environment = partial(AgentEnvironment, self._gateway, self._rewards)
         else:
             environment = self._environment_maker()
-        places = Places(profile.rollout.slots, hold=profile.rollout.hold_slots)
-        return GroupRunner(Means(self._engine, chat, environment, limits, places, self._meter.waiting), sampling)
+        return GroupRunner(Means(self._engine, chat, environment, limits, self._places, self._meter.waiting), sampling)
 
     async def _served(self, chat: Chat, sampling: Sampling, limits: Limits) -> Gateway:
         """A gateway that listens; its address and the admin's key are in a file beside the log, for this user alone."""
@@ -192,10 +193,7 @@ class RolloutActor:
         return await self._loader.prefetch(manifest, bucket_refs)
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
-        if interrupt != "drain":
-            return await self._loader.load(version, interrupt)
-        async with self._runner.places.drained():
-            return await self._loader.load(version, interrupt)
+        return await self._loader.load(version, interrupt)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature)
@@ -245,13 +243,15 @@ class Loader:
     version and than any version that waits to be loaded.
 
     `held`: version of the engine's weights; one less if the first load may bring that same version, to verify it. `fingerprint`:
-    of the last version that was loaded; "" before.
+    of the last version that was loaded; "" before. `places`: a drain waits for the trajectories that have begun there, which may be
+    at a tool.
     """
 
-    def __init__(self, engine: Engine, weights: WeightsSection, meter: RolloutMeter, held: int) -> None:
+    def __init__(self, engine: Engine, weights: WeightsSection, meter: RolloutMeter, held: int, places: Places) -> None:
         self._engine = engine
         self._weights = weights
         self._meter = meter
+        self._places = places
         self.held = held
         self.fingerprint = ""
         self.last_load: LoadReport | None = None
@@ -271,6 +271,10 @@ class Loader:
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         """Swap the received weights in. Raises ValueError, with the old version still loaded, if `version` was not received."""
+        async with self._places.drained() if interrupt == "drain" else nullcontext():
+            return await self._load(version, interrupt)
+
+    async def _load(self, version: int, interrupt: Interrupt) -> LoadReport:
         received, engine = self._received, self._engine
         if received is None or received.manifest.version != version:
             raise ValueError(f"asked to load version {version}, which was not received")

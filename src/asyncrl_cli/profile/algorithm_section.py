@@ -58,7 +58,8 @@ class AlgorithmSection(Section):
     max_num_gen_batches: PositiveInt = 10
     """`filter_groups`: the run stops after so many times R groups in a row with equal rewards."""
     overlong_buffer_tokens: PositiveInt | None = None
-    """DAPO's overlong shaping: within that many tokens of rollout.max_response_tokens the reward falls in a straight line."""
+    """DAPO's overlong shaping: within that many tokens of rollout.max_response_tokens the reward falls in a straight line. For
+    tasks of one turn."""
     overlong_penalty_factor: PositiveFloat = 1.0
     """What a response of rollout.max_response_tokens loses by overlong_buffer_tokens."""
     mask_truncated: bool = False

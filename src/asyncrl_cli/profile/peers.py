@@ -198,7 +198,7 @@ orchestrator.max_inflight_rollouts | rollout.slots | sequences of one worker, no
 orchestrator.oversampling_factor | async_training.staleness_threshold | that factor less 1: the share of a window that is ahead
 orchestrator.sampling.max_tokens | rollout.max_response_tokens
 orchestrator.seq_len | env.max_context_tokens
-orchestrator.env | task.environment
+orchestrator.env | task.source | "verifiers:<id>"; its args are task.params
 orchestrator.eval.interval | eval.every_versions | in versions, not in steps: divide by trigger_parameter_sync_step
 orchestrator.eval.num_examples | eval.prompts
 orchestrator.eval.rollouts_per_example | eval.samples_per_prompt

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl_cli.errors import ConfigError, first_line
-from asyncrl_cli.safe_files import UnsafeFile, open_regular, read_lines, reason
+from asyncrl_cli.safe_files import MAX_NESTING, UnsafeFile, nesting, open_regular, read_lines, reason
 from asyncrl_cli.tasks.item import Item, make_item, prompt_key
 from asyncrl_cli.tasks.rows import prompt_and_answer
 
-MAX_NESTING = 64
 UTF8_SIGNATURE = b"\xef\xbb\xbf"
 ROWS_PER_BATCH = 1024
 
@@ -102,7 +101,7 @@ def _json_object(line: bytes, place: str) -> Mapping[str, Any]:
         raise ConfigError(f"{place}: not JSON: {str(error).partition(';')[0]}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: not a JSON object but {type(row).__name__}", hint="every line is one JSON object")
-    if line.count(b"[") + line.count(b"{") > MAX_NESTING and _depth(row) > MAX_NESTING:
+    if line.count(b"[") + line.count(b"{") > MAX_NESTING and nesting(row) > MAX_NESTING:
         raise _too_deep(place)
     return row
 
@@ -118,15 +117,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f'the key "{twice:.80}" appears twice')
     return found
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        containers = [entry for entry in level if isinstance(entry, (dict, list))]
-        level = [inner for entry in containers for inner in (entry.values() if isinstance(entry, dict) else entry)]
-    return depth
 
 
 def _too_deep(place: str) -> ConfigError:

@@ -15,6 +15,7 @@ import os
 import pickle
 import random
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -114,12 +115,14 @@ class Player:
     def _finish(self) -> Sequence[Line]:
         """Let go of the environment. `clean`: nothing that it has started still runs, so that the process can serve another."""
         self._environment = None
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return [{"clean": True}]
-        return [{"clean": False}]
+        return [{"clean": threading.active_count() == 1 and not self._has_tasks() and not _has_children()}]
+
+    def _has_tasks(self) -> bool:
+        if self._runner is None:
+            return False
+        import asyncio
+
+        return bool(asyncio.all_tasks(self._runner.get_loop()))
 
     def _value(self, result: Any) -> Any:
         """The result, awaited if it has to be, on an event loop that lasts as long as the process."""
@@ -138,6 +141,15 @@ class Player:
         if self._tracebacks_left:
             self._tracebacks_left -= 1
             traceback.print_exception(error)
+
+
+def _has_children() -> bool:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _bounded(text: str) -> str:

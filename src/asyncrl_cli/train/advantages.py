@@ -36,8 +36,7 @@ def advantages_of(groups: Sequence[Sequence[TrajectoryMeta]], algorithm: Algorit
 
 
 def shaped_reward(meta: TrajectoryMeta, algorithm: AlgorithmSection, max_tokens: int) -> float:
-    """The reward, less DAPO's penalty for a response that reaches into the last `overlong_buffer_tokens` before its limit.
-    The tokens of several turns count together; beyond the limit the penalty grows no further."""
+    """The reward, less DAPO's penalty for a response that reaches into the last `overlong_buffer_tokens` before its limit."""
     if algorithm.overlong_buffer_tokens is None:
         return meta.reward
     buffer = algorithm.overlong_buffer_tokens

@@ -5,7 +5,8 @@
     POST /pause           no model request begins any more; answers once none runs
     POST /resume
 
-The form of a version on disk is in weights/published.py. `interrupt` says what happens to responses that run during the load.
+The form of a version on disk is in weights/published.py. `interrupt` says what happens to responses that run during the load;
+"drain" waits for episodes, also for those whose agent is at work.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.episode import Episode
 from asyncrl_cli.envs.gateway.server import Gateway
 from asyncrl_cli.envs.port import End, EpisodeFailed, SelfPlayed
@@ -54,7 +53,7 @@ class AgentEnvironment(SelfPlayed):
 
     async def _played(self, episode: Episode) -> float:
         """One start of the agent, with a new conversation. Raises RewardFailed, and what the engine raises."""
-        episode.conversation = Conversation(episode.means.chat)
+        episode.begin_anew()
         waiting = _Waiting(episode)
         session = self._gateway.session(episode.id, episode.conversation, episode.sampling, episode.seed, waiting.on_running)
         playing = asyncio.ensure_future(self._agents.score(episode.item, self._gateway.open_session(session)))

@@ -15,10 +15,11 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.envs.port import Message
+from asyncrl_cli.safe_files import MAX_NESTING, nesting
 
 MAX_STOPS = 16
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -92,9 +93,15 @@ class TextPart(BaseModel):
     text: str
 
 
+def _not_too_deep(arguments: str) -> str:
+    if nesting(_value(arguments)) > MAX_NESTING:
+        raise ValueError(f"nested more than {MAX_NESTING} deep")
+    return arguments
+
+
 class CalledFunction(BaseModel):
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[str, AfterValidator(_not_too_deep)] = "{}"
 
 
 class ToolCall(BaseModel):
@@ -163,7 +170,10 @@ AnyBody = TypeVar("AnyBody", bound=BaseModel)
 def parsed(body: bytes, kind: type[AnyBody]) -> AnyBody:
     """Raises Refused (400) for anything but the JSON object that `kind` describes."""
     try:
-        return kind.model_validate(json.loads(body or b"{}"))
+        content = json.loads(body or b"{}")
+        if nesting(content) > MAX_NESTING:
+            raise Refused(400, f"the body is nested more than {MAX_NESTING} deep")
+        return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the body"
@@ -182,9 +192,12 @@ def said(message: Message) -> str:
 
 def _arguments(function: Mapping[str, Any]) -> Any:
     arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return arguments
+    return _value(arguments) if isinstance(arguments, str) else arguments
+
+
+def _value(text: str) -> Any:
+    """What the text says as JSON; the text itself if it is none."""
     try:
-        return json.loads(arguments)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return arguments
+        return text
