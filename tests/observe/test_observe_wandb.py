@@ -11,8 +11,18 @@ import time
 
 import pytest
 
-from asyncrl_cli.observe import wandb_sink
+from asyncrl_cli.observe import background, wandb_sink
 
+SAMPLE = {
+    "step": 10,
+    "group": "p@0.0",
+    "trajectory": 0,
+    "reward": 0.5,
+    "finish_reason": "stop",
+    "text": "a b",
+    "versions": [-1, 1, 1, 2],
+    "mask": [0, 1, 1, 1],
+}
 BLOCK_BYTES = 32768
 """The file is a LevelDB log: 7 bytes of its own, then blocks of records (checksum 4, length 2, type 1, data)."""
 
@@ -21,13 +31,18 @@ import json, sys, threading, time
 from pathlib import Path
 from asyncrl_cli.observe.wandb_sink import Wandb
 directory = Path(sys.argv[1])
-sink = Wandb(directory, mode="offline", project="asyncrl-test", name="brave-otter", config={"seed": 7})
+settings = dict(mode="offline", project="asyncrl-test", name="brave-otter", config={"seed": 7}, tags=["partial-rollout"])
+sink = Wandb(directory, **settings)
+(directory / "samples").mkdir()
+(directory / "samples" / "step-000010.jsonl").write_text(sys.argv[2])
 began_s = time.perf_counter()
 for step in range(1, 101):
     sink.line({"step": step, "reward/mean": step / 100, "staleness/histogram": [3, 1], "trainer/idle_ratio": 1.0})
 blocked_s = time.perf_counter() - began_s
 sink.close({"phase": "done", "totals": {"trainer/idle_ratio": 0.25, "reward/mean": 0.5}})
-wandb_threads = [thread.name for thread in threading.enumerate() if thread.name == "wandb"]
+wandb_threads = [thread.name for thread in threading.enumerate() if thread.name == "W&B"]
+again = Wandb(directory, **settings)
+again.close({"phase": "done", "totals": {}})
 print(json.dumps({"blocked_s": blocked_s, "threads": wandb_threads}))
 """
 
@@ -75,6 +90,17 @@ def history(path):
             yield {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
 
 
+def tags(path):
+    from wandb.proto import wandb_internal_pb2
+
+    for data in records(path):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "run":
+            return list(record.run.tags)
+    return None
+
+
 def summary(path):
     """What W&B shows of the run as a whole: the last of what was said."""
     from wandb.proto import wandb_internal_pb2
@@ -90,12 +116,19 @@ def summary(path):
 
 @pytest.mark.slow
 def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    arguments = [sys.executable, "-c", PROGRAM, str(tmp_path), json.dumps(SAMPLE)]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     run_id = (tmp_path / "wandb-run-id").read_text()
-    path = next(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+    path, resumed = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+    assert (tags(path), list(history(resumed))) == (["partial-rollout"], [])
     rows = list(history(path))
+    (table,) = [row for row in rows if "samples._type" in row]
+    rows.remove(table)
+    (media,) = path.parent.glob("files/media/table/samples_*.table.json")
+    assert (table["step"], table["samples._type"]) == (10, "table-file")
+    assert json.loads(media.read_text())["data"] == [[10, "p@0.0", 0, 0.5, "1: 2, 2: 1", 1, 3, "stop", "a b"]]
     assert summary(path)["trainer/idle_ratio"] == 0.25, "of the whole run, not of its last step"
     assert summary(path).get("reward/mean", 1.0) == 1.0
     assert [row["reward/mean"] for row in rows] == [step / 100 for step in range(1, 101)]
@@ -114,11 +147,11 @@ def test_only_a_run_that_got_to_its_end_waits_for_a_slow_network(tmp_path, monke
         def finish(self):
             time.sleep(finish_s)
 
-    monkeypatch.setattr(wandb_sink, "EARLY_CLOSE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(wandb_sink.Wandb, "_start", lambda sink: SlowRun())
+    monkeypatch.setattr(background, "EARLY_CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(wandb_sink.Wandb, "open", lambda sink: setattr(sink, "_run", SlowRun()))
     sink = wandb_sink.Wandb(tmp_path, mode="online", project="p", name="n", config={})
     sink.close({"phase": phase})
-    left = [thread for thread in threading.enumerate() if thread.name == "wandb"]
+    left = [thread for thread in threading.enumerate() if thread.name == "W&B"]
     assert bool(left) is not waits
     for thread in left:
         thread.join()

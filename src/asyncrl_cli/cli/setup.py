@@ -105,11 +105,13 @@ def init(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RefusedError(f"{directory} exists and is not empty", hint="name a new directory: nothing is overwritten")
     shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    (directory / "profile.schema.json").write_text(json_text(profile_schema()), encoding="utf-8")
+    is_task = (directory / "profile.toml").exists()
+    if is_task:
+        (directory / "profile.schema.json").write_text(json_text(profile_schema()), encoding="utf-8")
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             print_text(str(path))
-    say(f"next: cd {directory} && asyncrl train --profile profile.toml")
+    say(f"next: cd {directory} && asyncrl plan --profile profile.toml" if is_task else f"next: {directory / 'README.md'}")
 
 
 def _find(template: str) -> Path:

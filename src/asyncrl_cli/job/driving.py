@@ -26,7 +26,7 @@ from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile, TimelineFile
 from asyncrl_cli.observe.screen import make_ui
-from asyncrl_cli.observe.wandb_sink import Wandb
+from asyncrl_cli.observe.sinks import make_sinks
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.storage import storage_error
@@ -157,16 +157,14 @@ def make_pipeline(
 
 
 def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observers:
-    """The run's files; Weights & Biases and the screen if they are wanted."""
+    """The run's files, the sinks of `[logging]`, and the screen if it is wanted."""
     sinks: list[Sink] = [
         MetricsFile(directory.metrics),
         EventsFile(directory.events),
         TimelineFile(directory.timeline),
         StatusFile(directory.status),
     ]
-    if profile.logging.wandb != "disabled":
-        mode, project = profile.logging.wandb, profile.logging.wandb_project
-        sinks.append(Wandb(directory.path, mode=mode, project=project, name=directory.name, config=profile.model_dump(mode="json")))
+    sinks += make_sinks(profile, directory.path)
     if (screen := make_ui(ui)) is not None:
         sinks.append(screen)
     facts = RunFacts.of(profile, directory.path, directory.attempts)

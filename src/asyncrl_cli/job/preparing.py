@@ -24,7 +24,7 @@ from asyncrl_cli.models.inspection import check_model, check_vocabulary
 from asyncrl_cli.models.resolve import is_builtin, model_here, resolve_model
 from asyncrl_cli.models.tiny_chat import AROUND_PROMPT
 from asyncrl_cli.observe import observers
-from asyncrl_cli.observe.wandb_sink import check_login
+from asyncrl_cli.observe.sinks import check_sinks
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.job_plan import compile_job, device_of
 from asyncrl_cli.profile.arithmetic import LoopSettings
@@ -84,7 +84,7 @@ def check_without_making(profile: Profile, address: str | None = None) -> Task:
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
     """Check that the loss and the environment exist and fit, the job fits here (or the cluster answers), the engine is installed,
-    and W&B has a login. Call it before transformers is imported: broken engine packages may break that import, too."""
+    and the sinks could start. Call it before transformers is imported: broken engine packages may break that import, too."""
     check_loss(profile.algorithm.loss_mode)
     if not profile.task.agent:
         check_environment(environment_of(profile.task))
@@ -94,8 +94,7 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     else:
         check_reachable(address)
     check_engine(profile, device_of(profile, local_cluster()), is_elsewhere=address is not None)
-    if profile.logging.wandb == "online":
-        check_login()
+    check_sinks(profile)
 
 
 def _check_overlong(profile: Profile) -> None:

@@ -1,108 +1,96 @@
-"""The sink for Weights & Biases. Only its own thread calls W&B, so a slow network never blocks the loop."""
+"""The sink for Weights & Biases: metrics, configuration and tags, and tables of sampled trajectories with their versions."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import queue
-import threading
-import time
-import uuid
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.observe.background import CLOSE_TIMEOUT_S, START_TIMEOUT_S, Background, kept_id
 from asyncrl_cli.observe.format import LEADING
-from asyncrl_cli.observe.observers import Sink
-from asyncrl_cli.storage import replace_text
+from asyncrl_cli.observe.recorded import Recorded
 
-log = logging.getLogger("asyncrl")
-
-RUN_ID = "wandb-run-id"
-QUEUED_LINES = 10_000
-"""Lines that may wait while the network is slow: hours of steps, a few MB."""
-START_TIMEOUT_S = 60.0
-CLOSE_TIMEOUT_S = 60.0
-EARLY_CLOSE_TIMEOUT_S = 3.0
-"""For a run that was stopped or has failed: someone may wait at the terminal, and metrics.jsonl has every line."""
+TABLE_ROWS = 64
+"""Trajectories of a step in a table; its dump in `samples/` has all."""
+COLUMNS = ("step", "group", "trajectory", "reward", "versions", "span", "tokens", "finish_reason", "text")
+_OTHER_MODES = "log in with `wandb login`, or --set logging.wandb=offline, or --set logging.wandb=disabled"
 
 
-class Wandb(Sink):
+class Wandb(Background):
     """Logs every line of metrics.jsonl under the same names, over `step`, into `run_dir/wandb`. At the end it sets the utilization
     figures of W&B's summary to those of the whole run, as in `asyncrl status`: W&B would keep the last step's.
 
-    Construct it before the loop starts: it waits (at most a minute) for W&B to start, and raises PreflightError if it
-    does not. A resumed run continues the same W&B run: its id is kept in the run's directory.
+    Dumped samples become tables `samples`. A resumed run continues the same W&B run: its id is kept in the run's directory.
     """
 
+    service, otherwise = "W&B", _OTHER_MODES
+
     def __init__(
-        self, run_dir: Path, *, mode: Literal["offline", "online"], project: str, name: str, config: Mapping[str, Any]
+        self,
+        run_dir: Path,
+        *,
+        mode: Literal["offline", "online"],
+        project: str,
+        name: str,
+        config: Mapping[str, Any],
+        tags: Sequence[str] = (),
     ) -> None:
-        self._settings: dict[str, Any] = {"mode": mode, "project": project, "name": name, "id": _run_id(run_dir)}
-        self._settings |= {"dir": str(run_dir), "config": dict(config)}
-        self._whole_run: dict[str, Any] = {}
-        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(maxsize=QUEUED_LINES)
-        self._started: Future[None] = Future()
-        self._dropped = 0
-        self._is_left = False
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
-        self._thread.start()
-        try:
-            self._started.result(START_TIMEOUT_S)
-        except Exception as error:  # W&B's own error, or a TimeoutError without a message
-            why = str(error) or f"it takes longer than {START_TIMEOUT_S:g} s"
-            raise PreflightError(f"W&B did not start: {why}", hint=_OTHER_MODES) from None
+        self._settings: dict[str, Any] = {"mode": mode, "project": project, "name": name, "id": kept_id(run_dir / "wandb-run-id")}
+        self._settings |= {"dir": str(run_dir), "config": dict(config), "tags": list(tags)}
+        self._recorded = Recorded(run_dir)
+        self._sampled = self._recorded.sampled_steps
+        super().__init__()
 
-    def line(self, line: Mapping[str, Any]) -> None:
-        try:
-            self._queue.put_nowait(dict(line))
-        except queue.Full:
-            self._dropped += 1
-
-    def close(self, status: Mapping[str, Any]) -> None:
-        """Wait until all queued lines are written, within a limit that is short unless the run is `done`."""
-        limit_s = CLOSE_TIMEOUT_S if status.get("phase") == "done" else EARLY_CLOSE_TIMEOUT_S
-        until_s = time.monotonic() + limit_s
-        self._whole_run = {key: value for key, value in status.get("totals", {}).items() if key in LEADING}
-        if self._dropped:
-            log.warning("W&B was too slow: %d lines are in metrics.jsonl only", self._dropped)
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=limit_s)
-        self._thread.join(max(0.0, until_s - time.monotonic()))
-        if self._thread.is_alive():
-            self._is_left = True
-            log.warning("W&B did not finish within %g s; it is left behind", limit_s)
-
-    def _work(self) -> None:
-        try:
-            run = self._start()
-        except Exception as error:  # the constructor raises it
-            self._started.set_exception(error)
-            return
-        self._started.set_result(None)
-        try:
-            while (line := self._queue.get()) is not None:
-                run.log({key: _chart(key, value) for key, value in line.items()})
-            if self._whole_run:
-                run.summary.update(self._whole_run)
-            run.finish()
-        except Exception:  # an error of W&B must not end the run
-            if not self._is_left:  # after `close` gave up, errors of its ending process mean nothing
-                log.exception("W&B failed and gets no more lines; metrics.jsonl has them all")
-        finally:
-            _end_service()
-
-    def _start(self) -> Any:
+    def open(self) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
         settings = wandb.Settings(console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S)
-        run = wandb.init(**self._settings, resume="allow", settings=settings)
-        run.define_metric("*", step_metric="step")
-        return run
+        self._run = wandb.init(**self._settings, resume="allow", settings=settings)
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self._run.log({key: _chart(key, value) for key, value in line.items()})
+        self._write_samples()
+
+    def finish(self, status: Mapping[str, Any]) -> None:
+        self._write_samples()  # the last dump may have come after the last line
+        if whole_run := {key: value for key, value in status.get("totals", {}).items() if key in LEADING}:
+            self._run.summary.update(whole_run)
+        self._run.finish()
+
+    def _write_samples(self) -> None:
+        """Log the dumps that have come since the last call."""
+        import wandb
+
+        for step in self._recorded.sampled_steps:
+            if step not in self._sampled:
+                self._sampled.append(step)
+                rows = [sample_row(sample) for sample in islice(self._recorded.samples(step), TABLE_ROWS)]
+                self._run.log({"samples": wandb.Table(columns=list(COLUMNS), data=rows), "step": step})
+
+    def _work(self) -> None:
+        try:
+            super()._work()
+        finally:
+            _end_service()
+
+
+def sample_row(sample: Mapping[str, Any]) -> list[Any]:
+    """A dumped trajectory as a table's row. `versions`: which versions sampled how many tokens, as in `3: 12, 4: 7`."""
+    versions = [version for version, is_sampled in zip(sample["versions"], sample["mask"], strict=True) if is_sampled]
+    told = ", ".join(f"{version}: {amount}" for version, amount in _stretches(versions))
+    span = max(versions) - min(versions) if versions else None
+    own = {"versions": told, "span": span, "tokens": len(versions)}
+    return [own.get(column, sample.get(column)) for column in COLUMNS]
+
+
+def _stretches(versions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((version, len(list(tokens))) for version, tokens in groupby(versions))
 
 
 def _end_service() -> None:
@@ -119,17 +107,6 @@ def check_login() -> None:
 
     if not wandb.login(prompt=False):
         raise PreflightError("W&B did not start: nobody is logged in", hint=_OTHER_MODES)
-
-
-_OTHER_MODES = "log in with `wandb login`, or --set logging.wandb=offline, or --set logging.wandb=disabled"
-
-
-def _run_id(run_dir: Path) -> str:
-    """The run's W&B id, made once and kept in its directory: run names are not unique within a W&B project."""
-    path = run_dir / RUN_ID
-    if not path.exists():
-        replace_text(path, uuid.uuid4().hex[:12])
-    return path.read_text(encoding="utf-8")
 
 
 def _chart(key: str, value: Any) -> Any:

@@ -101,7 +101,7 @@ trainer.max_actor_ckpt_to_keep | checkpoint.keep
 trainer.val_before_train | eval.every_versions | version 0 is always scored
 trainer.project_name | logging.wandb_project
 trainer.experiment_name | run.name
-trainer.logger | logging.wandb | metrics.jsonl is always written
+trainer.logger | logging.wandb | also logging.tensorboard, logging.mlflow_uri; metrics.jsonl is always written
 trainer.default_local_dir | - | `--runs-dir`, with the run's directory below it
 trainer.resume_mode | - | `asyncrl resume RUN` goes on from the newest checkpoint; `train` always begins a new run
 trainer.rollout_data_dir | logging.samples_every_steps | below the run's directory, in samples/

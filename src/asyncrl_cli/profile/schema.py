@@ -207,7 +207,13 @@ class LoggingSection(Section):
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases mode."""
     wandb_project: str = "asyncrl"
-    """Weights & Biases project."""
+    """Weights & Biases project, and MLflow experiment."""
+    tensorboard: bool = False
+    """Write TensorBoard's files to `tensorboard/` in the run's directory. Needs the extra `tensorboard`."""
+    mlflow_uri: str | None = None
+    """MLflow's tracking server or store, as `http://host:5000`. Needs the extra `mlflow`."""
+    prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Serve the run's gauges for Prometheus on this port of the loopback interface; `asyncrl init grafana` has a dashboard."""
 
 
 class Profile(Section):

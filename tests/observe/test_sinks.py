@@ -1,0 +1,164 @@
+"""Prometheus, TensorBoard and MLflow, each read back by its own means."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import struct
+import urllib.request
+from types import SimpleNamespace
+
+import pytest
+
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.loop.watching import Event
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.prometheus_sink import Prometheus
+from asyncrl_cli.observe.sinks import check_sinks, tags_of
+from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.toml_files import shipped_templates
+
+LINES = [
+    {"step": step, "time_s": float(step), "reward/mean": step / 10, "reward/best@2/mean": 0.5, "staleness/histogram": [3, 1]}
+    for step in (1, 2, 3)
+]
+DONE = {"phase": "done", "totals": {}}
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
+
+
+def test_prometheus_scrapes_the_loops_gauges_from_loopback(facts, make) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    port = free_port()
+    sink = Prometheus(port, "brave-otter")
+    observers = Observers(facts, [sink], clock=lambda: 118.0)
+    observers.step(made := make["full_record"](118))
+    observers.tick(make["full_snapshot"](made))
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = {(sample.name, frozenset(sample.labels.values())): sample.value for family in families for sample in family.samples}
+    assert samples["asyncrl_step", frozenset({"brave-otter"})] == 118
+    assert samples["asyncrl_staleness_bound", frozenset({"brave-otter"})] == 1
+    assert samples["asyncrl_trainer_idle_ratio", frozenset({"brave-otter"})] == pytest.approx(0.4)
+    assert samples["asyncrl_slots", frozenset({"brave-otter"})] == 128
+    assert samples["asyncrl_executor_state", frozenset({"brave-otter", "trainer", "starved"})] == 1
+    assert samples["asyncrl_worker_version", frozenset({"brave-otter", "rollout-1"})] == 117
+    assert samples["asyncrl_groups", frozenset({"brave-otter", "trained"})] == 16 * 118
+    taken = load("base", [f"logging.prometheus_port={port}"], environ={}).profile
+    with pytest.raises(PreflightError, match=f"logging.prometheus_port = {port} cannot be listened on: address already in use"):
+        check_sinks(taken)
+    observers.close("done")
+    check_sinks(taken)
+
+
+def test_the_dashboard_asks_for_gauges_that_there_are(facts, make) -> None:
+    sink = Prometheus(free_port(), "brave-otter")
+    observers = Observers(facts, [sink], clock=lambda: 118.0)
+    for step in (117, 118):
+        observers.step(made := make["full_record"](step))
+    observers.event(Event(time_s=1.0, name="eval", version=1, step=1, fields={"reward_mean": 0.5, "num_prompts": 9}))
+    observers.tick(make["full_snapshot"](made))
+    known = {family.name for family in sink.collect()}
+    observers.close("done")
+    panels = json.loads((shipped_templates()["grafana"] / "dashboard.json").read_text())["panels"]
+    asked = {name for panel in panels for target in panel["targets"] for name in re.findall(r"asyncrl_\w+", target["expr"])}
+    assert asked <= known
+    assert len(asked) > 15
+
+
+def test_tags_name_what_runs_are_filtered_by() -> None:
+    profile = load("one-step-off", ["model.path=Qwen/Qwen3-0.6B"], environ={}).profile
+    assert list(tags_of(profile).values()) == ["one-step-off", "one-step-off", "transformers", "Qwen3-0.6B"]
+
+
+@pytest.mark.parametrize(("key", "extra"), [("tensorboard=true", "tensorboard"), ("mlflow_uri=http://x:1", "mlflow")])
+def test_a_sink_whose_package_is_missing_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, key: str, extra: str) -> None:
+    from asyncrl_cli.observe import sinks
+
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    with pytest.raises(PreflightError, match="it is not installed") as refused:
+        check_sinks(load("base", [f"logging.{key}"], environ={}).profile)
+    assert f"pip install 'asyncrl-cli[{extra}]'" in refused.value.hint
+
+
+@pytest.mark.slow
+def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    from asyncrl_cli.observe.tensorboard_sink import TensorBoard
+
+    for lines in (LINES[:2], LINES[2:]):
+        sink = TensorBoard(tmp_path)
+        for line in lines:
+            sink.line(line)
+        sink.close(DONE)
+    written = {}
+    for path in sorted((tmp_path / "tensorboard").iterdir()):
+        content, at = path.read_bytes(), 0
+        while at < len(content):  # a TFRecord: length, checksum, data, checksum
+            (length,) = struct.unpack_from("<Q", content, at)
+            event = Event.FromString(content[at + 12 : at + 12 + length])
+            written |= {(value.tag, event.step): value.tensor.float_val[0] for value in event.summary.value}
+            at += 16 + length
+    rewards = {step: value for (tag, step), value in written.items() if tag == "reward/mean"}
+    assert rewards == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3})
+    assert not any(tag in ("step", "staleness/histogram") for tag, _ in written)
+
+
+def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stand-in for its client: the store of the smallest MLflow is a server."""
+    from asyncrl_cli.observe.mlflow_sink import Mlflow
+
+    said = []
+
+    class Client:
+        def __init__(self, tracking_uri: str) -> None:
+            said.append(tracking_uri)
+
+        def get_experiment_by_name(self, name):
+            return SimpleNamespace(experiment_id="7")
+
+        def create_run(self, experiment_id, tags):
+            said.append((experiment_id, tags))
+            return SimpleNamespace(info=SimpleNamespace(run_id="abc"))
+
+        def log_batch(self, run_id, metrics=(), params=()):
+            said.append((run_id, [tuple(one) for one in (*metrics, *params)]))
+
+        def update_run(self, run_id, status):
+            said.append((run_id, status))
+
+        def set_terminated(self, run_id, status):
+            said.append((run_id, status))
+
+    modules = {
+        "mlflow": SimpleNamespace(MlflowClient=Client),
+        "mlflow.entities": SimpleNamespace(Param=lambda *of: of, Metric=lambda key, value, time_ms, step: (key, value, step)),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(__import__("sys").modules, name, module)
+    settings = {"uri": "u", "project": "p", "name": "n", "config": {"run.seed": 1}, "tags": {"mode": "m"}}
+    for line, phase in ((LINES[0], "stopped"), (LINES[1], "done")):
+        sink = Mlflow(tmp_path, **settings)
+        sink.line(line)
+        sink.close({"phase": phase})
+    figures = lambda step: [("step", step, step), ("time_s", float(step), step), ("reward/mean", step / 10, step)]  # noqa: E731
+    best = "reward/best_at_2/mean"
+    assert said == [
+        "u",
+        ("7", {"mode": "m", "mlflow.runName": "n"}),
+        ("abc", [("run.seed", "1")]),
+        ("abc", [*figures(1), (best, 0.5, 1)]),
+        ("abc", "KILLED"),
+        "u",
+        ("abc", "RUNNING"),
+        ("abc", [*figures(2), (best, 0.5, 2)]),
+        ("abc", "FINISHED"),
+    ]
