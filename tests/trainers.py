@@ -16,6 +16,9 @@ SECTIONS = {
     **dict.fromkeys(AlgorithmSection.model_fields, "algorithm"),
     "lr": "trainer",
     "lr_schedule": "trainer",
+    "grad_clip": "trainer",
+    "cliprange_value": "critic",
+    "head_start_steps": "critic",
     "warmup_steps": "trainer",
     "max_tokens_per_microbatch": "trainer",
     "temperature": "rollout",
@@ -41,14 +44,21 @@ class TrainerParts(NamedTuple):
 
 
 def trainer_parts(
-    model_dir: Path | str, *, workers: int = 1, device: str = "cpu", threads: int = 1, total_optimizer_steps: int = 1, **keys: Any
+    model_dir: Path | str,
+    *,
+    workers: int = 1,
+    device: str = "cpu",
+    threads: int = 1,
+    total_optimizer_steps: int = 1,
+    ref_dir: Path | str = "",
+    **keys: Any,
 ) -> TrainerParts:
     """`keys` are the profile's, without their section; their values are not validated, so that a bucket may have 0.1 MB."""
     profile = Profile(run=RunSection(train_steps=1))
     for key, value in keys.items():
         section = getattr(profile, SECTIONS[key]).model_copy(update={key: value})
         profile = profile.model_copy(update={SECTIONS[key]: section})
-    place = Place(model_dir=str(model_dir), device=device, threads=threads, workers=workers)
+    place = Place(model_dir=str(model_dir), ref_dir=str(ref_dir), device=device, threads=threads, workers=workers)
     return TrainerParts(profile, place, total_optimizer_steps)
 
 

@@ -76,6 +76,24 @@ def test_a_trainers_bytes_are_those_of_its_tensors(config: PretrainedConfig, tmp
     assert estimated["published weights"] == pytest.approx(2 * published, rel=0.01)
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_bytes_of_a_reference_and_a_critic_are_those_of_their_tensors(config: PretrainedConfig, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    profile, _, estimate = planned(str(tmp_path), 'algorithm.adv_estimator="gae"', "algorithm.use_kl_in_reward=true")
+    trainer = TrainerParts(profile, Place(model_dir=str(tmp_path)), 4).made(f"file://{tmp_path}/meet")
+    try:
+        reference, critic = trainer.reference.locals(), trainer.critic.model.locals()
+        moments = trainer.critic.optimizer.moments()
+    finally:
+        trainer.close()
+    estimated = sizes(estimate, TRAINER)
+    assert estimated["reference"] == num_bytes(reference.values())
+    head = num_bytes(tensor for name, tensor in critic.items() if name.startswith("head."))
+    assert estimated["critic"] == num_bytes(critic.values()) - head
+    assert estimated["critic's optimizer"] == num_bytes(moments.values()) - 2 * head
+    assert "reference" not in sizes(planned(str(tmp_path))[2], TRAINER)
+
+
 def test_the_windows_first_weights_are_kept_only_where_they_are_needed() -> None:
     recompute = 'algorithm.old_logprobs="recompute"'
     assert "window's first weights" not in sizes(planned("builtin:tiny", recompute)[2], TRAINER)

@@ -182,7 +182,7 @@ def test_environment_values_are_toml_too_and_their_errors_name_the_variable() ->
 
 
 def test_all_problems_are_listed_with_all_hints() -> None:
-    error = refusal(sets=("run.seed=x", "rollout.n=1", "trainer.lr=0"))
+    error = refusal(sets=("run.seed=x", "rollout.n=0", "trainer.lr=0"))
     assert error.message.startswith("3 problems in the configuration:")
     assert all(key in error.message for key in ("run.seed", "rollout.n", "trainer.lr"))
     assert "Seed" in error.hint

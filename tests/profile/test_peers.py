@@ -44,7 +44,7 @@ NAMED = {
     "critic.strategy": None,
     "actor_rollout_ref.hybrid_engine": "placement.colocate",
     "actor_rollout_ref.actor.use_dynamic_bsz": "trainer.max_tokens_per_microbatch",
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": None,
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": "trainer.max_tokens_per_microbatch",
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": "trainer.max_tokens_per_microbatch",
     "actor_rollout_ref.rollout.name": "rollout.engine",
     "actor_rollout_ref.rollout.mode": None,

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from tests.train.train_samples import make_step
 from tests.trainers import planned, trainer_parts
@@ -23,7 +24,8 @@ def train_steps(trainer: PolicyTrainer, job: dict) -> None:
         metas, payloads = make_step(step, job["num_groups"])
         if step == job["spoiled_step"]:
             payloads[0].trajectories[0].segments[0].logprobs_T[-1] = float("nan")
-        plans = planned(metas, ranks=job["world_size"], num_minibatches=2)
+        algorithm = {key: value for key, value in job["settings"].items() if key in AlgorithmSection.model_fields}
+        plans = planned(metas, ranks=job["world_size"], num_minibatches=2, **algorithm)
         plan = plans[job["rank"]]
         needed = {group: payloads[group] for group in plan.groups}
         step_in_window = (step - 1) % trainer.profile.async_training.trigger_parameter_sync_step

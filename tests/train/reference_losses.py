@@ -94,6 +94,42 @@ def kept(sequence, rule, threshold, newer="prox"):
     return (np.exp(-totals) >= low) & (np.exp(-totals) <= high)
 
 
+def kl(kind, policy, ref):
+    """(estimate of KL(policy || ref), its derivative by the policy's logprob) of each token, from the ratio of probabilities."""
+    values, slopes = [], []
+    for log_p, log_q in zip(policy, ref, strict=True):
+        ratio, log = math.exp(log_q) / math.exp(log_p), log_q - log_p
+        is_limited = ratio - 1 - log > 10 or abs(log) > 20
+        value, slope = {
+            "k1": (-log, 1.0),
+            "abs": (abs(log), -math.copysign(1.0, log)),
+            "k2": (log * log / 2, -log),
+            "k3": (ratio - 1 - log, 1 - ratio),
+            "low_var_kl": (10.0, 0.0) if is_limited else (ratio - 1 - log, 1 - ratio),
+        }[kind]
+        values.append(value)
+        slopes.append(slope)
+    return np.array(values), np.array(slopes)
+
+
+def gae(rewards, values, gamma, lam):
+    """Advantages of one trajectory by their definition: a sum over all later TD errors (equation 16)."""
+    values = [*values, 0.0]
+    errors = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
+    return np.array([sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))])
+
+
+def value_loss(values, old, returns, clip):
+    """(loss, its derivative by the value) per token: half the larger squared error, of the value or of the clipped one."""
+    losses, slopes = [], []
+    for value, before, target in zip(values, old, returns, strict=True):
+        clipped = min(max(value, before - clip), before + clip)
+        is_clip_larger = (clipped - target) ** 2 > (value - target) ** 2
+        losses.append(0.5 * max((value - target) ** 2, (clipped - target) ** 2))
+        slopes.append(0.0 if is_clip_larger else value - target)
+    return np.array(losses), np.array(slopes)
+
+
 def aggregate(losses, mode, max_tokens):
     """The loss of all sequences together, each a trajectory of its own."""
     if mode == "token-mean":

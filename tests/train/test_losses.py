@@ -15,7 +15,7 @@ from asyncrl_cli.loop.values import shown
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.train.corrections import correct, loglinear_prox
 from asyncrl_cli.train.losses import LOSSES, LossBatch, Metric, check_loss, find_loss, max_of, mean_of, sum_of
-from asyncrl_cli.train.policy_update import reduced
+from asyncrl_cli.train.reduction import reduced
 from tests.train import reference_losses as reference
 
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5

@@ -25,6 +25,8 @@ def assert_equal(ours, theirs):
         {},
         {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "old_logprobs": "loglinear", "lr": 2e-5},
         {"loss_agg_mode": "seq-mean-token-sum-norm", "old_logprobs": "recompute", "rollout_is_batch_normalize": True},
+        {"use_kl_in_reward": True, "kl_coef": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1, "normalize_advantages": False},
+        {"adv_estimator": "gae", "lam": 0.95, "old_logprobs": "recompute", "lr": 2e-5},
     ],
 )
 def test_two_ranks_train_the_weights_of_one(tiny_model_dir, run_ranks, settings):
@@ -55,6 +57,7 @@ def test_all_ranks_skip_the_same_optimizer_step(tiny_model_dir, run_ranks):
         {"lr_schedule": "cosine", "warmup_steps": 3},
         # Step 3 is the window's third: prox comes from weights that only the checkpoint still has.
         {"old_logprobs": "recompute", "trigger_parameter_sync_step": 4, "lr": 1e-3},
+        {"adv_estimator": "gae", "lam": 0.95, "use_kl_in_reward": True, "head_start_steps": 1},
     ],
 )
 def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, tiny_model_dir, run_ranks, settings):

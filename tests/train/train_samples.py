@@ -14,7 +14,7 @@ from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 VOCAB_SIZE = 64
 
 
-def save_tiny_model(directory: Path, *, tied: bool = False) -> Path:
+def save_tiny_model(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -29,7 +29,7 @@ def save_tiny_model(directory: Path, *, tied: bool = False) -> Path:
         tie_word_embeddings=tied,
         max_position_embeddings=512,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
 

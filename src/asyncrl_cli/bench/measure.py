@@ -26,7 +26,7 @@ from asyncrl_cli.simulate.capacities import Capacities, ideal_times
 PARTS = {
     "wait": ("wait_data", "wait_scores"),
     "old_logprob": ("old_logprob",),
-    "train": ("train",),
+    "train": ("train", "ref", "values"),
     "sync": ("gather",),
     "other": ("checkpoint", "other"),
 }

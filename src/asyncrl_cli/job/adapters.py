@@ -168,8 +168,10 @@ class RayTrainer:
         failed_dumps = {"samples/failed_dumps": Last(self.failed_dumps)} if self.failed_dumps else {}
         slowest_s = max(report.train_s for report in reports)
         old_logprob_s = max(report.old_logprob_s for report in reports)
+        column_s = {name: max(report.column_s[name] for report in reports) for name in reports[0].column_s}
         metrics = {**reports[0].metrics, **failed_dumps}
-        return replace(reports[0], train_s=slowest_s, old_logprob_s=old_logprob_s, metrics=metrics), answers[0][1]
+        slowest = replace(reports[0], train_s=slowest_s, old_logprob_s=old_logprob_s, column_s=column_s, metrics=metrics)
+        return slowest, answers[0][1]
 
     async def begin_dump(self, step: int, dump: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start `dump()` once the previous dump has ended. `dump` must have a time limit of its own."""

@@ -119,7 +119,10 @@ class Alone:
             step, groups = self._num_steps, self._batches[self._num_steps % BATCHES]
             batch = TrainBatch(step=step + 1, window=0, step_in_window=step % window_steps, groups=groups)
             report, _ = await self._trainer.train(batch)
-            tokens, seconds = tokens + report.tokens, seconds + report.train_s + report.old_logprob_s
+            tokens, seconds = (
+                tokens + report.tokens,
+                seconds + report.train_s + report.old_logprob_s + sum(report.column_s.values()),
+            )
             self._num_steps += 1
             is_whole = self._num_steps % (BATCHES * window_steps) == 0
         return tokens / seconds

@@ -21,7 +21,7 @@ from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.models.inspection import check_model, check_vocabulary
-from asyncrl_cli.models.resolve import is_builtin, model_here, resolve_model
+from asyncrl_cli.models.resolve import further_models, is_builtin, model_here, resolve_model
 from asyncrl_cli.models.tiny_chat import AROUND_PROMPT
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.sinks import check_sinks
@@ -62,6 +62,7 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
             progress(expectation(task))
         progress("preparing the model")
         model_dir = resolve_model(profile, task, progress=progress)
+        further_models(profile, model_dir)
         look()
         check_prompts(profile, task, model_dir)
         return task, model_dir

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from asyncrl_cli.job.lifeline import lost_session
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, WEIGHTS_DIR, TrainerActor
 from asyncrl_cli.job.transports import clear
+from asyncrl_cli.models.resolve import further_models
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, Bundle, JobPlan, asked, check_fit, fitting_hint, place_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
@@ -90,7 +92,7 @@ def make_trainer(plan: JobPlan, profile: Profile, model_dir: Path, options: Opti
     num_direct = plan.rollout_workers if profile.weights.transport in DIRECT_TRANSPORTS else 1
     threads = CONCURRENCY_GROUPS | {"direct": num_direct}
     makers = makers_of(plan, TRAINER, TrainerActor, options, log_dir, concurrency_groups=threads)
-    place = place_of(plan, TRAINER, model_dir)
+    place = replace(place_of(plan, TRAINER, model_dir), **further_models(profile, model_dir))
     ranks = [make(profile, place, run_dir.absolute()) for make in makers.values()]
     return RayTrainer(ranks, profile, samples_dir=run_dir / "samples")
 

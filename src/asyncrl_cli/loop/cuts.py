@@ -26,7 +26,8 @@ from asyncrl_cli.loop.groups import FinishedState, GroupsState
 from asyncrl_cli.loop.ports import CheckpointWriter, Cut
 from asyncrl_cli.loop.states import State
 from asyncrl_cli.loop.watching import EvalSummary
-from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import Count, parse_json
 
 SCHEMA_VERSION: Final = 2
@@ -161,7 +162,7 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
         yield f"there are more groups than the {schedule.groups} of the run"
     yield from _wrong_prompts(groups)
     for entry in groups["finished"]:
-        yield from _wrong_group(entry, version, settings.profile.rollout.n)
+        yield from _wrong_group(entry, version, settings.profile)
     takes_left = min(schedule.window_groups, schedule.groups - trained + taken) - taken
     deadlines = Counter(entry["deadline"] for entry in groups["finished"])
     may_wait = settings.profile.async_training.on_stale == "wait"
@@ -177,14 +178,14 @@ def _wrong_prompts(groups: GroupsState) -> Iterator[str]:
         yield f"prompt {prompts.most_common(1)[0][0][0]:.40} occurs more than once"
 
 
-def _wrong_group(entry: FinishedState, version: int, n: int) -> Iterator[str]:
+def _wrong_group(entry: FinishedState, version: int, profile: Profile) -> Iterator[str]:
     """What would keep a finished group from being trained."""
-    result = entry["result"]
+    result, least, most = entry["result"], least_trajectories(profile), profile.rollout.n
     prompt, trajectories = f"prompt {result.key.uid:.40}", result.trajectories
     if entry["try"]["key"] != result.key:
         yield f"the result of {prompt} is that of another attempt"
-    if not 2 <= len(trajectories) <= n:
-        yield f"{prompt} has {len(trajectories)} trajectories, not 2 to {n}"
+    if not least <= len(trajectories) <= most:
+        yield f"{prompt} has {len(trajectories)} trajectories, not {least} to {most}"
     sampled = [[version for version, _ in meta.version_tokens] for meta in trajectories]
     if any(versions != sorted(set(versions)) or versions[-1] > version for versions in sampled):
         yield f"{prompt} has tokens of impossible versions"

@@ -19,7 +19,7 @@ from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, PartResu
 from asyncrl_cli.loop.filtering import REASON, GroupFilter
 from asyncrl_cli.loop.ledger import LedgerState
 from asyncrl_cli.loop.ports import Feed, PartRequest
-from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
 from asyncrl_cli.safe_files import Count
 
 _FAILED_RATIO_FROM_TRAJECTORIES = 64
@@ -106,7 +106,13 @@ class Groups:
         """The last part of a group has ended."""
         result = GroupResult.of(attempt.key, attempt.ended_parts())
         self._count_failures(result)
-        reason = "failed" if len(result.trajectories) < 2 else REASON if self.filter.leaves_out(result) else ""
+        reason = (
+            "failed"
+            if len(result.trajectories) < least_trajectories(self._profile)
+            else REASON
+            if self.filter.leaves_out(result)
+            else ""
+        )
         if reason:
             self.tokens_discarded += result.response_tokens
             self._end(attempt, Stage.DROPPED, reason)

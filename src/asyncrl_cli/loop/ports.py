@@ -117,7 +117,8 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a train step reports. Seconds are the trainer's, or one rank's. `tokens` (sampled tokens trained, also by skipped steps)
+    """What a train step reports. Seconds are the trainer's, or one rank's: `train_s`, `old_logprob_s`, and `column_s` for other
+    columns that were computed before training, by name (`ref`, `values`). `tokens` (sampled tokens trained, also by skipped steps)
     and `metrics` are of all ranks; `metrics` are typed and finite, and go into the step's line unchanged.
 
     `skipped_steps`: its optimizer steps that were skipped because the gradient was not finite; metrics that this spoils are
@@ -127,6 +128,7 @@ class TrainReport:
     old_logprob_s: float
     tokens: int
     metrics: Mapping[str, Value]
+    column_s: Mapping[str, float] = field(default_factory=dict)
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
 

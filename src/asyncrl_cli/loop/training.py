@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop import causes
 from asyncrl_cli.loop.attempts import GroupResult
+from asyncrl_cli.loop.bands import Bands
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.cuts import Checkpointer
 from asyncrl_cli.loop.ports import TrainBatch, TrainReport
 from asyncrl_cli.loop.rollouts import Publishing, Rollouts
 from asyncrl_cli.loop.states import State, StepTimes
+from asyncrl_cli.loop.values import shown
 from asyncrl_cli.loop.watching import StepRecord
 
 
@@ -25,6 +27,7 @@ class Training:
         self._times = StepTimes(board.now_s, lambda: board.evaluator.active_s)
         self._publishing = Publishing(board, tasks, rollouts, self._times)
         self._warned_in: int | None = None
+        self._bands = Bands(board.profile.algorithm)
 
     async def run(self) -> None:
         """Train until the last step or a stop; ends with the weights published and every checkpoint written."""
@@ -116,8 +119,11 @@ class Training:
         board.reports.add(executor_report, board.now_s())
         board.groups.trained()
         self._times.add("train", report.train_s)
-        self._times.add("old_logprob", report.old_logprob_s)
+        for part, seconds in {"old_logprob": report.old_logprob_s, **report.column_s}.items():
+            self._times.add(part, seconds)
         self._warn_of_skipped(report)
+        for warning in self._bands.left(shown(report.metrics)):
+            board.warn(f"step {board.step}: {warning}")
         board.changes.notify()
         return report
 

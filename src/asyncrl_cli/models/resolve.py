@@ -32,7 +32,7 @@ from asyncrl_cli.models.tiny import (
 )
 from asyncrl_cli.models.tiny_chat import CHARACTERS, CHAT_TEMPLATE, chat_tokenizer, taught_conversation
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import expand
+from asyncrl_cli.safe_files import expand, load_json
 from asyncrl_cli.storage import appearing_directory, naming, storage_error
 
 if TYPE_CHECKING:
@@ -65,6 +65,42 @@ def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda
     directory = from_hub(profile.model.path, HUB_PATTERNS, trust_remote_code=profile.model.trust_remote_code)
     check_model_directory(directory)
     return directory
+
+
+def further_model(profile: Profile, key: str, model_dir: Path) -> Path:
+    """The directory of another model of the run, `ref.path` or `critic.path`: that of the policy, `model_dir`, if none is given.
+
+    Raises PreflightError if it is missing or incomplete, or does not know all tokens of the policy.
+    """
+    section, name = key.split(".")
+    path = getattr(getattr(profile, section), name)
+    if path is None:
+        return model_dir
+    other = profile.model_copy(update={"model": profile.model.model_copy(update={"path": path})})
+    try:
+        if is_builtin(other):
+            raise refused("it is a directory or a hub name", f"leave {key} out: it is the run's initial model then")
+        directory = model_here(other) or from_hub(path, HUB_PATTERNS, trust_remote_code=profile.model.trust_remote_code)
+        check_model_directory(directory)
+        own, theirs = map(_vocabulary, (model_dir, directory))
+        if own > theirs:
+            raise refused(f"{directory} knows {theirs} tokens, the policy {own}", "take a model of the policy's family")
+    except PreflightError as error:
+        raise PreflightError(error.message.replace("model.path", key, 1), hint=error.hint) from error
+    return directory
+
+
+def further_models(profile: Profile, model_dir: Path) -> dict[str, str]:
+    """Directories of the reference and the critic, if the run has them, by their names in `Place`."""
+    algorithm = profile.algorithm
+    wanted = {"ref.path": algorithm.has_reference, "critic.path": algorithm.has_critic}
+    keys = [key for key, is_wanted in wanted.items() if is_wanted]
+    return {f"{key.split('.')[0]}_dir": str(further_model(profile, key, model_dir).absolute()) for key in keys}
+
+
+def _vocabulary(directory: Path) -> int:
+    config = load_json(directory / "config.json", dict[str, Any], error=PreflightError)
+    return int((config.get("text_config") or config).get("vocab_size", 0))
 
 
 def is_builtin(profile: Profile) -> bool:

@@ -51,7 +51,7 @@ RANKS = {"trainer": 0, "rollout": 1, "scorer": 2}
 LEAST_ROWS = 4
 """So many of their rows are kept before any block below them."""
 SYNC_PARTS = ("gather", "send", "load", "pause")
-STEP_PARTS = ("step", "train", "wait_data", "wait_scores", "old_logprob", "gather", "checkpoint", "eval", "other")
+STEP_PARTS = ("step", "train", "wait_data", "wait_scores", "old_logprob", "ref", "values", "gather", "checkpoint", "eval", "other")
 
 Status = Mapping[str, Any]
 

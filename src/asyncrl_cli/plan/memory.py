@@ -8,6 +8,10 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
                             not yet reduced (GPU: the root group's; CPU: all, in float32), activations of one microbatch (no
                             activation checkpointing), its logits
                    host     the window's first weights 4P/r (recompute, K > 1), a checkpoint's copy; rank 0: published buckets
+    reference      always   float32 weights 4P/r of its own P (algorithm.use_kl_loss, use_kl_in_reward)
+    critic         always   weights and moments 12P/r of its own P, without the language model's head. Its step takes turns with the
+                            policy's and has no logits: it is not counted
+                   host     a checkpoint's copy
     rollout worker always   weights eP, KV cache of all slots at full length
                    step     a prefill's activations, the logits that are sampled from
                    host     the second buffer eP: a version that waits to be loaded; none with weights.dual_buffer = false
@@ -31,7 +35,7 @@ from typing import Literal
 
 from asyncrl_cli.engines.port import EngineMemory, kind_of
 from asyncrl_cli.engines.transformers import PAGE_TOKENS, PREFILL_TOKENS_PACKED
-from asyncrl_cli.models.shape import ModelShape
+from asyncrl_cli.models.shape import ModelShape, shape_of
 from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import max_context_tokens
@@ -109,7 +113,7 @@ class MemoryEstimate:
 
 def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None = None) -> MemoryEstimate:
     engine = kind_of(profile).memory(profile, plan.device)
-    trainer = (*_trainer_device(profile, plan, shape), *_trainer_host(profile, plan, shape))
+    trainer = (*_trainer_device(profile, plan, shape), *_trainer_host(profile, plan, shape), *_further(profile, plan, shape))
     items = (*trainer, *_rollout(profile, plan, shape, engine, available_bytes))
     return MemoryEstimate(
         profile=profile,
@@ -187,6 +191,24 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
         yield item("always", "window's first weights", MASTER_BYTES * shard, "float32, for the old-logprob pass")
     yield MemoryItem(TRAINER, 1, "host", "sync", "published weights", 2 * e * shape.parameters, published)
     yield item("sync", "checkpoint", (4 if keeps_first else 3) * MASTER_BYTES * shard, "the snapshot that is being written")
+
+
+def _further(profile: Profile, plan: JobPlan, policy: ModelShape) -> Iterator[MemoryItem]:
+    """The reference and the critic, divided between the ranks as the policy is. ShapeUnknown if `ref.path` or `critic.path` is not
+    known here."""
+    ranks, algorithm = plan.role(TRAINER).workers, profile.algorithm
+    item = partial(MemoryItem, TRAINER, ranks)
+    if algorithm.has_reference:
+        shape = shape_of(profile.ref.path) if profile.ref.path else policy
+        yield item("device", "always", "reference", MASTER_BYTES * -(-shape.parameters // ranks), "float32 weights, never trained")
+    if algorithm.has_critic:
+        shape = shape_of(profile.critic.path) if profile.critic.path else policy
+        embedding = shape.vocab_size * shape.hidden_size
+        has_head = shape.root_parameters > 2 * embedding  # untied: the critic has its own head in its place
+        shard = -(-(shape.parameters - has_head * embedding) // ranks)
+        yield item("device", "always", "critic", MASTER_BYTES * shard, "float32 master weights")
+        yield item("device", "always", "critic's optimizer", 2 * MASTER_BYTES * shard, "AdamW's two moments, float32")
+        yield item("host", "sync", "critic's checkpoint", 3 * MASTER_BYTES * shard, "the snapshot that is being written")
 
 
 def _wires(profile: Profile, shape: ModelShape, role: str, processes: int) -> Iterator[MemoryItem]:

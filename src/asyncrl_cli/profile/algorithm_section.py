@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from asyncrl_cli.profile.fields import AboveOne, AtLeastOne, PositiveFloat, PositiveInt, Section
+from asyncrl_cli.profile.fields import AboveOne, AtLeastOne, NonNegativeFloat, PositiveFloat, PositiveInt, Ratio, Section, Share
 
 
 def bounds(threshold: float | str) -> tuple[float, float]:
@@ -43,16 +43,37 @@ Rejection = Literal[
     "seq_max_k2",
     "seq_max_k3",
 ]
+Kl = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
+"""Estimates of a KL divergence from one token (train/kl.py)."""
 
 
 class AlgorithmSection(Section):
     """Advantages, loss, and corrections for stale data."""
 
-    adv_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    adv_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"] = "grpo"
     """How rewards become advantages: `grpo` compares a response with its group, `rloo` with the others of its group,
-    `reinforce_plus_plus` with the optimizer step's responses, its `_baseline` first with its group."""
+    `reinforce_plus_plus` with the optimizer step's responses, its `_baseline` first with its group; `gae` compares each token
+    with what the critic expects ([critic])."""
     normalize_advantages: bool = True
-    """`grpo` only: divide by the group's standard deviation."""
+    """`grpo`: divide by the group's standard deviation; `gae`: shift and scale the optimizer step's advantages to mean 0 and
+    standard deviation 1."""
+    gamma: Share = 1.0
+    """`gae`: what a reward is worth one sampled token earlier."""
+    lam: Ratio = 1.0
+    """`gae`: 1 trusts rewards alone (advantage = return - value), 0 the critic's next value."""
+    use_kl_loss: bool = False
+    """Add kl_loss_coef * KL(theta, reference) to the loss. The reference ([ref]) is one more model in the trainer."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """`use_kl_loss`: its weight; 0 only measures the divergence (`ref/kl`)."""
+    kl_loss_type: Kl = "low_var_kl"
+    """`use_kl_loss`: the estimate. `k3` and `low_var_kl` (k3 within limits) are never negative; `k2` has the divergence's gradient
+    on average; `k1` has none on average."""
+    use_kl_in_reward: bool = False
+    """Take kl_coef * KL(sampler, reference) from the reward: with `gae` from each token's, else from the response's as a sum."""
+    kl_penalty: Kl = "k1"
+    """`use_kl_in_reward`: the estimate."""
+    kl_coef: NonNegativeFloat = 0.001
+    """`use_kl_in_reward`: its weight."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: groups in which all rewards are equal are dropped, and another prompt takes the place."""
     max_num_gen_batches: PositiveInt = 10
@@ -95,3 +116,17 @@ class AlgorithmSection(Section):
     k2 = L*L/2, k3 = w - 1 - L, of each token or as the sequence's sum, mean or maximum. Where w is 1, r takes its place."""
     rollout_rs_threshold: PositiveFloat | Band | None = None
     """Largest k2 or k3; for k1 a band of the ratio like "0.5_2.0", or its upper bound alone (1/x is the lower one then)."""
+    warn_effective_ratio: Ratio = 0.5
+    """A step with a smaller `correction/effective_ratio` is warned of, once until it has recovered; 0: never."""
+    warn_kl: PositiveFloat = 0.1
+    """A step with a larger `correction/kl` (sampler to policy, nats per token) is warned of likewise."""
+    warn_ref_kl: PositiveFloat = 1.0
+    """A step with a larger `ref/kl` (policy to reference, nats per token) is warned of likewise."""
+
+    @property
+    def has_reference(self) -> bool:
+        return self.use_kl_loss or self.use_kl_in_reward
+
+    @property
+    def has_critic(self) -> bool:
+        return self.adv_estimator == "gae"

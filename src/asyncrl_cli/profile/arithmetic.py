@@ -87,6 +87,11 @@ def staleness_bound(profile: Profile) -> int:
     return math.ceil(profile.async_training.staleness_threshold) if given is None else given
 
 
+def least_trajectories(profile: Profile) -> int:
+    """How many trajectories of a group need a reward, so that it can be trained: two, to be compared, if it has as many."""
+    return min(2, profile.rollout.n)
+
+
 def mode_of(profile: Profile) -> str:
     """The mode's name follows from (colocate, K, eta, partial_rollout) and is declared nowhere."""
     training = profile.async_training

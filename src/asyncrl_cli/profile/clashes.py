@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, VERIFIERS
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, VERIFIERS, Profile
 from asyncrl_cli.profile.toml_files import shortened, toml_value
 
 
@@ -76,8 +76,18 @@ def _other_than(value: object) -> Callable[[object], bool]:
     return lambda other: other != value
 
 
+def _unused(keys: str, where: Mapping[str, object], because: str, hint: str) -> Iterator[Clash]:
+    """Keys that do nothing `where` other keys have these values: each is refused unless it has its default."""
+    base = Profile()
+    for key in keys.split():
+        section, name = key.split(".")
+        changed = _other_than(getattr(getattr(base, section), name))
+        yield Clash({key: changed, **where}, because, f"{hint}, or leave {key} out")
+
+
 ETA, PARTIAL, COLOCATE = "async_training.staleness_threshold", "async_training.partial_rollout", "placement.colocate"
 OLD_LOGPROBS, LOSS = "algorithm.old_logprobs", "algorithm.loss_mode"
+ADVANTAGES, KL_LOSS, KL_REWARD = "algorithm.adv_estimator", "algorithm.use_kl_loss", "algorithm.use_kl_in_reward"
 TRANSPORT, DUAL_BUFFER = "weights.transport", "weights.dual_buffer"
 CLASHES = (
     Clash(
@@ -155,6 +165,45 @@ CLASHES = (
         {"algorithm.clip_ratio_c": given, LOSS: _other_than("vanilla")},
         "only the loss vanilla has a dual clip",
         "--set algorithm.loss_mode=vanilla, or leave algorithm.clip_ratio_c out",
+    ),
+    *_unused(
+        "critic.path critic.lr critic.grad_clip critic.cliprange_value critic.head_start_steps algorithm.gamma algorithm.lam",
+        {ADVANTAGES: _other_than("gae")},
+        "only gae has a critic, and advantages of single tokens",
+        "--set algorithm.adv_estimator=gae",
+    ),
+    *_unused(
+        "algorithm.kl_loss_coef algorithm.kl_loss_type",
+        {KL_LOSS: False},
+        "there is no KL in the loss",
+        "--set algorithm.use_kl_loss=true",
+    ),
+    *_unused(
+        "algorithm.kl_coef algorithm.kl_penalty",
+        {KL_REWARD: False},
+        "there is no KL in the reward",
+        "--set algorithm.use_kl_in_reward=true",
+    ),
+    *_unused(
+        "ref.path algorithm.warn_ref_kl",
+        {KL_LOSS: False, KL_REWARD: False},
+        "nothing is compared with a reference",
+        "--set algorithm.use_kl_loss=true (with kl_loss_coef=0 it only measures)",
+    ),
+    Clash(
+        {ADVANTAGES: lambda name: name not in ("gae", "reinforce_plus_plus"), "rollout.n": 1},
+        "a response is compared with the others of its group, and there are none",
+        "--set rollout.n=8, or algorithm.adv_estimator=gae",
+    ),
+    Clash(
+        {"algorithm.filter_groups": True, "rollout.n": 1},
+        "all rewards of a group of one are equal, so every group would be left out",
+        "--set algorithm.filter_groups=false, or rollout.n=8",
+    ),
+    Clash(
+        {KL_REWARD: True, "algorithm.mask_truncated": True, ADVANTAGES: _other_than("gae")},
+        "a group's responses are compared by reward less their KL, and those left out of training have none",
+        "--set algorithm.use_kl_loss=true in its place, or algorithm.mask_truncated=false",
     ),
     Clash(
         {"eval.samples_per_prompt": _more_than_one, "eval.temperature": 0},

@@ -52,11 +52,9 @@ actor_rollout_ref.actor.clip_ratio_high | algorithm.clip_ratio_high | 0.28 if no
 actor_rollout_ref.actor.clip_ratio_c | algorithm.clip_ratio_c | off if not given, 3 in verl
 actor_rollout_ref.actor.loss_agg_mode | algorithm.loss_agg_mode | the same values
 actor_rollout_ref.actor.policy_loss.loss_mode | algorithm.loss_mode | vanilla, gspo, cispo, dppo, sapo, reinforce
-actor_rollout_ref.actor.use_kl_loss | - | no KL to a reference model
-actor_rollout_ref.actor.kl_loss_coef | - | no KL to a reference model
-actor_rollout_ref.actor.kl_loss_type | - | no KL to a reference model
+actor_rollout_ref.actor.kl_loss_type | algorithm.kl_loss_type | kl is k1, mse is k2; k1+ and k3+ train as k2
 actor_rollout_ref.actor.entropy_coeff | - | no entropy bonus
-actor_rollout_ref.ref.log_prob_use_dynamic_bsz | - | no KL to a reference model
+actor_rollout_ref.ref.log_prob_use_dynamic_bsz | trainer.max_tokens_per_microbatch | it scores the microbatches that are trained
 actor_rollout_ref.rollout.n | rollout.n
 actor_rollout_ref.rollout.name | rollout.engine | "vllm" or "transformers"
 actor_rollout_ref.rollout.mode | - | engines are always asynchronous
@@ -75,19 +73,24 @@ actor_rollout_ref.rollout.multi_turn.tool_config_path | task.environment | modul
 actor_rollout_ref.rollout.multi_turn.max_assistant_turns | env.max_turns
 actor_rollout_ref.rollout.val_kwargs.n | eval.samples_per_prompt
 actor_rollout_ref.rollout.val_kwargs.temperature | eval.temperature | 1 if not given, 0 in verl
-algorithm.adv_estimator | algorithm.adv_estimator | grpo, rloo and REINFORCE++; gae needs a critic
+algorithm.adv_estimator | algorithm.adv_estimator | grpo, rloo, REINFORCE++ and gae
 algorithm.norm_adv_by_std_in_grpo | algorithm.normalize_advantages
-algorithm.use_kl_in_reward | - | no KL to a reference model
-algorithm.gamma | - | a response's reward counts for all of its tokens: gamma is 1
-algorithm.lam | - | no critic; algorithm.adv_estimator compares responses with each other
 algorithm.filter_groups.enable | algorithm.filter_groups | true or false; groups are replaced one by one
 algorithm.filter_groups.metric | - | task.reward is compared, as with verl's "acc"
 algorithm.filter_groups.max_num_gen_batches | algorithm.max_num_gen_batches | of R groups, in a row; 10 if not given
+algorithm.use_kl_in_reward | algorithm.use_kl_in_reward | with the sampler's logprobs, whatever prox is
+algorithm.kl_penalty | algorithm.kl_penalty | kl is k1, mse is k2
+algorithm.kl_ctrl.kl_coef | algorithm.kl_coef | fixed: it does not follow a target
+algorithm.gamma | algorithm.gamma | gae only
 algorithm.rollout_correction.rollout_is | algorithm.rollout_is | also "geometric"
 algorithm.rollout_correction.rollout_is_threshold | algorithm.rollout_is_threshold | no limit if not given, 2.0 in verl
 algorithm.rollout_correction.rollout_rs | algorithm.rollout_rs | the same rules
 algorithm.rollout_correction.bypass_mode | algorithm.old_logprobs | true is "rollout"
-critic.strategy | - | no critic; algorithm.adv_estimator compares responses with each other
+critic.strategy | - | always FSDP2
+critic.model.path | critic.path | the policy's initial weights if not given
+critic.optim.lr | critic.lr | trainer.lr if not given
+critic.ppo_mini_batch_size | trainer.ppo_mini_batch_size | policy and critic see the same microbatches
+trainer.critic_warmup | critic.head_start_steps | optimizer steps, not train steps
 reward_model.enable | - | no reward model; task.reward is a function
 reward_model.overlong_buffer.len | algorithm.overlong_buffer_tokens
 reward_model.overlong_buffer.penalty_factor | algorithm.overlong_penalty_factor
@@ -113,20 +116,20 @@ trainer.fully_async.max_staleness_steps | async_training.staleness_threshold | t
 trainer.fully_async.num_parallel_generation_workers | rollout.slots | sequences of one worker: groups * rollout.n / workers
 trainer.policy_mini_batch_size | trainer.ppo_mini_batch_size | groups in both
 trainer.train_batch_size | trainer.ppo_mini_batch_size | groups per train step are require_batches * ppo_mini_batch_size
-trainer.critic_mini_batch_size | - | no critic; algorithm.adv_estimator compares responses with each other
+trainer.critic_mini_batch_size | trainer.ppo_mini_batch_size | policy and critic see the same microbatches
 trainer.micro_train_batch_size_per_gpu | trainer.max_tokens_per_microbatch | microbatches are always packed by tokens
 trainer.micro_forward_batch_size_per_gpu | trainer.max_tokens_per_microbatch | microbatches are always packed by tokens
 trainer.use_sample_packing | trainer.max_tokens_per_microbatch | microbatches are always packed by tokens
 trainer.placement.colocate_all | placement.colocate | false if not given, true in SkyRL
-trainer.placement.colocate_policy_ref | - | no KL to a reference model
+trainer.placement.colocate_policy_ref | - | policy and reference share the trainer's processes
 trainer.placement.policy_num_nodes | placement.trainer_workers | ranks: nodes x GPUs per node
 trainer.placement.policy_num_gpus_per_node | placement.trainer_workers | ranks: nodes x GPUs per node
-trainer.placement.ref_num_gpus_per_node | - | no KL to a reference model
+trainer.placement.ref_num_gpus_per_node | - | policy and reference share the trainer's processes
 trainer.strategy | - | always FSDP2
 trainer.policy.optimizer_config.adam_betas | trainer.betas | [0.9, 0.99] if not given, [0.9, 0.999] in SkyRL
 trainer.policy.optimizer_config.max_grad_norm | trainer.grad_clip
 trainer.policy.optimizer_config.num_warmup_steps | trainer.warmup_steps | optimizer steps in both
-trainer.algorithm.advantage_estimator | algorithm.adv_estimator | reinforce++ is reinforce_plus_plus; gae needs a critic
+trainer.algorithm.advantage_estimator | algorithm.adv_estimator | reinforce++ is reinforce_plus_plus; the others are the same
 trainer.algorithm.policy_loss_type | algorithm.loss_mode | regular is vanilla; dual_clip is vanilla with clip_ratio_c
 trainer.algorithm.loss_reduction | algorithm.loss_agg_mode | token_mean is token-mean, sequence_mean seq-mean-token-mean
 trainer.algorithm.grpo_norm_by_std | algorithm.normalize_advantages
@@ -136,8 +139,12 @@ trainer.algorithm.clip_ratio_c | algorithm.clip_ratio_c | off if not given
 trainer.algorithm.dynamic_sampling.type | algorithm.filter_groups | filter is true; there is no "replace"
 trainer.algorithm.dynamic_sampling.max_sample_batches | algorithm.max_num_gen_batches | of R groups, all in a row
 trainer.algorithm.zero_variance_filter | algorithm.filter_groups | the groups left out are replaced
-trainer.algorithm.use_kl_loss | - | no KL to a reference model
-trainer.algorithm.kl_loss_coef | - | no KL to a reference model
+trainer.algorithm.kl_estimator_type | algorithm.kl_loss_type | k3 is the same; low_var_kl has limits
+trainer.algorithm.lambd | algorithm.lam
+trainer.algorithm.value_clip | critic.cliprange_value | 0.5 if not given, 0.2 in SkyRL
+trainer.ref.model.path | ref.path
+trainer.critic.model.path | critic.path
+trainer.critic.optimizer_config.lr | critic.lr
 trainer.algorithm.use_entropy_loss | - | no entropy bonus
 trainer.algorithm.off_policy_correction.tis_ratio_type | algorithm.rollout_is
 trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high | algorithm.rollout_is_threshold
@@ -183,7 +190,7 @@ actor.use_decoupled_loss | algorithm.old_logprobs | true is "recompute"
 actor.recompute_logprob | algorithm.old_logprobs | true is "recompute"
 actor.prox_logp_method | algorithm.old_logprobs | "loglinear" has its name from here
 actor.behav_imp_weight_cap | algorithm.rollout_is_threshold | AReaL masks above it: "0_<cap>"
-actor.kl_ctl | - | no KL to a reference model
+actor.kl_ctl | algorithm.kl_coef | with algorithm.use_kl_in_reward
 actor.mb_spec.max_tokens_per_mb | trainer.max_tokens_per_microbatch
 allocation_mode | placement.gpus and placement.ratio | trainer : rollout; t of an engine is gpus_per_rollout_worker
 total_train_epochs | run.train_steps | no count of epochs: train_steps, or total_rollout_steps in groups (epochs x prompts)

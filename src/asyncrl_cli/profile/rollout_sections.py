@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from asyncrl_cli.profile.fields import (
-    MOST_PROCESSES,
     Eta,
     NonNegativeInt,
     Params,
@@ -30,8 +29,8 @@ class RolloutSection(Section):
     """Rollout workers; if not given, what `placement` yields (1 on a CPU)."""
     slots: PositiveInt = 64
     """Sequences that one worker generates at once."""
-    n: Annotated[int, Field(ge=2, le=MOST_PROCESSES)] = 8
-    """Trajectories per prompt: the size of a group."""
+    n: Processes = 8
+    """Trajectories per prompt: the size of a group. One is enough for `gae` and `reinforce_plus_plus`."""
     placement: Literal["response", "group"] = "response"
     """response: each response of a group goes to the worker with the newest weights and the most room, so that a group may run on
     several workers at once; group: all of a group's responses run on one worker."""

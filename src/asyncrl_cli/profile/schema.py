@@ -1,7 +1,7 @@
 """The keys of a profile. A field's docstring is its help, its schema description and its reference: written once.
 
-`[rollout]`, `[async_training]` and `[weights]` are in rollout_sections.py, `[algorithm]` in algorithm_section.py, `[env]` in
-env_section.py.
+`[rollout]`, `[async_training]` and `[weights]` are in rollout_sections.py, `[algorithm]` in algorithm_section.py, `[ref]` and
+`[critic]` in model_sections.py, `[env]` in env_section.py.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from asyncrl_cli.profile.fields import (
     Section,
     Sources,
 )
+from asyncrl_cli.profile.model_sections import CriticSection, RefSection
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, RolloutSection, WeightsSection
 
 Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
@@ -228,6 +229,8 @@ class Profile(Section):
     task: TaskSection = TaskSection()
     env: EnvSection = EnvSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    ref: RefSection = RefSection()
+    critic: CriticSection = CriticSection()
     trainer: TrainerSection = TrainerSection()
     rollout: RolloutSection = RolloutSection()
     async_training: AsyncTrainingSection = AsyncTrainingSection()
@@ -241,9 +244,12 @@ class Profile(Section):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where one process of a role computes, which a job's plan adds to the profile. The role has `workers` processes, each with
-    `device` and `threads`; `model_dir` holds the model, whose weights are `version`."""
+    `device` and `threads`; `model_dir` holds the model, whose weights are `version`. `ref_dir` and `critic_dir` hold the first
+    weights of these models of the trainer, if they are not those of `model_dir`."""
 
     model_dir: str
+    ref_dir: str = ""
+    critic_dir: str = ""
     device: str = "cpu"
     threads: int = 1
     workers: int = 1

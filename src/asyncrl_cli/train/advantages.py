@@ -8,6 +8,8 @@ With r a reward, m and s the mean and standard deviation (n - 1 in its denominat
     reinforce_plus_plus             (r - M) / (S + 1e-6), with M and S over all trajectories of the optimizer step
     reinforce_plus_plus_baseline    the same of r - m
 
+`gae`, and any of these with a KL penalty in the reward, are known only where the tokens are (credit.py).
+
 Groups without a difference in reward teach nothing by `grpo`, `rloo` and the `_baseline`: their advantages are 0.
 
 Sources: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), section 4.1, and Liu et al. 2025 (arXiv:2503.20783), section 3.2, for
@@ -27,16 +29,21 @@ STD_EPSILON = 1e-6
 Rewards = Sequence[Sequence[float]]
 
 
-def advantages_of(groups: Sequence[Sequence[TrajectoryMeta]], algorithm: AlgorithmSection, max_tokens: int) -> list[list[float]]:
-    """Advantages of an optimizer step's trajectories, group by group. `max_tokens`: rollout.max_response_tokens."""
-    rewards = [[shaped_reward(meta, algorithm, max_tokens) for meta in metas] for metas in groups]
+def needs_columns(algorithm: AlgorithmSection) -> bool:
+    """Whether advantages follow from the reference or the critic, too (credit.py)."""
+    return algorithm.has_critic or algorithm.use_kl_in_reward
+
+
+def advantages_of(rewards: Rewards, algorithm: AlgorithmSection) -> list[list[float]]:
+    """Advantages of an optimizer step's trajectories, group by group."""
     if algorithm.adv_estimator == "grpo":
         return grpo(rewards, algorithm.normalize_advantages)
     return ESTIMATORS[algorithm.adv_estimator](rewards)
 
 
 def shaped_reward(meta: TrajectoryMeta, algorithm: AlgorithmSection, max_tokens: int) -> float:
-    """The reward, less DAPO's penalty for a response that reaches into the last `overlong_buffer_tokens` before its limit."""
+    """The reward, less DAPO's penalty for a response that reaches into the last `overlong_buffer_tokens` before its limit,
+    `max_tokens` (rollout.max_response_tokens)."""
     if algorithm.overlong_buffer_tokens is None:
         return meta.reward
     buffer = algorithm.overlong_buffer_tokens

@@ -8,12 +8,12 @@ cuts its share of an optimizer step into `microbatches` when it has the token ar
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.advantages import advantages_of
+from asyncrl_cli.train.advantages import advantages_of, needs_columns, shaped_reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,15 @@ class PlannedTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStepPlan:
-    """One rank's share of an optimizer step. `num_loss_tokens` (sampled tokens) and `num_trajectories` count all ranks' shares."""
+    """One rank's share of an optimizer step. `num_loss_tokens` (sampled tokens) and `num_trajectories` count all ranks' shares.
+
+    `rewards`: by group, those of all its trajectories, if the advantages follow from them only where the tokens are (credit.py).
+    """
 
     trajectories: tuple[PlannedTrajectory, ...]
     num_loss_tokens: int
     num_trajectories: int
+    rewards: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +115,10 @@ def _split_padding(rows: list[int], lengths: Sequence[int], split_cost_tokens: i
 
 
 def _plan_optimizer_step(groups: Sequence[GroupResult], indices: range, profile: Profile, ranks: int) -> list[OptimizerStepPlan]:
-    algorithm = profile.algorithm
-    advantages = advantages_of([groups[i].trajectories for i in indices], algorithm, profile.rollout.max_response_tokens)
+    algorithm, longest = profile.algorithm, profile.rollout.max_response_tokens
+    rewards = [[shaped_reward(meta, algorithm, longest) for meta in groups[i].trajectories] for i in indices]
+    is_later = needs_columns(algorithm)
+    advantages = [[0.0] * len(of_group) for of_group in rewards] if is_later else advantages_of(rewards, algorithm)
     planned: list[PlannedTrajectory] = []
     lengths: list[int] = []
     num_loss_tokens = 0
@@ -125,7 +131,10 @@ def _plan_optimizer_step(groups: Sequence[GroupResult], indices: range, profile:
             num_loss_tokens += sum(count for _, count in meta.version_tokens)
     return [
         OptimizerStepPlan(
-            trajectories=tuple(planned[i] for i in share), num_loss_tokens=num_loss_tokens, num_trajectories=len(planned)
+            trajectories=tuple(planned[i] for i in share),
+            num_loss_tokens=num_loss_tokens,
+            num_trajectories=len(planned),
+            rewards=dict(zip(indices, rewards, strict=True)) if is_later else {},
         )
         for share in split_by_tokens(lengths, ranks)
     ]

@@ -16,14 +16,14 @@ Pure functions without gradient. Legend: N = sampled tokens of a microbatch; a s
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 
-from asyncrl_cli.profile.algorithm_section import AlgorithmSection, bounds
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection, Kl, bounds
+from asyncrl_cli.train.kl import MOST_LOG_RATIO, kl_of
 from asyncrl_cli.train.losses import LossBatch, Metric, max_of, mean_of, sum_of
 
-MOST_LOG_RATIO = 20.0
-"""Log ratios of whole sequences are cut to +- this before they become a weight: e^20 is far outside any threshold."""
 WEIGHTS, WEIGHT_SQUARES = "sum of weights", "sum of squared weights"
 """Sums from which the trainer makes `correction/effective_ratio`; they are not metrics of their own."""
 STALENESS_NAMES = ("stale_0", "stale_1", "stale_2_up")
@@ -74,7 +74,7 @@ def accepted(batch: LossBatch, log_ratios_N: torch.Tensor, rule: str, threshold:
     """Which tokens `rollout_rs` keeps, (N) of bool, by the log of the ratio between two policies."""
     log_N = log_ratios_N.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     over, kind = rule.rsplit("_", 1)
-    values_N = {"k1": -log_N, "k2": log_N.square() / 2, "k3": torch.expm1(log_N) - log_N}[kind]
+    values_N = kl_of(cast(Kl, kind), log_N)
     if over != "token":
         values_N = _over_sequences(batch, values_N, over)[batch.rows_N]
     low, high = bounds(threshold)
@@ -89,7 +89,7 @@ def signals(batch: LossBatch, staleness_N: torch.Tensor) -> dict[str, Metric]:
     KL(mu || theta) in nats per token."""
     log_r_N = batch.logp_theta_N.detach() - batch.logp_mu_N
     ratio_N = torch.exp(batch.logp_theta_N.detach() - batch.logp_prox_N)
-    kl_N = torch.expm1(log_r_N) - log_r_N
+    kl_N = kl_of("k3", log_r_N)
     metrics = {"correction/ratio_mean": mean_of(ratio_N), "correction/ratio_max": max_of(ratio_N), "correction/kl": mean_of(kl_N)}
     ages_N = staleness_N.clamp(0, len(STALENESS_NAMES) - 1)
     for age, name in enumerate(STALENESS_NAMES):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import TrainReport
@@ -30,6 +31,7 @@ from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.train.batch import scoring_microbatch
+from asyncrl_cli.train.critic import Critic, CriticModel
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
@@ -46,6 +48,9 @@ from asyncrl_cli.train.trainer_state import (
 from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Entry, Packing, plan_layout
 from asyncrl_cli.weights.model_files import write_weights
 from asyncrl_cli.weights.versions import Manifest, make_probes
+
+CRITIC = "critic."
+"""Prefix of the critic's parameters in the trainer's state."""
 
 
 class Publication(NamedTuple):
@@ -75,10 +80,16 @@ class PolicyTrainer:
             timeout_s=profile.rollout.call_timeout_s,
         )
         self.model = PolicyModel(profile, place.model_dir, self.ranks)
+        algorithm, head_start = profile.algorithm, profile.critic.head_start_steps
         self.optimizer = PolicyOptimizer(
-            profile.trainer, self.ranks, self.model.parameters, total_optimizer_steps=total_optimizer_steps
+            profile.trainer, self.ranks, self.model.parameters, total_optimizer_steps=total_optimizer_steps - head_start
         )
-        self._update = PolicyUpdate(profile, self.ranks, self.model, self.optimizer)
+        ref_dir, critic_dir = place.ref_dir or place.model_dir, place.critic_dir or place.model_dir
+        self.reference = PolicyModel(profile, ref_dir, self.ranks) if algorithm.has_reference else None
+        self.critic = (
+            Critic(profile, critic_dir, self.ranks, total_optimizer_steps=total_optimizer_steps) if algorithm.has_critic else None
+        )
+        self._update = PolicyUpdate(profile, self.ranks, self.model, self.optimizer, self.reference, self.critic)
         self._publication: Publication | None = None
         self._layout = plan_layout(self.model.specs, profile.weights.gather_bucket_size_mb * BYTES_PER_MB)
         self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
@@ -156,7 +167,9 @@ class PolicyTrainer:
             "optimizer_steps": self.optimizer.steps_made,
             "has_window_first": int(self._update.window_first is not None),
         }
-        state = to_host(self.ranks, self.model.parameters, self._state_tensors())
+        if self.critic is not None:
+            counters["critic_steps"] = self.critic.optimizer.steps_made
+        state = to_host(self.ranks, self._parameters(), self._state_tensors())
         self._snapshots[step] = (state, counters, self._publication)
         return time.monotonic() - started_s
 
@@ -192,20 +205,33 @@ class PolicyTrainer:
                 hint="resume with the profile that wrote it",
             )
         live = self._state_tensors()
-        state = to_host(self.ranks, self.model.parameters, live)
+        state = to_host(self.ranks, self._parameters(), live)
         read_state(state, saved)
         for key, tensor in live.items():
             tensor.copy_(state[key].tensor)
         self.optimizer.restore_steps(counters["optimizer_steps"])
+        if self.critic is not None:
+            self.critic.optimizer.restore_steps(counters.get("critic_steps", 0))
         if self.ranks.rank == 0:
             self._publication = _load_published(directory / PUBLISHED_FILE, self._layout)
 
+    def _parameters(self) -> dict[str, DTensor]:
+        """Of the policy and the critic, by their names in the state."""
+        own = self.critic.model.parameters if self.critic is not None else {}
+        return self.model.parameters | {f"{CRITIC}{name}": parameter for name, parameter in own.items()}
+
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         """This rank's live shards by `<kind>/<parameter>`."""
-        tensors = {f"weight/{name}": local for name, local in self.model.locals().items()}
-        tensors |= self.optimizer.moments()
+        tensors = _trained(self.model, self.optimizer)
+        if self.critic is not None:
+            of_critic = _trained(self.critic.model, self.critic.optimizer)
+            tensors |= {key.replace("/", f"/{CRITIC}", 1): local for key, local in of_critic.items()}
         tensors |= {f"window_first/{name}": local for name, local in (self._update.window_first or {}).items()}
         return tensors
+
+
+def _trained(model: PolicyModel | CriticModel, optimizer: PolicyOptimizer) -> dict[str, torch.Tensor]:
+    return {f"weight/{name}": local for name, local in model.locals().items()} | optimizer.moments()
 
 
 def _load_published(path: Path, layout: Sequence[tuple[Entry, ...]]) -> Publication | None:

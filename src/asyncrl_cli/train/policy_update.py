@@ -1,4 +1,6 @@
-"""One train step on one rank: microbatches -> [prox logp] -> per optimizer step: forward, loss, backward, clip, AdamW.
+"""One train step on one rank.
+
+    microbatches -> [ref] -> [values] -> [prox] -> [advantages] -> per optimizer step: [critic], forward, loss, backward, AdamW
 
 A token's loss (losses/) is multiplied by its importance weight (corrections.py); an optimizer step's loss is a mean over the
 sampled tokens, or the trajectories, of all ranks (`algorithm.loss_agg_mode`). Ranks may need different numbers of microbatches;
@@ -11,27 +13,43 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 
 import torch
 
 from asyncrl_cli.loop.ports import TrainReport
-from asyncrl_cli.loop.values import Last, Max, Ratio, Sum, Value
+from asyncrl_cli.loop.values import Ratio, Sum, Value
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.train.advantages import needs_columns
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.corrections import WEIGHT_SQUARES, WEIGHTS, correct, importance_weights, loglinear_prox, signals
-from asyncrl_cli.train.losses import LossBatch, Metric, find_loss, sum_of
+from asyncrl_cli.train.credit import ADVANTAGES, credit
+from asyncrl_cli.train.critic import Critic, critic_metrics
+from asyncrl_cli.train.kl import kl_of
+from asyncrl_cli.train.losses import LossBatch, Metric, find_loss, mean_of, sum_of
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.scores import PROX, Scores, fill, step_microbatches
+from asyncrl_cli.train.reduction import optimizer_metrics, reduced
+from asyncrl_cli.train.scores import PROX, REF, VALUES, Scores, fill, sampled_tokens, step_microbatches
 
 
 class PolicyUpdate:
     """Runs train steps. `window_first`: a host copy of this rank's shards at the window's start, kept only if prox needs it."""
 
-    def __init__(self, profile: Profile, ranks: Ranks, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        ranks: Ranks,
+        model: PolicyModel,
+        optimizer: PolicyOptimizer,
+        reference: PolicyModel | None = None,
+        critic: Critic | None = None,
+    ) -> None:
+        self._reference, self._critic = reference, critic
+        self._optimizers = [optimizer] if critic is None else [optimizer, critic.optimizer]
         self.window_first: dict[str, torch.Tensor] | None = None
         self._loss = find_loss(profile.algorithm.loss_mode)
         self._algorithm = profile.algorithm
@@ -52,40 +70,74 @@ class PolicyUpdate:
         started_s, steps = time.monotonic(), plan.optimizer_steps
         max_tokens = self._profile.trainer.max_tokens_per_microbatch
         work = step_microbatches(steps, payloads, scores, window=plan.window, max_tokens=max_tokens, ranks=self._ranks)
-        steps_done = step_in_window * len(steps)
-        prox_started_s = time.monotonic()
-        num_scored = self._prox(work, step_in_window)
-        self._ranks.synchronize()
-        prox_s = time.monotonic() - prox_started_s
-        seen: list[dict[str, Metric]] = []
-        made_steps = [
-            self._optimizer_step(step, parts, steps_done + index, seen)
-            for index, (step, parts) in enumerate(zip(steps, work, strict=True))
-        ]
-        norms, rates = zip(*made_steps, strict=True)
-        made = [norm for norm in norms if math.isfinite(norm)]
-        metrics = reduced(self._ranks, seen)
-        tokens = sum(step.num_loss_tokens for step in steps)
-        if WEIGHTS in metrics:
-            metrics["correction/effective_ratio"] = _effective_ratio(metrics.pop(WEIGHTS), metrics.pop(WEIGHT_SQUARES), tokens)
-        metrics |= {
-            "train/loss": Ratio(metrics["train/loss"].value, len(steps)),
-            "train/grad_norm": Ratio(sum(made), len(made)),
-            "train/lr": Last(rates[-1]),
-            "train/skipped_steps": Sum(float(len(norms) - len(made))),
-        }
+        column_s, num_scored = self._columns(work, step_in_window)
+        metrics = self._credit(steps, work, payloads)
+        seen, seen_by_critic = list[dict[str, Metric]](), list[dict[str, Metric]]()
+        made, made_by_critic = list[tuple[float, float]](), list[tuple[float, float]]()
+        for index, (step, parts) in enumerate(zip(steps, work, strict=True)):
+            is_critic_ahead = self._critic is not None and self._critic.is_ahead
+            if self._critic is not None:
+                made_by_critic.append(self._critic.step(parts, partial(self._aggregated, plan=step), seen_by_critic))
+            if not is_critic_ahead:
+                made.append(self._optimizer_step(step, parts, step_in_window * len(steps) + index, seen))
+        if made:
+            metrics |= self._policy_metrics(seen, made, sum(step.num_loss_tokens for step in steps[-len(made) :]))
+        if made_by_critic:
+            metrics |= critic_metrics(self._ranks, seen_by_critic, made_by_critic)
         if self._algorithm.old_logprobs == "recompute":
             scored = sum(step.num_loss_tokens for step in steps[len(steps) - num_scored :])
             metrics["train/old_logprob_tokens"] = Sum(float(scored))
         self._ranks.synchronize()
+        train_s = time.monotonic() - started_s - sum(column_s.values())
         return TrainReport(
-            train_s=time.monotonic() - started_s - prox_s,
-            old_logprob_s=prox_s,
-            tokens=tokens,
+            train_s=train_s,
+            old_logprob_s=column_s.pop(PROX),
+            column_s=column_s,
+            tokens=sum(step.num_loss_tokens for step in steps),
             metrics={name: value for name, value in metrics.items() if value.value is not None and math.isfinite(value.value)},
-            skipped_steps=len(norms) - len(made),
-            skipped_in_a_row=self._optimizer.skipped_in_a_row,
+            skipped_steps=sum(not math.isfinite(norm) for norm, _ in [*made, *made_by_critic]),
+            skipped_in_a_row=max(optimizer.skipped_in_a_row for optimizer in self._optimizers),
         )
+
+    def _policy_metrics(
+        self, seen: Sequence[Mapping[str, Metric]], made: Sequence[tuple[float, float]], tokens: int
+    ) -> dict[str, Value]:
+        metrics = reduced(self._ranks, seen)
+        if WEIGHTS in metrics:
+            metrics["correction/effective_ratio"] = _effective_ratio(metrics.pop(WEIGHTS), metrics.pop(WEIGHT_SQUARES), tokens)
+        return metrics | optimizer_metrics("train", metrics["train/loss"], made)
+
+    def _columns(self, work: list[list[Microbatch]], step_in_window: int) -> tuple[dict[str, float], int]:
+        """Compute all columns that are missing. Returns the seconds of each, and what `_prox` returns."""
+        seconds: dict[str, float] = {}
+        if self._reference is not None:
+            with self._timed(REF, seconds):
+                fill(REF, self._reference.logprobs_N, chain.from_iterable(work))
+        if self._critic is not None:
+            with self._timed(VALUES, seconds):
+                fill(VALUES, self._critic.values_N, chain.from_iterable(work))
+        with self._timed(PROX, seconds):
+            num_scored = self._prox(work, step_in_window)
+        return seconds, num_scored
+
+    @contextmanager
+    def _timed(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
+        began_s = time.monotonic()
+        yield
+        self._ranks.synchronize()
+        seconds[name] = time.monotonic() - began_s
+
+    def _credit(
+        self, steps: Sequence[OptimizerStepPlan], work: Sequence[list[Microbatch]], payloads: Mapping[int, GroupPayload]
+    ) -> dict[str, Value]:
+        """Advantages that follow from columns, before the first optimizer step changes anything. Returns their metrics."""
+        if not needs_columns(self._algorithm):
+            return {}
+        seen = [
+            credit(step, parts, sampled_tokens(step, payloads), algorithm=self._algorithm, ranks=self._ranks)
+            for step, parts in zip(steps, work, strict=True)
+        ]
+        return reduced(self._ranks, seen) if seen[0] else {}
 
     def _prox(self, work: list[list[Microbatch]], step_in_window: int) -> int:
         """Proximal logprobs as a column. Returns how many optimizer steps, of the last ones, it took a forward pass for. Where the
@@ -134,6 +186,12 @@ class PolicyUpdate:
             loss_N, metrics = self._loss(batch, self._algorithm)
             factors_N, corrections = correct(batch, self._algorithm)
             loss = self._aggregated(loss_N * (factors_N * normalizer), microbatch, plan)
+            if REF in microbatch.columns:
+                log_ratios_N = microbatch.columns[REF] - batch.logp_theta_N
+                corrections["ref/kl"] = mean_of(kl_of("k3", log_ratios_N))
+                if self._algorithm.use_kl_loss:
+                    kl_N = kl_of(self._algorithm.kl_loss_type, log_ratios_N)
+                    loss = loss + self._algorithm.kl_loss_coef * self._aggregated(kl_N, microbatch, plan)
             # FSDP averages gradients over ranks, but the loss is a mean over what all ranks have: hence `world_size`.
             (loss * self._ranks.world_size).backward()
             entropy = Metric(kind="mean", amount=scored.entropy_N.sum(), weight=len(scored.entropy_N))
@@ -156,7 +214,7 @@ class PolicyUpdate:
             logp_theta_N=logp_theta_N,
             logp_prox_N=logp_theta_N.detach() if prox_N is None else prox_N,
             logp_mu_N=microbatch.logp_mu_N,
-            advantages_N=microbatch.advantages_N,
+            advantages_N=microbatch.columns.get(ADVANTAGES, microbatch.advantages_N),
             rows_N=microbatch.rows_N,
             num_rows=len(microbatch.inputs_BT),
         )
@@ -194,19 +252,3 @@ def _effective_ratio(weights: Sum, squares: Sum, tokens: int) -> Ratio:
 def _copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
     for name, target in targets.items():
         target.copy_(sources[name])
-
-
-def reduced(ranks: Ranks, seen: Sequence[Mapping[str, Metric]]) -> dict[str, Value]:
-    """The metrics of a train step over all ranks, from those of each microbatch. A collective: all must have the same names."""
-    kinds = {name: metric.kind for name, metric in sorted(seen[0].items())}
-    amounts = {name: torch.stack([metrics[name].amount.double() for metrics in seen]) for name in kinds}
-    maxima, sums = ([name for name in kinds if (kinds[name] == "max") is is_max] for is_max in (True, False))
-    weights = amounts[sums[0]].new_tensor([sum(metrics[name].weight for metrics in seen) for name in sums])
-    totals = ranks.sum(torch.stack([*(amounts[name].sum() for name in sums), *weights])).view(2, -1).tolist()
-    values: dict[str, Value] = {}
-    for name, amount, weight in zip(sums, *totals, strict=True):
-        values[name] = Ratio(amount, weight) if kinds[name] == "mean" else Sum(amount)
-    if maxima:
-        largest = ranks.max(torch.stack([amounts[name].max() for name in maxima])).tolist()
-        values |= {name: Max(amount) for name, amount in zip(maxima, largest, strict=True)}
-    return values

@@ -39,7 +39,7 @@ def score(name: str, of: Score, payloads: Mapping[int, GroupPayload], *, max_tok
     plan = _everything(payloads)
     (parts,) = step_microbatches([plan], payloads, window=0, max_tokens=max_tokens, ranks=ranks)
     fill(name, of, parts)
-    counts = [_num_sampled(payloads, planned) for planned in plan.trajectories]
+    counts = sampled_tokens(plan, payloads)
     values_F = joined(name, parts, sum(counts)).float().cpu().numpy()
     arrays = iter([values_F[start:end] for start, end in pairwise(accumulate(counts, initial=0))])
     return {group: tuple(next(arrays) for _ in payload.trajectories) for group, payload in payloads.items()}
@@ -87,6 +87,12 @@ def deal(name: str, parts: Sequence[Microbatch], values_F: torch.Tensor) -> None
         part.columns[name] = values_F[part.order_N]
 
 
+def sampled_tokens(plan: OptimizerStepPlan, payloads: Mapping[int, GroupPayload]) -> list[int]:
+    """How many each trajectory of the plan has."""
+    trajectories = [payloads[planned.group].trajectories[planned.trajectory] for planned in plan.trajectories]
+    return [sum(int(segment.mask_T.sum()) for segment in trajectory.segments) for trajectory in trajectories]
+
+
 def _empty(number: int, ranks: Ranks) -> list[Microbatch]:
     return [empty_microbatch(ranks.device) for _ in range(number)]
 
@@ -99,8 +105,3 @@ def _everything(payloads: Mapping[int, GroupPayload]) -> OptimizerStepPlan:
         for index in range(len(payload.trajectories))
     )
     return OptimizerStepPlan(trajectories=planned, num_loss_tokens=0, num_trajectories=len(planned))
-
-
-def _num_sampled(payloads: Mapping[int, GroupPayload], planned: PlannedTrajectory) -> int:
-    segments = payloads[planned.group].trajectories[planned.trajectory].segments
-    return sum(int(segment.mask_T.sum()) for segment in segments)

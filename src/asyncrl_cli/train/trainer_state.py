@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,13 +35,15 @@ ANOTHER_MODEL = "resume with the profile and the model that wrote it"
 
 
 class Counters(TypedDict):
-    """`trainer.json`, as rank 0 writes it. `has_window_first`: 1 if the window's first weights are among the tensors."""
+    """`trainer.json`, as rank 0 writes it. `has_window_first`: 1 if the window's first weights are among the tensors;
+    `critic_steps`: the critic's optimizer steps, if there is one."""
 
     schema_version: Literal[2]
     ranks: Count
     step: Count
     optimizer_steps: Count
     has_window_first: Count
+    critic_steps: NotRequired[Count]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,51 @@
+"""Figures of training that should stay within a band, and what to do where one leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection
+
+SIGNALS = (
+    (
+        "correction/effective_ratio",
+        "warn_effective_ratio",
+        "below",
+        "few tokens carry most of the gradient; lower async_training.staleness_threshold or trainer.lr, or cut the weights with "
+        "algorithm.rollout_is_threshold = 2.0",
+    ),
+    (
+        "correction/kl",
+        "warn_kl",
+        "above",
+        "the policy is far from what sampled its data; lower async_training.staleness_threshold or trainer.lr, and see "
+        "algorithm.rollout_is and rollout_rs",
+    ),
+    (
+        "ref/kl",
+        "warn_ref_kl",
+        "above",
+        "the policy is far from its reference; raise algorithm.kl_loss_coef or kl_coef, or lower trainer.lr",
+    ),
+)
+"""(metric, key of [algorithm], the side of that limit on which a step is warned of, advice)."""
+
+
+class Bands:
+    """Tells of each signal once, until a step is back within its band."""
+
+    def __init__(self, algorithm: AlgorithmSection) -> None:
+        self._limits = {key: getattr(algorithm, key) for _, key, _, _ in SIGNALS}
+        self._outside: set[str] = set()
+
+    def left(self, figures: Mapping[str, Any]) -> Iterator[str]:
+        """A warning for each signal that leaves its band with this step's figures; one that was not measured stays as it was."""
+        for name, key, side, advice in SIGNALS:
+            figure, limit = figures.get(name), self._limits[key]
+            if figure is None:
+                continue
+            is_outside = figure < limit if side == "below" else figure > limit
+            if is_outside and name not in self._outside:
+                yield f"{name} = {figure:.3g} is {side} algorithm.{key} = {limit:g}: {advice}"
+            (self._outside.add if is_outside else self._outside.discard)(name)

@@ -1,0 +1,159 @@
+"""The critic: a transformer with a linear head, which tells for each sampled token what its trajectory will earn from there on.
+
+With V the critic in training, V_old its value at the train step's start and R the return (credit.py), per token
+
+    loss = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2,  c = critic.cliprange_value
+
+added up as the policy's (`algorithm.loss_agg_mode`). The head begins at zero, so that the first advantages are the returns.
+
+Sources: Schulman et al. 2017 (arXiv:1707.06347), section 5; the clip is that of OpenAI's baselines, as in verl.
+
+What it is not: it shares no layer with the policy; its value of a state knows the tokens before a sampled token, never that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl_cli.loop.values import Ratio, Value
+from asyncrl_cli.models.attention import choose_attention
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.train.batch import Microbatch
+from asyncrl_cli.train.credit import RETURNS
+from asyncrl_cli.train.losses import Metric, mean_of, sum_of
+from asyncrl_cli.train.policy_model import _shard as shard
+from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
+from asyncrl_cli.train.reduction import optimizer_metrics, reduced
+from asyncrl_cli.train.scores import VALUES
+
+MOMENTS = ("returns", "squared returns", "errors", "squared errors")
+"""Sums from which `critic/explained_variance` is made; they are not metrics of their own."""
+
+Aggregate = Callable[[torch.Tensor, Microbatch], torch.Tensor]
+"""Adds up the losses of a microbatch's tokens."""
+
+
+class CriticModel:
+    """One rank's part of the critic. `parameters` are its sharded float32 master weights by name."""
+
+    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, attn_implementation="eager", trust_remote_code=profile.model.trust_remote_code
+        )
+        model.eval().to(ranks.device)
+        choose_attention(model)
+        self._valuer = shard(_Valuer(model), profile.model.dtype, ranks)
+        self._keeps_whole = ranks.device.type == "cpu"
+        self.parameters = cast(dict[str, DTensor], dict(self._valuer.named_parameters()))
+
+    def valued_N(self, microbatch: Microbatch) -> torch.Tensor:
+        """Values of the states in which the tokens were sampled, with gradient. A collective."""
+        values_N: torch.Tensor = self._valuer(microbatch)
+        return values_N
+
+    def values_N(self, microbatch: Microbatch) -> torch.Tensor:
+        """The same without gradient. A collective."""
+        with torch.no_grad():
+            values_N = self.valued_N(microbatch)
+        for module in self._valuer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return values_N
+
+    def before_backward(self, *, is_last: bool) -> None:
+        if self._keeps_whole:
+            root = cast(FSDPModule, self._valuer)
+            root.set_reshard_after_forward(False)
+            root.set_requires_gradient_sync(is_last)
+            root.set_reshard_after_backward(is_last)
+
+    def locals(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
+
+
+class Critic:
+    """One rank's part of the critic, with its optimizer. OSError or ValueError, from transformers, if `model_dir` is no model."""
+
+    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks, *, total_optimizer_steps: int) -> None:
+        own, trainer = profile.critic, profile.trainer
+        self.model = CriticModel(profile, model_dir, ranks)
+        section = trainer.model_copy(update={"lr": own.lr or trainer.lr, "grad_clip": own.grad_clip})
+        self.optimizer = PolicyOptimizer(section, ranks, self.model.parameters, total_optimizer_steps=total_optimizer_steps)
+        self._clip, self._head_start = own.cliprange_value, own.head_start_steps
+        self._ranks = ranks
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the policy waits while the critic has its head start."""
+        return self.optimizer.steps_made < self._head_start
+
+    def values_N(self, microbatch: Microbatch) -> torch.Tensor:
+        """Values of the states in which the tokens were sampled, without gradient. A collective."""
+        return self.model.values_N(microbatch)
+
+    def step(self, parts: Sequence[Microbatch], aggregate: Aggregate, seen: list[dict[str, Metric]]) -> tuple[float, float]:
+        """An optimizer step on microbatches with the columns of values and returns. A collective. Adds the metrics of each to
+        `seen`. Returns the gradient's norm and the learning rate."""
+        for part in parts:
+            self.model.before_backward(is_last=part is parts[-1])
+            old_N, returns_N = part.columns[VALUES], part.columns[RETURNS]
+            loss_N, is_clipped_N = value_loss(self.model.valued_N(part), old_N, returns_N, self._clip)
+            loss = aggregate(loss_N, part)
+            (loss * self._ranks.world_size).backward()  # as in policy_update.py
+            errors_N = returns_N - old_N
+            moments = (returns_N, returns_N.square(), errors_N, errors_N.square())
+            seen.append(
+                {
+                    "critic/loss": sum_of(loss),
+                    "critic/clipped_ratio": mean_of(is_clipped_N),
+                    "critic/value_mean": mean_of(old_N),
+                    "critic/return_mean": mean_of(returns_N),
+                    **{name: sum_of(values_N.double()) for name, values_N in zip(MOMENTS, moments, strict=True)},
+                }
+            )
+        return self.optimizer.step()
+
+
+def value_loss(
+    values_N: torch.Tensor, old_N: torch.Tensor, returns_N: torch.Tensor, clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's loss, and whether the clip decided it."""
+    clipped_N = torch.maximum(torch.minimum(values_N, old_N + clip), old_N - clip)
+    plain_N, cut_N = (values_N - returns_N).square(), (clipped_N - returns_N).square()
+    return torch.maximum(plain_N, cut_N) / 2, cut_N > plain_N
+
+
+def critic_metrics(ranks: Ranks, seen: Sequence[Mapping[str, Metric]], steps: Sequence[tuple[float, float]]) -> dict[str, Value]:
+    """Of a train step, from what `Critic.step` has added to `seen` and returned. A collective."""
+    found = reduced(ranks, seen)
+    number = found["critic/value_mean"].whole
+    total, squares, error, squared_error = (found.pop(name).value for name in MOMENTS)
+    spread, unexplained = squares - total * total / max(number, 1), squared_error - error * error / max(number, 1)
+    return (
+        found
+        | optimizer_metrics("critic", found["critic/loss"], steps)
+        | {"critic/explained_variance": Ratio(spread - unexplained, spread)}
+    )
+
+
+class _Valuer(torch.nn.Module):
+    """The transformer of a language model, and a head in place of the language model's."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = getattr(model, model.base_model_prefix)
+        self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, microbatch: Microbatch) -> torch.Tensor:
+        hidden_BTH = self.model(input_ids=microbatch.inputs_BT, use_cache=False).last_hidden_state
+        hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, microbatch.select_N)
+        values_N: torch.Tensor = self.head(hidden_NH).sum(-1).float()
+        return values_N

@@ -1,0 +1,42 @@
+"""Figures of microbatches -> the metrics of a train step, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from asyncrl_cli.loop.values import Last, Max, Ratio, Sum, Value
+from asyncrl_cli.train.losses import Metric
+from asyncrl_cli.train.ranks import Ranks
+
+
+def reduced(ranks: Ranks, seen: Sequence[Mapping[str, Metric]]) -> dict[str, Value]:
+    """The metrics of a train step over all ranks, from those of each microbatch. A collective: all must have the same names."""
+    if not seen:
+        return {}
+    kinds = {name: metric.kind for name, metric in sorted(seen[0].items())}
+    amounts = {name: torch.stack([metrics[name].amount.double() for metrics in seen]) for name in kinds}
+    maxima, sums = ([name for name in kinds if (kinds[name] == "max") is is_max] for is_max in (True, False))
+    weights = amounts[sums[0]].new_tensor([sum(metrics[name].weight for metrics in seen) for name in sums])
+    totals = ranks.sum(torch.stack([*(amounts[name].sum() for name in sums), *weights])).view(2, -1).tolist()
+    values: dict[str, Value] = {}
+    for name, amount, weight in zip(sums, *totals, strict=True):
+        values[name] = Ratio(amount, weight) if kinds[name] == "mean" else Sum(amount)
+    if maxima:
+        largest = ranks.max(torch.stack([amounts[name].max() for name in maxima])).tolist()
+        values |= {name: Max(amount) for name, amount in zip(maxima, largest, strict=True)}
+    return values
+
+
+def optimizer_metrics(prefix: str, loss: Value, steps: Sequence[tuple[float, float]]) -> dict[str, Value]:
+    """Of `steps`, each its gradient's norm and learning rate, and of the sum of their losses. Those without a finite norm were
+    skipped."""
+    made = [norm for norm, _ in steps if math.isfinite(norm)]
+    return {
+        f"{prefix}/loss": Ratio(loss.value, len(steps)),
+        f"{prefix}/grad_norm": Ratio(sum(made), len(made)),
+        f"{prefix}/lr": Last(steps[-1][1]),
+        f"{prefix}/skipped_steps": Sum(float(len(steps) - len(made))),
+    }

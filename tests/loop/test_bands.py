@@ -1,0 +1,21 @@
+"""Warnings of figures of training that leave their band."""
+
+from __future__ import annotations
+
+from asyncrl_cli.loop.bands import Bands
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection
+
+
+def test_a_figure_is_warned_of_when_it_leaves_its_band_and_again_only_after_it_was_back():
+    bands = Bands(AlgorithmSection(warn_kl=0.2))
+    warned = [list(bands.left({"correction/kl": kl})) for kl in (0.1, 0.3, 0.4, 0.2, 0.21)]
+    assert [len(warnings) for warnings in warned] == [0, 1, 0, 0, 1]
+    assert warned[1][0].startswith("correction/kl = 0.3 is above algorithm.warn_kl = 0.2: ")
+
+
+def test_weights_should_not_be_few_and_what_was_not_measured_is_not_judged():
+    bands = Bands(AlgorithmSection())
+    assert not list(bands.left({"correction/effective_ratio": 0.9, "ref/kl": 0.0}))
+    assert not list(bands.left({}))
+    (warning,) = bands.left({"correction/effective_ratio": 0.4})
+    assert "is below algorithm.warn_effective_ratio = 0.5" in warning

@@ -1,0 +1,113 @@
+"""KL estimates, and advantages from columns, against their formulas in NumPy (reference_losses.py)."""
+
+from __future__ import annotations
+
+import typing
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection, Kl
+from asyncrl_cli.train.advantages import advantages_of
+from asyncrl_cli.train.credit import ADVANTAGES, RETURNS, credit, gae
+from asyncrl_cli.train.kl import kl_of
+from asyncrl_cli.train.scores import REF, VALUES, deal, joined, sampled_tokens, step_microbatches
+from tests.train import reference_losses as reference
+from tests.train.test_losses import OneRank
+from tests.train.train_samples import make_step
+from tests.trainers import planned
+
+trajectories = st.lists(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=9), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("kind", typing.get_args(Kl))
+def test_each_kl_estimate_has_its_papers_values_and_gradients(kind):
+    rng = np.random.default_rng(0)
+    policy, ref = rng.normal(-2, 1.0, 200), rng.normal(-2, 1.0, 200)
+    policy[:2], ref[:2] = [-25.0, -4.0], [-0.1, -0.1]  # beyond both limits of low_var_kl
+    logp_N = torch.tensor(policy, requires_grad=True)
+    found_N = kl_of(kind, torch.tensor(ref) - logp_N)
+    found_N.sum().backward()
+    values, slopes = reference.kl(kind, policy, ref)
+    np.testing.assert_allclose(found_N.detach(), values, rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(logp_N.grad, slopes, rtol=1e-10, atol=1e-14)
+
+
+def flat(of):
+    ends = np.cumsum([len(tokens) for tokens in of])
+    rewards, values = np.array([pair for tokens in of for pair in tokens]).T
+    return rewards, values, ends
+
+
+@given(trajectories, st.floats(0.01, 1), st.floats(0, 1))
+def test_gae_is_its_definition(of, gamma, lam):
+    rewards, values, ends = flat(of)
+    expected = [reference.gae([r for r, _ in tokens], [v for _, v in tokens], gamma, lam) for tokens in of]
+    np.testing.assert_allclose(gae(rewards, values, ends, gamma, lam), np.concatenate(expected), rtol=1e-9, atol=1e-9)
+
+
+@given(trajectories)
+def test_with_lambda_and_gamma_of_1_and_values_of_0_every_advantage_is_the_return(of):
+    rewards, values, ends = flat(of)
+    returns = [np.cumsum([r for r, _ in tokens][::-1])[::-1] for tokens in of]
+    np.testing.assert_allclose(gae(rewards, 0 * values, ends, 1.0, 1.0), np.concatenate(returns), atol=1e-9)
+
+
+def credited(seed, max_tokens=8192, **keys):
+    """The plan of one optimizer step of 4 groups, its columns of reference, values, advantages and returns, and its metrics."""
+    metas, payloads = make_step(seed, num_groups=4)
+    (plan,) = planned(metas, **keys)
+    groups, algorithm, ranks = dict(enumerate(payloads)), AlgorithmSection(**keys), OneRank()
+    (step,) = plan.optimizer_steps
+    (parts,) = step_microbatches([step], groups, window=0, max_tokens=max_tokens, ranks=ranks)
+    counts = sampled_tokens(step, groups)
+    rng = np.random.default_rng(seed)
+    columns = {name: rng.normal(mean, 0.3, sum(counts)) for name, mean in ((REF, -4.0), (VALUES, 0.5))}
+    for name, column in columns.items():
+        deal(name, parts, torch.from_numpy(column).float())
+    metrics = credit(step, parts, counts, algorithm=algorithm, ranks=ranks)
+    mu = np.concatenate([s.logprobs_T[s.mask_T] for t in step.trajectories for s in segments_of(groups, t)])
+    columns |= {name: joined(name, parts, sum(counts)).numpy() for name in (ADVANTAGES, RETURNS) if name in parts[0].columns}
+    split = {name: np.split(column, np.cumsum(counts)[:-1]) for name, column in {**columns, "mu": mu}.items()}
+    rewards = [payloads[t.group].trajectories[t.trajectory].reward for t in step.trajectories]
+    return step, rewards, split, metrics
+
+
+def segments_of(groups, planned_trajectory):
+    return groups[planned_trajectory.group].trajectories[planned_trajectory.trajectory].segments
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([8192, 60]))
+def test_a_critics_advantages_and_returns_and_a_penalty_per_token(seed, max_tokens):
+    keys = {"adv_estimator": "gae", "gamma": 0.99, "lam": 0.9, "use_kl_in_reward": True, "kl_coef": 0.1, "kl_penalty": "k2"}
+    _, rewards, columns, metrics = credited(seed, max_tokens, **keys)
+    advantages, sums = [], []
+    for reward, values, mu, ref in zip(rewards, columns[VALUES], columns["mu"], columns[REF], strict=True):
+        penalties = 0.1 * reference.kl("k2", mu.astype(float), ref)[0]
+        sums.append(penalties.sum())
+        penalties[-1] -= reward
+        advantages.append(reference.gae(-penalties, values, 0.99, 0.9))
+    for found, advantage, values in zip(columns[RETURNS], advantages, columns[VALUES], strict=True):
+        np.testing.assert_allclose(found, advantage + values, atol=1e-5)
+    everything = np.concatenate(advantages)
+    expected = (everything - everything.mean()) / np.sqrt(everything.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(np.concatenate(columns[ADVANTAGES]), expected, atol=1e-5)
+    penalty = metrics["reward/kl_penalty"]
+    assert penalty.amount.item() / penalty.weight == pytest.approx(np.mean(sums), rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
+def test_other_estimators_compare_rewards_less_the_sum_of_penalties(estimator):
+    keys = {"adv_estimator": estimator, "use_kl_in_reward": True, "kl_coef": 0.05}
+    step, rewards, columns, _ = credited(3, **keys)
+    penalized: dict[int, list[float]] = {group: [0.0] * 8 for group in range(4)}
+    for planned_trajectory, reward, mu, ref in zip(step.trajectories, rewards, columns["mu"], columns[REF], strict=True):
+        penalized[planned_trajectory.group][planned_trajectory.trajectory] = reward - 0.05 * (mu - ref).sum()
+    advantages = advantages_of(list(penalized.values()), AlgorithmSection(adv_estimator=estimator))
+    for planned_trajectory, found in zip(step.trajectories, columns[ADVANTAGES], strict=True):
+        expected = advantages[planned_trajectory.group][planned_trajectory.trajectory]
+        np.testing.assert_allclose(found, expected, atol=1e-4)
