@@ -46,6 +46,8 @@ def check_agent(code: UserCode) -> None:
 
 def player(code: UserCode) -> Callable[[Item, Access], Awaitable[float]]:
     """What plays an item with the agent and returns the reward. Raises what `load_agent` does."""
+    import openai  # noqa: F401  (it takes seconds: longer than the first episode may keep its process from others)
+
     function = load_agent(code)
 
     async def play(item: Item, access: Access) -> float:
