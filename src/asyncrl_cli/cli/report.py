@@ -27,6 +27,10 @@ def report(
         Path | None,
         typer.Option("--out", metavar="FILE", help="The file to write; by default report.html, in a single run's own directory."),
     ] = None,
+    search: Annotated[
+        bool,
+        typer.Option("--tune", help="Also search the setting that would have been fastest; it takes minutes, on a virtual clock."),
+    ] = False,
     open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     runs_dir: RunsDirOption = RUNS_DIR,
 ) -> None:
@@ -35,7 +39,7 @@ def report(
     from asyncrl_cli.report.write import write_report
 
     with Starting("auto") as progress:
-        path = write_report(runs, out, runs_dir, progress)
+        path = write_report(runs, out, runs_dir, progress, search=search)
     say(f"{path.stat().st_size / 10**6:.1f} MB; it needs no network")
     print_text(str(path))
     if open_it:

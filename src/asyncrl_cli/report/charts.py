@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Kind = Literal["lines", "reward", "parts", "histogram", "quantiles", "any", "timeline"]
+Kind = Literal["lines", "reward", "parts", "histogram", "quantiles", "any", "timeline", "detail"]
 Unit = Literal["share", "seconds", "", "tokens/s", "tokens", "nats"]
 
 
@@ -77,6 +77,14 @@ CHARTS = (
         kind="parts",
         unit="share",
         prefix="states/rollout/",
+    ),
+    Chart(
+        section=IDLE,
+        title="Scorers: where their time goes",
+        note="Share of time by state, mean over the scorers (placement.tasks). All but busy is idle.",
+        kind="parts",
+        unit="share",
+        prefix="states/scorer/",
     ),
     Chart(
         section=IDLE,
@@ -241,8 +249,14 @@ CHARTS = (
     Chart(
         section="Timeline",
         title="What every executor did",
-        note="Drag to zoom, double-click to see all again. Dashed: a new version was published.",
+        note="Drag to zoom, double-click to see all again. Dotted: a new version was published.",
         kind="timeline",
+    ),
+    Chart(
+        section="Timeline",
+        title="In the middle of the run",
+        note="Some windows with every stay. Dotted: a new version was published.",
+        kind="detail",
     ),
 )
 

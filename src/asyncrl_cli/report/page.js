@@ -15,7 +15,7 @@ const SHADES = { light: [[0, "#eef2f6"], [0.5, "#5a9bd4"], [1, "#08306b"]], dark
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 /* Work is dark or saturated, waiting is bright. */
 const PARTS = {
-  busy: "#0072B2", train: "#0072B2", old_logprob: "#56B4E9", wait_data: "#F0E442", starved: "#F0E442", "waiting for tools": "#CC79A7",
+  busy: "#0072B2", train: "#0072B2", old_logprob: "#56B4E9", wait_data: "#F0E442", wait_scores: "#B8DE9A", starved: "#F0E442", "waiting for tools": "#CC79A7",
   eval: "#CC79A7", blocked: "#E69F00", checkpoint: "#E69F00", syncing: "#009E73", gather: "#009E73", loading: "#D55E00",
   paused: "#999999", other: "#999999", failed: "#7A0000", done: "#DDDDDD",
 };
@@ -23,6 +23,7 @@ const SYMBOLS = {
   eval: ["diamond", "◆"], checkpoint: ["square", "■"], resume: ["triangle-right", "▶"], restart: ["triangle-up", "▲"],
   "worker lost": ["triangle-down", "▼"], failure: ["x", "✕"], warning: ["cross", "✚"],
 };
+const MOST_MARKS = 60;
 const GRAVE = ["resume", "restart", "worker lost", "failure"];
 const QUANTILES = { low: 2, quarter: 10, median: 20, three: 30, high: 38 };
 
@@ -63,15 +64,20 @@ function layout(chart, height, more) {
 
 /* Plots of one run each have the same range, so that they can be compared by eye. */
 function aligned(chart) {
-  if (!several || !perRun(chart)) return {};
-  const ends = runs.map((run) => (chart.kind === "timeline" ? run.columns.time_s : xs(run)).at(-1));
+  if (!several || !perRun(chart) || chart.kind === "detail") return {};
+  const ends = runs.map((run) => (isTimeline(chart) ? run.columns.time_s : xs(run)).at(-1));
   return { range: [0, Math.max(...ends)] };
+}
+
+/* What is marked: nothing regular that is so frequent that its marks would be a bar. */
+function kindsOf(run) {
+  const number = (kind) => run.marks.filter((mark) => mark.kind === kind).length;
+  return Object.keys(SYMBOLS).filter((kind) => number(kind) > 0 && (number(kind) < MOST_MARKS || GRAVE.includes(kind)));
 }
 
 /* Marks of a run at the foot of a chart, and lines where it was interrupted. */
 function marks(run, place) {
-  const kinds = Object.keys(SYMBOLS).filter((kind) => run.marks.some((mark) => mark.kind === kind));
-  return kinds.map((kind) => {
+  return kindsOf(run).map((kind) => {
     const own = run.marks.filter((mark) => mark.kind === kind);
     return {
       type: "scatter", mode: "markers", name: kind, yaxis: "y2", cliponaxis: false,
@@ -83,7 +89,7 @@ function marks(run, place) {
 }
 
 function rules(run, place) {
-  return run.marks.filter((mark) => GRAVE.includes(mark.kind)).slice(0, 60).map((mark) => ({
+  return run.marks.filter((mark) => GRAVE.includes(mark.kind)).slice(0, MOST_MARKS).map((mark) => ({
     type: "line", xref: "x", yref: "paper", x0: mark[AXES[axis][0]], x1: mark[AXES[axis][0]], y0: 0, y1: 1,
     line: { color: several ? colour(place) : css("--dim"), width: 1, dash: "dot" },
   }));
@@ -128,7 +134,7 @@ function evalTraces(run, place) {
       type: "scatter", mode: "lines+markers", name, x: own.map((one) => one[AXES[axis][0]]), y: own.map((one) => one.reward_mean),
       text: own.map((one) => `version ${one.version}`), hovertemplate: "%{y:.3f} (%{text})",
       line: { color: colour(several ? place : number + 1), width: 2, dash: "dot" },
-      marker: { size: 10, symbol: ["diamond", "circle", "square", "star"][number % 4], line: { color: css("--paper"), width: 1 } },
+      marker: { size: own.length > MOST_MARKS ? 4 : 10, symbol: ["diamond", "circle", "square", "star"][number % 4], line: { color: css("--paper"), width: 1 } },
     };
   });
 }
@@ -173,16 +179,16 @@ function quantileTraces(chart, run) {
 }
 
 /* A state's stays are one line per executor row, broken between them: one path, however many stays there are. */
-function timelineTraces(run) {
-  const names = Object.keys(run.timeline.executors);
+function timelineTraces(run, timeline) {
+  const names = Object.keys(timeline.executors);
   const width = rowHeight(names) * 0.62;
   const order = Object.keys(PARTS);
-  const states = [...new Set(names.flatMap((name) => Object.keys(run.timeline.executors[name])))];
+  const states = [...new Set(names.flatMap((name) => Object.keys(timeline.executors[name])))];
   states.sort((one, other) => order.indexOf(one) - order.indexOf(other));
   const traces = states.map((state) => {
     const x = [], y = [], text = [];
     names.forEach((name, row) => {
-      const stays = run.timeline.executors[name][state] || [];
+      const stays = timeline.executors[name][state] || [];
       for (let place = 0; place < stays.length; place += 2) {
         const told = `${name}: ${state} ${stays[place + 1].toPrecision(3)} s`;
         x.push(stays[place], stays[place] + stays[place + 1], null);
@@ -195,8 +201,11 @@ function timelineTraces(run) {
       line: { color: PARTS[state] || "#999999", width, simplify: false },
     };
   });
-  const x = run.published_s.flatMap((time) => [time, time, null]);
-  const y = run.published_s.flatMap(() => [-0.6, names.length - 0.4, null]);
+  const ends = traces.flatMap((trace) => [trace.x[0], trace.x.at(-2)]);
+  const inside = run.published_s.filter((time) => time >= Math.min(...ends) && time <= Math.max(...ends));
+  const few = inside.length <= MOST_MARKS ? inside : [];
+  const x = few.flatMap((time) => [time, time, null]);
+  const y = few.flatMap(() => [-0.6, names.length - 0.4, null]);
   const published = { type: "scatter", mode: "lines", name: "new version", x, y, hoverinfo: "skip", line: { color: css("--ink"), width: 1, dash: "dot" } };
   return [...traces, published];
 }
@@ -225,11 +234,13 @@ function figureOf(chart, shown) {
     }
     case "quantiles":
       return [[...quantileTraces(chart, run), ...marked], layout(chart, height, more)];
-    case "timeline": {
-      const names = Object.keys(run.timeline.executors);
+    case "timeline":
+    case "detail": {
+      const timeline = run[chart.kind];
+      const names = Object.keys(timeline.executors);
       const made = layout(chart, names.length * rowHeight(names) + 60, { hovermode: "closest", shapes: [] });
       const ticks = { tickvals: names.map((_, row) => row), ticktext: names, range: [names.length - 0.3, -0.7], fixedrange: true, showgrid: false };
-      return [timelineTraces(run), { ...made, xaxis: { ...made.xaxis, title: { text: AXES.time[1] } }, yaxis: { ...made.yaxis, ...ticks } }];
+      return [timelineTraces(run, timeline), { ...made, xaxis: { ...made.xaxis, title: { text: AXES.time[1] } }, yaxis: { ...made.yaxis, ...ticks } }];
     }
     case "any": {
       const own = { ...chart, series: [[anyKey, anyKey]] };
@@ -244,12 +255,13 @@ function figureOf(chart, shown) {
 
 function hasData(chart, run) {
   if (chart.kind === "any") return true;
-  if (chart.kind === "timeline") return Object.keys(run.timeline.executors).length > 0;
+  if (isTimeline(chart)) return Object.keys(run[chart.kind].executors).length > 0;
   if (chart.kind === "parts") return partsOf(run, chart).length > 0;
   return chart.series.some(([key]) => has(run, key)) || (chart.kind === "reward" && run.evals.length > 0);
 }
 
-const perRun = (chart) => ["parts", "histogram", "quantiles", "timeline"].includes(chart.kind);
+const isTimeline = (chart) => ["timeline", "detail"].includes(chart.kind);
+const perRun = (chart) => ["parts", "histogram", "quantiles"].includes(chart.kind) || isTimeline(chart);
 
 function element(tag, attributes, ...children) {
   const made = document.createElement(tag);
@@ -262,8 +274,9 @@ function noteOf(chart, shown) {
   const joined = shown.filter((run) => run.steps_per_point > 1);
   const merged = shown.filter((run) => run.timeline.merged_s > 0);
   if (chart.kind === "timeline") {
-    return merged.map((run) => ` Stays shorter than ${run.timeline.merged_s.toPrecision(2)} s are merged (${run.name}).`).join("");
+    return merged.map((run) => ` ${run.name}: merged within cells of ${run.timeline.merged_s.toPrecision(2)} s, shares kept.`).join("");
   }
+  if (isTimeline(chart)) return "";
   return joined.length ? ` Each point is the mean of ${joined[0].steps_per_point} train steps.` : "";
 }
 
@@ -271,7 +284,7 @@ function noteOf(chart, shown) {
 function build() {
   const plots = [];
   const host = document.getElementById("charts");
-  const kinds = Object.keys(SYMBOLS).filter((kind) => runs.some((run) => run.marks.some((mark) => mark.kind === kind)));
+  const kinds = Object.keys(SYMBOLS).filter((kind) => runs.some((run) => kindsOf(run).includes(kind)));
   if (kinds.length) host.append(element("p", { class: "dim" }, "At the foot of the charts: " + kinds.map((kind) => `${SYMBOLS[kind][1]} ${kind}`).join("  ")));
   for (const section of new Set(report.charts.map((chart) => chart.section))) {
     const grid = element("div", { class: "charts" });
@@ -279,9 +292,9 @@ function build() {
       const shown = runs.filter((run) => hasData(chart, run));
       if (!shown.length) continue;
       const apart = several && perRun(chart);
-      const isWide = apart || chart.kind === "timeline";
+      const isWide = apart || isTimeline(chart);
       const card = element("div", { class: "chart card" + (isWide ? " wide" : "") });
-      const panels = element("div", { class: apart && chart.kind !== "timeline" ? "beside" : "" });
+      const panels = element("div", { class: apart && !isTimeline(chart) ? "beside" : "" });
       card.append(element("h3", {}, chart.title), element("p", {}, chart.note + noteOf(chart, shown)), panels);
       if (chart.kind === "any") panels.before(chooser());
       for (const group of perRun(chart) ? shown.map((run) => [run]) : [shown]) {
@@ -312,9 +325,10 @@ function zoom(changed, from) {
   const all = "xaxis.autorange" in changed;
   if (zooming || !(all || "xaxis.range[0]" in changed)) return;
   zooming = true;
-  const isTime = (chart) => chart.kind === "timeline" || axis === "time";
+  if (from[0].kind === "detail") { zooming = false; return; }
+  const isTime = (chart) => isTimeline(chart) || axis === "time";
   const range = all ? { "xaxis.autorange": true } : { "xaxis.range": [changed["xaxis.range[0]"], changed["xaxis.range[1]"]] };
-  const others = plots.filter(([chart, , div]) => div !== from[2] && isTime(chart) === isTime(from[0]));
+  const others = plots.filter(([chart, , div]) => div !== from[2] && chart.kind !== "detail" && isTime(chart) === isTime(from[0]));
   Promise.all(others.map(([, , div]) => Plotly.relayout(div, range))).then(() => { zooming = false; });
 }
 

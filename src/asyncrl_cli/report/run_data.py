@@ -12,6 +12,7 @@ from asyncrl_cli.observe.format import clock, count, event_text, number
 from asyncrl_cli.observe.lines import EventLine, Line
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.status import read_status
+from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.keys import entries_of
 from asyncrl_cli.report.columns import Columns, columns_of, rounded
@@ -31,13 +32,15 @@ MARKS = {
 }
 """Event -> its word on the page."""
 PUBLISHED = "published"
+DETAIL_WINDOWS = 6
 MOST_MARKS = 100
 """Of one kind. The first and the last are among those that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """`facts`: (label, text). `values` and `origins` are the configuration by dotted key."""
+    """`facts`: (label, text). `values` and `origins` are the configuration by dotted key. `detail`: some windows in the middle of
+    the timeline, exact, if the whole is merged."""
 
     name: str
     purpose: str
@@ -47,6 +50,7 @@ class RunData:
     findings: list[Finding]
     columns: Columns
     timeline: Timeline
+    detail: Timeline | None
     evals: list[dict[str, Any]]
     marks: list[dict[str, Any]]
     published_s: list[float]
@@ -64,6 +68,7 @@ class RunData:
             "marks": self.marks,
             "published_s": self.published_s,
             "timeline": self.timeline.to_json(),
+            "detail": self.detail.to_json() if self.detail else {"merged_s": 0, "executors": {}},
             "limits": self.limits,
         }
 
@@ -90,11 +95,19 @@ def run_data(recorded: Recorded) -> RunData:
         findings=[*_outcome(recorded, totals, events), *verdict_of(totals, settings, settings.schedule.mode)],
         columns=columns,
         timeline=timeline,
+        detail=_middle(recorded, num_steps, settings.schedule.window_steps) if timeline.merged_s else None,
         evals=evals,
         marks=[event for name in MARKS for event in _thinned([event for event in events if event["event"] == name])],
-        published_s=_thinned([event["time_s"] for event in events if event["event"] == PUBLISHED]),
+        published_s=[event["time_s"] for event in events if event["event"] == PUBLISHED],
         limits={"staleness": settings.schedule.max_staleness, "logprob_diff": settings.max_logprob_diff},
     )
+
+
+def _middle(recorded: Recorded, num_steps: int, window_steps: int) -> Timeline:
+    """The timeline of `DETAIL_WINDOWS` windows, in so far as a page can hold it."""
+    first = max(1, num_steps // 2)
+    lines = recorded.timeline(first, first + DETAIL_WINDOWS * window_steps - 1)
+    return Timeline(roles=recorded.roles, length_s=_length_s(recorded)).read(lines)
 
 
 def _length_s(recorded: Recorded) -> float:
@@ -141,8 +154,11 @@ def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[t
             "schedule",
             f"R {schedule.step_groups} groups of {profile.rollout.n}, W {schedule.window_groups}, bound {schedule.max_staleness}",
         ),
-        ("trained", f"{totals.steps} of {schedule.train_steps} steps, {count(totals.last.get('tokens_trained'))} tokens"),
-        ("time", f"{clock(totals.last.get('time_s'))} of training, {len(recorded.attempts)} attempt(s)"),
+        (
+            "trained",
+            f"{count(totals.steps)} of {count(schedule.train_steps)} steps, {count(totals.last.get('tokens_trained'))} tokens",
+        ),
+        ("time", f"{clock(totals.last.get('time_s'))} of training, {counted(max(len(recorded.attempts), 1), 'attempt')}"),
     ]
 
 
@@ -162,8 +178,8 @@ def _outcome(recorded: Recorded, totals: Totals, events: list[dict[str, Any]]) -
     if error := str(recorded.status.get("error", "")):
         yield Finding("outcome", "bad", f"The run ended in an error: {error}", f"asyncrl logs {recorded.name}")
     resumes = sum(event["event"] == "resumed" for event in events)
-    again = f", resumed {resumes} time{'s' if resumes > 1 else ''}" if resumes else ""
-    text = f"{totals.steps} train steps in {clock(totals.last.get('time_s'))}{again}. "
+    again = f", resumed {counted(resumes, 'time')}" if resumes else ""
+    text = f"{count(totals.steps)} train steps in {clock(totals.last.get('time_s'))}{again}. "
     scores = [event["reward_mean"] for event in events if event.get("reward_mean") is not None and not event["eval_set"]]
     first, last = totals.first.get("reward/mean"), totals.last.get("reward/mean")
     if len(scores) > 1:

@@ -1,7 +1,7 @@
 """Where the executors' time went: their spans, for drawing, and each role's share of states per train step.
 
-A run has more spans than a page can hold. What is too many is merged: time is cut into cells of equal length, and a cell has the
-state in which the executor was longest.
+A long run has more spans than a page can hold. They are merged: time is cut into cells of equal length, and within a cell each
+state comes once, for as long as the executor was in it. Where time went stays right; what came first within a cell is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from asyncrl_cli.observe.lines import Spans, TimelineLine, add_span
 
 MOST_SPANS = 24_000
 """Spans of one drawn timeline; a browser draws so many without a wait."""
+STATES_PER_CELL = 3
+"""As many stays as a cell has on average, at most: most states are rare."""
 DECIMALS = 3
 
 
@@ -56,7 +58,7 @@ class Timeline:
             self._merge()
 
     def _merge(self) -> None:
-        self.merged_s = max(self.length_s, 1e-9) * max(len(self.spans), 1) / self.most_spans
+        self.merged_s = max(self.length_s, 1e-9) * max(len(self.spans), 1) * STATES_PER_CELL / self.most_spans
         self.spans = {name: _merged(stays, self.merged_s) for name, stays in self.spans.items()}
         self._count = sum(map(len, self.spans.values()))
 
@@ -66,7 +68,7 @@ class Timeline:
         return {"merged_s": round(self.merged_s, DECIMALS), "executors": {name: _by_state(stays) for name, stays in drawn.items()}}
 
     def _place(self, name: str) -> tuple[int, int, str]:
-        flow = ("trainer", "rollout", "reward", "feed")
+        flow = ("trainer", "scorer", "rollout", "reward", "feed")
         role = self.roles.get(name, name)
         return (flow.index(role) if role in flow else len(flow), len(name), name)
 
@@ -81,7 +83,10 @@ def _merged(stays: Iterable[tuple[str, float, float]], cell_s: float) -> list[tu
                 states[state] = states.get(state, 0.0) + inside_s
     merged: list[tuple[str, float, float]] = []
     for cell, states in cells.items():
-        add_span(merged, max(states, key=lambda state: states[state]), cell * cell_s, (cell + 1) * cell_s)
+        at_s = cell * cell_s
+        for state in sorted(states):
+            add_span(merged, state, at_s, at_s + states[state])
+            at_s += states[state]
     return merged
 
 

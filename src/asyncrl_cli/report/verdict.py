@@ -111,6 +111,7 @@ def _beside(totals: Totals) -> Iterator[Finding]:
     """What takes time beside training and generation."""
     asks = {
         "evals": ("eval", "Evals held workers while the trainer waited", "Fewer eval.prompts, or a larger eval.every_versions."),
+        "scores": ("wait_scores", "The trainer waited for scores", "More resources for the scorers (placement.tasks)."),
         "checkpoints": ("checkpoint", "The trainer waited for checkpoints", "A larger checkpoint.every_steps."),
         "gathering": (
             "gather",

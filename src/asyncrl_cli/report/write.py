@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
 
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.side_by_side import side_by_side
 from asyncrl_cli.report.bench import bench_html, is_bench, runs_in
-from asyncrl_cli.report.page import GENERATOR, beside_each_other, page_of, plotly
+from asyncrl_cli.report.page import GENERATOR, beside_each_other, card, page_of, plotly
 from asyncrl_cli.report.run_data import run_data
 from asyncrl_cli.safe_files import open_regular
 from asyncrl_cli.storage import replace_text
@@ -18,8 +19,11 @@ NAME = "report.html"
 HEAD_BYTES = 300
 
 
-def write_report(names: Sequence[str], out: Path | None, runs_dir: Path, progress: Callable[[str], None]) -> Path:
-    """Write the page of these runs, or of one bench's directory, and return its file.
+def write_report(
+    names: Sequence[str], out: Path | None, runs_dir: Path, progress: Callable[..., None], *, search: bool = False
+) -> Path:
+    """Write the page of these runs, or of one bench's directory, and return its file. `search`: with the setting that a simulated
+    search recommends for each run.
 
     Raises ConfigError for what does not exist, RefusedError for a run without train steps, or if the file exists and is no report.
     """
@@ -36,10 +40,25 @@ def write_report(names: Sequence[str], out: Path | None, runs_dir: Path, progres
         runs.append(run_data(recorded))
     if len(found) > 1:
         words += beside_each_other(side_by_side(found))
+    words += "".join(searched(recorded, runs_dir, progress) for recorded in found if search)
     progress(f"writing {path}")
     title = bench.resolve().name if bench else " · ".join(run.name for run in runs)
     replace_text(path, page_of(runs, library=plotly() if runs else "", title=title, before=words))
     return path
+
+
+def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) -> str:
+    """What `plan --tune` recommends for the run. Raises as `tune`."""
+    from asyncrl_cli.bench.tune import Asked, tune
+
+    asked = Asked(reference=str(recorded.files.path), profile=None, sets=(), gpus=None, bound=None, runs_dir=runs_dir, out=None)
+    tuned = tune(asked, progress)
+    best, speedup = tuned.found.best, tuned.found.speedup
+    against = "" if speedup is None else f", {speedup:.2f} times as fast as the simulated run with its own setting"
+    window = f"{best.window_time_s:.4g} s per {tuned.window_groups} groups"
+    text = f"{best.setting.split} trainer:rollout, {window}{against}; {tuned.bound}."
+    keys = "".join(f"<li><code>--set {escape(entry)}</code></li>" for entry in tuned.recommended_sets)
+    return card(f"SIMULATED: what would be faster than {recorded.name}", f"<p>{escape(text)}</p><ul>{keys}</ul>")
 
 
 def refuse_foreign(path: Path) -> None:
