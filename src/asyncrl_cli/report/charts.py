@@ -203,6 +203,19 @@ CHARTS = (
         series=(("correction/weight_mean", "mean weight"), ("correction/effective_ratio", "effective size")),
     ),
     Chart(
+        section=CORRECTION,
+        title="Distance from the reference",
+        note="KL(policy, reference) per sampled token.",
+        unit="nats",
+        series=(("ref/kl", "KL"),),
+    ),
+    Chart(
+        section=CORRECTION,
+        title="Critic",
+        note="Explained variance: 1 is a critic that foresees every return, 0 one that knows nothing.",
+        series=(("critic/explained_variance", "explained variance"), ("critic/loss", "loss")),
+    ),
+    Chart(
         section=WORK,
         title="Groups in the ledger",
         note="At the end of each train step. Requeued and dropped ones count from the run's beginning.",

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncrl_cli.loop.bands import SIGNALS
 from asyncrl_cli.observe.format import number, share, small
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.report.totals import Totals
 
@@ -22,12 +24,14 @@ EMPTY = 0.6
 """Slots used below this while workers are busy: decoding runs with small batches, at nearly the cost of full ones."""
 DEAR = 0.05
 """A part of a step (a checkpoint, gathering) above this share of the time is worth a change."""
-FAR_NATS = 0.1
-"""KL(sampler, policy) per token: PPO's usual early stop is at 0.01 to 0.05 within one batch; ten times the lower one is far."""
 CLIPPED = 0.2
 """Share of clipped tokens above which much of a batch teaches nothing."""
-EFFECTIVE = 0.5
-"""Effective sample size below which importance weights waste half of the tokens."""
+SIGNS = {
+    "correction/kl": ("too stale?", "The policy was {} nats per token from what had sampled the data"),
+    "correction/effective_ratio": ("importance weights", "The weights' effective sample size was {} of the tokens"),
+    "ref/kl": ("reference", "The policy was {} nats per token from its reference"),
+}
+"""Of the signals that the loop warns of (loop/bands.py): what they are about, and their sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ def verdict_of(totals: Totals, settings: LoopSettings, mode: str) -> list[Findin
         *_idle(totals, mode),
         *_beside(totals),
         *_staleness(totals, settings),
-        *_far(totals),
+        *_signals(totals, settings.profile.algorithm),
         *_syncs(totals, settings),
         *_losses(totals),
     ]
@@ -143,33 +147,30 @@ def _staleness(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:
         yield Finding("staleness", "good" if most <= bound else "bad", text)
 
 
-def _far(totals: Totals) -> Iterator[Finding]:
-    """How far the policy had moved from the samplers, as the corrections measure it."""
-    kl, fresh, stale = (totals.mean(f"correction/kl{age}") for age in ("", "/stale_0", "/stale_1"))
-    older = (
-        ""
-        if fresh is None or stale is None
-        else f" ({number(fresh, 4)} of fresh tokens, {number(stale, 4)} of those one version old)"
-    )
-    if kl is not None:
-        is_far = kl > FAR_NATS
+def _signals(totals: Totals, algorithm: AlgorithmSection) -> Iterator[Finding]:
+    """The figures of training that should stay within a band, and what the loop advises where their mean does not."""
+    for name, key, side, advice in SIGNALS:
+        figure, limit = totals.mean(name), getattr(algorithm, key)
+        if figure is None:
+            continue
+        about, text = SIGNS[name]
+        is_outside = figure < limit if side == "below" else figure > limit
         text = (
-            f"The policy was {number(kl, 4)} nats per token from what had sampled the data{older}: {'far' if is_far else 'near'}."
+            f"{text.format(number(figure, 4))}{_by_age(totals, name)}: {side if is_outside else 'within'} the limit of {limit:g}."
         )
-        yield Finding("too stale?", "bad" if is_far else "good", text, LESS_STALE if is_far else "")
+        yield Finding(about, "bad" if is_outside else "good", text, f"{advice[:1].upper()}{advice[1:]}." if is_outside else "")
     if (clipped := totals.mean("correction/clipped_ratio") or 0.0) > CLIPPED:
         text = f"The loss clipped {share(clipped)} of the tokens, which then teach nothing."
         yield Finding("clipping", "bad", text, "A smaller trainer.lr, wider clip_ratio_low and clip_ratio_high, or less staleness.")
-    effective = totals.mean("correction/effective_ratio")
-    if effective is not None and effective < EFFECTIVE:
-        text = f"Importance weights left {share(effective)} of the tokens' worth (effective sample size)."
-        yield Finding("importance weights", "bad", text, LESS_STALE)
 
 
-LESS_STALE = (
-    "Less staleness (async_training.staleness_threshold, or a smaller trigger_parameter_sync_step), a smaller trainer.lr, or a "
-    "correction (algorithm.rollout_is_threshold)."
-)
+def _by_age(totals: Totals, name: str) -> str:
+    fresh, stale = (totals.mean(f"{name}/stale_{age}") for age in (0, 1))
+    return (
+        ""
+        if fresh is None or stale is None
+        else f" ({number(fresh, 4)} for fresh tokens, {number(stale, 4)} for those one version old)"
+    )
 
 
 def _syncs(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:
