@@ -7,11 +7,13 @@ Legend: T = all tokens of a segment, prompt and response together.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -76,47 +78,126 @@ def is_dump_step(step: int, every_steps: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
 
 
-def dump_samples(directory: Path, step: int, payloads: Sequence[GroupPayload], *, window: int, decode: Decode) -> Path:
+def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]:
+    """Which groups of a step to dump, and how many trajectories of each: groups at random, until they have `most` trajectories; all
+    for 0. `sizes`: the groups' trajectories. Groups come in the order in which they finished, so the first ones would be short."""
+    if not most:
+        return dict(enumerate(sizes))
+    chosen, room = {}, most
+    for index in Random(seed).sample(range(len(sizes)), len(sizes)):
+        if room and (number := min(sizes[index], room)):
+            chosen[index], room = number, room - number
+    return dict(sorted(chosen.items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledGroup:
+    """A group to dump. `advantages` of its trajectories, None where unknown or not trained; those beyond the last are left out.
+    `logprobs`: by trajectory, of its sampled tokens by the trainer's weights as the step began, all segments end to end."""
+
+    payload: GroupPayload
+    advantages: Sequence[float | None]
+    logprobs: Sequence[NDArray[np.float32]] | None = None
+
+
+def dump_samples(
+    directory: Path, step: int, groups: Sequence[SampledGroup], *, window: int, decode: Decode, max_bytes: int | None = None
+) -> Path:
     """Write one JSON line per trajectory of `step`, atomically: its whole text, and the part that the policy sampled.
 
-    Arrays cover all tokens of all segments, end to end; `segment_lengths` says where each segment ends. `spans` tells the
-    trajectory as people read it, turn by turn: what the model said, and what it was told.
+    Arrays cover all tokens of all segments, end to end; `segment_lengths` says where each segment ends, `pieces` has the text of
+    each token. `spans` tells the trajectory as people read it, turn by turn: what the model said, and what it was told.
+
+    `max_bytes`: of all dumps in the directory. This one takes an eighth at most, the rest of its trajectories is left out; then the
+    oldest dumps are deleted.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{step:06d}.jsonl"
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary, room = path.with_name(f".{path.name}.tmp"), math.inf if max_bytes is None else max_bytes / 8
     # A lone surrogate, which some tokenizers decode to, becomes \\udxxx: JSON's own way to write it.
     with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for group in payloads:
-            for index, trajectory in enumerate(group.trajectories):
-                line = {"schema_version": 1, "step": step, "window": window, **_line(group, index, trajectory, decode)}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        for line in _lines(groups, step, window, decode):
+            if (room := room - len(line)) < 0:
+                break
+            file.write(line + "\n")
     temporary.replace(path)
+    if max_bytes is not None:
+        _delete_oldest(directory, max_bytes)
     return path
 
 
-def _line(group: GroupPayload, index: int, trajectory: Trajectory, decode: Decode) -> dict[str, Any]:
+def _lines(groups: Sequence[SampledGroup], step: int, window: int, decode: Decode) -> Iterator[str]:
+    for group in groups:
+        for index, advantage in enumerate(group.advantages):
+            line = {"schema_version": 2, "step": step, "window": window, **_line(group, index, advantage, decode)}
+            yield json.dumps(line, ensure_ascii=False)
+
+
+def _delete_oldest(directory: Path, max_bytes: int) -> None:
+    sizes = {path: path.stat().st_size for path in sorted(directory.glob("step-*.jsonl"))}
+    total = sum(sizes.values())
+    for path, size in sizes.items():
+        if total <= max_bytes:
+            return
+        path.unlink()
+        total -= size
+
+
+def _line(group: SampledGroup, index: int, advantage: float | None, decode: Decode) -> dict[str, Any]:
+    of, trajectory = group.payload, group.payload.trajectories[index]
     segments = trajectory.segments
     tokens = [segment.tokens_T.tolist() for segment in segments]
+    mask_T = np.concatenate([np.asarray(segment.mask_T, dtype=bool) for segment in segments])
     sampled = [segment.tokens_T[np.asarray(segment.mask_T, dtype=bool)].tolist() for segment in segments]
+    scored = {}
+    if group.logprobs is not None:
+        trainer_T = np.zeros(len(mask_T), np.float32)
+        trainer_T[mask_T] = group.logprobs[index]
+        scored = {"trainer_logprobs": _shortest(trainer_T)}
     return {
-        "group": f"{group.uid}@{group.epoch}.{group.attempt}",
-        "uid": group.uid,
-        "epoch": group.epoch,
-        "attempt": group.attempt,
+        "group": f"{of.uid}@{of.epoch}.{of.attempt}",
+        "uid": of.uid,
+        "epoch": of.epoch,
+        "attempt": of.attempt,
         "trajectory": index,
         "reward": trajectory.reward,
+        "advantage": advantage,
         "finish_reason": trajectory.finish_reason,
         "text": "".join(map(decode, tokens)),
         "sampled_text": "".join(map(decode, sampled)),
         "spans": [span for number, segment in enumerate(segments) for span in _spans(segment, number, decode)],
         "turn_rewards": list(trajectory.turn_rewards),
         "tokens": list(chain.from_iterable(tokens)),
-        "logprobs": [float(value) for segment in segments for value in segment.logprobs_T],
+        "pieces": list(chain.from_iterable(pieces(ids, decode) for ids in tokens)),
+        "logprobs": [value for segment in segments for value in _shortest(segment.logprobs_T)],
+        **scored,
         "versions": [int(value) for segment in segments for value in segment.versions_T],
-        "mask": [int(value) for segment in segments for value in segment.mask_T],
+        "mask": mask_T.astype(int).tolist(),
         "segment_lengths": [len(ids) for ids in tokens],
     }
+
+
+def _shortest(values_T: NDArray[np.float32]) -> list[float]:
+    """The shortest decimals that are these numbers as float32: half as long as those of float64."""
+    return [float(str(value)) for value in values_T]
+
+
+def pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
+    """The text of each token. Tokens that are a character only together have it at their last one.
+
+    A token is decoded behind the one before it, because some tokenizers drop a text's first space.
+    """
+    texts: list[str] = []
+    begin, known, before = 0, 0, ""
+    for end in range(1, len(tokens) + 1):
+        text = decode(list(tokens[begin:end]))
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(tokens):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        begin, known = known, end
+        before = decode(list(tokens[begin:known]))
+    return texts
 
 
 def _spans(segment: Segment, number: int, decode: Decode) -> Iterator[dict[str, Any]]:

@@ -81,6 +81,7 @@ SETS = (
     "eval.every_versions=0",
     "checkpoint.every_steps=5",
     "logging.samples_every_steps=1",
+    "logging.samples_per_step=0",
     "async_training.staleness_threshold=1",
     "async_training.trigger_parameter_sync_step=1",
 )

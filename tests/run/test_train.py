@@ -38,6 +38,7 @@ def partial(tmp_path_factory, request):
         "rollout.slots=4",  # one group at a time: the engine is busy when a version comes, however fast it is
         "weights.keep_versions=all",
         "logging.samples_every_steps=1",
+        "logging.samples_per_step=1000",
         "logging.wandb=offline",
         "async_training.staleness_threshold=1",
         "async_training.trigger_parameter_sync_step=1",
@@ -93,10 +94,24 @@ def test_every_logprob_is_that_of_the_version_that_sampled_its_token(partial):
     assert worst <= 1e-4
 
 
-def _difference(model, sample, version):
+def test_samples_have_the_trainers_logprobs_as_the_step_began(partial):
+    """With windows of one step, those of the version that was published before it."""
+    path = partial.run / "samples" / "step-000010.jsonl"
+    model = AutoModelForCausalLM.from_pretrained(partial.run / "versions" / "version-000009")
+    for sample in lines(path):
+        sampled_T = torch.tensor(sample["mask"][1:], dtype=torch.bool)
+        difference_T = _logprobs(model, sample["tokens"]) - torch.tensor(sample["trainer_logprobs"][1:])
+        assert difference_T[sampled_T].abs().max() <= 1e-4
+
+
+def _logprobs(model, tokens):
     with torch.no_grad():
-        logits_TV = model(torch.tensor([sample["tokens"]])).logits[0, :-1]
-    logprobs_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(sample["tokens"][1:])[:, None])[:, 0]
+        logits_TV = model(torch.tensor([tokens])).logits[0, :-1]
+    return logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def _difference(model, sample, version):
+    logprobs_T = _logprobs(model, sample["tokens"])
     sampled_T = torch.tensor(sample["versions"][1:]) == version
     assert sampled_T.tolist() == [v == version and bool(m) for v, m in zip(sample["versions"], sample["mask"], strict=True)][1:]
     return (logprobs_T - torch.tensor(sample["logprobs"][1:]))[sampled_T].abs().max().item()

@@ -59,6 +59,7 @@ def test_a_file_in_verls_layout_trains(tmp_path):
         "rollout.max_response_tokens=3",
         "run.train_steps=6",
         "logging.samples_every_steps=1",
+        "logging.samples_per_step=0",
     )
     code, _, err = train(tmp_path, "partial-rollout", "verl", *sets)
     assert code == 0, err

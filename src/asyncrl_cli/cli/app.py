@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import bench, compare, completion, export, plan, report, runs, schema, setup, trace
+from asyncrl_cli.cli import bench, compare, completion, export, plan, report, runs, samples, schema, setup, trace
 from asyncrl_cli.cli.console import STDOUT, begin, epilog, in_our_words, open_streams, print_json_error, print_text, tell
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
@@ -40,6 +40,7 @@ for command, examples in (
     (compare.compare, compare.EXAMPLES),
     (runs.stop, runs.STOP_EXAMPLES),
     (runs.logs, runs.LOGS_EXAMPLES),
+    (samples.samples, samples.EXAMPLES),
     (trace.trace, trace.EXAMPLES),
     (export.export, export.EXAMPLES),
     (report.report, report.EXAMPLES),

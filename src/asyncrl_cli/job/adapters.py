@@ -24,12 +24,12 @@ from asyncrl_cli.job.calls import Limit, RayRankZero, all_of, answer
 from asyncrl_cli.job.exchange import PartExchange
 from asyncrl_cli.job.transports import HeldRefs
 from asyncrl_cli.loop import ports
-from asyncrl_cli.loop.attempts import AttemptKey
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Last
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
-from asyncrl_cli.samples import is_dump_step
-from asyncrl_cli.train.balance import plan_train_step, training_order
+from asyncrl_cli.samples import choose_samples, is_dump_step
+from asyncrl_cli.train.balance import RankPlan, plan_train_step, training_order
 from asyncrl_cli.weights.versions import DRIVER_MARGIN_S, load_s
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 
@@ -155,6 +155,8 @@ class RayTrainer:
         call = f"train step {batch.step}"
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=self._profile.run.seed, step=batch.step)
         plans = plan_train_step(groups, self._profile, ranks=len(self.actors), window=batch.window)
+        is_dumped = is_dump_step(batch.step, self._profile.logging.samples_every_steps)
+        dump = self._sampled(batch, groups, plans) if is_dumped else None
         refs = [
             actor.train.remote(
                 batch.step, batch.step_in_window, plan, *chain.from_iterable(groups[index].payload for index in plan.groups)
@@ -163,8 +165,8 @@ class RayTrainer:
         ]
         answers = await all_of(self._answer(ref, call, self._calls, rank) for rank, ref in enumerate(refs))
         reports = [report for report, _ in answers]
-        if is_dump_step(batch.step, self._profile.logging.samples_every_steps):
-            await self.begin_dump(batch.step, lambda: self._dump(batch))
+        if dump is not None:
+            await self.begin_dump(batch.step, dump)
         failed_dumps = {"samples/failed_dumps": Last(self.failed_dumps)} if self.failed_dumps else {}
         slowest_s = max(report.train_s for report in reports)
         old_logprob_s = max(report.old_logprob_s for report in reports)
@@ -190,11 +192,28 @@ class RayTrainer:
             if self.failed_dumps == 1:
                 self.warn(f"the samples of step {step} are lost, training goes on: {error} (later ones are only counted)")
 
-    async def _dump(self, batch: ports.TrainBatch) -> None:
-        """Rank 0 writes samples beside training, for `weights.timeout_s` at most."""
-        parts = list(chain.from_iterable(group.payload for group in batch.groups))
-        ref = self.actors[0].dump.remote(str(self._samples_dir.absolute()), batch.step, batch.window, parts)
-        await self._answer(ref, f"the dump of the samples of step {batch.step}")
+    def _sampled(
+        self, batch: ports.TrainBatch, groups: Sequence[GroupResult], plans: Sequence[RankPlan]
+    ) -> Callable[[], Coroutine[Any, Any, None]]:
+        """Choose samples of the step, and have the ranks score them before they train it. Returns what dumps them, to be called
+        when it is trained: rank 0 writes them beside training, for `weights.timeout_s` at most."""
+        logging, ranks = self._profile.logging, len(self.actors)
+        seed = f"samples {self._profile.run.seed}/{batch.step}"
+        sizes = choose_samples([len(group.trajectories) for group in groups], logging.samples_per_step, seed)
+        known = {(t.group, t.trajectory): t.advantage for plan in plans for step in plan.optimizer_steps for t in step.trajectories}
+        chosen = {index: [known.get((index, number)) for number in range(size)] for index, size in sizes.items()}
+        indices, columns = list(chosen), []
+        for rank, actor in enumerate(self.actors if logging.samples_per_step else ()):
+            own = indices[rank::ranks]
+            columns.append(actor.logprobs.remote(own, *chain.from_iterable(groups[index].payload for index in own)))
+
+        async def dump() -> None:
+            parts = list(chain.from_iterable(groups[index].payload for index in indices))
+            directory = str(self._samples_dir.absolute())
+            ref = self.actors[0].dump.remote(directory, batch.step, batch.window, chosen, parts, *columns)
+            await self._answer(ref, f"the dump of the samples of step {batch.step}")
+
+        return dump
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
         answers = await self._collective(f"the gather of version {version}", "gather", version, sorted(self._wanted))

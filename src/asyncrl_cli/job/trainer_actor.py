@@ -17,7 +17,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -32,12 +32,14 @@ from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Place, Profile
-from asyncrl_cli.samples import GroupPayload, dump_samples, joined
+from asyncrl_cli.safe_files import MIB
+from asyncrl_cli.samples import GroupPayload, SampledGroup, dump_samples, joined
 from asyncrl_cli.storage import telling_storage
 
 if TYPE_CHECKING:
     from asyncrl_cli.loop.ports import TrainReport
     from asyncrl_cli.train.balance import RankPlan
+    from asyncrl_cli.train.scores import Column
     from asyncrl_cli.weights.versions import Manifest, Sender
 
 WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
@@ -170,11 +172,35 @@ class TrainerActor:
             if self._rank == 0:
                 write_payloads(Path(directory), joined(ray.get(part_refs)))
 
+    @ray.method(concurrency_group="main")
+    def logprobs(self, indices: Sequence[int], *parts: GroupPayload) -> Column:
+        """Of these groups' sampled tokens, by the current weights. A collective: every rank has groups of its own, or none."""
+        with self._in(State.BUSY, "samples to be scored"):
+            return self._trainer.logprobs(dict(zip(indices, joined(parts), strict=True)))
+
     @ray.method(concurrency_group="write")
-    def dump(self, directory: str, step: int, window: int, part_refs: list[Any]) -> None:
-        """The trajectories of a train step as text lines, beside training (rank 0)."""
+    def dump(
+        self,
+        directory: str,
+        step: int,
+        window: int,
+        chosen: Mapping[int, Sequence[float | None]],
+        part_refs: list[Any],
+        *of: Column,
+    ) -> None:
+        """Trajectories of a train step as text lines, beside training (rank 0).
+
+        `chosen`: the groups by their index in the step, with the advantages of their trajectories, in the order of `part_refs`;
+        `of`: the logprobs that the ranks have computed, if any.
+        """
+        payloads, known = joined(ray.get(part_refs)), {index: arrays for column in of for index, arrays in column.items()}
+        groups = [
+            SampledGroup(payload=payload, advantages=advantages, logprobs=known.get(index))
+            for payload, (index, advantages) in zip(payloads, chosen.items(), strict=True)
+        ]
+        max_bytes = self._profile.logging.samples_max_mb * MIB
         with telling_storage():
-            dump_samples(Path(directory), step, joined(ray.get(part_refs)), window=window, decode=self._decode)
+            dump_samples(Path(directory), step, groups, window=window, decode=self._decode, max_bytes=max_bytes)
 
     @cached_property
     def _decode(self) -> Any:

@@ -201,8 +201,12 @@ class EvalSection(Section):
 class LoggingSection(Section):
     """What is written beside metrics.jsonl and events.jsonl."""
 
-    samples_every_steps: NonNegativeInt = 0
-    """Dump the trajectories of every so many train steps; 0 is off."""
+    samples_every_steps: NonNegativeInt = 20
+    """Dump trajectories of every so many train steps, for `asyncrl samples` and the report; 0 is off."""
+    samples_per_step: NonNegativeInt = 16
+    """Trajectories of a dumped step, group by group; 0 dumps all, but not what probability the trainer gives to their tokens."""
+    samples_max_mb: PositiveInt = 256
+    """Largest size of the run's dumps: the oldest are deleted. One dump takes an eighth of it at most."""
     trace_sequences: bool = False
     """Record for `asyncrl trace` when each sequence was in which slot: some 50 bytes each in timeline.jsonl, 256 MB at most."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"

@@ -35,7 +35,7 @@ from asyncrl_cli.train.critic import Critic, CriticModel
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.scores import Scores
+from asyncrl_cli.train.scores import Column, Scores, score
 from asyncrl_cli.train.trainer_state import (
     ANOTHER_MODEL,
     PUBLISHED_FILE,
@@ -116,6 +116,12 @@ class PolicyTrainer:
         logprobs = self.model.logprobs_N(scoring_microbatch(sequences, self.ranks.device)).tolist()
         ends = itertools.accumulate((len(tokens) - 1 for tokens in sequences), initial=0)
         return [logprobs[start:end] for start, end in itertools.pairwise(ends)]
+
+    def logprobs(self, payloads: Mapping[int, GroupPayload]) -> Column:
+        """Logprobs of the groups' sampled tokens by the current weights, at the sampling temperature. A collective."""
+        return score(
+            "now", self.model.logprobs_N, payloads, max_tokens=self.profile.trainer.max_tokens_per_microbatch, ranks=self.ranks
+        )
 
     def gather(self, version: int, on_full: Callable[[Packing, int], None] = lambda packing, index: None) -> float:
         """Copy the full parameters, in the engine's dtype, into fresh host buckets on rank 0, and score the probes.

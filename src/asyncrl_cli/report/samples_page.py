@@ -1,0 +1,86 @@
+"""Trajectories as a part of a page: folded, each with its figures on the fold, its text by version inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from html import escape
+from itertools import islice
+
+from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.report.samples_text import AGE_COLOURS
+from asyncrl_cli.report.trajectories import Sampled, Stretch, trajectories_of
+from asyncrl_cli.samples import NOT_SAMPLED
+
+MAX_STEPS, PER_STEP = 12, 4
+MAX_CHARACTERS = 1_000_000
+"""Of all trajectories together: a page is for reading, `asyncrl samples` has the rest."""
+NOTABLE_CHANGE = 0.2
+"""A token is marked if the trainer's probability of it differs by this much from the sampler's."""
+STYLE = (
+    ".turn { display: grid; grid-template-columns: 84px 1fr; gap: 2px 10px; margin: 4px 0; }"
+    ".turn > b { font-weight: 400; color: var(--dim); } .turn > div { white-space: pre-wrap; overflow-wrap: anywhere; }"
+    ".told { color: var(--dim); } .by sup, .load { font-size: 11px; color: var(--dim); } .load::before { content: '▸ load '; }"
+    ".by mark { background: none; color: inherit; outline: 1px dashed var(--bad); }"
+    "@media (max-width: 600px) { .turn { grid-template-columns: 1fr; } }"
+) + "".join(
+    f".age{age} {{ background: color-mix(in srgb, {colour} 22%, transparent); border-bottom: 2px solid {colour}; }}"
+    for age, colour in enumerate(AGE_COLOURS)
+)
+LEGEND = (
+    "Each token is underlined in the colour of the age of the version that sampled it: "
+    + " ".join(
+        f'<span class="age{age}">{age if age < len(AGE_COLOURS) - 1 else f"{age} or more"}</span>'
+        for age in range(len(AGE_COLOURS))
+    )
+    + " versions behind the window; a small v7 stands before the tokens of version 7. What was told to the model is grey. "
+    "Dashed: the trainer gave the token a probability that differs by 0.2 or more."
+)
+
+
+def samples_html(run: Recorded) -> str:
+    """A section with some trajectories of dumped steps, spread over the run; empty if there are none. Raises ConfigError for a
+    malformed dump."""
+    dumped = run.sampled_steps
+    steps = sorted({dumped[round(index * (len(dumped) - 1) / (MAX_STEPS - 1))] for index in range(MAX_STEPS)}) if dumped else []
+    parts, room = [], MAX_CHARACTERS
+    for one in (one for step in steps for one in islice(trajectories_of(run, step), PER_STEP)):
+        text = "".join(_folded(one))
+        if (room := room - len(text)) < 0:
+            parts.append('<p class="dim">More than fits here: asyncrl samples shows them.</p>')
+            break
+        parts.append(text)
+    if not parts:
+        return ""
+    return f'<section class="samples"><style>{STYLE}</style><h2>Samples</h2><p class="dim">{LEGEND}</p>{"".join(parts)}</section>'
+
+
+def _folded(one: Sampled) -> Iterator[str]:
+    advantage = one.line.get("advantage")
+    told = [f"step {one.step}", f"{one.group}/{one.number}", f"reward {one.reward:.4g}"]
+    told += [f"advantage {advantage:+.3g}"] if advantage is not None else []
+    told += [f"{len(one.sampled)} tokens", f"staleness {one.staleness}", f"span {one.span}"]
+    sampler, trainer = one.probability(one.logprobs), one.trainer_probability
+    told += [f"mean probability {sampler:.3f}" + (f", trainer's {trainer:.3f}" if trainer is not None else "")] if sampler else []
+    yield f'<details class="sample"><summary>{escape(" · ".join(told))}</summary>'
+    for whose, stretches in one.turns:
+        yield f'<div class="turn"><b>{whose}</b><div>{"".join(_marked(one, stretch) for stretch in stretches)}</div></div>'
+    yield "</details>"
+
+
+def _marked(one: Sampled, stretch: Stretch) -> str:
+    if stretch.version == NOT_SAMPLED:
+        return f'<span class="told">{escape(one.text(stretch))}</span>'
+    age = min(max(one.window - stretch.version, 0), len(AGE_COLOURS) - 1)
+    text = "".join(_token(one, index) for index in range(stretch.start, stretch.end))
+    mark = f'<sup class="load">v{stretch.version}</sup>' if stretch.is_load else f"<sup>v{stretch.version}</sup>"
+    return f'<span class="by">{mark}<span class="age{age}">{text}</span></span>'
+
+
+def _token(one: Sampled, index: int) -> str:
+    text = escape(one.texts[index])
+    if one.trainer_logprobs is None:
+        return text
+    sampler, trainer = math.exp(one.logprobs[index]), math.exp(one.trainer_logprobs[index])
+    is_notable = abs(sampler - trainer) >= NOTABLE_CHANGE
+    return f'<mark title="sampler {sampler:.3f}, trainer {trainer:.3f}">{text}</mark>' if is_notable else text

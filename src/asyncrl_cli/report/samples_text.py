@@ -1,0 +1,71 @@
+"""Trajectories in a terminal. Colours say how old the version of a token is; without colours, marks in the text say the same."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl_cli.report.trajectories import Sampled, Stretch
+from asyncrl_cli.samples import NOT_SAMPLED
+
+AGE_COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
+"""For tokens of the window's own version, of the one before, and so on; the last one is for all that are older. Of Okabe and Ito's
+palette, whose colours differ for every kind of colour blindness; without those that a dark or a light terminal would hide."""
+MARK, LOAD = "(v{})", "(load v{})"
+"""Before the tokens of a version, and where new weights were loaded within an answer."""
+
+
+def colour(version: int, window: int) -> str:
+    return AGE_COLOURS[min(max(window - version, 0), len(AGE_COLOURS) - 1)]
+
+
+def shown(sampled: Sampled) -> RenderableType:
+    """One trajectory: what it is, what its tokens were worth, and its text turn by turn."""
+    return Group(Rule(_title(sampled), align="left", style="dim"), *_facts(sampled), _turns(sampled))
+
+
+def _title(one: Sampled) -> Text:
+    title = Text(f"step {one.step}  {one.group}  trajectory {one.number}  ", "bold")
+    title.append(f"reward {one.reward:.4g}", "bold")
+    advantage = one.line.get("advantage")
+    return title.append(f"  advantage {advantage:+.3g}", "bold") if advantage is not None else title
+
+
+def _facts(one: Sampled) -> list[Text]:
+    versions = Text()
+    for version in one.own_versions:
+        versions.append(f"v{version}", colour(version, one.window)).append(" ")
+    age = f"oldest {one.staleness} behind window v{one.window}" if one.staleness else f"window v{one.window}"
+    ended = f"ended: {one.line.get('finish_reason', '?')}"
+    first = Text.assemble(f"{len(one.sampled)} tokens sampled by ", versions, f"({age}), {ended}")
+    if rewards := one.line.get("turn_rewards"):
+        first.append(f", rewards {' '.join(f'{reward:.3g}' for reward in rewards)}")
+    sampler = one.probability(one.logprobs)
+    if sampler is None:
+        return [first]
+    second = Text(f"mean probability: sampler {sampler:.3f}")
+    if one.trainer_logprobs is not None:
+        second.append(f", trainer {one.trainer_probability:.3f}")
+    if one.changes:
+        token, before, after = one.changes[0]
+        second.append(f"; most changed {one.texts[token]!r}: {before:.3f} -> {after:.3f}")
+    return [first, second]
+
+
+def _turns(one: Sampled) -> Table:
+    """A row for each turn: who speaks, and the text."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold", ratio=1)
+    for whose, stretches in one.turns:
+        table.add_row(whose, Text.assemble(*(_coloured(one, stretch) for stretch in stretches)))
+    return table
+
+
+def _coloured(one: Sampled, stretch: Stretch) -> Text:
+    if stretch.version == NOT_SAMPLED:
+        return Text(one.text(stretch), "dim")
+    style, mark = colour(stretch.version, one.window), (LOAD if stretch.is_load else MARK).format(stretch.version)
+    return Text().append(mark, f"dim {style}").append(one.text(stretch), style)

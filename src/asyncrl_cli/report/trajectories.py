@@ -1,0 +1,170 @@
+"""The trajectories of a recorded run that were dumped (samples.py), as people read them: text with the version that sampled it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, groupby, islice
+from typing import Any, Literal, NamedTuple
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.samples import NOT_SAMPLED
+
+Sort = Literal["staleness", "reward", "length", "span"]
+
+
+class Stretch(NamedTuple):
+    """Tokens from `start` to `end` of one segment, sampled by `version` (-1: by nobody, it was told). `is_first`: of its segment.
+    `is_load`: new weights were loaded just before it, within an answer."""
+
+    segment: int
+    version: int
+    start: int
+    end: int
+    is_first: bool
+    is_load: bool
+
+
+def speaker(stretch: Stretch) -> str:
+    """Who says it. What begins a segment that is not the first one was rewritten, and is told again."""
+    if stretch.version != NOT_SAMPLED:
+        return "model"
+    if not stretch.is_first:
+        return "told"
+    return f"segment {stretch.segment + 1}" if stretch.segment else "prompt"
+
+
+class Change(NamedTuple):
+    """A token's probability by the sampler, and by the trainer's weights as the step began."""
+
+    token: int
+    sampler: float
+    trainer: float
+
+
+class Sampled:
+    """One line of a dump. Raises ConfigError if keys are missing or lengths do not fit together."""
+
+    def __init__(self, line: Mapping[str, Any], told: str) -> None:
+        try:
+            self.step, self.window, self.group = int(line["step"]), int(line["window"]), str(line["group"])
+            self.number, self.reward = int(line["trajectory"]), float(line["reward"])
+            self.versions, self.lengths = list(map(int, line["versions"])), list(map(int, line["segment_lengths"]))
+            self.logprobs = list(map(float, line["logprobs"]))
+            self.texts = _texts(line)
+            trainer = line.get("trainer_logprobs")
+            self.trainer_logprobs = None if trainer is None else list(map(float, trainer))
+        except (LookupError, StopIteration, TypeError, ValueError) as wrong:
+            raise ConfigError(f"{told}: a trajectory is malformed: {wrong!r}", hint="another --step") from None
+        lengths = {len(self.versions), len(self.logprobs), len(self.texts), sum(self.lengths), len(trainer or self.versions)}
+        if len(lengths) > 1:
+            raise ConfigError(f"{told}: the arrays of a trajectory differ in length: {sorted(lengths)}", hint="another --step")
+        self.line = line
+
+    @cached_property
+    def sampled(self) -> list[int]:
+        """Indices of the tokens that a policy sampled."""
+        return [index for index, version in enumerate(self.versions) if version != NOT_SAMPLED]
+
+    @property
+    def own_versions(self) -> list[int]:
+        return sorted({self.versions[index] for index in self.sampled}) or [self.window]
+
+    @property
+    def staleness(self) -> int:
+        """Versions from the oldest token's to the window's."""
+        return self.window - self.own_versions[0]
+
+    @property
+    def span(self) -> int:
+        return self.own_versions[-1] - self.own_versions[0]
+
+    @cached_property
+    def stretches(self) -> list[Stretch]:
+        found: list[Stretch] = []
+        for segment, (end, length) in enumerate(zip(accumulate(self.lengths), self.lengths, strict=True)):
+            for version, indices in groupby(range(end - length, end), key=self.versions.__getitem__):
+                first, *rest = indices
+                before = found[-1] if found and found[-1].segment == segment else None
+                is_load = NOT_SAMPLED not in (version, before.version if before else NOT_SAMPLED)
+                found.append(Stretch(segment, version, first, first + 1 + len(rest), before is None, is_load))
+        return found
+
+    @property
+    def turns(self) -> Iterator[tuple[str, list[Stretch]]]:
+        """Who speaks, and what."""
+        for (_, whose), stretches in groupby(self.stretches, key=lambda stretch: (stretch.segment, speaker(stretch))):
+            yield whose, list(stretches)
+
+    def text(self, stretch: Stretch) -> str:
+        return "".join(self.texts[stretch.start : stretch.end])
+
+    def probability(self, logprobs: Sequence[float]) -> float | None:
+        """The geometric mean of the sampled tokens' probabilities."""
+        return math.exp(math.fsum(logprobs[i] for i in self.sampled) / len(self.sampled)) if self.sampled else None
+
+    @property
+    def trainer_probability(self) -> float | None:
+        return None if self.trainer_logprobs is None else self.probability(self.trainer_logprobs)
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        """The sampled tokens, those whose probability has changed most first; none if the trainer has not scored them."""
+        if self.trainer_logprobs is None:
+            return []
+        both = [Change(i, math.exp(self.logprobs[i]), math.exp(self.trainer_logprobs[i])) for i in self.sampled]
+        return sorted(both, key=lambda change: -abs(change.trainer - change.sampler))
+
+    def figures(self) -> dict[str, Any]:
+        """What is derived, for `--json`: beside the line as it was dumped."""
+        return {
+            "staleness": self.staleness,
+            "span": self.span,
+            "response_tokens": len(self.sampled),
+            "sampler_probability": self.probability(self.logprobs),
+            "trainer_probability": self.trainer_probability,
+        }
+
+
+def _texts(line: Mapping[str, Any]) -> list[str]:
+    """The text of each token. In older dumps only that of whole stretches is known: it stands at their first token."""
+    if "pieces" in line:
+        return list(map(str, line["pieces"]))
+    texts, spans = [""] * sum(line["segment_lengths"]), iter(line["spans"])
+    ends = list(accumulate(line["segment_lengths"]))
+    for end, length in zip(ends, line["segment_lengths"], strict=True):
+        for _, indices in groupby(range(end - length, end), key=lambda index: line["mask"][index]):
+            texts[next(indices)] = str(next(spans)["text"])
+    return texts
+
+
+KEYS: dict[Sort, Callable[[Sampled], float]] = {
+    "staleness": lambda one: one.staleness,
+    "reward": lambda one: one.reward,
+    "length": lambda one: len(one.sampled),
+    "span": lambda one: one.span,
+}
+
+
+def trajectories_of(run: Recorded, step: int) -> Iterator[Sampled]:
+    """Those of a dumped step, in the order of the dump."""
+    return (Sampled(line, f"samples of step {step} of {run.name}") for line in run.samples(step))
+
+
+def choose(run: Recorded, step: int | None, group: str, sort: Sort | None, most: int) -> list[Sampled]:
+    """At most `most` trajectories of a step (None: of the newest dumped one, or of any with that group); those with the largest
+    figure first if they are sorted. `group`: the beginning of its key. Raises ConfigError if there are none."""
+    steps = run.sampled_steps
+    if not steps:
+        raise ConfigError(f"run '{run.name}' has no samples", hint="logging.samples_every_steps says how often they are dumped")
+    if step is not None and step not in steps:
+        near = sorted(sorted(steps, key=lambda known: abs(known - step))[:8])
+        raise ConfigError(f"step {step} of run '{run.name}' was not dumped", hint=f"dumped near it: {', '.join(map(str, near))}")
+    asked = [step] if step is not None else steps[::-1] if group else steps[-1:]
+    found = (one for number in asked for one in trajectories_of(run, number) if one.group.startswith(group))
+    chosen = sorted(found, key=KEYS[sort], reverse=True)[:most] if sort else list(islice(found, most))
+    if not chosen:
+        raise ConfigError(f"no dumped trajectory is of group '{group}'", hint="--step N shows the groups of a step")
+    return chosen

@@ -1,0 +1,157 @@
+"""`asyncrl samples` and the report's samples: which version wrote what, with and without colours."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+
+from asyncrl_cli.cli.app import run as asyncrl
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.terminal import SafeConsole
+from asyncrl_cli.report.samples_page import samples_html
+from asyncrl_cli.report.samples_text import shown
+from asyncrl_cli.report.trajectories import choose, trajectories_of
+from asyncrl_cli.samples import GroupPayload, SampledGroup, Segment, Trajectory, dump_samples
+
+WORDS = {1: "say ", 2: "it", 3: "one ", 4: "two ", 5: "three", 6: "<tool>", 7: "<b>&\x1b[31m", 8: "bye"}
+
+
+def segment(*tokens):
+    """Of (token, version, logprob); version -1 was told."""
+    ids, versions, logprobs = zip(*tokens, strict=True)
+    return Segment(
+        tokens_T=np.array(ids, np.int32),
+        logprobs_T=np.array(logprobs, np.float32),
+        versions_T=np.array(versions, np.int32),
+        mask_T=np.array(versions) != -1,
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Step 20 with one group: an answer in two versions, a tool's result, an answer; and a trajectory of two segments."""
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    (tmp_path / "runs" / "r" / "profile.toml").touch()
+    told, half = [(1, -1, 0), (2, -1, 0)], np.log(0.5)
+    first = segment(*told, (3, 3, half), (4, 3, half), (5, 4, half), (6, -1, 0), (7, 4, half))
+    second = segment(*told, (8, 5, half))
+    third = segment((1, -1, 0), (3, 5, half))
+    trajectories = (
+        Trajectory(segments=(first,), reward=1.0, finish_reason="stop"),
+        Trajectory(segments=(second, third), reward=0.0, finish_reason="length"),
+    )
+    payload = GroupPayload(uid="p7", epoch=0, attempt=0, trajectories=trajectories)
+    trainer = [np.log(np.array([0.5, 0.5, 0.125, 0.5], np.float32)), np.log(np.array([0.5, 0.5], np.float32))]
+    group = SampledGroup(payload=payload, advantages=[0.7, -0.7], logprobs=trainer)
+    decode = "".join
+    for step in (20, 40):
+        dump_samples(tmp_path / "runs" / "r" / "samples", step, [group], window=5, decode=lambda ids: decode(map(WORDS.get, ids)))
+    return Recorded(tmp_path / "runs" / "r")
+
+
+def printed(run, number, **options):
+    console = SafeConsole(width=80, **options)
+    with console.capture() as captured:
+        console.print(shown(list(trajectories_of(run, 20))[number]))
+    return captured.get()
+
+
+def test_a_pipe_tells_everything_in_plain_text_of_80_columns(run):
+    text = printed(run, 0)
+    assert "\x1b" not in text
+    assert all(cell_len(line) <= 80 for line in text.splitlines())
+    assert "(v3)one two (load v4)three" in text
+    assert re.search("^told +<tool>", text, re.MULTILINE)
+    assert "(v4)<b>&\\x1b[31m" in text
+    for fact in ("reward 1", "advantage +0.7", "oldest 2 behind window v5", "most changed 'three': 0.500 -> 0.125"):
+        assert fact in " ".join(text.split())
+    assert "segment 2" in printed(run, 1)
+
+
+def test_colours_tell_the_age_of_versions_and_nothing_else_does_without_them(run):
+    coloured = printed(run, 0, force_terminal=True, color_system="truecolor")
+    assert "\x1b[38;2;0;158;115mone two " in coloured  # two behind the window
+    assert "\x1b[38;2;230;159;0mthree" in coloured
+    assert "\x1b[38" not in printed(run, 0, force_terminal=True, no_color=True)
+
+
+def test_staleness_span_and_probabilities_are_those_of_the_tokens(run):
+    first, second = (one.figures() for one in trajectories_of(run, 20))
+    assert (first["staleness"], first["span"], first["response_tokens"]) == (2, 1, 4)
+    assert first["sampler_probability"] == pytest.approx(0.5)
+    assert first["trainer_probability"] == pytest.approx((0.5**3 * 0.125) ** (1 / 4))
+    assert (second["staleness"], second["span"], second["response_tokens"]) == (0, 0, 2)
+
+
+def test_trajectories_are_found_by_step_and_group_and_sorted(run):
+    assert [one.step for one in choose(run, None, "", None, 8)] == [40, 40]
+    assert [(one.step, one.number) for one in choose(run, None, "p7", None, 3)] == [(40, 0), (40, 1), (20, 0)]
+    assert [one.number for one in choose(run, 20, "", "length", 8)] == [0, 1]
+    assert [one.staleness for one in choose(run, 20, "", "staleness", 1)] == [2]
+    for asked in ((30, ""), (20, "p8")):
+        with pytest.raises(ConfigError) as caught:
+            choose(run, *asked, None, 8)
+        assert caught.value.hint
+
+
+def test_json_has_the_dumped_lines_and_their_figures(run, capsys):
+    assert asyncrl(["samples", str(run.files.path), "--step", "20", "--sort", "span", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["trajectory"], first["figures"]["span"], second["trajectory"]) == (0, 1, 1)
+    assert first["pieces"] == ["say ", "it", "one ", "two ", "three", "<tool>", "<b>&\x1b[31m"]
+
+
+def test_dumps_of_older_versions_are_shown_with_the_text_of_whole_stretches(run):
+    path = run.files.samples / "step-000020.jsonl"
+    line = json.loads(path.read_text().splitlines()[0])
+    for key in ("pieces", "trainer_logprobs", "advantage"):
+        del line[key]
+    path.write_text(json.dumps(line) + "\n")
+    (one,) = trajectories_of(run, 20)
+    assert "".join(map(one.text, one.stretches)) == line["text"]
+    assert one.changes == []
+    line["versions"].pop()
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(ConfigError, match="differ in length"):
+        list(trajectories_of(run, 20))
+
+
+class Read(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags, self.text, self.depth = [], "", 0
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.depth += 1
+
+    def handle_endtag(self, tag):
+        self.depth -= 1
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_a_page_has_the_text_escaped_by_version_with_changed_tokens_marked(run):
+    page = Read()
+    page.feed(samples_html(run))
+    assert page.depth == 0
+    assert "<b>&\x1b[31m" in page.text
+    marks = [attrs["title"] for tag, attrs in page.tags if tag == "mark"]
+    assert marks == ["sampler 0.500, trainer 0.125"] * 2
+    assert [attrs["class"] for tag, attrs in page.tags if tag == "details"] == ["sample"] * 4
+    assert sum(attrs.get("class") == "load" for tag, attrs in page.tags if tag == "sup") == 2
+
+
+def test_a_run_without_samples_is_told_which_key_keeps_them(tmp_path):
+    run = Recorded(tmp_path)
+    assert samples_html(run) == ""
+    with pytest.raises(ConfigError, match="has no samples") as caught:
+        choose(run, None, "", None, 8)
+    assert "samples_every_steps" in caught.value.hint
