@@ -107,7 +107,7 @@ trainer.experiment_name | run.name
 trainer.logger | logging.wandb | also logging.tensorboard, logging.mlflow_uri; metrics.jsonl is always written
 trainer.default_local_dir | - | `--runs-dir`, with the run's directory below it
 trainer.resume_mode | - | `asyncrl resume RUN` goes on from the newest checkpoint; `train` always begins a new run
-trainer.rollout_data_dir | logging.samples_every_steps | below the run's directory, in samples/; `logging.samples_per_step = 0` dumps all
+trainer.rollout_data_dir | logging.samples_every_steps | in the run's samples/; `logging.samples_per_step = 0` dumps all
 trainer.generate_ahead_steps | async_training.staleness_threshold | the same number if each step syncs; 1: profile one-step-off
 trainer.sperated_node_tasks | - | trainer and rollout are apart, or take turns: placement.colocate; logprobs are the trainer's
 trainer.sperated_node_ratios | placement.ratio | trainer : rollout, like "1:3"

@@ -14,7 +14,7 @@ from asyncrl_cli.samples import NOT_SAMPLED
 
 MAX_STEPS, PER_STEP = 12, 4
 MAX_CHARACTERS = 1_000_000
-"""Of all trajectories together: a page is for reading, `asyncrl samples` has the rest."""
+"""Of all trajectories on a page together: it is for reading, `asyncrl samples` has the rest."""
 NOTABLE_CHANGE = 0.2
 """A token is marked if the trainer's probability of it differs by this much from the sampler's."""
 STYLE = (
@@ -38,12 +38,12 @@ LEGEND = (
 )
 
 
-def samples_html(run: Recorded) -> str:
+def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MAX_CHARACTERS) -> str:
     """A section with some trajectories of dumped steps, spread over the run; empty if there are none. Raises ConfigError for a
     malformed dump."""
     dumped = run.sampled_steps
     steps = sorted({dumped[round(index * (len(dumped) - 1) / (MAX_STEPS - 1))] for index in range(MAX_STEPS)}) if dumped else []
-    parts, room = [], MAX_CHARACTERS
+    parts, room = [], max_characters
     for one in (one for step in steps for one in islice(trajectories_of(run, step), PER_STEP)):
         text = "".join(_folded(one))
         if (room := room - len(text)) < 0:
@@ -52,7 +52,8 @@ def samples_html(run: Recorded) -> str:
         parts.append(text)
     if not parts:
         return ""
-    return f'<section class="samples"><style>{STYLE}</style><h2>Samples</h2><p class="dim">{LEGEND}</p>{"".join(parts)}</section>'
+    head = f'<style>{STYLE}</style><h2>{escape(title)}</h2><p class="dim">{LEGEND}</p>'
+    return f'<section class="samples">{head}{"".join(parts)}</section>'
 
 
 def _folded(one: Sampled) -> Iterator[str]:

@@ -12,6 +12,7 @@ from asyncrl_cli.observe.side_by_side import side_by_side
 from asyncrl_cli.report.bench import bench_html, is_bench, runs_in
 from asyncrl_cli.report.page import GENERATOR, beside_each_other, card, page_of, plotly
 from asyncrl_cli.report.run_data import run_data
+from asyncrl_cli.report.samples_page import MAX_CHARACTERS, samples_html
 from asyncrl_cli.safe_files import open_regular
 from asyncrl_cli.storage import replace_text
 
@@ -41,9 +42,11 @@ def write_report(
     if len(found) > 1:
         words += beside_each_other(side_by_side(found))
     words += "".join(searched(recorded, runs_dir, progress) for recorded in found if search)
+    titles = [f"Samples of {run.name}" if len(found) > 1 else "Samples" for run in found]
+    read = "".join(samples_html(run, title, MAX_CHARACTERS // len(found)) for run, title in zip(found, titles, strict=True))
     progress(f"writing {path}")
     title = bench.resolve().name if bench else " · ".join(run.name for run in runs)
-    replace_text(path, page_of(runs, library=plotly() if runs else "", title=title, before=words))
+    replace_text(path, page_of(runs, library=plotly() if runs else "", title=title, before=words, after=read))
     return path
 
 
