@@ -29,6 +29,7 @@ from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Last
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.samples import choose_samples, is_dump_step
+from asyncrl_cli.train.advantages import needs_columns
 from asyncrl_cli.train.balance import RankPlan, plan_train_step, training_order
 from asyncrl_cli.weights.versions import DRIVER_MARGIN_S, load_s
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
@@ -200,7 +201,9 @@ class RayTrainer:
         logging, ranks = self._profile.logging, len(self.actors)
         seed = f"samples {self._profile.run.seed}/{batch.step}"
         sizes = choose_samples([len(group.trajectories) for group in groups], logging.samples_per_step, seed)
-        known = {(t.group, t.trajectory): t.advantage for plan in plans for step in plan.optimizer_steps for t in step.trajectories}
+        planned = (t for plan in plans for step in plan.optimizer_steps for t in step.trajectories)
+        is_planned = not needs_columns(self._profile.algorithm)
+        known = {(t.group, t.trajectory): t.advantage for t in planned if is_planned}
         chosen = {index: [known.get((index, number)) for number in range(size)] for index, size in sizes.items()}
         indices, columns = list(chosen), []
         for rank, actor in enumerate(self.actors if logging.samples_per_step else ()):
