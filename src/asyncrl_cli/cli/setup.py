@@ -35,7 +35,11 @@ DOCTOR_EXAMPLES = """
   asyncrl doctor --json || echo something needed is missing
   asyncrl doctor --fix"""
 INIT_EXAMPLES = """
-  asyncrl init jsonl my-task      prompts in a file, a reward function of your own, a profile
+  asyncrl init jsonl my-task          prompts in a file, a reward function of your own, a profile
+  asyncrl init parquet-verl my-task   verl's data, and a reward in verl's signature
+  asyncrl init agent my-agent         an agent of your own over an OpenAI client, with a tool
+  asyncrl init gsm8k-8gpu gsm8k       Qwen2.5-1.5B on eight GPUs, and a rehearsal for two cores
+  asyncrl init grafana dashboard      for logging.prometheus_port
   cd my-task && asyncrl train --profile profile.toml"""
 PROFILES_EXAMPLES = """
   asyncrl profiles
@@ -90,13 +94,13 @@ def init(
         str,
         typer.Argument(
             metavar="TEMPLATE",
-            help="Name of the template: jsonl.",
+            help="Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl.",
             autocompletion=completion.templates,
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write, new or empty.")],
 ) -> None:
-    """Copy a template for a task of your own: its files are ready to train."""
+    """Copy a template for a task of your own, ready to train, or for a dashboard."""
     import shutil
 
     from asyncrl_cli.profile.file_schema import profile_schema

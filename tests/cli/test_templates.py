@@ -1,0 +1,118 @@
+"""`asyncrl init`: every template can be planned, its reward scores, and its data is what the profile reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.cli.app import run
+from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.toml_files import shipped_templates
+from asyncrl_cli.tasks.task import load_task
+
+QWEN_1_5B = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+"""Qwen/Qwen2.5-1.5B-Instruct's config.json, as far as sizes go."""
+TASKS = ("agent", "gsm8k-8gpu", "jsonl", "parquet-verl")
+
+
+def module_of(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"template_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_templates_are_these(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert tuple(shipped_templates()) == ("agent", "grafana", "gsm8k-8gpu", "jsonl", "parquet-verl")
+    assert run(["init", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(name in shown for name in shipped_templates())
+    assert run(["init", "grafana", str(tmp_path / "g")]) == 0
+    assert not (tmp_path / "g" / "profile.schema.json").exists()
+
+
+@pytest.mark.parametrize("template", TASKS)
+def test_a_task_that_was_copied_can_be_planned(template: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["init", template, str(tmp_path / "mine")]) == 0
+    for profile in (tmp_path / "mine").glob("*.toml"):
+        assert run(["plan", "--profile", str(profile), "--gpus", "8", "--gpu-memory", "80", "--json"]) == 0
+
+
+def test_gsm8k_fits_eight_gpus_of_80_gb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_1_5B), encoding="utf-8")
+    profile = shipped_templates()["gsm8k-8gpu"] / "profile.toml"
+    of_machine = ["--gpus", "8", "--gpu-memory", "80", "--set", f"model.path={tmp_path}", "--json"]
+    assert run(["plan", "--profile", str(profile), *of_machine]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["memory"]["parameters"] == 1_543_714_304  # as the model's card says: 1.54B
+    assert {role["role"]: role["workers"] for role in plan["placement"]["roles"]} == {"trainer": 2, "rollout": 6}
+    assert [device["fits"] for device in plan["memory"]["devices"]] == [True, True]
+    assert (plan["schedule"]["mode"], plan["schedule"]["window_groups"]) == ("partial-rollout", 2 * 4 * 64)
+    assert plan["schedule"]["groups"] == pytest.approx(8 * 7473, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("template", "profile", "right", "wrong"),
+    [
+        ("gsm8k-8gpu", "small.toml", "5 + 2 = 7\n#### {}", "it is {}"),
+        ("parquet-verl", "profile.toml", "so {}", "{} or 0"),
+        ("jsonl", "profile.toml", "so {}", "{} or none or 0"),
+    ],
+)
+def test_data_and_reward_of_a_template_fit_together(template: str, profile: str, right: str, wrong: str) -> None:
+    directory = shipped_templates()[template]
+    task = load_task(load(str(directory / profile), ["task.reward=exact-match"], environ={}).profile)
+    score = module_of(directory / "rewards.py").score
+    for item in (*task.train[:5], *task.eval[:2]):
+        assert score(item, right.format(item["answer"])) == 1.0
+        assert score(item, wrong.format(item["answer"])) < 1.0
+
+
+def test_gsm8ks_rows_become_prompts_with_the_number_alone() -> None:
+    directory = shipped_templates()["gsm8k-8gpu"]
+    line = module_of(directory / "prepare.py").line_of(
+        {"question": "How many?", "answer": "3 * 400 = <<3*400=1200>>1200\n#### 1,200"}
+    )
+    assert line["answer"] == "1200"
+    assert line["prompt"][0]["content"].startswith("How many?")
+    assert module_of(directory / "rewards.py").score(line, "so\n#### 1,200") == 1.0
+
+
+def test_the_templates_agent_uses_its_calculator() -> None:
+    import asyncio
+
+    agent = module_of(shipped_templates()["agent"] / "agent.py")
+    said: list[Any] = []
+
+    def message(content: str | None, *calls: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(
+            content=content, tool_calls=list(calls), model_dump=lambda exclude_none: {"role": "assistant", "content": content}
+        )
+
+    call = SimpleNamespace(id="1", function=SimpleNamespace(arguments='{"expression": "(100 + 20) * 3"}'))
+    answers = iter([message(None, call), message("The answer is 360.")])
+
+    async def create(*, model: str, messages: list[Any], tools: list[Any]) -> SimpleNamespace:
+        said.append(list(messages))
+        return SimpleNamespace(choices=[SimpleNamespace(message=next(answers))])
+
+    client = SimpleNamespace(model="m", chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    assert asyncio.run(agent.episode(client, {"prompt": "(100 + 20) * 3?", "answer": "360"})) == 1.0
+    assert said[1][-1] == {"role": "tool", "tool_call_id": "1", "content": "360"}
+    assert [agent.calculate(text)[:5] for text in ("{}", '{"expression": "9**9"}', '{"expression": "2 +"}')] == ["error"] * 3
