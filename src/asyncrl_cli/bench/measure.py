@@ -24,9 +24,9 @@ from asyncrl_cli.observe.lines import Line, sampled_tokens, spent_s, trajectorie
 from asyncrl_cli.simulate.capacities import Capacities, ideal_times
 
 PARTS = {
-    "wait": ("wait_data", "wait_scores"),
+    "wait": ("wait_scores", "wait_data"),
     "old_logprob": ("old_logprob",),
-    "train": ("train", "ref", "values"),
+    "train": ("ref", "values", "train"),
     "sync": ("gather",),
     "other": ("checkpoint", "other"),
 }

@@ -140,9 +140,13 @@ function evalTraces(run, place) {
   });
 }
 
+/* Executors report once a second: a shorter step may have no shares, and then no point. */
 function partTraces(chart, run) {
-  return partsOf(run, chart).map((key) => ({
-    type: "scatter", mode: "lines", stackgroup: "one", name: short(key, chart), x: xs(run), y: run.columns[key].map((value) => value || 0),
+  const keys = partsOf(run, chart);
+  const points = xs(run).map((_, point) => point).filter((point) => keys.some((key) => run.columns[key][point] !== null));
+  return keys.map((key) => ({
+    type: "scatter", mode: "lines", stackgroup: "one", name: short(key, chart), x: points.map((point) => xs(run)[point]),
+    y: points.map((point) => run.columns[key][point] || 0),
     line: { width: 0.5, color: PARTS[short(key, chart)] || "#999999" }, fillcolor: PARTS[short(key, chart)] || "#999999",
   }));
 }

@@ -145,7 +145,7 @@ def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[t
     return [
         ("state", _state(recorded)),
         ("mode", f"{schedule.mode} ({own})"),
-        ("profile", profile.name),
+        ("profile", str(recorded.status.get("profile", profile.name))),
         ("model", f"{profile.model.path}, {profile.model.dtype}"),
         ("task", f"{profile.task.source}, environment {profile.task.environment}, reward {profile.task.reward}"),
         ("engine", profile.rollout.engine),

@@ -45,7 +45,7 @@ def write_report(
     titles = [f"Samples of {run.name}" if len(found) > 1 else "Samples" for run in found]
     read = "".join(samples_html(run, title, MAX_CHARACTERS // len(found)) for run, title in zip(found, titles, strict=True))
     progress(f"writing {path}")
-    title = bench.resolve().name if bench else " · ".join(run.name for run in runs)
+    title = f"bench {bench.resolve().name}" if bench else " · ".join(run.name for run in runs)
     replace_text(path, page_of(runs, library=plotly() if runs else "", title=title, before=words, after=read))
     return path
 
