@@ -14,6 +14,7 @@ from asyncrl_cli.train.balance import RankPlan, plan_train_step
 SECTIONS = {
     "dtype": "model",
     **dict.fromkeys(AlgorithmSection.model_fields, "algorithm"),
+    "activation_checkpointing": "trainer",
     "lr": "trainer",
     "lr_schedule": "trainer",
     "grad_clip": "trainer",

@@ -3,10 +3,10 @@
 P parameters, e bytes per value of `model.dtype`, r trainer ranks:
 
     trainer rank   always   float32 master weights 4P/r, AdamW's two moments 8P/r
-                   start    the whole float32 model, before it is sharded
-                   step     float32 gradients 4P/r, what FSDP2 gathers (GPU: root group and two layers; CPU: all of it), gradients
-                            not yet reduced (GPU: the root group's; CPU: all, in float32), activations of one microbatch (no
-                            activation checkpointing), its logits
+                   step     what FSDP2 gathers (GPU: root group and two layers; CPU: all of it), gradients not yet reduced (GPU: the
+                            root group's; CPU: all, in float32), on GPUs float32 gradients 4P/r, what the layers keep of one
+                            microbatch, and a chunk of its logits with the head's gradient, or one layer that is computed again
+                   update   on CPUs float32 gradients 4P/r, which replace the whole ones
                    host     the window's first weights 4P/r (recompute, K > 1), a checkpoint's copy; rank 0: published buckets
     reference      always   float32 weights 4P/r of its own P (algorithm.use_kl_loss, use_kl_in_reward)
     critic         always   weights and moments 12P/r of its own P, without the language model's head. Its step takes turns with the
@@ -35,24 +35,23 @@ from typing import Literal
 
 from asyncrl_cli.engines.port import EngineMemory, kind_of
 from asyncrl_cli.engines.transformers import PAGE_TOKENS, PREFILL_TOKENS_PACKED
-from asyncrl_cli.models.shape import ModelShape, shape_of
+from asyncrl_cli.models.shape import FAMILY, ModelShape, shape_of
 from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import max_context_tokens
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, ActivationCheckpointing, Profile
+from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES
 
 MASTER_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 BYTES_PER_MB = 2**20
-LOGIT_BYTES = 12
-"""Per value: three float32 copies at the worst moment (logits, their log-softmax, a gradient)."""
 SAMPLED_LOGIT_BYTES = 24
 """Per value: float32 logits, log-softmax, probabilities and choice, and the float64 running sum of the sampler."""
 
 SHARED_CACHE = "engine's cache"
 """Item name of a cache that takes whatever its engine's share of the device leaves."""
 
-Phase = Literal["always", "start", "step", "sync"]
+Phase = Literal["always", "start", "step", "update", "sync"]
 Place = Literal["device", "host"]
 
 
@@ -136,6 +135,15 @@ def activation_bytes_per_token(shape: ModelShape, value_bytes: int) -> int:
     return norms + attention + 4 * i * e
 
 
+def kept_bytes_per_token(shape: ModelShape, value_bytes: int, recompute: ActivationCheckpointing) -> int:
+    """Of these, what a layer keeps until its backward pass: its input, and if `selective` what products and attention give."""
+    if recompute == "none":
+        return activation_bytes_per_token(shape, value_bytes)
+    h, a, j = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    products = (2 * a + 2 * j + 2 * shape.intermediate_size + 2 * h) * value_bytes + shape.num_heads * MASTER_BYTES
+    return h * value_bytes + (products if recompute == "selective" else 0)
+
+
 def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
     """Bytes for all slots of one worker at full length, in whole pages, as the engine allocates them."""
     pages = profile.rollout.slots * -(-max_context_tokens(profile) // PAGE_TOKENS)
@@ -147,17 +155,33 @@ def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Itera
     shard, longest = -(-shape.parameters // ranks), max_context_tokens(profile)
     tokens = max(profile.trainer.max_tokens_per_microbatch, longest - 1)  # a longer trajectory is a microbatch of its own
     over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
-    per_token = shape.num_layers * activation_bytes_per_token(shape, e)
+    recompute = profile.trainer.activation_checkpointing
+    kept = tokens * shape.num_layers * kept_bytes_per_token(shape, e, recompute)
     item = partial(MemoryItem, TRAINER, ranks, "device")
     yield item("always", "parameters", MASTER_BYTES * shard, f"float32 master weights, {over}")
     yield item("always", "optimizer", 2 * MASTER_BYTES * shard, f"AdamW's two moments, float32, {over}")
-    yield item("start", "whole model", MASTER_BYTES * shape.parameters, "float32, read before it is sharded")
-    yield item("step", "gradients", MASTER_BYTES * shard, f"float32, {over}")
+    # On CPUs the whole gradients stay until the last backward pass, and are then replaced group by group.
+    yield item("update" if plan.device == "cpu" else "step", "gradients", MASTER_BYTES * shard, f"float32, {over}")
     yield item("step", "gathered", *_gathered(plan, shape, profile.model.dtype))
     yield item("step", "whole gradients", *_whole_gradients(plan, shape, e))
-    yield item("step", "activations", tokens * per_token, f"{tokens} tokens of a microbatch; nothing is recomputed")
-    yield item("step", "logits", tokens * shape.vocab_size * LOGIT_BYTES, f"{tokens} tokens * {shape.vocab_size} of vocabulary")
+    yield item("step", "activations", kept, f"{tokens} tokens of a microbatch; trainer.activation_checkpointing = {recompute}")
+    logits, how = _logits(tokens, shape, e)
+    again = 0 if recompute == "none" else tokens * activation_bytes_per_token(shape, e)
+    if logits >= again:  # the head's backward pass comes before the layers'
+        yield item("step", "logits", logits, how)
+    else:
+        yield item("step", "recomputed layer", again, f"{tokens} tokens in one layer, while its backward pass runs")
     yield from _wires(profile, shape, TRAINER, 1)
+
+
+def _logits(tokens: int, shape: ModelShape, value_bytes: int) -> tuple[int, str]:
+    """Logits of a chunk, and the head's gradient: of one chunk, and if there are several their float32 sum."""
+    head, values = shape.vocab_size * shape.hidden_size, tokens * shape.vocab_size
+    if values <= LOGITS_CHUNK_ELEMENTS:
+        return LOGITS_COPIES * MASTER_BYTES * values + value_bytes * head, f"{tokens} tokens * {shape.vocab_size} of vocabulary"
+    copies = LOGITS_COPIES * MASTER_BYTES * LOGITS_CHUNK_ELEMENTS
+    chunk = f"{LOGITS_CHUNK_ELEMENTS // shape.vocab_size} tokens * {shape.vocab_size} of vocabulary"
+    return copies + (MASTER_BYTES + value_bytes) * head, f"{chunk} at a time, and the head's gradient"
 
 
 def _gathered(plan: JobPlan, shape: ModelShape, dtype: str) -> tuple[int, str]:
@@ -187,6 +211,10 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
         f"new and previous version{holders.get(profile.weights.transport, '')}"
     )
     item = partial(MemoryItem, TRAINER, ranks, "host")
+    if shape.model_type not in FAMILY:
+        yield item(
+            "start", "whole model", MASTER_BYTES * shape.parameters, f"float32, if {shape.model_type} joins tensors of its files"
+        )
     if keeps_first:
         yield item("always", "window's first weights", MASTER_BYTES * shard, "float32, for the old-logprob pass")
     yield MemoryItem(TRAINER, 1, "host", "sync", "published weights", 2 * e * shape.parameters, published)

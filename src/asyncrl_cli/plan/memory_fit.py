@@ -133,7 +133,8 @@ def known_memory_bytes(device: str) -> int | None:
 
 
 REMEDIES = {
-    "activations": "lower trainer.max_tokens_per_microbatch",
+    "activations": 'trainer.activation_checkpointing = "full", or a lower trainer.max_tokens_per_microbatch',
+    "recomputed layer": "lower trainer.max_tokens_per_microbatch",
     "logits": "lower trainer.max_tokens_per_microbatch",
     "KV cache": "lower rollout.slots",
     SHARED_CACHE: "lower rollout.gpu_memory_utilization",

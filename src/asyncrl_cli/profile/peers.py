@@ -38,7 +38,7 @@ data.val_max_samples | eval.prompts
 actor_rollout_ref.hybrid_engine | placement.colocate | true there is true here
 actor_rollout_ref.async_pipeline | - | generation, training and weight transfer always overlap
 actor_rollout_ref.model.path | model.path
-actor_rollout_ref.model.enable_gradient_checkpointing | - | no activation checkpointing
+actor_rollout_ref.model.enable_gradient_checkpointing | trainer.activation_checkpointing | true is "full"
 actor_rollout_ref.model.lora_rank | - | no LoRA
 actor_rollout_ref.actor.ppo_mini_batch_size | trainer.ppo_mini_batch_size | groups over all ranks in both
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu | trainer.max_tokens_per_microbatch | microbatches are always packed by tokens

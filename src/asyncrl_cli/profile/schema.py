@@ -32,6 +32,7 @@ from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, RolloutSe
 Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
 """What a weight load does to a worker's running rollouts: they finish first, or freeze and keep or rebuild their KV cache."""
 VERIFIERS = "verifiers:"
+ActivationCheckpointing = Literal["none", "selective", "full"]
 DIRECT_TRANSPORTS = ("nccl", "ipc")
 """Values of `weights.transport` that copy from GPU memory to GPU memory during a worker's load."""
 PROBE_TOKENS = 32
@@ -133,6 +134,10 @@ class TrainerSection(Section):
     """B: groups per optimizer step, over all ranks."""
     max_tokens_per_microbatch: PositiveInt = 8192
     """Token budget of one forward/backward on one rank (padded tokens)."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """What a layer's backward pass computes again instead of keeping it: nothing; all but its matrix products and attention
+    (`selective`: about half of the memory, little time); or all from the layer's input (`full`: a third more time). Long
+    responses of large models need `full`: `asyncrl plan` shows the memory."""
     lr: PositiveFloat = 2e-4
     """Peak learning rate of AdamW."""
     betas: Betas = (0.9, 0.99)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-CHUNK_ELEMENTS = 2**25
-"""Logits of one chunk: 128 MiB in float32, of which up to four copies are alive."""
+from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS
 
 
 class Scored(NamedTuple):
@@ -36,7 +35,7 @@ class Head(NamedTuple):
 
     @property
     def chunk_tokens(self) -> int:
-        return max(1, CHUNK_ELEMENTS // self.vocab_size)
+        return max(1, LOGITS_CHUNK_ELEMENTS // self.vocab_size)
 
     def score(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor) -> Scored:
         """Logprobs of the targets, and entropies. In a single chunk logits are kept for the backward pass: it is faster."""

@@ -14,10 +14,10 @@ What it is not: it shares no layer with the policy; its value of a state knows t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -27,10 +27,10 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.credit import RETURNS
 from asyncrl_cli.train.losses import Metric, mean_of, sum_of
-from asyncrl_cli.train.policy_model import _shard as shard
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
 from asyncrl_cli.train.reduction import optimizer_metrics, reduced
 from asyncrl_cli.train.scores import VALUES
+from asyncrl_cli.train.sharded_model import divide
 
 MOMENTS = ("returns", "squared returns", "errors", "squared errors")
 """Sums from which `critic/explained_variance` is made; they are not metrics of their own."""
@@ -48,30 +48,24 @@ class CriticModel:
         )
         model.eval().to(ranks.device)
         choose_attention(model)
-        self._valuer = shard(_Valuer(model), profile.model.dtype, ranks)
-        self._keeps_whole = ranks.device.type == "cpu"
+        self._valuer = _Valuer(model)
+        self._gathered = divide(model, self._valuer, profile, ranks)
         self.parameters = cast(dict[str, DTensor], dict(self._valuer.named_parameters()))
 
     def valued_N(self, microbatch: Microbatch) -> torch.Tensor:
         """Values of the states in which the tokens were sampled, with gradient. A collective."""
-        values_N: torch.Tensor = self._valuer(microbatch)
+        values_N: torch.Tensor = self._gathered(partial(self._valuer, microbatch))
         return values_N
 
     def values_N(self, microbatch: Microbatch) -> torch.Tensor:
         """The same without gradient. A collective."""
         with torch.no_grad():
             values_N = self.valued_N(microbatch)
-        for module in self._valuer.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._gathered.release()
         return values_N
 
     def before_backward(self, *, is_last: bool) -> None:
-        if self._keeps_whole:
-            root = cast(FSDPModule, self._valuer)
-            root.set_reshard_after_forward(False)
-            root.set_requires_gradient_sync(is_last)
-            root.set_reshard_after_backward(is_last)
+        self._gathered.before_backward(is_last=is_last)
 
     def locals(self) -> dict[str, torch.Tensor]:
         return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}

@@ -1,9 +1,8 @@
-"""The policy under FSDP2: loading, sharding, parameters, logprobs and entropies of tokens.
+"""The policy under FSDP2: parameters, logprobs and entropies of tokens.
 
-Every decoder layer is one shard group and the rest (embedding, norm, head) another. Master weights are float32; with
-dtype bfloat16 forward and backward compute in bfloat16 and gradients are reduced in float32. A single rank uses FSDP2, too:
-it costs about 4 ms per microbatch (measured on a CPU), and a single code path is worth that. The attention function is
-chosen as in the transformers engine (models/attention.py).
+Master weights are float32; with dtype bfloat16 forward and backward compute in bfloat16 and gradients are reduced in float32. A
+single rank uses FSDP2, too: it costs about 4 ms per microbatch (measured on a CPU), and a single code path is worth that. The
+attention function is chosen as in the transformers engine (models/attention.py).
 
 Legend: B = rows, T = positions, H = hidden size, N = sampled tokens.
 """
@@ -17,9 +16,8 @@ from typing import Any, cast
 
 import torch
 import transformers
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from asyncrl_cli.models.attention import choose_attention
 from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
@@ -28,6 +26,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.chunked_logprobs import Head, Scored
 from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.sharded_model import sharded
 from asyncrl_cli.weights.buckets import Spec, dtype_name, torch_dtype
 
 
@@ -40,50 +39,36 @@ class PolicyModel:
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
         transformers.logging.disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            trust_remote_code=profile.model.trust_remote_code,
-        )
-        # In eval mode: with dropout, prox and theta would be different functions of the same weights.
-        model.eval().to(ranks.device)
-        self.attention = choose_attention(model)
-        # On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer step: with two
-        # ranks, gathering for each pass and reducing after each microbatch took a quarter of the time.
-        self._keeps_whole = ranks.device.type == "cpu"
-        self._scorer = _shard(Scorer(model, profile.rollout.temperature), profile.model.dtype, ranks)
-        self._root = cast(FSDPModule, self._scorer)
+        trusts = profile.model.trust_remote_code
+        model, empty = (skeleton(model_dir, trust_remote_code=trusts) for _ in range(2))
+        self.form = SavedForm(empty)
+        self._gathered = sharded(model, model, model_dir, profile, self.form, ranks)
+        self.attention = self._gathered(partial(choose_attention, model))
+        self._gathered.release()
+        self._scorer = Scorer(model, profile.rollout.temperature)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.parameters: dict[str, DTensor] = cast(dict[str, DTensor], dict(model.named_parameters()))
         self._buffers = persistent_buffers(model)
         self._aliases = _aliases(model)
         self._wire_dtype = torch_dtype(profile.model.dtype)
-        self.form = SavedForm(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code))
         self._parts = self._whole_parts()
         self.specs = self._make_specs()
 
     def scored(self, microbatch: Microbatch) -> Scored:
         """Logprobs, with gradient, and entropies of the sampled tokens at the sampling temperature. A collective."""
-        scored: Scored = self._scorer(microbatch)
+        scored: Scored = self._gathered(partial(self._scorer, microbatch))
         return scored
 
     def logprobs_N(self, microbatch: Microbatch) -> torch.Tensor:
         """Logprobs of the sampled tokens, without gradient. A collective: all ranks call it."""
         with torch.no_grad():
             logprobs_N = self.scored(microbatch).logprobs_N
-        # Without a backward pass FSDP keeps the gathered parameters, and the next forward would use stale ones.
-        for module in self._scorer.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._gathered.release()
         return logprobs_N
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Call it before the forward of each microbatch of an optimizer step. On CPUs only the last backward sums over ranks."""
-        if self._keeps_whole:
-            self._root.set_reshard_after_forward(False)
-            self._root.set_requires_gradient_sync(is_last)
-            self._root.set_reshard_after_backward(is_last)
+        """Call it before the forward of each microbatch of an optimizer step."""
+        self._gathered.before_backward(is_last=is_last)
 
     def locals(self) -> dict[str, torch.Tensor]:
         """This rank's shards; writing to them in place changes the weights."""
@@ -127,34 +112,33 @@ class PolicyModel:
         return converted
 
 
-class Scorer(torch.nn.Module):
-    """The model as a function from a microbatch to its `Scored`; the root of sharding, so that it has all parameters at hand."""
+class Scorer:
+    """A model as a function from a microbatch to its `Scored`."""
 
     def __init__(self, model: PreTrainedModel, temperature: float) -> None:
-        super().__init__()
-        self.model = model
+        self._model = model
         self._decoder_name = model.base_model_prefix
         self._temperature = temperature
 
-    def forward(self, microbatch: Microbatch) -> Scored:
-        decoded = getattr(self.model, self._decoder_name)(input_ids=microbatch.inputs_BT, use_cache=False)
+    def __call__(self, microbatch: Microbatch) -> Scored:
+        decoded = getattr(self._model, self._decoder_name)(input_ids=microbatch.inputs_BT, use_cache=False)
         hidden_NH = decoded.last_hidden_state.flatten(0, 1).index_select(0, microbatch.select_N)
         head = Head(
             logits_of=partial(self._logits, replace(decoded, last_hidden_state=None)),
-            parameters=tuple(self.model.get_output_embeddings().parameters()),
-            vocab_size=int(self.model.config.get_text_config().vocab_size),
+            parameters=tuple(self._model.get_output_embeddings().parameters()),
+            vocab_size=int(self._model.config.get_text_config().vocab_size),
             temperature=self._temperature,
         )
         return head.score(hidden_NH, microbatch.targets_N)
 
     def _logits(self, decoded: Any, hidden_NH: torch.Tensor) -> torch.Tensor:
         """The model's own forward pass, with the decoder's result given: some models scale or cap their logits."""
-        decoder = getattr(self.model, self._decoder_name)
-        setattr(self.model, self._decoder_name, _Decoder(replace(decoded, last_hidden_state=hidden_NH[None])))
+        decoder = getattr(self._model, self._decoder_name)
+        setattr(self._model, self._decoder_name, _Decoder(replace(decoded, last_hidden_state=hidden_NH[None])))
         try:
-            logits_NV: torch.Tensor = self.model(use_cache=False).logits.squeeze(0)
+            logits_NV: torch.Tensor = self._model(use_cache=False).logits.squeeze(0)
         finally:
-            setattr(self.model, self._decoder_name, decoder)
+            setattr(self._model, self._decoder_name, decoder)
         return logits_NV
 
 
@@ -167,17 +151,6 @@ class _Decoder(torch.nn.Module):
 
     def forward(self, **_: Any) -> Any:
         return self._decoded
-
-
-def _shard(scorer: Scorer, dtype: str, ranks: Ranks) -> Scorer:
-    policy = MixedPrecisionPolicy()
-    if dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layer_names = set(scorer.model._no_split_modules or ())
-    for module in [m for m in scorer.modules() if type(m).__name__ in layer_names]:
-        fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
-    fully_shard(scorer, mesh=ranks.mesh, mp_policy=policy)
-    return scorer
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:

@@ -19,13 +19,13 @@ from typing import Any, Literal, NotRequired
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import Count, load_json, open_regular, parse_json, reason
 from asyncrl_cli.storage import sync_files
 from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.sharded_model import first_row
 from asyncrl_cli.weights.model_files import write_weights
 
 COUNTERS_FILE = "trainer.json"
@@ -76,8 +76,7 @@ def to_host(ranks: Ranks, like: dict[str, DTensor], local_tensors: dict[str, tor
 
 
 def _host_rows(parameter: DTensor, local: torch.Tensor) -> Rows:
-    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return Rows(torch.empty(local.shape, dtype=local.dtype).copy_(local), offsets[0], parameter.shape[0])
+    return Rows(torch.empty(local.shape, dtype=local.dtype).copy_(local), first_row(parameter), parameter.shape[0])
 
 
 def rank_file(directory: Path, rank: int) -> Path:
@@ -116,13 +115,13 @@ class SavedState:
         places = parse_json((file.metadata() or {}).get("rows", "{}"), dict[str, tuple[Count, Count]])
         if places.keys() != set(file.keys()):
             raise ValueError("its header does not say which rows it has")
-        for key, (first_row, num_rows) in places.items():
+        for key, (begin, num_rows) in places.items():
             part = file.get_slice(key)
             _, *row_shape = part.get_shape()
             shape = (num_rows, *row_shape)
             if self.shapes.setdefault(key, shape) != shape:
                 raise ValueError(f"{key} is of another shape than in the files of other ranks")
-            self._parts.setdefault(key, []).append((first_row, part))
+            self._parts.setdefault(key, []).append((begin, part))
 
     def read(self, key: str, into: torch.Tensor, first_row: int = 0) -> None:
         """Fill `into` with a tensor's rows from `first_row` on. RefusedError if the files lack some of them."""

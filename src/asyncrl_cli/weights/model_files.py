@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.models.shape import tensor_shapes
+from asyncrl_cli.safe_files import load_json
 from asyncrl_cli.storage import naming
 
 if TYPE_CHECKING:
@@ -41,6 +43,14 @@ def keep_model_files(model_dir: Path, run_dir: Path) -> None:
         working.mkdir()
         copy_model_files(model_dir, working)
         working.rename(run_dir / RUN_COPY)
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """Which weight file holds each tensor. The directory has been checked (models/inspection.py)."""
+    index = directory / f"{WEIGHTS}.index.json"
+    if index.exists():
+        return {name: directory / file for name, file in load_json(index, dict[str, Any])["weight_map"].items()}
+    return dict.fromkeys(tensor_shapes(directory / WEIGHTS), directory / WEIGHTS)
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str) -> None:

@@ -1,0 +1,170 @@
+"""Makes a rank's model: laid out on the meta device, divided between ranks by FSDP2, then filled from files.
+
+Every decoder layer is one shard group and the rest (embedding, norm, head) another. A rank reads its own rows of each tensor and
+nothing else: on the host there is never more than its shards and one tensor. The exception are models whose tensors differ between
+files and memory (`SavedForm.converts`: joined experts) or have other names there: transformers reads those whole, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from safetensors import safe_open
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers
+from asyncrl_cli.profile.schema import ActivationCheckpointing, Profile
+from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.weights.model_files import tensor_files
+
+T = TypeVar("T")
+Read = Callable[[str, slice], torch.Tensor]
+"""Rows of a model's tensor by its name in memory, on the host, in any dtype."""
+WHOLE = slice(None)
+
+aten = torch.ops.aten
+EXPENSIVE = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""Operations whose results `selective` keeps: matrix products and attention, which take nearly all of a layer's time."""
+
+
+class Gathered(torch.nn.Module):
+    """The root of sharding. It calls functions that need the parameters of `content`; FSDP gathers them for the call.
+
+    On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer step: with two ranks,
+    gathering for each pass and reducing after each microbatch took a quarter of the time.
+    """
+
+    def __init__(self, content: torch.nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.content = content
+        self._keeps_whole = ranks.device.type == "cpu"
+
+    def forward(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Call it before the forward of each microbatch of an optimizer step. On CPUs only the last backward sums over ranks."""
+        if self._keeps_whole:
+            root = cast(FSDPModule, self)
+            root.set_reshard_after_forward(False)
+            root.set_requires_gradient_sync(is_last)
+            root.set_reshard_after_backward(is_last)
+
+    def release(self) -> None:
+        """Call it after a call without backward pass: FSDP would keep the gathered parameters, and the next call see stale ones."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def sharded(
+    model: PreTrainedModel, content: torch.nn.Module, model_dir: str, profile: Profile, form: SavedForm, ranks: Ranks
+) -> Gathered:
+    """This rank's part of `content`: of a model on the meta device (`models.saved_form.skeleton`), of its decoder, or of either
+    with modules added. What was added keeps the values that it has; the rest gets those in the files.
+
+    Master weights are float32. Forward and backward compute in `model.dtype`; gradients are reduced in float32.
+    """
+    # In eval mode: with dropout, prox and theta would be different functions of the same weights.
+    model.float().eval().tie_weights()
+    added = {name: parameter.detach().clone() for name, parameter in content.named_parameters() if not parameter.is_meta}
+    gathered = divide(model, content, profile, ranks)
+    gathered.to_empty(device=ranks.device)
+    model.tie_weights()
+    with torch.no_grad():
+        _fill_from_files(model, content, added, model_dir, form, trusts=profile.model.trust_remote_code)
+        for name, whole in added.items():
+            _fill(content.get_parameter(name), lambda rows, whole=whole: whole[rows])
+    return gathered
+
+
+def divide(model: PreTrainedModel, content: torch.nn.Module, profile: Profile, ranks: Ranks) -> Gathered:
+    """Shard `content`, which is the model or has its layers."""
+    policy, recompute = MixedPrecisionPolicy(), profile.trainer.activation_checkpointing
+    if profile.model.dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    names = set(model._no_split_modules or ())
+    for layer in [module for module in content.modules() if type(module).__name__ in names]:
+        if recompute != "none":
+            layer.forward = partial(_recomputed, layer.forward, recompute)
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
+    return cast(Gathered, fully_shard(Gathered(content, ranks), mesh=ranks.mesh, mp_policy=policy))
+
+
+def _fill_from_files(
+    model: PreTrainedModel, content: torch.nn.Module, added: Mapping[str, Any], model_dir: str, form: SavedForm, *, trusts: bool
+) -> None:
+    others = {id(content.get_parameter(name)) for name in added}
+    named = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    for tensor in named.values():
+        tensor._is_hf_initialized = True
+    model.initialize_weights()  # computes what is in no file, such as the frequencies of rotations
+    parts = {name: tensor for name, tensor in named.items() if not tensor.is_meta and id(tensor) not in others}
+    read = _rows_in_files(model, parts, Path(model_dir))
+    if form.converts or read is None:
+        read = _rows_of_whole(model_dir, trust_remote_code=trusts)
+    for name, tensor in parts.items():
+        _fill(tensor, partial(read, name))
+
+
+def _fill(tensor: torch.Tensor, read: Callable[[slice], torch.Tensor]) -> None:
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(read(WHOLE))
+    elif len(local := tensor.to_local()):
+        begin = first_row(tensor)
+        local.copy_(read(slice(begin, begin + len(local))))
+
+
+def first_row(parameter: DTensor) -> int:
+    """Which row of the whole parameter this rank's shard begins with."""
+    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offsets[0]
+
+
+def _rows_in_files(model: PreTrainedModel, parts: Mapping[str, torch.Tensor], model_dir: Path) -> Read | None:
+    """Reads rows from the files; None if these lack one of the `parts`. A tied tensor may be there under any of its names."""
+    files = tensor_files(model_dir)
+    saved = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items() if name in files}
+    if not all(id(tensor) in saved for tensor in parts.values()):
+        return None
+
+    def read(name: str, rows: slice) -> torch.Tensor:
+        saved_name = saved[id(parts[name])]
+        with safe_open(files[saved_name], framework="pt") as file:  # for each tensor, because what was read stays mapped until then
+            return cast(torch.Tensor, file.get_tensor(saved_name) if rows == WHOLE else file.get_slice(saved_name)[rows])
+
+    return read
+
+
+def _rows_of_whole(model_dir: str, *, trust_remote_code: bool) -> Read:
+    loaded = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    whole = loaded.state_dict()
+    return lambda name, rows: whole[name] if rows == WHOLE else whole[name][rows]
+
+
+def _recomputed(forward: Callable[..., Any], recompute: ActivationCheckpointing, *args: Any, **kwargs: Any) -> Any:
+    """A layer's forward that keeps its inputs (and what is expensive, if `selective`), and runs again in the backward pass."""
+    selective = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if recompute == "selective" else {}
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **selective, **kwargs)
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
