@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
-from asyncrl_cli.profile.schema import AlgorithmSection, Place, Profile, RunSection
+from asyncrl_cli.profile.schema import AlgorithmSection, LoraSection, Place, Profile, RunSection
 from asyncrl_cli.train.balance import RankPlan, plan_train_step
 
 SECTIONS = {
     "dtype": "model",
     **dict.fromkeys(AlgorithmSection.model_fields, "algorithm"),
     "activation_checkpointing": "trainer",
+    **dict.fromkeys(LoraSection.model_fields, "lora"),
     "lr": "trainer",
     "lr_schedule": "trainer",
     "grad_clip": "trainer",

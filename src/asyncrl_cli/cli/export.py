@@ -40,6 +40,9 @@ def export(
     model: Annotated[
         Path | None, typer.Option("--model", metavar="DIR", help="Where config.json and tokenizer are, if the run's are gone.")
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="LoRA: the adapters alone, as peft reads them; else they are merged.")
+    ] = False,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,6 +62,7 @@ def export(
             out=out,
             dtype=dtype,
             model=model,
+            adapter=adapter,
             max_file_bytes=int(max_shard_size_gb * GB),
             progress=progress,
         )

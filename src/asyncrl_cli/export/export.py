@@ -8,7 +8,8 @@ neither place needs to hold weights. The directory is written under a hidden nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, RefusedError, first_names
+from asyncrl_cli.export.adapters import ADAPTER_WEIGHTS, has_adapters, merged_weights, write_adapter
 from asyncrl_cli.export.source import Read, SavedWeights, Source, find_source
 from asyncrl_cli.models.inspection import TOKENIZER_FILES, check_config
 from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, from_hub, looks_like_a_path
@@ -73,9 +75,12 @@ def export(
     dtype: Dtype | None = None,
     model: Path | None = None,
     max_file_bytes: int,
+    adapter: bool = False,
     progress: Progress = lambda *_: None,
 ) -> Exported:
-    """Export a run or checkpoint. `dtype` None: the dtype in which the trainer publishes. `out` None: below the run's `exports/`.
+    """Export a run or checkpoint; with `adapter` LoRA's adapters alone, as peft has them.
+
+    `dtype` None: the dtype in which the trainer publishes. `out` None: below the run's `exports/`.
 
     Raises:
         ConfigError, RefusedError, PreflightError: see `find_source`, `find_model_files`, `fitted`; or `out` is not empty.
@@ -84,21 +89,46 @@ def export(
     if out is not None:
         _check_target(out)  # fail before the whole checkpoint is read
     source = find_source(argument, runs_dir, version, progress)
+    if adapter and not has_adapters(source.weights):
+        raise RefusedError(f"{source.path} has whole weights, and no adapters", hint="export it without --adapter")
     name = source.path.name if version is None else f"version-{version:06d}"
+    name += "-adapter" if adapter else ""
     target = out or (Path(f"{source.run}-{name}") if source.run_dir is None else source.run_dir / "exports" / name)
     _check_target(target)
+    if adapter:
+        return _export_adapter(source, target, dtype or source.profile.model.dtype)
     model_files = find_model_files(source.run_dir, source.profile, model)
     progress("reading the configuration")
     check_config(model_files)
     from asyncrl_cli.models.saved_form import SavedForm, skeleton  # imports transformers, which takes seconds: fail before
 
     form = SavedForm(skeleton(model_files, trust_remote_code=source.profile.model.trust_remote_code))
-    sizes, read = fitted(form, source.weights, model_files)
+    weights = merged_weights(source, model) if has_adapters(source.weights) else source.weights
+    sizes, read = fitted(form, weights, model_files)
     chosen = dtype or source.profile.model.dtype
     files, num_bytes = _write(target, model_files, sizes, read, torch_dtype(chosen), max_file_bytes, progress)
     return Exported(
         path=target, source=source, dtype=chosen, parameters=sum(sizes.values()), num_bytes=num_bytes, files=tuple(files)
     )
+
+
+def _export_adapter(source: Source, target: Path, dtype: Dtype) -> Exported:
+    with _writing(target) as working:
+        tensors = write_adapter(source, torch_dtype(dtype), working)
+    parameters, num_bytes = sum(map(torch.numel, tensors.values())), sum(tensor.nbytes for tensor in tensors.values())
+    files = (ADAPTER_WEIGHTS,)
+    return Exported(path=target, source=source, dtype=dtype, parameters=parameters, num_bytes=num_bytes, files=files)
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[Path]:
+    """A directory that becomes `target` when it is whole. AsyncrlError if it cannot be written."""
+    try:
+        with appearing_directory(target.absolute()) as working:
+            yield working
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
+        why = getattr(error, "strerror", None) or str(error)
+        raise AsyncrlError(f"{target} cannot be written: {why}", hint="--out DIR names another place for it") from error
 
 
 def _write(
@@ -118,18 +148,14 @@ def _write(
         max_shard_size=max_file_bytes,
     )
     num_bytes, total_mb = 0, max(sum(sizes.values()) * dtype.itemsize // MB, 1)
-    try:
-        with appearing_directory(target.absolute()) as working:
-            copy_model_files(model_files, working, str(dtype).removeprefix("torch."))
-            for name, names in split.filename_to_tensors.items():
-                progress(f"writing {target.name} (MB)", num_bytes // MB, total_mb)
-                cast = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous() for name, t in read(names).items()}
-                write_weights(cast, working / name)
-                num_bytes += sum(tensor.nbytes for tensor in cast.values())
-            write_index(working, split.tensor_to_filename, num_bytes)
-    except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
-        why = getattr(error, "strerror", None) or str(error)
-        raise AsyncrlError(f"{target} cannot be written: {why}", hint="--out DIR names another place for it") from error
+    with _writing(target) as working:
+        copy_model_files(model_files, working, str(dtype).removeprefix("torch."))
+        for name, names in split.filename_to_tensors.items():
+            progress(f"writing {target.name} (MB)", num_bytes // MB, total_mb)
+            cast = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous() for name, t in read(names).items()}
+            write_weights(cast, working / name)
+            num_bytes += sum(tensor.nbytes for tensor in cast.values())
+        write_index(working, split.tensor_to_filename, num_bytes)
     return list(split.filename_to_tensors), num_bytes
 
 

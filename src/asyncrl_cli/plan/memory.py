@@ -21,6 +21,8 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     wire buffers            of nccl and ipc, on the GPUs at both ends; w = weights.load_bucket_size_mb, m the largest tensor:
                             nccl 3 (w + m) at rank 0 during training, 2 (w + m) in each process of vLLM; ipc max(w, m) at both
 
+With LoRA (`lora.rank`) moments, gradients, the window's first weights and a checkpoint's copy are those of the adapters alone.
+
 A process's peak is what it always holds plus its most expensive phase. Not counted: Python, torch and a GPU's context
 (about 1 GiB per process), and fragmentation.
 """
@@ -153,17 +155,21 @@ def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
 def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
     ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
     shard, longest = -(-shape.parameters // ranks), max_context_tokens(profile)
+    adapters = adapter_parameters(profile, shape)
+    trained = -(-adapters // ranks) if adapters else shard
     tokens = max(profile.trainer.max_tokens_per_microbatch, longest - 1)  # a longer trajectory is a microbatch of its own
     over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
     recompute = profile.trainer.activation_checkpointing
     kept = tokens * shape.num_layers * kept_bytes_per_token(shape, e, recompute)
     item = partial(MemoryItem, TRAINER, ranks, "device")
     yield item("always", "parameters", MASTER_BYTES * shard, f"float32 master weights, {over}")
-    yield item("always", "optimizer", 2 * MASTER_BYTES * shard, f"AdamW's two moments, float32, {over}")
+    lora = f"LoRA of rank {profile.lora.rank}, float32, {over}"
+    yield item("always", "adapters", MASTER_BYTES * trained if adapters else 0, lora)
+    yield item("always", "optimizer", 2 * MASTER_BYTES * trained, f"AdamW's two moments, float32, {over}")
     # On CPUs the whole gradients stay until the last backward pass, and are then replaced group by group.
-    yield item("update" if plan.device == "cpu" else "step", "gradients", MASTER_BYTES * shard, f"float32, {over}")
+    yield item("update" if plan.device == "cpu" else "step", "gradients", MASTER_BYTES * trained, f"float32, {over}")
     yield item("step", "gathered", *_gathered(plan, shape, profile.model.dtype))
-    yield item("step", "whole gradients", *_whole_gradients(plan, shape, e))
+    yield item("step", "whole gradients", *_whole_gradients(plan, shape, e, adapters))
     yield item("step", "activations", kept, f"{tokens} tokens of a microbatch; trainer.activation_checkpointing = {recompute}")
     logits, how = _logits(tokens, shape, e)
     again = 0 if recompute == "none" else tokens * activation_bytes_per_token(shape, e)
@@ -192,7 +198,19 @@ def _gathered(plan: JobPlan, shape: ModelShape, dtype: str) -> tuple[int, str]:
     return BYTES_OF[dtype] * held, f"{dtype}: embedding, head and two layers whole (FSDP2)"
 
 
-def _whole_gradients(plan: JobPlan, shape: ModelShape, value_bytes: int) -> tuple[int, str]:
+def adapter_parameters(profile: Profile, shape: ModelShape) -> int:
+    """Parameters of LoRA's adapters, on the linear layers of the llama family; 0 without LoRA."""
+    h, i = shape.hidden_size, shape.intermediate_size
+    a, j = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = {"q_proj": h + a, "k_proj": h + j, "v_proj": h + j, "o_proj": a + h}
+    sides = attention | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), h + i)
+    chosen = profile.lora.target_modules or sides
+    return shape.num_layers * profile.lora.rank * sum(sides.get(name, 2 * h) for name in chosen)
+
+
+def _whole_gradients(plan: JobPlan, shape: ModelShape, value_bytes: int, adapters: int) -> tuple[int, str]:
+    if adapters:
+        return (MASTER_BYTES * adapters if plan.device == "cpu" else 0), "float32, of the adapters, until the last microbatch"
     if plan.device == "cpu":
         # The sum is float32; with a smaller dtype, the gradients of the current backward pass come on top until they are added.
         fresh = 0 if value_bytes == MASTER_BYTES else value_bytes * max(shape.root_parameters, shape.layer_parameters)
@@ -202,7 +220,7 @@ def _whole_gradients(plan: JobPlan, shape: ModelShape, value_bytes: int) -> tupl
 
 def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
     ranks, e, bucket_mb = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype], profile.weights.gather_bucket_size_mb
-    shard = -(-shape.parameters // ranks)
+    trained = -(-(adapter_parameters(profile, shape) or shape.parameters) // ranks)
     keeps_first = profile.algorithm.old_logprobs == "recompute" and profile.async_training.trigger_parameter_sync_step > 1
     holders = {"disk": "; the run's directory holds as much again", "object-store": "; Ray's object store holds as much again"}
     buckets = -(-e * shape.parameters // (bucket_mb * BYTES_PER_MB))
@@ -216,9 +234,9 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
             "start", "whole model", MASTER_BYTES * shape.parameters, f"float32, if {shape.model_type} joins tensors of its files"
         )
     if keeps_first:
-        yield item("always", "window's first weights", MASTER_BYTES * shard, "float32, for the old-logprob pass")
+        yield item("always", "window's first weights", MASTER_BYTES * trained, "float32, for the old-logprob pass")
     yield MemoryItem(TRAINER, 1, "host", "sync", "published weights", 2 * e * shape.parameters, published)
-    yield item("sync", "checkpoint", (4 if keeps_first else 3) * MASTER_BYTES * shard, "the snapshot that is being written")
+    yield item("sync", "checkpoint", (4 if keeps_first else 3) * MASTER_BYTES * trained, "the snapshot that is being written")
 
 
 def _further(profile: Profile, plan: JobPlan, policy: ModelShape) -> Iterator[MemoryItem]:

@@ -39,7 +39,9 @@ actor_rollout_ref.hybrid_engine | placement.colocate | true there is true here
 actor_rollout_ref.async_pipeline | - | generation, training and weight transfer always overlap
 actor_rollout_ref.model.path | model.path
 actor_rollout_ref.model.enable_gradient_checkpointing | trainer.activation_checkpointing | true is "full"
-actor_rollout_ref.model.lora_rank | - | no LoRA
+actor_rollout_ref.model.lora_rank | lora.rank | merged at each sync: engines get whole weights
+actor_rollout_ref.model.lora_alpha | lora.alpha
+actor_rollout_ref.model.target_modules | lora.target_modules | a list of names; all-linear is an empty list
 actor_rollout_ref.actor.ppo_mini_batch_size | trainer.ppo_mini_batch_size | groups over all ranks in both
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu | trainer.max_tokens_per_microbatch | microbatches are always packed by tokens
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu | trainer.max_tokens_per_microbatch | padded tokens of one rank
@@ -125,6 +127,8 @@ trainer.placement.colocate_policy_ref | - | policy and reference share the train
 trainer.placement.policy_num_nodes | placement.trainer_workers | ranks: nodes x GPUs per node
 trainer.placement.policy_num_gpus_per_node | placement.trainer_workers | ranks: nodes x GPUs per node
 trainer.placement.ref_num_gpus_per_node | - | policy and reference share the trainer's processes
+trainer.policy.model.lora.rank | lora.rank | merged at each sync: engines get whole weights
+trainer.policy.model.lora.alpha | lora.alpha
 trainer.strategy | - | always FSDP2
 trainer.policy.optimizer_config.adam_betas | trainer.betas | [0.9, 0.99] if not given, [0.9, 0.999] in SkyRL
 trainer.policy.optimizer_config.max_grad_norm | trainer.grad_clip

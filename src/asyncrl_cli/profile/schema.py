@@ -25,6 +25,7 @@ from asyncrl_cli.profile.fields import (
     Ratio,
     Section,
     Sources,
+    Strings,
 )
 from asyncrl_cli.profile.model_sections import CriticSection, RefSection
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, RolloutSection, WeightsSection
@@ -155,6 +156,17 @@ class TrainerSection(Section):
     checkpoint. A resumed run counts from zero."""
 
 
+class LoraSection(Section):
+    """LoRA: adapters are trained in place of all weights (docs/algorithms.md)."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters (r); 0: no adapters, all weights are trained."""
+    alpha: PositiveFloat = 16.0
+    """An adapter's product counts alpha / rank times."""
+    target_modules: Strings = ()
+    """Linear layers that get one, by the last part of their name, as `["q_proj", "v_proj"]`; all but the head if not given."""
+
+
 class PlacementSection(Section):
     """Which resources the roles get."""
 
@@ -241,6 +253,7 @@ class Profile(Section):
     ref: RefSection = RefSection()
     critic: CriticSection = CriticSection()
     trainer: TrainerSection = TrainerSection()
+    lora: LoraSection = LoraSection()
     rollout: RolloutSection = RolloutSection()
     async_training: AsyncTrainingSection = AsyncTrainingSection()
     placement: PlacementSection = PlacementSection()

@@ -25,13 +25,14 @@ from asyncrl_cli.models.shape import LAYER
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.chunked_logprobs import Head, Scored
+from asyncrl_cli.train.lora import ADAPTER, LoraLinear, add_adapters
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import sharded
 from asyncrl_cli.weights.buckets import Spec, dtype_name, torch_dtype
 
 
 class PolicyModel:
-    """One rank's part of the model. `parameters` are the sharded float32 master weights by first name.
+    """One rank's part of the model. `parameters` are the sharded float32 master weights by first name; with LoRA the adapters'.
 
     `specs` describe the tensors that a publish sends, under their names in the model's files: every parameter once, in the
     engine's dtype, then persistent buffers in their own dtype.
@@ -42,12 +43,17 @@ class PolicyModel:
         trusts = profile.model.trust_remote_code
         model, empty = (skeleton(model_dir, trust_remote_code=trusts) for _ in range(2))
         self.form = SavedForm(empty)
+        if profile.lora.rank:
+            add_adapters(model, profile.lora, profile.run.seed)
         self._gathered = sharded(model, model, model_dir, profile, self.form, ranks)
         self.attention = self._gathered(partial(choose_attention, model))
         self._gathered.release()
         self._scorer = Scorer(model, profile.rollout.temperature)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self.parameters: dict[str, DTensor] = cast(dict[str, DTensor], dict(model.named_parameters()))
+        every = cast(dict[str, DTensor], dict(model.named_parameters()))
+        self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
+        self._weights = {name: parameter for name, parameter in every.items() if ADAPTER not in name}
+        self._adapted = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
         self._buffers = persistent_buffers(model)
         self._aliases = _aliases(model)
         self._wire_dtype = torch_dtype(profile.model.dtype)
@@ -83,21 +89,23 @@ class PolicyModel:
     def _full(self, name: str) -> torch.Tensor:
         if name in self._buffers:
             return self._buffers[name]
-        return cast(DTensor, self.parameters[name].detach().to(self._wire_dtype)).full_tensor()
+        if name in self._adapted:
+            return self._adapted[name].merged_weight().to(self._wire_dtype)
+        return cast(DTensor, self._weights[name].detach().to(self._wire_dtype)).full_tensor()
 
     def _whole_parts(self) -> list[list[str]]:
         """Groups of names that must be converted together: one per layer if the form converts, else one per tensor."""
         parts: dict[str, list[str]] = {}
-        for name in (*self.parameters, *self._buffers):
+        for name in (*self._weights, *self._buffers):
             layer = LAYER.search(name)
             part = name if not self.form.converts else name[: layer.end()] if layer else ""
-            kind = "parameters" if name in self.parameters else "buffers"
+            kind = "parameters" if name in self._weights else "buffers"
             parts.setdefault(f"{kind} {part}", []).append(name)
         return sorted(parts.values(), key=lambda names: names[0] in self._buffers)
 
     def _make_specs(self) -> list[Spec]:
         aliases = {self._file_name(name): tuple(map(self._file_name, others)) for name, others in self._aliases.items()}
-        empty = {n: torch.empty(p.shape, dtype=self._wire_dtype, device="meta") for n, p in self.parameters.items()}
+        empty = {n: torch.empty(p.shape, dtype=self._wire_dtype, device="meta") for n, p in self._weights.items()}
         empty |= {name: buffer.to("meta") for name, buffer in self._buffers.items()}
         converted: dict[str, torch.Tensor] = {}
         for names in self._parts:

@@ -1,0 +1,83 @@
+"""LoRA's checkpoints hold adapters alone, which are merged into the base model's weights or written as peft has them.
+
+A published version (`--version`) has the whole weights, merged already.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.export.source import SavedWeights, Source
+from asyncrl_cli.models.inspection import check_model_directory
+from asyncrl_cli.models.resolve import resolve_model
+from asyncrl_cli.tasks.task import load_task
+from asyncrl_cli.train.lora import ADAPTER, merged, scale_of
+from asyncrl_cli.weights.model_files import write_weights
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+
+
+def has_adapters(weights: SavedWeights) -> bool:
+    return any(ADAPTER in name for name in weights.shapes)
+
+
+def merged_weights(source: Source, given: Path | None) -> SavedWeights:
+    """The whole model's weights by their names in memory. The base model is in `given`, or where `model.path` says.
+
+    Raises what `resolve_model` raises, and RefusedError if the base model lacks a weight that has an adapter.
+    """
+    from transformers import AutoModelForCausalLM
+
+    profile = source.profile
+    base_dir = given or resolve_model(profile, load_task(profile, source.run_dir))
+    check_model_directory(base_dir)
+    model = AutoModelForCausalLM.from_pretrained(base_dir, dtype="auto", trust_remote_code=profile.model.trust_remote_code)
+    base = dict(model.named_parameters()) | dict(model.named_buffers())
+    adapted = {name.partition(ADAPTER)[0] + ".weight" for name in source.weights.shapes}
+    if missing := adapted - base.keys():
+        raise RefusedError(
+            f"{base_dir} is not the run's base model: it has no {min(missing)}", hint="--model DIR names the one that was trained"
+        )
+
+    def read(names: Collection[str]) -> dict[str, torch.Tensor]:
+        return {name: _merged(source, name, base[name].detach()) if name in adapted else base[name].detach() for name in names}
+
+    return SavedWeights({name: tuple(tensor.shape) for name, tensor in base.items() if name in _saved(model)}, read)
+
+
+def _saved(model: torch.nn.Module) -> set[str]:
+    """Names of parameters, tied ones once, and of the buffers that are saved."""
+    return {name for name, _ in model.named_parameters()} | (model.state_dict().keys() & dict(model.named_buffers()).keys())
+
+
+def _merged(source: Source, name: str, weight: torch.Tensor) -> torch.Tensor:
+    a, b = (f"{name.removesuffix('.weight')}{ADAPTER}{part}.weight" for part in "AB")
+    adapter = source.weights.read([a, b])
+    return merged(weight, adapter[a], adapter[b], scale_of(source.profile.lora))
+
+
+def write_adapter(source: Source, dtype: torch.dtype, directory: Path) -> dict[str, torch.Tensor]:
+    """Write what `peft.PeftModel.from_pretrained` reads. Returns the tensors under peft's names."""
+    lora, names = source.profile.lora, list(source.weights.shapes)
+    tensors = {f"{PEFT_PREFIX}{name}": tensor.to(dtype) for name, tensor in source.weights.read(names).items()}
+    write_weights(tensors, directory / ADAPTER_WEIGHTS)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source.profile.model.path,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({name.partition(ADAPTER)[0].rpartition(".")[2] for name in names}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return tensors

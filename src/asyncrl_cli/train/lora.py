@@ -1,0 +1,77 @@
+"""LoRA (arXiv:2106.09685): the model's weights are frozen, and every chosen linear layer gets a trained product of low rank.
+
+    y = W x + alpha / rank * B A x        A: rank x in, uniform at random.  B: out x rank, 0 at the start
+
+Names are peft's: beside `...q_proj.weight` there are `...q_proj.lora_A.weight` and `...q_proj.lora_B.weight`. What a publish sends
+is W + alpha / rank * B A, under W's name, so engines need not know of it. peft's own layers are not used: they rename W to
+`base_layer.weight`, and all that is needed of them is these few lines (tests hold both against each other).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.schema import LoraSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER = ".lora_"
+"""In the name of every adapter's parameter, and of no other."""
+
+
+class LoraLinear(torch.nn.Linear):
+    """A linear layer with its weights frozen and an adapter beside them."""
+
+    def __init__(self, base: torch.nn.Linear, lora: LoraSection, generator: torch.Generator) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.scale = scale_of(lora)
+        self.lora_A = torch.nn.Linear(self.in_features, lora.rank, bias=False)
+        self.lora_B = torch.nn.Linear(lora.rank, self.out_features, bias=False)
+        torch.nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)
+        torch.nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias) + self.lora_B(self.lora_A(input)) * self.scale
+
+    def merged_weight(self) -> torch.Tensor:
+        """The whole float32 weight with the adapter in it, without gradient. A collective: the parameters are sharded."""
+        weight, a, b = (cast(DTensor, p.detach()).full_tensor() for p in (self.weight, self.lora_A.weight, self.lora_B.weight))
+        return merged(weight, a, b, self.scale)
+
+
+def scale_of(lora: LoraSection) -> float:
+    return lora.alpha / lora.rank
+
+
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + scale * B A, in float32."""
+    return torch.addmm(weight.float(), b, a, alpha=scale)
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
+    """Freeze the model, and put a `LoraLinear` in the place of each chosen layer. The same seed gives the same adapters.
+
+    Raises ConfigError if no linear layer has one of `lora.target_modules` as the last part of its name.
+    """
+    head, generator = model.get_output_embeddings(), torch.Generator().manual_seed(seed)
+    linears = {name: m for name, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head}
+    ends = {name.rpartition(".")[2] for name in linears}
+    if unknown := [end for end in lora.target_modules if end not in ends]:
+        raise ConfigError(
+            f"lora.target_modules: the model has no linear layer {', '.join(unknown)}",
+            hint=f"it has {', '.join(sorted(ends))}; without the key all of them get an adapter",
+        )
+    model.requires_grad_(False)
+    for name, base in linears.items():
+        parent, _, end = name.rpartition(".")
+        if not lora.target_modules or end in lora.target_modules:
+            setattr(model.get_submodule(parent), end, LoraLinear(base, lora, generator))

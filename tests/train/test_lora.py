@@ -1,0 +1,123 @@
+"""LoRA: adapters alone are trained and kept, whole weights are published; held against plain arithmetic, and against peft."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.models.shape import shape_of
+from asyncrl_cli.plan.memory import adapter_parameters
+from tests.train.train_samples import make_step
+from tests.trainers import planned, trainer_parts
+
+LORA = {"rank": 4, "alpha": 8.0, "lr": 1e-2}
+
+
+def train(trainer, steps: int = 3) -> None:
+    for step in range(1, steps + 1):
+        metas, payloads = make_step(step, 4)
+        (plan,) = planned(metas)
+        trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
+
+
+def published(trainer) -> dict[str, torch.Tensor]:
+    trainer.gather(1)
+    return trainer._publication.packing.tensors()
+
+
+def test_adapters_alone_are_trained_and_whole_weights_are_published(tiny_model_dir, make_trainer):
+    trainer, initial = make_trainer(trainer_parts(tiny_model_dir, **LORA)), load_file(tiny_model_dir / "model.safetensors")
+    before = published(trainer)
+    assert all(torch.equal(before[name], initial[name]) for name in initial), "an adapter is nothing at the start"
+    train(trainer)
+    after, adapters = published(trainer), trainer.model.locals()
+    assert {name.rpartition(".lora_")[2] for name in adapters} == {"A.weight", "B.weight"}
+    assert sum(map(torch.numel, adapters.values())) < sum(map(torch.numel, initial.values())) / 2
+    assert {key.partition("/")[2] for key in trainer._state_tensors()} == adapters.keys()
+    counted = adapter_parameters(trainer.profile, shape_of(str(tiny_model_dir)))
+    assert counted == sum(map(torch.numel, adapters.values())), "what plan's memory estimate counts"
+    for name, weight in initial.items():
+        stem = name.removesuffix(".weight")
+        if f"{stem}.lora_A.weight" in adapters:
+            a, b = (adapters[f"{stem}.lora_{part}.weight"].double() for part in "AB")
+            assert not torch.equal(after[name], weight)
+            torch.testing.assert_close(after[name].double(), weight.double() + 2.0 * b @ a, rtol=0, atol=1e-6)
+        else:
+            assert torch.equal(after[name], weight), name
+
+
+def test_what_is_published_scores_as_the_trainer_does(tiny_model_dir, make_trainer, tmp_path):
+    trainer = make_trainer(trainer_parts(tiny_model_dir, **LORA))
+    train(trainer)
+    ours, whole = trainer.score([[3, 1, 4, 1, 5, 9]]), dict(published(trainer))
+    from safetensors.torch import save_file
+
+    for path in tiny_model_dir.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    save_file({name: tensor.clone() for name, tensor in whole.items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = make_trainer(trainer_parts(tmp_path)).score([[3, 1, 4, 1, 5, 9]])
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
+
+
+def test_chosen_modules_get_adapters_and_a_wrong_name_is_refused_with_the_right_ones(tiny_model_dir, make_trainer):
+    trainer = make_trainer(trainer_parts(tiny_model_dir, target_modules=("q_proj", "v_proj"), **LORA))
+    assert {name.split(".")[-3] for name in trainer.model.parameters} == {"q_proj", "v_proj"}
+
+
+def test_a_module_that_the_model_lacks_is_refused_with_those_that_it_has(tiny_model_dir):
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl_cli.profile.schema import LoraSection
+    from asyncrl_cli.train.lora import add_adapters
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with pytest.raises(ConfigError, match="no linear layer query_key_value") as refused:
+        add_adapters(model, LoraSection(rank=2, target_modules=("query_key_value",)), 0)
+    assert "it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in refused.value.hint
+
+
+def test_a_checkpoint_without_adapters_is_refused(tiny_model_dir, make_trainer, tmp_path):
+    trainer = make_trainer(trainer_parts(tiny_model_dir))
+    trainer.snapshot(1)
+    trainer.write(1, tmp_path / "checkpoint", with_published=False)
+    with pytest.raises(RefusedError, match=r"checkpoint is of another model: .*lora_A\.weight is absent"):
+        make_trainer(trainer_parts(tiny_model_dir, **LORA)).load(tmp_path / "checkpoint")
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_adapters_of_one_and_a_resume_goes_on_bit_for_bit(tmp_path, tiny_model_dir, run_ranks):
+    settings = {"max_tokens_per_microbatch": 150, **LORA, "old_logprobs": "recompute", "lr": 1e-4}
+    one, two = (run_ranks(tiny_model_dir, world_size=ranks, settings=settings) for ranks in (1, 2))
+    for name, ours in one.items():
+        torch.testing.assert_close(two[name], ours, rtol=0, atol=1e-5)
+    run_ranks(tiny_model_dir, last_step=2, save=tmp_path / "checkpoint", settings=settings)
+    resumed = run_ranks(tiny_model_dir, first_step=3, load=tmp_path / "checkpoint", settings=settings)
+    assert all(torch.equal(resumed[name], one[name]) for name in one)
+
+
+def test_values_and_gradients_are_pefts(tiny_model_dir):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl_cli.profile.schema import LoraSection
+    from asyncrl_cli.train.lora import add_adapters
+
+    ours, base = (AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32) for _ in range(2))
+    add_adapters(ours, LoraSection(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj")), 0)
+    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    drawn = torch.Generator().manual_seed(1)
+    mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    for parameter in mine.values():
+        parameter.data.normal_(std=0.1, generator=drawn)
+    saved = {f"base_model.model.{name}": p.detach().clone() for name, p in mine.items()}
+    assert not peft.set_peft_model_state_dict(theirs, saved).unexpected_keys
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9]])
+    outputs = [model(input_ids=tokens).logits for model in (ours, theirs)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-5)
+    for logits in outputs:
+        logits.square().mean().backward()
+    gradients = {name.replace(".default", "").removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters()}
+    for name, parameter in mine.items():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=1e-6)
