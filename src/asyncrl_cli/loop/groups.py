@@ -106,14 +106,8 @@ class Groups:
         """The last part of a group has ended."""
         result = GroupResult.of(attempt.key, attempt.ended_parts())
         self._count_failures(result)
-        reason = (
-            "failed"
-            if len(result.trajectories) < least_trajectories(self._profile)
-            else REASON
-            if self.filter.leaves_out(result)
-            else ""
-        )
-        if reason:
+        too_few = len(result.trajectories) < least_trajectories(self._profile)
+        if reason := "failed" if too_few else REASON if self.filter.leaves_out(result) else "":
             self.tokens_discarded += result.response_tokens
             self._end(attempt, Stage.DROPPED, reason)
             self.filter.check()

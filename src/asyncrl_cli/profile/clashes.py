@@ -206,6 +206,11 @@ CLASHES = (
         "--set algorithm.use_kl_loss=true in its place, or algorithm.mask_truncated=false",
     ),
     Clash(
+        {"algorithm.filter_groups": True, "rollout.n": 1},
+        "the rewards of a single response are always equal, so every group would be left out",
+        "--set rollout.n=8, or algorithm.filter_groups=false",
+    ),
+    Clash(
         {"eval.samples_per_prompt": _more_than_one, "eval.temperature": 0},
         "greedy samples of a prompt are all the same",
         "--set eval.samples_per_prompt=1, or an eval.temperature above 0",
