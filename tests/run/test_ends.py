@@ -79,8 +79,9 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts
 
 
 def test_the_first_interrupt_checkpoints_and_a_second_terminal_can_stop_the_resumed_run(tmp_path):
-    """With trainer and rollouts that take turns on the same cores."""
-    process = start(tmp_path, "train", "--profile", "colocate", "--name", "stopped", "--ui", "plain", sets=LONG)
+    """With trainer and rollouts that take turns on the same cores, a critic, and the initial weights as a reference."""
+    sets = (*LONG, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "rollout.n=1")
+    process = start(tmp_path, "train", "--profile", "colocate", "--name", "stopped", "--ui", "plain", sets=sets)
     run = tmp_path / "runs" / "stopped"
     wait_for_steps(process, run, 2)
     family = descendants(process.pid)
@@ -103,6 +104,8 @@ def test_the_first_interrupt_checkpoints_and_a_second_terminal_can_stop_the_resu
     assert [step["ledger/trained"] for step in steps] == [4 * step["step"] for step in steps]
     assert max(step["fully_async/partial/max_partial_span"] for step in steps) == 0
     assert max(step["staleness/max"] for step in steps) == 0
+    assert steps[0]["ref/kl"] < 1e-5 < steps[first]["ref/kl"]
+    assert all("critic/loss" in step and step["timing/values_s"] > 0 for step in steps)
 
 
 def test_stale_samples_train_and_a_second_interrupt_ends_their_run_within_seconds(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.train.scores import REF, score
 from tests.train.reference_losses import kl
 from tests.train.train_samples import make_step, save_tiny_model
@@ -84,6 +85,15 @@ def test_the_reference_is_the_initial_model_and_scores_each_token_once(tiny_mode
     mu = np.concatenate([s.logprobs_T[s.mask_T] for p in payloads for t in p.trajectories for s in t.segments])
     ref = np.concatenate([array for arrays in column.values() for array in arrays])
     assert penalty == pytest.approx(0.001 * (mu - ref).sum() / 32, rel=1e-4)
+
+
+def test_a_resume_with_another_reference_is_refused(tiny_model_dir, other_model_dir, make_trainer, tmp_path):
+    trainer = make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True))
+    trainer.snapshot(0)
+    trainer.write(0, tmp_path / "state", with_published=False)
+    make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True)).load(tmp_path / "state")
+    with pytest.raises(RefusedError, match="a reference that had other weights"):
+        make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True, ref_dir=other_model_dir)).load(tmp_path / "state")
 
 
 def test_without_a_kl_no_reference_is_loaded(tiny_model_dir, make_trainer):

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import TrainReport
+from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.samples import GroupPayload
@@ -49,6 +50,7 @@ from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Entry, Packing, pl
 from asyncrl_cli.weights.model_files import write_weights
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
+REFERENCE_PROBES = 4
 CRITIC = "critic."
 """Prefix of the critic's parameters in the trainer's state."""
 
@@ -93,7 +95,7 @@ class PolicyTrainer:
         self._publication: Publication | None = None
         self._layout = plan_layout(self.model.specs, profile.weights.gather_bucket_size_mb * BYTES_PER_MB)
         self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
-        self._snapshots: dict[int, tuple[HostState, dict[str, int], Publication | None]] = {}
+        self._snapshots: dict[int, tuple[HostState, dict[str, float], Publication | None]] = {}
 
     def close(self) -> None:
         """Leave the process group."""
@@ -168,13 +170,15 @@ class PolicyTrainer:
     def snapshot(self, step: int) -> float:
         """Copy this rank's state to the host under the name `step`. Returns seconds."""
         started_s = time.monotonic()
-        counters = {
+        counters: dict[str, float] = {
             "step": step,
             "optimizer_steps": self.optimizer.steps_made,
             "has_window_first": int(self._update.window_first is not None),
         }
         if self.critic is not None:
             counters["critic_steps"] = self.critic.optimizer.steps_made
+        if self.reference is not None:
+            counters["reference_logprob"] = self._reference_logprob()
         state = to_host(self.ranks, self._parameters(), self._state_tensors())
         self._snapshots[step] = (state, counters, self._publication)
         return time.monotonic() - started_s
@@ -202,6 +206,7 @@ class PolicyTrainer:
         """
         saved = SavedState(directory)
         counters = saved.counters
+        self._check_reference(directory, counters.get("reference_logprob"))
         if counters["has_window_first"]:
             shards = self.model.locals()
             self._update.window_first = {name: torch.empty_like(t, device="cpu") for name, t in shards.items()}
@@ -220,6 +225,22 @@ class PolicyTrainer:
             self.critic.optimizer.restore_steps(counters.get("critic_steps", 0))
         if self.ranks.rank == 0:
             self._publication = _load_published(directory / PUBLISHED_FILE, self._layout)
+
+    def _reference_logprob(self) -> float:
+        """The reference's mean logprob of tokens that do not change with the profile. A collective."""
+        assert self.reference is not None
+        tokens = make_probes(REFERENCE_PROBES, self.reference.vocab_size, self.profile.run.seed)
+        return self.reference.logprobs_N(scoring_microbatch(tokens, self.ranks.device)).mean().item()
+
+    def _check_reference(self, directory: Path, saved: float | None) -> None:
+        """RefusedError if the reference has other weights than when the state in `directory` was saved."""
+        if self.reference is None or saved is None:
+            return
+        if abs(self._reference_logprob() - saved) > MAX_LOGPROB_DIFF[self.profile.model.dtype]:
+            raise RefusedError(
+                f"{directory}: was trained with a reference that had other weights",
+                hint="resume with the model that ref.path, or model.path, held when the run began",
+            )
 
     def _parameters(self) -> dict[str, DTensor]:
         """Of the policy and the critic, by their names in the state."""

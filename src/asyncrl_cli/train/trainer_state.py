@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.safe_files import Count, load_json, open_regular, parse_json, reason
+from asyncrl_cli.safe_files import Count, Finite, load_json, open_regular, parse_json, reason
 from asyncrl_cli.storage import sync_files
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import first_row
@@ -36,7 +36,7 @@ ANOTHER_MODEL = "resume with the profile and the model that wrote it"
 
 class Counters(TypedDict):
     """`trainer.json`, as rank 0 writes it. `has_window_first`: 1 if the window's first weights are among the tensors;
-    `critic_steps`: the critic's optimizer steps, if there is one."""
+    `critic_steps`: the critic's optimizer steps, if there is one; `reference_logprob`: what the reference gives made-up tokens."""
 
     schema_version: Literal[2]
     ranks: Count
@@ -44,6 +44,7 @@ class Counters(TypedDict):
     optimizer_steps: Count
     has_window_first: Count
     critic_steps: NotRequired[Count]
+    reference_logprob: NotRequired[Finite]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def rank_file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.safetensors"
 
 
-def write_state(ranks: Ranks, state: HostState, counters: Mapping[str, int], directory: Path) -> None:
+def write_state(ranks: Ranks, state: HostState, counters: Mapping[str, float], directory: Path) -> None:
     """Write this rank's file, on rank 0 the counters too, and fsync. Raises the system's OSError if that fails."""
     directory.mkdir(parents=True, exist_ok=True)
     places = json.dumps({key: (rows.first_row, rows.num_rows) for key, rows in state.items()})
