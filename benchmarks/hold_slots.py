@@ -40,7 +40,7 @@ GUESSING = (
     "model.warm_start_label_noise=0.7",
     "rollout.max_prompt_tokens=16",
     "rollout.max_response_tokens=6",
-    "env.max_turns=8",
+    "env.max_turns=9",
     "env.max_context_tokens=128",
 )
 KEYS = {
