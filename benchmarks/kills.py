@@ -1,6 +1,6 @@
 """SIGKILLs over every kind of process of a local run: how it ends, what it leaves behind, and what a resume makes of it.
 
-    python -m benchmarks.kills [--kinds raylet,reaper] [--times 2] [--directory DIR]
+    python -m benchmarks.kills [--kinds 'raylet;reaper'] [--times 2] [--directory DIR] [--profile agent-guess+partial-rollout]
 
 Every kill is a short run of its own, with a model that is made once. A row is right if
 - a run that cannot go on ends within 15 s with one `error:` line and a hint, any other one in order;
@@ -109,13 +109,16 @@ KINDS = (
     Kind(name="agent, restarts", is_victim=called("cat"), sets=RESTARTS),
     Kind(name="reaper", is_victim=named(b"reaper.py"), goes_on=True),
 )
+AGENTS_KINDS = (Kind(name="tools", is_victim=named(b"tasks.zygote"), goes_on=True),)
+"""Only with a profile whose episodes have tools."""
 
 
 class Laboratory:
     """A directory with one cache, and one temporary directory whose content is the runs' alone."""
 
-    def __init__(self, directory: Path, temporary: Path, rng: random.Random) -> None:
+    def __init__(self, directory: Path, temporary: Path, profile: str, rng: random.Random) -> None:
         self.directory = directory
+        self.profile = profile
         self.temporary = temporary
         self.rng = rng
         self.number = 0
@@ -137,7 +140,7 @@ class Laboratory:
         self.number += 1
         name = f"run-{self.number}-{os.getpid()}"
         run, shared = self.directory / "runs" / name, set(os.listdir("/dev/shm"))
-        process = self.start("train", "--profile", "partial-rollout", "--name", name, "--ui", "plain", sets=(*SETS, *kind.sets))
+        process = self.start("train", "--profile", self.profile, "--name", name, "--ui", "plain", sets=(*SETS, *kind.sets))
         try:
             if not kind.while_starting:
                 self._wait_for_steps(process, run, self.rng.randint(2, 5))
@@ -217,6 +220,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=";".join(kind.name for kind in KINDS), help="separated by semicolons")
     parser.add_argument("--times", type=int, default=2, help="kills per kind")
     parser.add_argument("--directory", type=Path, help="for runs, the model and kills.jsonl; a temporary one if left out")
+    parser.add_argument("--profile", default="partial-rollout")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     wanted = options.kinds.split(";")
@@ -224,9 +228,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kills-") as scratch, tempfile.TemporaryDirectory(prefix="k") as temporary:
         directory = (options.directory or Path(scratch)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
-        laboratory = Laboratory(directory, Path(temporary), random.Random(options.seed))
+        laboratory = Laboratory(directory, Path(temporary), options.profile, random.Random(options.seed))
         wrong = 0
-        for kind in [kind for kind in KINDS if kind.name in wanted for _ in range(options.times)]:
+        for kind in [kind for kind in (*KINDS, *AGENTS_KINDS) if kind.name in wanted for _ in range(options.times)]:
             row = laboratory.kill(kind)
             wrong += not row.is_right(kind)
             with (directory / "kills.jsonl").open("a") as table:
