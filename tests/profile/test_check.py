@@ -75,6 +75,12 @@ CONFLICTS = [
     ),
     (
         "base",
+        ["algorithm.rollout_is=geometric"],
+        ['algorithm.rollout_is = "geometric"', 'algorithm.old_logprobs = "rollout"', "every weight is 1"],
+        "old_logprobs=recompute",
+    ),
+    (
+        "base",
         ["algorithm.rollout_is_batch_normalize=true", "algorithm.old_logprobs=loglinear"],
         ["rollout_is_batch_normalize = true", 'old_logprobs = "loglinear"', "before its first loss"],
         "old_logprobs=recompute",

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.memory import adapter_parameters
-from tests.train.train_samples import make_step
+from tests.train.train_samples import make_step, save_tiny_model
 from tests.trainers import planned, trainer_parts
 
 LORA = {"rank": 4, "alpha": 8.0, "lr": 1e-2}
@@ -84,6 +84,23 @@ def test_a_checkpoint_without_adapters_is_refused(tiny_model_dir, make_trainer, 
     trainer.write(1, tmp_path / "checkpoint", with_published=False)
     with pytest.raises(RefusedError, match=r"checkpoint is of another model: .*lora_A\.weight is absent"):
         make_trainer(trainer_parts(tiny_model_dir, **LORA)).load(tmp_path / "checkpoint")
+
+
+def test_a_resume_on_another_base_model_is_refused(tiny_model_dir, make_trainer, tmp_path):
+    trainer = make_trainer(trainer_parts(tiny_model_dir, **LORA))
+    train(trainer, steps=1)
+    trainer.snapshot(1)
+    trainer.write(1, tmp_path / "checkpoint", with_published=False)
+    make_trainer(trainer_parts(tiny_model_dir, **LORA)).load(tmp_path / "checkpoint")
+    other = save_tiny_model(tmp_path / "other", seed=1)
+    with pytest.raises(RefusedError, match="a base model that had other weights"):
+        make_trainer(trainer_parts(other, **LORA)).load(tmp_path / "checkpoint")
+
+
+def test_the_reference_has_no_adapters(tiny_model_dir, make_trainer):
+    trainer = make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True, **LORA))
+    assert not [name for name in trainer.reference.parameters if ".lora_" in name]
+    train(trainer, steps=1)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     reference      always   float32 weights 4P/r of its own P (algorithm.use_kl_loss, use_kl_in_reward)
     critic         always   weights and moments 12P/r of its own P, without the language model's head. Its step takes turns with the
                             policy's and has no logits: it is not counted
-                   host     a checkpoint's copy
+                   host     a checkpoint's copy; at the start the whole float32 model
     rollout worker always   weights eP, KV cache of all slots at full length
                    step     a prefill's activations, the logits that are sampled from
                    host     the second buffer eP: a version that waits to be loaded; none with weights.dual_buffer = false
@@ -191,7 +191,7 @@ def _logits(tokens: int, shape: ModelShape, value_bytes: int) -> tuple[int, str]
 
 
 def _gathered(plan: JobPlan, shape: ModelShape, dtype: str) -> tuple[int, str]:
-    """Whole parameters that FSDP2 holds beside the shards. On CPUs they stay for an optimizer step (train/policy_model.py)."""
+    """Whole parameters that FSDP2 holds beside the shards. On CPUs they stay for an optimizer step (train/sharded_model.py)."""
     if plan.device == "cpu":
         return BYTES_OF[dtype] * shape.parameters, f"{dtype}: all parameters whole, for an optimizer step (FSDP2)"
     held = shape.root_parameters + 2 * shape.layer_parameters
@@ -254,6 +254,7 @@ def _further(profile: Profile, plan: JobPlan, policy: ModelShape) -> Iterator[Me
         shard = -(-(shape.parameters - has_head * embedding) // ranks)
         yield item("device", "always", "critic", MASTER_BYTES * shard, "float32 master weights")
         yield item("device", "always", "critic's optimizer", 2 * MASTER_BYTES * shard, "AdamW's two moments, float32")
+        yield item("host", "start", "whole critic", MASTER_BYTES * shape.parameters, "float32, read before it is divided")
         yield item("host", "sync", "critic's checkpoint", 3 * MASTER_BYTES * shard, "the snapshot that is being written")
 
 

@@ -43,6 +43,10 @@ def _more_than_one(value: Any) -> bool:
     return bool(value > 1)
 
 
+def _over_sequences(rollout_is: str) -> bool:
+    return rollout_is in ("sequence", "geometric")
+
+
 def _two_sided(rule: str | None) -> bool:
     return rule is not None and rule.endswith("k1")
 
@@ -123,10 +127,13 @@ CLASHES = (
         )
         for alias, name in ((True, "rollout"), (False, "recompute"))
     ),
-    Clash(
-        {"algorithm.rollout_is_threshold": given, OLD_LOGPROBS: "rollout", LOSS: _other_than("reinforce")},
-        "the proximal policy is the sampler, so every weight is 1 and no threshold matters",
-        "--set algorithm.old_logprobs=recompute, or leave algorithm.rollout_is_threshold out",
+    *(
+        Clash(
+            {key: wrong, OLD_LOGPROBS: "rollout", LOSS: _other_than("reinforce")},
+            "the proximal policy is the sampler, so every weight is 1",
+            f"--set algorithm.old_logprobs=recompute, or leave {key} out",
+        )
+        for key, wrong in (("algorithm.rollout_is_threshold", given), ("algorithm.rollout_is", _over_sequences))
     ),
     *(
         Clash(
@@ -204,11 +211,6 @@ CLASHES = (
         {KL_REWARD: True, "algorithm.mask_truncated": True, ADVANTAGES: _other_than("gae")},
         "a group's responses are compared by reward less their KL, and those left out of training have none",
         "--set algorithm.use_kl_loss=true in its place, or algorithm.mask_truncated=false",
-    ),
-    Clash(
-        {"algorithm.filter_groups": True, "rollout.n": 1},
-        "the rewards of a single response are always equal, so every group would be left out",
-        "--set rollout.n=8, or algorithm.filter_groups=false",
     ),
     Clash(
         {"eval.samples_per_prompt": _more_than_one, "eval.temperature": 0},

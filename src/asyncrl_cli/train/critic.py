@@ -46,8 +46,8 @@ class CriticModel:
         model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, attn_implementation="eager", trust_remote_code=profile.model.trust_remote_code
         )
-        model.eval().to(ranks.device)
-        choose_attention(model)
+        model.eval()
+        choose_attention(model)  # on the host: the whole model may be too large for a GPU, to which `divide` takes its shards
         self._valuer = _Valuer(model)
         self._gathered = divide(model, self._valuer, profile, ranks)
         self.parameters = cast(dict[str, DTensor], dict(self._valuer.named_parameters()))

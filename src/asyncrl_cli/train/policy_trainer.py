@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from safetensors import safe_open
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import LoraSection, Place, Profile
 from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import RankPlan
@@ -50,7 +50,12 @@ from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Entry, Packing, pl
 from asyncrl_cli.weights.model_files import write_weights
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
-REFERENCE_PROBES = 4
+FROZEN_PROBES = 4
+FROZEN = {
+    "base_logprob": ("a base model", "model.path"),
+    "reference_logprob": ("a reference", "ref.path, or model.path,"),
+}
+"""Weights that are never trained and in no checkpoint, by the counter that tells them from others: what and where they are."""
 CRITIC = "critic."
 """Prefix of the critic's parameters in the trainer's state."""
 
@@ -87,7 +92,8 @@ class PolicyTrainer:
             profile.trainer, self.ranks, self.model.parameters, total_optimizer_steps=total_optimizer_steps - head_start
         )
         ref_dir, critic_dir = place.ref_dir or place.model_dir, place.critic_dir or place.model_dir
-        self.reference = PolicyModel(profile, ref_dir, self.ranks) if algorithm.has_reference else None
+        whole = profile.model_copy(update={"lora": LoraSection()})  # the reference is not trained, and has no adapters
+        self.reference = PolicyModel(whole, ref_dir, self.ranks) if algorithm.has_reference else None
         self.critic = (
             Critic(profile, critic_dir, self.ranks, total_optimizer_steps=total_optimizer_steps) if algorithm.has_critic else None
         )
@@ -95,6 +101,7 @@ class PolicyTrainer:
         self._publication: Publication | None = None
         self._layout = plan_layout(self.model.specs, profile.weights.gather_bucket_size_mb * BYTES_PER_MB)
         self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
+        self._frozen_logprobs = self._score_frozen()
         self._snapshots: dict[int, tuple[HostState, dict[str, float], Publication | None]] = {}
 
     def close(self) -> None:
@@ -174,11 +181,10 @@ class PolicyTrainer:
             "step": step,
             "optimizer_steps": self.optimizer.steps_made,
             "has_window_first": int(self._update.window_first is not None),
+            **self._frozen_logprobs,
         }
         if self.critic is not None:
             counters["critic_steps"] = self.critic.optimizer.steps_made
-        if self.reference is not None:
-            counters["reference_logprob"] = self._reference_logprob()
         state = to_host(self.ranks, self._parameters(), self._state_tensors())
         self._snapshots[step] = (state, counters, self._publication)
         return time.monotonic() - started_s
@@ -206,7 +212,7 @@ class PolicyTrainer:
         """
         saved = SavedState(directory)
         counters = saved.counters
-        self._check_reference(directory, counters.get("reference_logprob"))
+        self._check_frozen(directory, cast(Mapping[str, float], counters))
         if counters["has_window_first"]:
             shards = self.model.locals()
             self._update.window_first = {name: torch.empty_like(t, device="cpu") for name, t in shards.items()}
@@ -226,21 +232,26 @@ class PolicyTrainer:
         if self.ranks.rank == 0:
             self._publication = _load_published(directory / PUBLISHED_FILE, self._layout)
 
-    def _reference_logprob(self) -> float:
-        """The reference's mean logprob of tokens that do not change with the profile. A collective."""
-        assert self.reference is not None
-        tokens = make_probes(REFERENCE_PROBES, self.reference.vocab_size, self.profile.run.seed)
-        return self.reference.logprobs_N(scoring_microbatch(tokens, self.ranks.device)).mean().item()
+    def _score_frozen(self) -> dict[str, float]:
+        """Mean logprobs of tokens that do not change with the profile, by the name of the counter. A collective. Call it before
+        anything is trained or loaded: LoRA's adapters are nothing then, and the policy is its base model."""
+        base = self.model if self.profile.lora.rank else None
+        models = {"base_logprob": base, "reference_logprob": self.reference}
+        return {name: self._mean_logprob(model) for name, model in models.items() if model is not None}
 
-    def _check_reference(self, directory: Path, saved: float | None) -> None:
-        """RefusedError if the reference has other weights than when the state in `directory` was saved."""
-        if self.reference is None or saved is None:
-            return
-        if abs(self._reference_logprob() - saved) > MAX_LOGPROB_DIFF[self.profile.model.dtype]:
-            raise RefusedError(
-                f"{directory}: was trained with a reference that had other weights",
-                hint="resume with the model that ref.path, or model.path, held when the run began",
-            )
+    def _mean_logprob(self, model: PolicyModel) -> float:
+        tokens = make_probes(FROZEN_PROBES, model.vocab_size, self.profile.run.seed)
+        return model.logprobs_N(scoring_microbatch(tokens, self.ranks.device)).mean().item()
+
+    def _check_frozen(self, directory: Path, saved: Mapping[str, float]) -> None:
+        """RefusedError if the base model or the reference has other weights than when the state in `directory` was saved."""
+        for name, now in self._frozen_logprobs.items():
+            if abs(now - saved.get(name, now)) > MAX_LOGPROB_DIFF[self.profile.model.dtype]:
+                what, where = FROZEN[name]
+                raise RefusedError(
+                    f"{directory}: was trained with {what} that had other weights",
+                    hint=f"resume with the model that {where} held when the run began",
+                )
 
     def _parameters(self) -> dict[str, DTensor]:
         """Of the policy and the critic, by their names in the state."""

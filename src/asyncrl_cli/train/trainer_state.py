@@ -36,7 +36,8 @@ ANOTHER_MODEL = "resume with the profile and the model that wrote it"
 
 class Counters(TypedDict):
     """`trainer.json`, as rank 0 writes it. `has_window_first`: 1 if the window's first weights are among the tensors;
-    `critic_steps`: the critic's optimizer steps, if there is one; `reference_logprob`: what the reference gives made-up tokens."""
+    `critic_steps`: the critic's optimizer steps, if there is one; `base_logprob` and `reference_logprob`: the mean logprob that
+    LoRA's base model and the reference give to made-up tokens."""
 
     schema_version: Literal[2]
     ranks: Count
@@ -44,6 +45,7 @@ class Counters(TypedDict):
     optimizer_steps: Count
     has_window_first: Count
     critic_steps: NotRequired[Count]
+    base_logprob: NotRequired[Finite]
     reference_logprob: NotRequired[Finite]
 
 
