@@ -15,7 +15,6 @@ from asyncrl_cli.report.columns import JOINED_POINTS, MOST_STEPS, columns_of
 from asyncrl_cli.report.page import beside_each_other, page_of
 from asyncrl_cli.report.run_data import run_data
 from asyncrl_cli.report.timeline import Timeline
-from asyncrl_cli.report.write import refuse_foreign
 from tests.report.recorded_run import line, make_run
 
 
@@ -134,13 +133,3 @@ def test_text_of_a_run_stays_text_and_nothing_is_loaded_from_elsewhere(tmp_path)
 def test_a_run_without_a_train_step_is_refused(tmp_path):
     with pytest.raises(RefusedError, match="nothing to report yet"):
         page(make_run(tmp_path / "otter", lines=[]))
-
-
-def test_only_a_report_is_overwritten(tmp_path):
-    own, foreign = tmp_path / "report.html", tmp_path / "notes.html"
-    own.write_text(page(make_run(tmp_path / "otter")))
-    foreign.write_text("<html>my notes</html>")
-    refuse_foreign(own)
-    refuse_foreign(tmp_path / "new.html")
-    with pytest.raises(RefusedError, match="is no report: it is not overwritten"):
-        refuse_foreign(foreign)

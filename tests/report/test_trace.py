@@ -18,6 +18,7 @@ from asyncrl_cli.simulate.recording import recorded
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate
+from tests.report.recorded_run import make_run
 from tests.report.trace_processor import TraceProcessor
 
 GROUPS, SLOTS = 96, 16
@@ -124,6 +125,16 @@ def test_a_part_has_the_groups_of_its_steps_whole_and_compressed_is_the_same(run
     wanted = {event["group"] for event in events if event["event"] == "trained" and 3 <= event["step"] <= 5}
     assert {entry["name"] for entry in slices if entry["cat"] == "group"} == wanted
     assert [entry["name"] for entry in slices if entry["cat"] == "step"] == ["step 3", "step 4", "step 5"]
+
+
+def test_a_run_without_a_version_and_a_group_without_all_of_its_events_are_left_out(tmp_path):
+    directory = make_run(tmp_path / "otter")
+    (directory / "events.jsonl").write_text("")
+    assert write_trace(Recorded(directory), tmp_path / "trace.json")["version"] == 0
+    (directory / "events.jsonl").write_text(
+        '{"time_s": 1.0, "event": "running", "group": "a@0.0"}\n{"time_s": 2.0, "event": "trained", "group": "a@0.0", "step": 1}\n'
+    )
+    assert write_trace(Recorded(directory), tmp_path / "trace.json")["group"] == 0
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, say, stdout
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, print_json, say, stdout
 
 EXAMPLES = """
   asyncrl samples my-run                    of the newest step that was dumped
@@ -20,7 +20,7 @@ say how many trajectories a run keeps."""
 
 
 def samples(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.")],
+    run: RunArgument,
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", min=1, help="A train step; by default the newest dumped.")
     ] = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, say
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, print_json, say
 from asyncrl_cli.errors import ConfigError
 
 EXAMPLES = """
@@ -23,7 +23,7 @@ STEPS = re.compile(r"(?P<first>\d{0,15})(?P<colon>:)?(?P<last>\d{0,15})")
 
 
 def trace(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.")],
+    run: RunArgument,
     steps: Annotated[
         str, typer.Option("--steps", metavar="A:B", help="Only these train steps; A: or :B leaves an end open, A is one step.")
     ] = ":",

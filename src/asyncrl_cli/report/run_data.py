@@ -83,7 +83,9 @@ def run_data(recorded: Recorded) -> RunData:
     lines = _with_shares(totals.of(recorded.metrics()), timeline, profile.rollout.n)
     columns = columns_of(lines, num_steps)
     if not totals.steps:
-        raise RefusedError(f"run '{recorded.name}' has nothing to report yet: no train step has ended", hint="asyncrl status")
+        raise RefusedError(
+            f"run '{recorded.name}' has nothing to report yet: no train step has ended", hint=f"asyncrl status {recorded.name}"
+        )
     events = [_event(event, settings.schedule.step_groups * profile.rollout.n) for event in recorded.events(*MARKS, PUBLISHED)]
     evals = [event for event in events if event["event"] == "eval" and event["reward_mean"] is not None]
     return RunData(

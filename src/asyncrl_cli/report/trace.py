@@ -20,10 +20,13 @@ from typing import IO, Any, cast
 
 from asyncrl_cli.observe.lines import Line, add_span
 from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.report.overwriting import check_out
 from asyncrl_cli.report.trace_events import Entry, Tracks, arrow, counter, micros, slice_on
 from asyncrl_cli.report.trace_groups import LOOP, Group, Steps, Story, group_entries, mark_entries, version_entries
 
 EXECUTORS = "executors"
+GENERATOR = "asyncrl trace"
+"""In each trace's head: what has it may be overwritten."""
 SAMPLED_S = 1.0
 """What executors wait for is written down once a second: during a stay this long it was."""
 COUNTERS = {
@@ -37,12 +40,17 @@ COUNTERS = {
 
 def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = None) -> Counter[str]:
     """Write the train steps from `first` to `last` (None: to the end) to `path`, gzipped if it ends with .gz. Returns how many
-    entries there are of each kind. Raises ConfigError for a malformed file of the run, OSError if `path` cannot be written."""
+    entries there are of each kind.
+
+    Raises ConfigError for a malformed file of the run, OSError if `path` cannot be written, and as `check_out`.
+    """
+    check_out(path, GENERATOR, "trace")
+    head = json.dumps({"generator": GENERATOR, "run": run.name})
     counted: Counter[str] = Counter()
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with _opened(temporary, is_gzipped=path.suffix == ".gz") as file:
-            file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps({"run": run.name}) + ', "traceEvents": [\n')
+            file.write(f'{{"displayTimeUnit": "ms", "otherData": {head}, "traceEvents": [\n')
             for index, entry in enumerate(trace_entries(run, first, last)):
                 counted[entry.get("cat", entry["ph"]) if entry["ph"] in "Xi" else entry["ph"]] += 1
                 file.write((",\n" if index else "") + json.dumps(entry, separators=(",", ":")))

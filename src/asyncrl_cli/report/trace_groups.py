@@ -109,7 +109,8 @@ class Steps:
 
     def _has(self, group: Group) -> bool:
         if group.step is not None:
-            return self._first <= group.step and (self._last is None or group.step <= self._last)
+            is_whole = len(group.times) == len(STAGES)  # else an event is missing: a full disk ends events.jsonl, not the run
+            return is_whole and self._first <= group.step and (self._last is None or group.step <= self._last)
         return self.covers(group.times[-1]) if group.has_ended else self._last is None
 
     def covers(self, time: int) -> bool:
@@ -153,8 +154,8 @@ def _slices(group: Group, lanes: Lanes, tracks: Tracks, until: int) -> Iterator[
 def version_entries(story: Story, steps: Steps, tracks: Tracks, executors: str) -> Iterator[Entry]:
     """Versions, from one publication to the next, and their loads. `executors`: the process of the workers' tracks."""
     track, number = tracks.track(LOOP, "versions"), 10**12
-    ends = [version.published for version in story.versions[1:]] + [story.end]
-    for version, end in zip(story.versions, ends, strict=True):
+    ends = [*(version.published for version in story.versions[1:]), story.end]
+    for version, end in zip(story.versions, ends, strict=False):  # without a version there is an end, too
         if not (version.published <= steps.end and end >= steps.start):
             continue
         end = max(end, version.published + 1)

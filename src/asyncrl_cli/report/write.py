@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.side_by_side import side_by_side
 from asyncrl_cli.report.bench import bench_html, is_bench, runs_in
+from asyncrl_cli.report.overwriting import check_out
 from asyncrl_cli.report.page import GENERATOR, beside_each_other, card, page_of, plotly
 from asyncrl_cli.report.run_data import run_data
 from asyncrl_cli.report.samples_page import MAX_CHARACTERS, samples_html
-from asyncrl_cli.safe_files import open_regular
 from asyncrl_cli.storage import replace_text
 
 NAME = "report.html"
-HEAD_BYTES = 300
 
 
 def write_report(
@@ -26,14 +25,14 @@ def write_report(
     """Write the page of these runs, or of one bench's directory, and return its file. `search`: with the setting that a simulated
     search recommends for each run.
 
-    Raises ConfigError for what does not exist, RefusedError for a run without train steps, or if the file exists and is no report.
+    Raises ConfigError for what does not exist, RefusedError for a run without train steps, and as `check_out`.
     """
     bench = next((Path(name) for name in names if is_bench(Path(name))), None)
     if bench is not None and len(names) > 1:
         raise ConfigError(f"{bench} is a bench, which has a page of its own", hint=f"asyncrl report {bench}")
     found = runs_in(bench) if bench else [Recorded.find(name, runs_dir) for name in dict.fromkeys(names)]
     path = out or (bench / NAME if bench else found[0].files.path / NAME if len(found) == 1 else Path(NAME))
-    refuse_foreign(path)
+    check_out(path, GENERATOR, "report")
     words = bench_html(bench) if bench else ""
     runs = []
     for recorded in found:
@@ -62,12 +61,3 @@ def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) 
     text = f"{best.setting.split} trainer:rollout, {window}{against}; {tuned.bound}."
     keys = "".join(f"<li><code>--set {escape(entry)}</code></li>" for entry in tuned.recommended_sets)
     return card(f"SIMULATED: what would be faster than {recorded.name}", f"<p>{escape(text)}</p><ul>{keys}</ul>")
-
-
-def refuse_foreign(path: Path) -> None:
-    """Raises RefusedError if there is a file that this command did not write."""
-    if not path.exists():
-        return
-    with open_regular(path) as file:
-        if GENERATOR.encode() not in file.read(HEAD_BYTES):
-            raise RefusedError(f"{path} exists and is no report: it is not overwritten", hint="give another --out")

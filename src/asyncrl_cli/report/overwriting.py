@@ -1,0 +1,42 @@
+"""Which files pages and traces may be written over: their own earlier ones, and nothing else."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason
+
+HEAD_BYTES = 4096
+GZIP_MAGIC, GZIP_WINDOW_BITS = b"\x1f\x8b", 31
+
+
+def check_out(path: Path, mark: str, kind: str) -> None:
+    """Check, before any work, that a file can be written at `path`.
+
+    Raises ConfigError if there is no such directory, RefusedError if there is something that is not a `kind` (`report`, `trace`)
+    of before: each of them has `mark` in its head.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: {path.parent} is no directory", hint="make it, or give another --out")
+    try:
+        head = _head(path)
+    except FileNotFoundError:
+        return
+    except (OSError, UnsafeFile) as error:
+        raise RefusedError(f"{path} cannot be written: {reason(error)}", hint="give --out the name of a file") from None
+    if mark.encode() not in head:
+        raise RefusedError(f"{path} exists and is no {kind}: it is not overwritten", hint="give another --out")
+
+
+def _head(path: Path) -> bytes:
+    """The file's first bytes, decompressed if it is gzipped. Raises OSError or UnsafeFile."""
+    with open_regular(path) as file:
+        head = file.read(HEAD_BYTES)
+    if not head.startswith(GZIP_MAGIC):
+        return head
+    try:
+        return zlib.decompressobj(GZIP_WINDOW_BITS).decompress(head, HEAD_BYTES)
+    except zlib.error:
+        return head
