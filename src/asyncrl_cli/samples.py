@@ -114,13 +114,17 @@ def dump_samples(
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{step:06d}.jsonl"
     temporary, room = path.with_name(f".{path.name}.tmp"), math.inf if max_bytes is None else max_bytes / 8
-    # A lone surrogate, which some tokenizers decode to, becomes \\udxxx: JSON's own way to write it.
-    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for line in _lines(groups, step, window, decode):
-            if (room := room - len(line)) < 0:
-                break
-            file.write(line + "\n")
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            for line in _lines(groups, step, window, decode):
+                # A lone surrogate, which some tokenizers decode to, becomes \\udxxx: JSON's own way to write it.
+                encoded = f"{line}\n".encode(errors="backslashreplace")
+                if (room := room - len(encoded)) < 0:
+                    break
+                file.write(encoded)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     if max_bytes is not None:
         _delete_oldest(directory, max_bytes)
     return path

@@ -69,12 +69,13 @@ def test_a_long_run_has_the_mean_the_minimum_and_the_maximum_of_the_steps_of_a_p
     assert columns.values["staleness/histogram"] == [[1, 3]] * len(parts)
 
 
-def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_went():
+@pytest.mark.parametrize("length_s", [1000.0, 0.0])  # 0: the run's status is lost
+def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_went(length_s):
     """Every 0.1 s: 0.07 s busy, 0.03 s starved; and half of the run paused."""
     spans = [span for i in range(5000) for span in (["busy", i / 10, i / 10 + 0.07], ["starved", i / 10 + 0.07, i / 10 + 0.1])]
     lines = [{"step": step, "spans": {"r": spans[2000 * step : 2000 * step + 2000]}} for step in range(5)]
     lines.append({"step": 5, "spans": {"r": [["paused", 500.0, 1000.0]]}})
-    timeline = Timeline(roles={"r": "rollout"}, length_s=1000.0, most_spans=300).read(lines)
+    timeline = Timeline(roles={"r": "rollout"}, length_s=length_s, most_spans=300).read(lines)
     assert timeline.merged_s == 10
     assert len(timeline.spans["r"]) == 2 * 50 + 1
     spent = {state: sum(own[1::2]) for state, own in timeline.to_json()["executors"]["r"].items()}

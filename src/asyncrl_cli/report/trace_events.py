@@ -83,7 +83,7 @@ def instant(track: Track, name: str, kind: str, time: int, args: Mapping[str, An
     }
 
 
-def side_by_side(times: Iterable[int]) -> list[int]:
+def apart(times: Iterable[int]) -> list[int]:
     """The same times, each at least a microsecond after the one before: so slices between them can be seen, and bind arrows."""
     placed: list[int] = []
     for time in times:

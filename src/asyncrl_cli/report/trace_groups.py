@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.report.trace_events import Entry, Lanes, Track, Tracks, arrow, instant, micros, side_by_side, slice_on
+from asyncrl_cli.report.trace_events import Entry, Lanes, Track, Tracks, apart, arrow, instant, micros, slice_on
 
 LOOP, GROUPS = "loop", "groups"
 STAGES = ("running", "finished", "training", "trained")
@@ -142,7 +142,7 @@ def group_entries(story: Story, steps: Steps, tracks: Tracks, waits_s: Mapping[i
 
 def _slices(group: Group, lanes: Lanes, tracks: Tracks, until: int) -> Iterator[Entry]:
     """The group, and in it what it did. One that is still under way lasts `until` then."""
-    times = side_by_side(group.times if group.has_ended else [*group.times, max(until, group.times[-1])])
+    times = apart(group.times if group.has_ended else [*group.times, max(until, group.times[-1])])
     track = group.track = tracks.track(GROUPS, f"lane {lanes.lane(times[0], times[-1]):02d}")
     group.times = times
     yield slice_on(track, group.key, "group", times[0], times[-1], group.told)

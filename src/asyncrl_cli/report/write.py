@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.side_by_side import side_by_side
-from asyncrl_cli.report.bench import bench_html, is_bench, runs_in
+from asyncrl_cli.report.bench_page import bench_html, is_bench, runs_in
 from asyncrl_cli.report.overwriting import check_out
 from asyncrl_cli.report.page import GENERATOR, beside_each_other, card, page_of, plotly
 from asyncrl_cli.report.run_data import run_data
