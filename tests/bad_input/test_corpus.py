@@ -499,7 +499,7 @@ def models() -> Iterator[Case]:
 def tunes() -> Iterator[Case]:
     tune, workload = "plan --tune {run}", "bench --simulate {root}/bad.toml"
     for file in ("metrics.jsonl", "events.jsonl", "config.resolved.json"):
-        for content in (b"null\n", b"[]\n", b"3\n", b'"x"\n', b"\xff\n", b"[" * 10**5, b"9" * 10**5, b"{\n"):
+        for content in (b"null\n", b"[]\n", b"3\n", b'"x"\n', b"\xff\n", b"[" * 10**5 + b"\n", b"9" * 10**5 + b"\n", b"{\n"):
             yield Case(f"tune {file} {content[:8]!r}", tune, written(f"runs/otter/{file}", content), 2, file)
         for kind in KINDS:
             yield Case(f"tune {file} is a {kind}", tune, replaced(f"runs/otter/{file}", kind), 2)
