@@ -18,6 +18,7 @@ import torch
 
 from asyncrl_cli.engines.port import Engine, PauseReport, Scores
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.envs.places import Places
 from asyncrl_cli.job import transports
 from asyncrl_cli.job.rollout_actor import Loader, Received
 from asyncrl_cli.job.transports import GETS_AHEAD
@@ -66,7 +67,7 @@ class Worker(Loader):
         self.now_s: Callable[[], float] = lambda: getattr(engine, "now_s", 0.0)
         self.meter = RolloutMeter("rollout-0", 8, lambda: self.now_s(), lambda: None)
         weights = WeightsSection(dual_buffer=dual_buffer, overlap=overlap)
-        super().__init__(engine, weights, self.meter, FIRST_VERSION - 1)
+        super().__init__(engine, weights, self.meter, FIRST_VERSION - 1, Places(8, hold=True))
 
 
 @dataclass
