@@ -1,4 +1,4 @@
-"""A run with LoRA is exported merged, or as peft's adapter: both score as the trainer does."""
+"""A run with LoRA is exported merged, or as peft's adapter: both score as the trainer does. A critic is not exported."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.export.export import export
+from asyncrl_cli.models.tiny import tiny_tokenizer
 from asyncrl_cli.weights.model_files import keep_model_files
 from tests.export.conftest import SEQUENCE, checkpoint, model_with_tokenizer, open_run, profile_of, train
 from tests.trainers import trainer_parts
@@ -60,6 +61,33 @@ def test_adapters_are_merged_or_written_as_peft_has_them(lora_run):
     peft = pytest.importorskip("peft")
     opened = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), alone.path)
     assert scores(opened) == pytest.approx(ours, abs=1e-5)
+
+
+def test_another_base_model_is_refused(lora_run, tmp_path):
+    directory, *_ = lora_run
+    other = tmp_path / "other"
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=8))
+    model.save_pretrained(other)
+    tiny_tokenizer("abcdefgh").save_pretrained(other)
+    with pytest.raises(RefusedError, match=r"not the run's base model: it has no model\.layers\.0\.mlp\.down_proj\.weight"):
+        export("otter", runs_dir=directory.parent, max_file_bytes=10**9, model=other)
+
+
+def test_a_critic_is_left_out(tmp_path):
+    model_dir = model_with_tokenizer(tmp_path / "base")
+    profile = profile_of(model_dir)
+    directory = open_run(tmp_path / "runs", "otter", profile)
+    keep_model_files(model_dir, directory)
+    trainer = trainer_parts(model_dir, adv_estimator="gae").made(f"file://{tmp_path}/rendezvous")
+    try:
+        trainer.snapshot(2)
+        checkpoint(directory, 2, lambda path: trainer.write(2, path, False))
+    finally:
+        trainer.close()
+    exported = export("otter", runs_dir=directory.parent, max_file_bytes=10**9)
+    found, initial = (load_file(place / "model.safetensors") for place in (exported.path, model_dir))
+    assert found.keys() == initial.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in initial.items())
 
 
 def test_whole_weights_are_no_adapter(make_run):

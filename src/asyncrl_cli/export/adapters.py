@@ -30,7 +30,7 @@ def has_adapters(weights: SavedWeights) -> bool:
 def merged_weights(source: Source, given: Path | None) -> SavedWeights:
     """The whole model's weights by their names in memory. The base model is in `given`, or where `model.path` says.
 
-    Raises what `resolve_model` raises, and RefusedError if the base model lacks a weight that has an adapter.
+    Raises what `resolve_model` raises, and RefusedError if the base model lacks a weight that has an adapter, or has another shape.
     """
     from transformers import AutoModelForCausalLM
 
@@ -40,9 +40,10 @@ def merged_weights(source: Source, given: Path | None) -> SavedWeights:
     model = AutoModelForCausalLM.from_pretrained(base_dir, dtype="auto", trust_remote_code=profile.model.trust_remote_code)
     base = dict(model.named_parameters()) | dict(model.named_buffers())
     adapted = {name.partition(ADAPTER)[0] + ".weight" for name in source.weights.shapes}
-    if missing := adapted - base.keys():
+    if wrong := [name for name in sorted(adapted) if name not in base or base[name].shape != _adapted_shape(source, name)]:
         raise RefusedError(
-            f"{base_dir} is not the run's base model: it has no {min(missing)}", hint="--model DIR names the one that was trained"
+            f"{base_dir} is not the run's base model: it has no {wrong[0]}, or one of another shape",
+            hint="--model DIR names the one that was trained",
         )
 
     def read(names: Collection[str]) -> dict[str, torch.Tensor]:
@@ -56,8 +57,19 @@ def _saved(model: torch.nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters()} | (model.state_dict().keys() & dict(model.named_buffers()).keys())
 
 
+def _adapter_names(name: str) -> tuple[str, str]:
+    """Of the adapter's A and B, beside the weight `name`."""
+    stem = f"{name.removesuffix('.weight')}{ADAPTER}"
+    return f"{stem}A.weight", f"{stem}B.weight"
+
+
+def _adapted_shape(source: Source, name: str) -> tuple[int, int]:
+    a, b = _adapter_names(name)
+    return source.weights.shapes[b][0], source.weights.shapes[a][1]
+
+
 def _merged(source: Source, name: str, weight: torch.Tensor) -> torch.Tensor:
-    a, b = (f"{name.removesuffix('.weight')}{ADAPTER}{part}.weight" for part in "AB")
+    a, b = _adapter_names(name)
     adapter = source.weights.read([a, b])
     return merged(weight, adapter[a], adapter[b], scale_of(source.profile.lora))
 

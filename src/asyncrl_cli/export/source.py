@@ -22,7 +22,7 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import read_document
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, SavedState
+from asyncrl_cli.train.trainer_state import CRITIC, PUBLISHED_FILE, SavedState
 from asyncrl_cli.weights.disk import kept_versions, version_directory
 
 RESOLVED = "config.resolved.json"
@@ -167,9 +167,10 @@ def _there_are(run_dir: Path, in_checkpoints: Mapping[Path, int]) -> str:
 
 
 def trainer_weights(directory: Path) -> SavedWeights:
-    """The float32 master weights of a checkpoint, written by any number of ranks."""
+    """The policy's float32 master weights of a checkpoint, written by any number of ranks."""
     saved = SavedState(directory)
-    shapes = {key.removeprefix(WEIGHT_PREFIX): shape for key, shape in saved.shapes.items() if key.startswith(WEIGHT_PREFIX)}
+    weights = {key.removeprefix(WEIGHT_PREFIX): shape for key, shape in saved.shapes.items() if key.startswith(WEIGHT_PREFIX)}
+    shapes = {name: shape for name, shape in weights.items() if not name.startswith(CRITIC)}
 
     def read(names: Collection[str]) -> dict[str, torch.Tensor]:
         tensors = {name: torch.empty(shapes[name], dtype=torch.float32) for name in names}

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from asyncrl_cli.models.attention import choose_attention
 from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
 from asyncrl_cli.models.shape import LAYER
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import LoraSection, Profile
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.chunked_logprobs import Head, Scored
 from asyncrl_cli.train.lora import ADAPTER, LoraLinear, add_adapters
@@ -118,6 +118,11 @@ class PolicyModel:
     def _file_name(self, name: str) -> str:
         (converted,) = self.form.to_files({name: torch.empty(0, device="meta")})
         return converted
+
+
+def reference_model(profile: Profile, model_dir: str, ranks: Ranks) -> PolicyModel:
+    """This rank's part of the reference, which is never trained and has no adapters."""
+    return PolicyModel(profile.model_copy(update={"lora": LoraSection()}), model_dir, ranks)
 
 
 class Scorer:

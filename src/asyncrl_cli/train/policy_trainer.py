@@ -27,18 +27,19 @@ from torch.distributed.tensor import DTensor
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
-from asyncrl_cli.profile.schema import LoraSection, Place, Profile
+from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.critic import Critic, CriticModel
-from asyncrl_cli.train.policy_model import PolicyModel
+from asyncrl_cli.train.policy_model import PolicyModel, reference_model
 from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
 from asyncrl_cli.train.scores import Column, Scores, score
 from asyncrl_cli.train.trainer_state import (
     ANOTHER_MODEL,
+    CRITIC,
     PUBLISHED_FILE,
     HostState,
     SavedState,
@@ -56,8 +57,6 @@ FROZEN = {
     "reference_logprob": ("a reference", "ref.path, or model.path,"),
 }
 """Weights that are never trained and in no checkpoint, by the counter that tells them from others: what and where they are."""
-CRITIC = "critic."
-"""Prefix of the critic's parameters in the trainer's state."""
 
 
 class Publication(NamedTuple):
@@ -92,8 +91,7 @@ class PolicyTrainer:
             profile.trainer, self.ranks, self.model.parameters, total_optimizer_steps=total_optimizer_steps - head_start
         )
         ref_dir, critic_dir = place.ref_dir or place.model_dir, place.critic_dir or place.model_dir
-        whole = profile.model_copy(update={"lora": LoraSection()})  # the reference is not trained, and has no adapters
-        self.reference = PolicyModel(whole, ref_dir, self.ranks) if algorithm.has_reference else None
+        self.reference = reference_model(profile, ref_dir, self.ranks) if algorithm.has_reference else None
         self.critic = (
             Critic(profile, critic_dir, self.ranks, total_optimizer_steps=total_optimizer_steps) if algorithm.has_critic else None
         )

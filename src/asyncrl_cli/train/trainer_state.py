@@ -30,6 +30,8 @@ from asyncrl_cli.weights.model_files import write_weights
 
 COUNTERS_FILE = "trainer.json"
 PUBLISHED_FILE = "published.safetensors"
+CRITIC = "critic."
+"""Prefix of the critic's parameters."""
 ANOTHER = "take another checkpoint"
 ANOTHER_MODEL = "resume with the profile and the model that wrote it"
 
