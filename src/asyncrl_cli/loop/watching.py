@@ -55,9 +55,9 @@ class StepRecord:
     """All facts of one train step, from which observers make metrics (docs/metrics.md).
 
     `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other; where they took time also wait_scores,
-    and ref and values (columns that the trainer computed). `reports`: the newest report of each executor, by name. `spans`: the spans
-    of *all* reports since the previous step, by executor, already mapped to the driver's clock; so are the `stays` of sequences in
-    slots, if they are recorded. `ended_s` is the driver's clock. `sync`:
+    and ref and values (columns that the trainer computed). `reports`: the newest report of each executor, by name. `spans`: those
+    of *all* reports since the previous step, by executor, already mapped to the driver's clock; so are the `stays` of sequences
+    in slots, if they are recorded. `ended_s` is the driver's clock. `sync`:
     `WeightSync.summary`. `filtered`: the reward of each group that was left out since the previous step for equal rewards; None if
     none ever is.
     `restarts` of workers and `failures` of trajectories (by kind) count from the run's beginning.
