@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[Path, Callable[[], dict[str, Any]]]] = {
     "workload": (ROOT / "profiles" / "workloads" / "workload.schema.json", workload_schema),
 }
 FILES = [
-    *(("profile", path) for path in sorted([*ROOT.glob("profiles/*.toml"), *ROOT.glob("templates/*/profile.toml")])),
+    *(("profile", path) for path in sorted([*ROOT.glob("profiles/*.toml"), *ROOT.glob("templates/*/*.toml")])),
     *(("workload", path) for path in sorted(ROOT.glob("profiles/workloads/*.toml"))),
 ]
 TAPLO = shutil.which("taplo")

@@ -178,11 +178,11 @@ async def _measure(jobs: Sequence[Alone], repeats: int, progress: Callable[[str,
     from asyncrl_cli.job.calls import all_of
 
     steps = 2 * len(jobs)
-    started = [asyncio.ensure_future(job.start()) for job in jobs]
+    starts = [asyncio.ensure_future(job.start()) for job in jobs]
     progress("starting each phase alone", 0, steps)
-    for job in started:
-        job.add_done_callback(lambda _: progress("starting each phase alone", sum(other.done() for other in started), steps))
-    await all_of(started)
+    for start in starts:
+        start.add_done_callback(lambda _: progress("starting each phase alone", sum(one.done() for one in starts), steps))
+    await all_of(starts)
     for done, job in enumerate(jobs):
         progress("warming up each phase alone", len(jobs) + done, steps)
         await job.train()
