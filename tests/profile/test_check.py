@@ -75,6 +75,12 @@ CONFLICTS = [
     ),
     (
         "base",
+        ["algorithm.adv_estimator=gae", "critic.head_start_steps=12", "run.train_steps=4", "async_training.require_batches=3"],
+        ["critic.head_start_steps = 12", "12 optimizer steps", "never trained"],
+        "critic.head_start_steps",
+    ),
+    (
+        "base",
         ["algorithm.rollout_is=geometric"],
         ['algorithm.rollout_is = "geometric"', 'algorithm.old_logprobs = "rollout"', "every weight is 1"],
         "old_logprobs=recompute",

@@ -58,7 +58,7 @@ def check(profile: Profile) -> list[str]:
     length = _raised(train_steps_of, profile)
     name = [] if profile.run.name is None else _raised(check_name, profile.run.name)
     wrong = [clash.error(values) for clash in clashes if clash.is_in(values)]
-    if problems := [*length, *name, *_sizes(profile), *_limits(profile), *wrong, *conflicts]:
+    if problems := [*(length or _head_start(profile)), *name, *_sizes(profile), *_limits(profile), *wrong, *conflicts]:
         raise combine(problems)
     return list(_warnings(profile))
 
@@ -69,6 +69,15 @@ def _raised(rule: Callable[[Any], object], value: Any) -> list[ConfigError]:
     except ConfigError as error:
         return [error]
     return []
+
+
+def _head_start(profile: Profile) -> Iterator[ConfigError]:
+    head_start, steps = profile.critic.head_start_steps, train_steps_of(profile) * profile.async_training.require_batches
+    if head_start >= steps:
+        yield ConfigError(
+            f"critic.head_start_steps = {head_start}: the run has {steps} optimizer steps, so the policy is never trained",
+            hint="lower critic.head_start_steps, or raise run.train_steps",
+        )
 
 
 def _sizes(profile: Profile) -> Iterator[ConfigError]:
