@@ -25,6 +25,14 @@ def test_a_directory_without_files_is_an_empty_run(recorded):
     assert recorded.status == recorded.roles == {}
 
 
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"progress": 3}', '{"executors": [{"name": "trainer"}]}', '{"eval": {"history": [1]}}']
+)
+def test_a_status_of_another_form_is_none(recorded, text):
+    recorded.files.status.write_text(text)
+    assert recorded.status == recorded.roles == {}
+
+
 def test_a_last_line_that_is_cut_short_is_left_out_and_any_other_is_an_error(recorded):
     recorded.files.metrics.write_text(lines({"step": 1}, {"step": 2}) + '{"step": 3, "rew')
     assert [line["step"] for line in recorded.metrics()] == [1, 2]

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl_cli.checkpoint.find import find_run, last_status
+from asyncrl_cli.checkpoint.find import find_run
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.observe.lines import EventLine, Line, TimelineLine, lines_of, metrics_of
+from asyncrl_cli.observe.status import MAX_STATUS_BYTES, RECORDED
 from asyncrl_cli.profile.loaded import Loaded, read_document
+from asyncrl_cli.safe_files import parse_json, read_bytes
 
 DUMP_NAME = re.compile(r"step-(\d{6,})\.jsonl")
 
@@ -36,8 +39,11 @@ class Recorded:
 
     @cached_property
     def status(self) -> Mapping[str, Any]:
-        """The last status.json, unchecked; empty if it cannot be read. `read_status` checks it and says whether the run lives."""
-        return last_status(self.files.path)
+        """The last status.json; empty if it cannot be read. Any key may be missing: `read_status` is strict, and says whether the
+        run lives."""
+        with suppress(OSError, ValueError):
+            return parse_json(read_bytes(self.files.status, max_bytes=MAX_STATUS_BYTES), RECORDED)
+        return {}
 
     @cached_property
     def loaded(self) -> Loaded:

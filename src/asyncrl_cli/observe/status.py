@@ -91,6 +91,13 @@ STATUS = _record(
     totals=dict[str, Any],
 )
 """The keys that a reader may rely on."""
+RECORDED = _record(
+    executors=NotRequired[list[_record(name=str, role=str)]],
+    progress=NotRequired[_record(time_s=NotRequired[float])],
+    totals=NotRequired[dict[str, Any]],
+    eval=NotRequired[_record(history=NotRequired[list[EvalPoint]])],
+)
+"""The same for a reader who makes do with what there is (recorded.py)."""
 
 
 def parse_status(content: str | bytes) -> dict[str, Any]:
