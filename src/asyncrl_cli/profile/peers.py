@@ -232,6 +232,17 @@ gradient_accumulation_steps | trainer.max_tokens_per_microbatch | microbatches a
 learning_rate | trainer.lr
 epsilon | algorithm.clip_ratio_low
 epsilon_high | algorithm.clip_ratio_high | 0.28 if not given, 0.2 in TRL
+beta | algorithm.kl_loss_coef | with algorithm.use_kl_loss = true
+loss_type | algorithm.loss_agg_mode | dapo is token-mean, grpo seq-mean-token-mean, dr_grpo seq-mean-token-sum-norm; sapo: loss_mode
+importance_sampling_level | algorithm.loss_mode | sequence is gspo
+scale_rewards | algorithm.normalize_advantages | group is true, none is false
+mask_truncated_completions | algorithm.mask_truncated
+num_iterations | - | every group is trained once
+use_vllm | rollout.engine | true is "vllm"
+lora_r | lora.rank | merged at each sync: engines get whole weights
+lora_alpha | lora.alpha
+lora_target_modules | lora.target_modules | a list of names; all-linear is an empty list
+eval_steps | eval.every_versions | in versions, not in steps: divide by trigger_parameter_sync_step
 save_steps | checkpoint.every_steps
 reward_funcs | task.reward | module:function, one response at a time
 environment_factory | task.environment | module:Class, of the same kind
