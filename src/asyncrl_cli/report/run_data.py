@@ -190,4 +190,6 @@ def _outcome(recorded: Recorded, totals: Totals, events: list[dict[str, Any]]) -
     else:
         text += f"Training reward went from {number(first, 3)} to {number(last, 3)}; there are no two evals to compare."
         is_better = False
+    if first == last == 0 and not any(scores):
+        text += " A reward of 0 everywhere teaches nothing: `asyncrl samples` shows what was answered."
     yield Finding("learning", "good" if is_better and phase != "failed" else "note", text)

@@ -158,7 +158,7 @@ def choose(run: Recorded, step: int | None, group: str, sort: Sort | None, most:
     figure first if they are sorted. `group`: the beginning of its key. Raises ConfigError if there are none."""
     steps = run.sampled_steps
     if not steps:
-        raise ConfigError(f"run '{run.name}' has no samples", hint="logging.samples_every_steps says how often they are dumped")
+        raise ConfigError(f"run '{run.name}' has no samples", hint="every 20th step: --set logging.samples_every_steps=1 dumps all")
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda known: abs(known - step))[:8])
         raise ConfigError(f"step {step} of run '{run.name}' was not dumped", hint=f"dumped near it: {', '.join(map(str, near))}")
