@@ -29,7 +29,7 @@ from tests.bad_input.made import NAME, Place, make_place, reseal
 from tests.loop.worlds import worker_times
 
 FILES = ("loop_state.json", "payloads.json", "config.resolved.json")
-VALUES = (None, True, 0, 1, -1, 2, 7, 10**6, 2**70, 0.5, "", "x", "nan", [], [1], {}, {"a": 1}, [[]], "\ud800")
+VALUES = (None, True, 0, 1, -1, 2, 7, 300, 2**70, 0.5, "", "x", "nan", [], [1], {}, {"a": 1}, [[]], "\ud800")
 
 
 @pytest.fixture(scope="module")
