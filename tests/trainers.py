@@ -28,6 +28,7 @@ SECTIONS = {
     "gather_bucket_size_mb": "weights",
     "overlap": "weights",
     "probe_sequences": "weights",
+    "tasks": "placement",
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job, plan_rows
-from asyncrl_cli.profile.schema import ModelSection, Profile
+from asyncrl_cli.profile.schema import AlgorithmSection, ModelSection, Profile
 
 from .crew import nodes, small_profile
 
@@ -82,6 +82,36 @@ def test_gpus_are_shared_by_ratio_in_whole_rollout_workers() -> None:
 def test_explicit_counts_win_and_the_other_side_gets_the_rest(asked: dict[str, int], trainer: int, rollout: int) -> None:
     plan = job(nodes((16, 8)), **asked)
     assert (plan.role("trainer").workers, plan.role("rollout").workers) == (trainer, rollout)
+
+
+THREE = (("train", "prox"), ("ref",), ("rollout",))
+
+
+def kl_job(cluster: Any, **placement: Any) -> JobPlan:
+    asked = profile(tasks=THREE, **placement)
+    return compile_job(asked.model_copy(update={"algorithm": AlgorithmSection(use_kl_loss=True)}), cluster)
+
+
+def test_a_reference_with_resources_of_its_own_gets_its_share() -> None:
+    assert shape(kl_job(nodes((64, 16)), ratios=(2, 1, 1))) == {
+        "trainer": (8, 1, 1, 1),
+        "ref": (4, 1, 1, 1),
+        "rollout": (4, 1, 1, 1),
+    }
+    plan = kl_job(nodes((64, 16)), ratios=(1, 1, 2), gpus_per_rollout_worker=2, gpus=8)
+    assert (plan.trainer_workers, plan.ref_workers, plan.rollout_workers, plan.gpus, plan.cpus) == (2, 2, 2, 8, 6)
+    assert {name: len(bundles) for name, bundles in plan.groups.items()} == {"trainer": 2, "ref": 2, "rollout": 2}
+    here = kl_job(LAPTOP)
+    assert (here.trainer_workers, here.ref_workers, here.rollout_workers, here.cpus) == (1, 1, 1, 3)
+    assert kl_job(LAPTOP, ratios=(2, 1, 3)).cpus == 6
+
+
+@pytest.mark.parametrize(("placement", "numbers"), [({}, ["no"]), ({"ratios": (1, 1, 1)}, ["[1, 1, 1]", "16 GPUs"])])
+def test_shares_that_come_to_no_whole_gpus_are_refused(placement: dict[str, Any], numbers: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        kl_job(nodes((64, 16)), **placement)
+    assert all(number in str(refused.value) for number in numbers)
+    assert "--set placement." in refused.value.hint
 
 
 def test_colocated_gpus_are_shared_by_halves() -> None:

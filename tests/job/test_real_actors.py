@@ -70,7 +70,7 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
     began_s = time.monotonic()
     async with started_workers(
         plan, profile, model_dir, REWARD, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", progress=said.append
-    ) as (trainer, workers, payloads):
+    ) as (trainer, workers, payloads, _):
         print("workers started", time.monotonic() - began_s)
         assert payloads == []
         assert {"trainer is ready", "rollout-0 is ready", "rollout-1 is ready"} <= set(said)
@@ -146,7 +146,7 @@ async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pa
     )
     async with started_workers(
         plan, profile, model_dir, REWARD, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", checkpoint=checkpoint
-    ) as (trainer, workers, payloads):
+    ) as (trainer, workers, payloads, _):
         assert [len(payload) for payload in payloads] == [1, 1]  # each group as one object
         await _publish_and_load(trainer, workers, 1)
         (group,) = await run_parts(workers[0], part(9))

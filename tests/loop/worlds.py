@@ -17,11 +17,12 @@ from asyncrl_cli.loop.ports import Feed
 from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.simulate.responses import WorkerTimes
+from asyncrl_cli.simulate.simulated_scorer import ScorerTimes
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.keywords import loop_settings
-from tests.loop.proof.faults import Faults, FaultyWorker, KeepingTrainer, KeepingWorker
+from tests.loop.proof.faults import Faults, FaultyScorer, FaultyWorker, KeepingTrainer, KeepingWorker
 from tests.loop.proof.memory import MemoryCheckpoints
 
 MODES: dict[str, dict[str, Any]] = {
@@ -119,7 +120,10 @@ def run_world(
     resume_from: ResumeFrom | None = None,
     stop_at_s: float | None = None,
     feed: Feed | None = None,
+    group_score_s: float | None = None,
 ) -> Ran:
+    """`group_score_s`: seconds that a scorer `ref` takes for a group; None: there is none."""
+
     async def main() -> Ran:
         loop = asyncio.get_running_loop()
         syncing = {"prefetch_s": lambda rng: rng.random() * 0.5, "load_s": lambda rng: rng.random() * 0.3}
@@ -135,11 +139,14 @@ def run_world(
             shared: dict[str, Any] = {"faults": faults, "call_timeout_s": call_timeout_s}
             team = [FaultyWorker(name, slots, times_of_all, seed, **shared) for name in names]
         trainer = KeepingTrainer(TrainerTimes(**step_times), faults)
+        score_times = ScorerTimes(score_s=lambda groups: len(groups) * (group_score_s or 0.0), call_tokens=1)
+        scorers = [] if group_score_s is None else [FaultyScorer("ref", score_times, faults=faults or Faults())]
         sets = {"": evals} if isinstance(evals, int) else evals
         world = World(
             feed=feed or NumberedFeed(),
             trainer=trainer,
             workers=team,
+            scorers=scorers,
             eval_sets={name: [{"uid": f"e{i}", "prompt": str(i)} for i in range(number)] for name, number in sets.items()},
             observers=[recorder],
             checkpoints=checkpoints,

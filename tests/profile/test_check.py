@@ -9,7 +9,27 @@ from asyncrl_cli.profile.loaded import load
 
 ON_GPUS = ("rollout.engine=vllm", "placement.device=cuda")
 
+KL, APART = "algorithm.use_kl_loss=true", 'placement.tasks=[["train"],["ref"],["rollout"]]'
 CONFLICTS = [
+    (
+        "partial-rollout",
+        ['placement.tasks=[["train"],["ref"],["rollout"]]'],
+        ["asks for the reference's logprobs"],
+        "use_kl_loss=true",
+    ),
+    ("partial-rollout", ['placement.tasks=[["train"],["prox"],["rollout"]]'], ["prox is for the trainer"], '["train", "prox"]'),
+    ("partial-rollout", ['placement.tasks=[["train"],["critic"],["rollout"]]'], ["critic is for the trainer"], "beside train"),
+    ("partial-rollout", ['placement.tasks=[["train","rollout"]]'], ["only if they take turns"], "placement.colocate=true"),
+    ("partial-rollout", ['placement.tasks=[["train"],["train"],["rollout"]]'], ["names train more than once"], "each task once"),
+    ("partial-rollout", ['placement.tasks=[["train"]]'], ["has no rollout"], '["rollout"]'),
+    ("partial-rollout", ["placement.ratios=[1,1]"], ["placement.ratios = [1, 1]"], "placement.ratio"),
+    (
+        "partial-rollout",
+        [KL, APART, "placement.ratios=[1,1]"],
+        ["2 numbers for 3"],
+        "each list",
+    ),
+    ("colocate", [KL, APART], ["colocate = true"], "leave one of the two out"),
     (
         "partial-rollout",
         ["async_training.staleness_threshold=0"],

@@ -230,3 +230,26 @@ def test_residuals_compare_every_part_of_every_reference() -> None:
     assert [(residual.part, residual.measured_s) for residual in found] == [("window", 5.2), ("train", 1.6)]
     assert found[0].ratio == pytest.approx(0.5, abs=0.02)
     assert found[1].ratio == pytest.approx(0.5)
+
+
+def test_a_reference_of_its_own_takes_its_time_beside_training():
+    """On one GPU a step trains for 1.6 s, and the reference's pass takes a third of that: it lengthens the step, unless it has a
+    GPU of its own."""
+
+    def mean_step_s(*sets: str) -> tuple[float, dict[str, Any]]:
+        loaded = profile_for(workload(), "partial-rollout", ("placement.gpus=5", *sets), groups=400)
+        ran = simulate(loaded.profile, workload(), groups=400)
+        assert ran.error is None
+        lines = ran.lines[len(ran.lines) // 2 :]
+        return sum(line["timing/step_s"] for line in lines) / len(lines), lines[0]
+
+    trainer, kl = "placement.trainer_workers=1", "algorithm.use_kl_loss=true"
+    tasks = 'placement.tasks=[["train"],["ref"],["rollout"]]'
+    without_s, _ = mean_step_s("placement.gpus=4", trainer, "rollout.workers=3")
+    together_s, last = mean_step_s(kl, "placement.gpus=4", trainer, "rollout.workers=3")
+    apart_s, alone = mean_step_s(kl, tasks, "placement.ratios=[1,1,3]")
+    assert last["timing/ref_s"] == pytest.approx(last["timing/train_s"] / 3)
+    assert together_s > without_s + 0.9 * last["timing/ref_s"]
+    assert apart_s < without_s + 0.1 * last["timing/ref_s"]
+    assert "timing/ref_s" not in alone
+    assert alone["ref/idle_ratio"] == pytest.approx(1 - last["timing/ref_s"] / apart_s, abs=0.1)

@@ -9,6 +9,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.sharing import REF, is_apart
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import virtual_cluster
@@ -19,7 +20,7 @@ def starting_point(
 ) -> tuple[tuple[str, ...], Profile, JobPlan]:
     """The `--set`s that the search starts from, the profile that they make of `reference`, and its plan.
 
-    Raises ConfigError if it has no split, bounds no staleness, or cannot use `gpus` GPUs.
+    Raises ConfigError if it has no split, bounds no staleness, cannot use `gpus` GPUs, or has a reference apart.
     """
     profile = profile_for(workload, reference, sets).profile
     if profile.placement.colocate:
@@ -31,6 +32,11 @@ def starting_point(
         raise ConfigError(
             f'async_training.on_stale = "{on_stale}" bounds no staleness, and a search needs a bound',
             hint="--set async_training.on_stale=wait",
+        )
+    if is_apart(profile, REF):
+        raise ConfigError(
+            "placement.tasks gives the reference resources of its own, and a search has no axis for its share",
+            hint="leave placement.tasks out here; compare a few placement.ratios with `asyncrl bench --simulate`",
         )
     if gpus is not None:
         sets = scaled_sets(workload.name, profile, sets, gpus)

@@ -151,19 +151,20 @@ class RayTrainer:
         self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
 
     async def train(self, batch: ports.TrainBatch) -> tuple[ports.TrainReport, ExecutorReport]:
-        """Split the step over ranks and mini-batches by metadata; Ray brings each rank the parts of its own groups."""
+        """Split the step over ranks and mini-batches by metadata; Ray brings each rank the parts and columns of its own groups."""
         minibatches = self._profile.async_training.require_batches
         call = f"train step {batch.step}"
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=self._profile.run.seed, step=batch.step)
         plans = plan_train_step(groups, self._profile, ranks=len(self.actors), window=batch.window)
         is_dumped = is_dump_step(batch.step, self._profile.logging.samples_every_steps)
         dump = self._sampled(batch, groups, plans) if is_dumped else None
-        refs = [
-            actor.train.remote(
-                batch.step, batch.step_in_window, plan, *chain.from_iterable(groups[index].payload for index in plan.groups)
-            )
-            for actor, plan in zip(self.actors, plans, strict=True)
-        ]
+        names = tuple(next(iter(batch.columns.values()), {}))
+        refs = []
+        for actor, plan in zip(self.actors, plans, strict=True):
+            own = [groups[index] for index in plan.groups]
+            columns = [batch.columns[group.key][name] for name in names for group in own]
+            parts = chain.from_iterable(group.payload for group in own)
+            refs.append(actor.train.remote(batch.step, batch.step_in_window, plan, names, *columns, *parts))
         answers = await all_of(self._answer(ref, call, self._calls, rank) for rank, ref in enumerate(refs))
         reports = [report for report, _ in answers]
         if dump is not None:

@@ -80,7 +80,9 @@ class Alone:
         place = place_of(plan, ROLLOUT, endless_model(model_dir, directory / "model"))
         makers = makers_of(plan, ROLLOUT, GenerationAlone, _reserving_nothing, directory)
         self._workers = {name: make(work, place) for name, make in makers.items()}
-        self._trainer = make_trainer(plan, work.profile, model_dir, _reserving_nothing, run_dir=directory, log_dir=directory)
+        self._trainer = make_trainer(
+            plan, _together(work.profile), model_dir, _reserving_nothing, run_dir=directory, log_dir=directory
+        )
         step_groups = self._training.require_batches * work.profile.trainer.ppo_mini_batch_size
         groups = [made_up_group(work, number) for number in range(BATCHES * step_groups)]
         self._batches = [tuple(groups[batch::BATCHES]) for batch in range(BATCHES)]
@@ -131,6 +133,12 @@ class Alone:
         """The answers of all workers to a call."""
         refs = {name: getattr(actor, call).remote() for name, actor in self._workers.items()}
         return await all_of(answer(ref, executor=name, call=call, limit=START_LIMIT) for name, ref in refs.items())
+
+
+def _together(profile: Profile) -> Profile:
+    """The profile with a trainer that does all tasks but generation: no scorer gives it columns."""
+    alone = profile.placement.model_copy(update={"tasks": None, "ratios": None})
+    return profile.model_copy(update={"placement": alone})
 
 
 def _reserving_nothing(role: str, index: int) -> dict[str, Any]:

@@ -42,8 +42,8 @@ log = logging.getLogger("asyncrl")
 ANOTHER_CHECKPOINT = "take another checkpoint"
 SAME_DATA = "resume with the data that the run began with: task.source's file as it was then, or the same version of reasoning-gym"
 
-Crew = tuple[Any, Sequence[Any], Sequence[Any]]
-"""The trainer, the rollout workers, and, for a resumed run, the payloads of the checkpoint's finished groups."""
+Crew = tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]
+"""The trainer, the rollout workers, for a resumed run the payloads of the checkpoint's finished groups, and the scorers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ def make_pipeline(
     profile: Profile, directory: RunDirectory, task: Task, crew: Crew, observers: Observers, checkpoint: Checkpoint | None
 ) -> Pipeline:
     """The loop and all it works with. `checkpoint`: where a resumed run continues."""
-    trainer, workers, payloads = crew
+    trainer, workers, payloads, scorers = crew
 
     def write_trainer(directory: Path, cut: Cut) -> Awaitable[Any]:
         return trainer.write(cut.step, directory, cut.payloads, not cut.at_window_boundary)
@@ -148,6 +148,7 @@ def make_pipeline(
         feed=PromptFeed(task.train, seed=profile.run.seed),
         trainer=trainer,
         workers=workers,
+        scorers=scorers,
         eval_sets={"": task.eval, **task.eval_sets},
         observers=[observers],
         checkpoints=store,

@@ -13,8 +13,6 @@ Who waits for whom: collectives in `main` for the other ranks' `main`; `direct` 
 from __future__ import annotations
 
 import logging
-import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.engines.port import kind_of
+from asyncrl_cli.job.meeting import meeting_point
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.transports import ObjectStoreSender, Sending
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
-from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.safe_files import MIB
@@ -69,13 +67,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="control")
     def meeting_point(self) -> str:
-        """Where the ranks meet: an address on this rank's node. In a local session a file: torch would listen on all interfaces."""
-        host = ray.util.get_node_ip_address()
-        if host == LOOPBACK:
-            return f"file://{tempfile.mkdtemp(dir=ray._private.worker._global_node.get_session_dir_path())}/ranks"
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{host}:{free.getsockname()[1]}"
+        return meeting_point()
 
     @ray.method(concurrency_group="main")
     def start(self, init_method: str) -> None:
@@ -96,16 +88,21 @@ class TrainerActor:
             self._trainer.load(Path(directory))
 
     @ray.method(concurrency_group="main")
-    def train(self, step: int, step_in_window: int, plan: RankPlan, *parts: GroupPayload) -> tuple[TrainReport, ExecutorReport]:
-        """One train step on the groups of `plan.groups`, in that order; each is one or more of `parts`.
+    def train(
+        self, step: int, step_in_window: int, plan: RankPlan, names: Sequence[str], *given: Any
+    ) -> tuple[TrainReport, ExecutorReport]:
+        """One train step on the groups of `plan.groups`. `given`: for each name the columns of these groups, in that order; then
+        the groups, each in one or more parts.
 
-        Parts are arguments, so that Ray brings them to this rank before `train_s` begins: small ones with the call, large ones
-        from the object store. A `ray.get` of each would be a call to its owner.
+        Columns and parts are arguments, so that Ray brings them to this rank before `train_s` begins: small ones with the call,
+        large ones from the object store. A `ray.get` of each would be a call to its owner.
         """
         began_s = time.monotonic()
         with self._in(State.BUSY):
-            payloads = dict(zip(plan.groups, joined(parts), strict=True))
-            report = self._trainer.train(step_in_window=step_in_window, plan=plan, payloads=payloads)
+            groups, columns = plan.groups, iter(given)
+            scores = {name: {group: next(columns) for group in groups} for name in names}
+            payloads = dict(zip(groups, joined(columns), strict=True))
+            report = self._trainer.train(step_in_window=step_in_window, plan=plan, payloads=payloads, scores=scores)
         with self._lock:
             self._clock.add("busy_s", time.monotonic() - began_s)
             self._clock.add("trained_tokens", report.tokens)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.checkpoint.sealed import Checkpoint
 from asyncrl_cli.errors import AsyncrlError, PreflightError
+from asyncrl_cli.job import reference_actor
 from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.calls import all_of
 from asyncrl_cli.job.lifeline import lost_session
+from asyncrl_cli.job.reference_actor import RayReference, ReferenceActor
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, WEIGHTS_DIR, TrainerActor
 from asyncrl_cli.job.transports import clear
 from asyncrl_cli.models.resolve import further_models
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, Bundle, JobPlan, asked, check_fit, fitting_hint, place_of
+from asyncrl_cli.plan.job_plan import REF, ROLLOUT, TRAINER, Bundle, JobPlan, asked, check_fit, fitting_hint, place_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.scoring import RewardSpec
 from asyncrl_cli.tasks.tool_class import ToolClass
@@ -52,8 +55,9 @@ async def started_workers(
     log_dir: Path,
     checkpoint: Checkpoint | None = None,
     progress: Say = lambda text: None,
-) -> AsyncIterator[tuple[RayTrainer, list[RayRolloutWorker], list[Any]]]:
-    """Start all trainer ranks and rollout workers; yield them ready, with handles of the checkpoint's finished groups.
+) -> AsyncIterator[tuple[RayTrainer, list[RayRolloutWorker], list[Any], list[RayReference]]]:
+    """Start all trainer ranks, rollout workers and scorers; yield them ready: trainer, workers, handles of the checkpoint's
+    finished groups, scorers.
 
     Workers hold the weights of `model_dir` until the loop has published a version. `log_dir`: where each actor writes
     `<name>.log`. Leaving the block ends the actors and gives the bundles back, within about `STOP_TIMEOUT_S`.
@@ -74,16 +78,17 @@ async def started_workers(
             RayRolloutWorker(name, partial(make, profile, place, reward, tool_class), profile, place.workers)
             for name, make in makers.items()
         ]
+        scorers = [make_reference(plan, profile, model_dir, options, log_dir)] if plan.ref_workers else []
         try:
             progress(f"starting {plan}")
-            await all_of(_started(executor, progress) for executor in (trainer, *workers))
+            await all_of(_started(executor, progress) for executor in (trainer, *workers, *scorers))
             if is_direct:
                 for worker in workers:  # one by one: making an NCCL group changes rank 0's environment for a moment
                     progress(f"{worker.name} and trainer-0 agree on how weights come")
                     await worker.connect(trainer.actors[0])
-            yield trainer, workers, await _restored(trainer, checkpoint, progress) if checkpoint else []
+            yield trainer, workers, await _restored(trainer, checkpoint, progress) if checkpoint else [], scorers
         finally:
-            await _stop(trainer, workers)
+            await _stop(trainer, workers, scorers)
             await asyncio.to_thread(clear, run_dir / WEIGHTS_DIR)
 
 
@@ -95,6 +100,13 @@ def make_trainer(plan: JobPlan, profile: Profile, model_dir: Path, options: Opti
     place = replace(place_of(plan, TRAINER, model_dir), **further_models(profile, model_dir))
     ranks = [make(profile, place, run_dir.absolute()) for make in makers.values()]
     return RayTrainer(ranks, profile, samples_dir=run_dir / "samples")
+
+
+def make_reference(plan: JobPlan, profile: Profile, model_dir: Path, options: Options, log_dir: Path) -> RayReference:
+    """The reference with the actors of its processes, not yet started."""
+    place = replace(place_of(plan, REF, model_dir), **further_models(profile, model_dir))
+    makers = makers_of(plan, REF, ReferenceActor, options, log_dir, concurrency_groups=reference_actor.CONCURRENCY_GROUPS)
+    return RayReference(lambda: [make(profile, place) for make in makers.values()], profile)
 
 
 def makers_of(
@@ -110,7 +122,7 @@ def makers_of(
     return makers
 
 
-async def _started(executor: RayTrainer | RayRolloutWorker, say: Say) -> None:
+async def _started(executor: RayTrainer | RayRolloutWorker | RayReference, say: Say) -> None:
     await executor.start()
     say(f"{executor.name} is ready")
 
@@ -122,11 +134,11 @@ async def _restored(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) 
     return [(ray.put(payload),) for payload in await asyncio.to_thread(read_payloads, checkpoint.directory)]
 
 
-async def _stop(trainer: RayTrainer, workers: Sequence[RayRolloutWorker]) -> None:
+async def _stop(trainer: RayTrainer, workers: Sequence[RayRolloutWorker], scorers: Sequence[RayReference]) -> None:
     """Ask all actors to stop, wait `STOP_TIMEOUT_S` in total, then kill them. Does not raise for an actor that is already dead."""
-    stops = [executor.stop(STOP_TIMEOUT_S) for executor in (trainer, *workers)]
+    stops = [executor.stop(STOP_TIMEOUT_S) for executor in (trainer, *workers, *scorers)]
     outcomes = await asyncio.gather(*stops, return_exceptions=True)
-    for actor in [*trainer.actors, *(worker.actor for worker in workers)]:
+    for actor in chain(trainer.actors, (worker.actor for worker in workers), *(scorer.actors for scorer in scorers)):
         ray.kill(actor)
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, AsyncrlError):

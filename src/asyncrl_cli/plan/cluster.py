@@ -12,6 +12,7 @@ from pathlib import Path
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.profile.sharing import REF, ROLLOUT, TRAIN, is_apart, share_of
 
 LOOPBACK = "127.0.0.1"
 """The address of a local session's node."""
@@ -112,30 +113,56 @@ def cpu_counts(profile: Profile) -> Counts:
     use the same resources. Each place has a rank and a worker. (One rank and one worker with more threads would be slower: small
     matrices do not gain from threads.)
     """
-    ranks, workers = profile.placement.trainer_workers or 1, profile.rollout.workers or 1
+    ranks = profile.placement.trainer_workers or share_of(profile, TRAIN) or 1
+    workers = profile.rollout.workers or share_of(profile, ROLLOUT) or 1
     return (ranks + workers, ranks + workers) if profile.placement.colocate else (ranks, workers)
 
 
+def ref_processes(profile: Profile, cluster: ClusterResources, device: str) -> int:
+    """How many processes the reference has of its own: on GPUs the share of all that `placement.ratios` gives it."""
+    if not is_apart(profile, REF):
+        return 0
+    share, ratios = share_of(profile, REF), profile.placement.ratios or ()
+    if device == "cpu":
+        return share or 1
+    if share is None:
+        raise ConfigError(
+            "placement.tasks without placement.ratios: nothing says how many GPUs the reference has of its own",
+            hint=f"--set placement.ratios=[{','.join('1' * len(profile.placement.tasks or ()))}]",
+        )
+    total = _total(profile, cluster)
+    gpus, remainder = divmod(total * share, sum(ratios))
+    if remainder:
+        fitting = total - total % sum(ratios) or sum(ratios)
+        raise ConfigError(
+            f"GPUs not divisible: placement.ratios = {list(ratios)} of {counted(total, 'GPU')}",
+            hint=f"--set placement.gpus={fitting}",
+        )
+    return gpus
+
+
 def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
-    """Explicit counts win; the rest comes from `placement.gpus` (or all of the cluster's) and `placement.ratio`."""
+    """Explicit counts win; the rest comes from `placement.gpus` (or all of the cluster's) and `placement.ratio`. What the reference
+    has of its own is not theirs."""
     if profile.placement.colocate:
         return _colocated_counts(profile, cluster)
+    refs = ref_processes(profile, cluster, "cuda")
     per_worker = profile.placement.gpus_per_rollout_worker
     ranks, workers = profile.placement.trainer_workers, profile.rollout.workers
     if ranks is None and workers is None:
-        ranks, workers = _by_ratio(profile, _total(profile, cluster))
+        ranks, workers = _by_ratio(profile, _total(profile, cluster) - refs)
     elif ranks is None:
         assert workers is not None
-        total = _total(profile, cluster)
+        total = _total(profile, cluster) - refs
         ranks = _rest(total, workers * per_worker, 1, "rollout.workers", (total - 1) // per_worker)
     elif workers is None:
-        total = _total(profile, cluster)
+        total = _total(profile, cluster) - refs
         workers = _rest(total, ranks, per_worker, "placement.trainer_workers", total - per_worker)
-    needed = ranks + workers * per_worker
+    needed = ranks + workers * per_worker + refs
     if profile.placement.gpus is not None and needed > profile.placement.gpus:
         raise ConfigError(
             f"placement.gpus = {profile.placement.gpus}, but {ranks} trainer ranks and {workers} rollout workers "
-            f"of {per_worker} need {needed}",
+            f"of {per_worker}{f' beside {refs} for the reference' if refs else ''} need {needed}",
             hint=f"--set placement.gpus={needed}",
         )
     return ranks, workers
@@ -184,9 +211,11 @@ def _total(profile: Profile, cluster: ClusterResources) -> int:
 
 
 def _by_ratio(profile: Profile, total: int) -> Counts:
-    """Divide all GPUs by `placement.ratio` (trainer:rollout) into whole GPUs and whole rollout workers."""
+    """Divide GPUs by `placement.ratio` (trainer:rollout), or these two of `placement.ratios`, into whole GPUs and whole rollout
+    workers."""
     per_worker = profile.placement.gpus_per_rollout_worker
     left, right = map(int, profile.placement.ratio.split(":"))
+    left, right = share_of(profile, TRAIN) or left, share_of(profile, ROLLOUT) or right
 
     def divides(gpus: int) -> bool:
         ranks, remainder = divmod(gpus * left, left + right)
@@ -196,7 +225,7 @@ def _by_ratio(profile: Profile, total: int) -> Counts:
         fitting = next((gpus for gpus in range(total, 0, -1) if divides(gpus)), None)
         hint = "--set placement.trainer_workers=N --set rollout.workers=M" if fitting is None else f"--set placement.gpus={fitting}"
         raise ConfigError(
-            f'GPUs not divisible: placement.ratio = "{profile.placement.ratio}" of {counted(total, "GPU")} '
+            f'GPUs not divisible: placement.ratio = "{left}:{right}" of {counted(total, "GPU")} '
             f"with {per_worker} per rollout worker",
             hint="--set placement.colocate=true (one GPU in turns), or --set placement.device=cpu" if total == 1 else hint,
         )

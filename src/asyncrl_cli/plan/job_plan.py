@@ -2,6 +2,7 @@
 
     placement group   bundles                                 what runs in a bundle
     trainer           one per rank: 1 device, c CPUs          that rank
+    ref               one per process: likewise               that process of the reference, if it has resources of its own
     rollout           one per worker: g GPUs, c CPUs          that worker
     colocated         one per place, instead of both          a rank and a worker, in turns
 
@@ -16,11 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.plan.cluster import ClusterResources, counted, cpu_counts, cuda_counts
+from asyncrl_cli.plan.cluster import ClusterResources, counted, cpu_counts, cuda_counts, ref_processes
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
 from asyncrl_cli.profile.schema import Place, Profile
 
-TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
+TRAINER, REF, ROLLOUT, COLOCATED = "trainer", "ref", "rollout", "colocated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -46,8 +47,8 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """Everything placement needs. On CPUs `gpus_per_rollout_worker` is 0. `engine`: the rollout engine's name. `warnings`: one
-    line each, for people."""
+    """Everything placement needs. On CPUs `gpus_per_rollout_worker` is 0. `engine`: the rollout engine's name. `ref_workers`: the
+    processes that the reference has of its own. `warnings`: one line each, for people."""
 
     device: str
     trainer_workers: int
@@ -56,19 +57,22 @@ class JobPlan:
     cpus_per_worker: int
     colocate: bool
     engine: str = "transformers"
+    ref_workers: int = 0
     warnings: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> int:
         """GPUs of the whole job."""
         has_gpus_apart = self.gpus_per_rollout_worker and not self.colocate
-        return self.rollout_workers * self.gpus_per_rollout_worker + (self.trainer_workers if has_gpus_apart else 0)
+        return self.rollout_workers * self.gpus_per_rollout_worker + (
+            self.trainer_workers + self.ref_workers if has_gpus_apart else 0
+        )
 
     @property
     def cpus(self) -> int:
         """CPUs of the whole job. Colocated on CPUs, a rank and a worker share their cores."""
         shared = self.colocate and not self.gpus
-        return self.cpus_per_worker * (self.trainer_workers + (0 if shared else self.rollout_workers))
+        return self.cpus_per_worker * (self.trainer_workers + self.ref_workers + (0 if shared else self.rollout_workers))
 
     @property
     def groups(self) -> dict[str, list[Bundle]]:
@@ -77,15 +81,17 @@ class JobPlan:
         if self.colocate:
             return {COLOCATED: [Bundle(cpus=self.cpus // ranks, gpus=self.gpus // ranks)] * ranks}
         rank = Bundle(cpus=cpus, gpus=min(self.gpus_per_rollout_worker, 1))
-        return {TRAINER: [rank] * ranks, ROLLOUT: [Bundle(cpus=cpus, gpus=self.gpus_per_rollout_worker)] * self.rollout_workers}
+        rollout = Bundle(cpus=cpus, gpus=self.gpus_per_rollout_worker)
+        refs = {REF: [rank] * self.ref_workers} if self.ref_workers else {}
+        return {TRAINER: [rank] * ranks, **refs, ROLLOUT: [rollout] * self.rollout_workers}
 
     @property
     def bundles(self) -> list[Bundle]:
         return [bundle for group in self.groups.values() for bundle in group]
 
     @property
-    def roles(self) -> tuple[RolePlan, RolePlan]:
-        return self.role(TRAINER), self.role(ROLLOUT)
+    def roles(self) -> tuple[RolePlan, ...]:
+        return tuple(self.role(name) for name in (TRAINER, *((REF,) if self.ref_workers else ()), ROLLOUT))
 
     def role(self, name: str) -> RolePlan:
         group = COLOCATED if self.colocate else name
@@ -94,7 +100,7 @@ class JobPlan:
         shares_cores = self.colocate and not self.gpus and name == ROLLOUT
         return RolePlan(
             role=name,
-            workers=self.trainer_workers if name == TRAINER else self.rollout_workers,
+            workers={TRAINER: self.trainer_workers, REF: self.ref_workers, ROLLOUT: self.rollout_workers}[name],
             device=self.device,
             gpus_per_worker=bundle.gpus / 2 if self.colocate else bundle.gpus,
             cpus_per_worker=0 if shares_cores else self.cpus_per_worker,
@@ -103,7 +109,8 @@ class JobPlan:
         )
 
     def __str__(self) -> str:
-        sides = f"{self.trainer_workers} {TRAINER} + {self.rollout_workers} {ROLLOUT} with {self.engine}"
+        refs = f"{self.ref_workers} {REF} + " if self.ref_workers else ""
+        sides = f"{self.trainer_workers} {TRAINER} + {refs}{self.rollout_workers} {ROLLOUT} with {self.engine}"
         return f"{sides} ({'colocated' if self.colocate else 'apart'}): {self.gpus} GPUs and {self.cpus} CPUs"
 
 
@@ -121,6 +128,7 @@ def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
         cpus_per_worker=placement.cpus_per_worker,
         colocate=placement.colocate,
         engine=profile.rollout.engine,
+        ref_workers=ref_processes(profile, cluster, device),
     )
     check_fit(plan, cluster)
     return replace(plan, warnings=tuple(_warnings(profile, plan, cluster)))
@@ -186,7 +194,9 @@ def check_fit(plan: JobPlan, cluster: ClusterResources) -> None:
 def asked(plan: JobPlan) -> str:
     largest = max(plan.bundles)
     return (
-        f"{counted(plan.trainer_workers, 'trainer rank')} and {counted(plan.rollout_workers, 'rollout worker')} "
+        f"{counted(plan.trainer_workers, 'trainer rank')}"
+        f"{f', {plan.ref_workers} of the reference' if plan.ref_workers else ''} and "
+        f"{counted(plan.rollout_workers, 'rollout worker')} "
         f"ask for {counted(plan.gpus, 'GPU')} and {counted(plan.cpus, 'CPU')}, "
         f"at most {counted(largest.gpus, 'GPU')} and {counted(largest.cpus, 'CPU')} of one node at a time"
     )
@@ -206,6 +216,8 @@ def _smaller_jobs(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
     """Smaller plans and their `--set`s: first fewer CPUs per worker, then fewer workers, divided between the roles as before."""
     for cpus in range(plan.cpus_per_worker - 1, 0, -1):
         yield replace(plan, cpus_per_worker=cpus), f"--set placement.cpus_per_worker={cpus}"
+    if plan.ref_workers:  # how many of each there are is for placement.ratios to say
+        return
     total = plan.trainer_workers + plan.rollout_workers
     for workers in range(total - 1, 1, -1):
         ranks = min(max(1, round(workers * plan.trainer_workers / total)), workers - 1)

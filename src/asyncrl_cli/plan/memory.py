@@ -39,7 +39,7 @@ from asyncrl_cli.engines.port import EngineMemory, kind_of
 from asyncrl_cli.engines.transformers import PAGE_TOKENS, PREFILL_TOKENS_PACKED
 from asyncrl_cli.models.shape import FAMILY, ModelShape, shape_of
 from asyncrl_cli.plan.cluster import cache_bytes_left
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.plan.job_plan import REF, ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, ActivationCheckpointing, Profile
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES
@@ -246,7 +246,12 @@ def _further(profile: Profile, plan: JobPlan, policy: ModelShape) -> Iterator[Me
     item = partial(MemoryItem, TRAINER, ranks)
     if algorithm.has_reference:
         shape = shape_of(profile.ref.path) if profile.ref.path else policy
-        yield item("device", "always", "reference", MASTER_BYTES * -(-shape.parameters // ranks), "float32 weights, never trained")
+        role, processes = (REF, plan.ref_workers) if plan.ref_workers else (TRAINER, ranks)
+        of_reference, num_bytes = partial(MemoryItem, role, processes, "device"), MASTER_BYTES * -(-shape.parameters // processes)
+        yield of_reference("always", "reference", num_bytes, "float32 weights, never trained")
+        if plan.ref_workers:
+            yield of_reference("start", "whole model", MASTER_BYTES * shape.parameters, "float32, read before it is sharded")
+            yield of_reference("step", "gathered", *_gathered(plan, shape, profile.model.dtype))
     if algorithm.has_critic:
         shape = shape_of(profile.critic.path) if profile.critic.path else policy
         embedding = shape.vocab_size * shape.hidden_size

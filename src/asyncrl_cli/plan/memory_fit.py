@@ -54,12 +54,13 @@ def refuse_what_cannot_fit(profile: Profile) -> None:
 
 def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
     """One need per kind of GPU: the trainer's and the rollout's, or the one they share. On CPUs: one for this machine."""
-    plan, both = estimate.plan, (TRAINER, ROLLOUT)
+    plan = estimate.plan
+    every = tuple(role.role for role in plan.roles)
     if plan.device == "cpu":
-        needs = {both: sum(item.total_bytes for role in both for item in estimate.at_peak(role))}
+        needs = {every: sum(item.total_bytes for role in every for item in estimate.at_peak(role))}
     else:
-        peaks = {role: estimate.peak_bytes(role, "device") for role in both}
-        needs = {both: _shared_gpu(estimate, peaks)} if plan.colocate else {(role,): peaks[role] for role in both}
+        peaks = {role: estimate.peak_bytes(role, "device") for role in every}
+        needs = {every: _shared_gpu(estimate, peaks)} if plan.colocate else {(role,): peaks[role] for role in every}
     device = MACHINE if plan.device == "cpu" else "GPU"
     return [
         DeviceNeed(device=device, roles=roles, num_bytes=num_bytes, available_bytes=estimate.available_bytes)

@@ -62,7 +62,8 @@ class AlgorithmSection(Section):
     lam: Ratio = 1.0
     """`gae`: 1 trusts rewards alone (advantage = return - value), 0 the critic's next value."""
     use_kl_loss: bool = False
-    """Add kl_loss_coef * KL(theta, reference) to the loss. The reference ([ref]) is one more model in the trainer."""
+    """Add kl_loss_coef * KL(theta, reference) to the loss. The reference ([ref]) is one more model in the trainer, or
+    has processes of its own (placement.tasks)."""
     kl_loss_coef: NonNegativeFloat = 0.001
     """`use_kl_loss`: its weight; 0 only measures the divergence (`ref/kl`)."""
     kl_loss_type: Kl = "low_var_kl"

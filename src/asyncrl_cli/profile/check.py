@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncrl_cli.errors import ConfigError, combine
 from asyncrl_cli.plugins import ENGINES, engine_kind
+from asyncrl_cli.profile import sharing
 from asyncrl_cli.profile.arithmetic import Schedule, groups_ahead, train_steps_of, window_groups_of
 from asyncrl_cli.profile.clashes import CLASHES, DUAL_BUFFER, ETA, PARTIAL, TRANSPORT, Clash, direct, given
 from asyncrl_cli.profile.keys import values_of
@@ -58,7 +59,8 @@ def check(profile: Profile) -> list[str]:
     length = _raised(train_steps_of, profile)
     name = [] if profile.run.name is None else _raised(check_name, profile.run.name)
     wrong = [clash.error(values) for clash in clashes if clash.is_in(values)]
-    if problems := [*(length or _head_start(profile)), *name, *_sizes(profile), *_limits(profile), *wrong, *conflicts]:
+    found = [*(length or _head_start(profile)), *name, *_sizes(profile), *_limits(profile), *sharing.conflicts(profile)]
+    if problems := [*found, *wrong, *conflicts]:
         raise combine(problems)
     return list(_warnings(profile))
 

@@ -111,8 +111,8 @@ trainer.default_local_dir | - | `--runs-dir`, with the run's directory below it
 trainer.resume_mode | - | `asyncrl resume RUN` goes on from the newest checkpoint; `train` always begins a new run
 trainer.rollout_data_dir | logging.samples_every_steps | in the run's samples/; `logging.samples_per_step = 0` dumps all
 trainer.generate_ahead_steps | async_training.staleness_threshold | the same number if each step syncs; 1: profile one-step-off
-trainer.sperated_node_tasks | - | trainer and rollout are apart, or take turns: placement.colocate; logprobs are the trainer's
-trainer.sperated_node_ratios | placement.ratio | trainer : rollout, like "1:3"
+trainer.sperated_node_tasks | placement.tasks | train, prox (logp), ref (ref_logp), rollout (generate); prox is with train
+trainer.sperated_node_ratios | placement.ratios | whole numbers, in the order of placement.tasks, like [2, 1, 1]
 [SkyRL]
 trainer.fully_async.max_staleness_steps | async_training.staleness_threshold | the same number if each step syncs; strict here
 trainer.fully_async.num_parallel_generation_workers | rollout.slots | sequences of one worker: groups * rollout.n / workers
@@ -123,10 +123,10 @@ trainer.micro_train_batch_size_per_gpu | trainer.max_tokens_per_microbatch | mic
 trainer.micro_forward_batch_size_per_gpu | trainer.max_tokens_per_microbatch | microbatches are always packed by tokens
 trainer.use_sample_packing | trainer.max_tokens_per_microbatch | microbatches are always packed by tokens
 trainer.placement.colocate_all | placement.colocate | false if not given, true in SkyRL
-trainer.placement.colocate_policy_ref | - | policy and reference share the trainer's processes
+trainer.placement.colocate_policy_ref | placement.tasks | true if not given; false: ["ref"] is a list of its own
 trainer.placement.policy_num_nodes | placement.trainer_workers | ranks: nodes x GPUs per node
 trainer.placement.policy_num_gpus_per_node | placement.trainer_workers | ranks: nodes x GPUs per node
-trainer.placement.ref_num_gpus_per_node | - | policy and reference share the trainer's processes
+trainer.placement.ref_num_gpus_per_node | placement.ratios | with placement.tasks
 trainer.policy.model.lora.rank | lora.rank | merged at each sync: engines get whole weights
 trainer.policy.model.lora.alpha | lora.alpha
 trainer.strategy | - | always FSDP2

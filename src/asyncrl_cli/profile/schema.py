@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.env_section import EnvSection
@@ -156,6 +156,17 @@ class TrainerSection(Section):
     checkpoint. A resumed run counts from zero."""
 
 
+Task = Literal["train", "prox", "ref", "critic", "rollout"]
+"""What processes can be for: training, the old-logprob pass, the reference's logprobs, the critic's values, generation."""
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+Tasks = Annotated[tuple[tuple[Task, ...], ...], BeforeValidator(_tuples)]
+
+
 class LoraSection(Section):
     """LoRA: adapters are trained in place of all weights (docs/algorithms.md)."""
 
@@ -180,6 +191,12 @@ class PlacementSection(Section):
     """GPUs of the whole job; all of the cluster's if not given."""
     ratio: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$", examples=["1:1"])] = "1:1"
     """trainer : rollout share of `gpus`."""
+    tasks: Tasks | None = None
+    """Which tasks share resources, as [["train", "prox"], ["ref"], ["rollout"]]; what is not named is done by the trainer. Only
+    `ref`, the reference's logprobs, may be alone beside `rollout`: its processes score finished groups while others are trained."""
+    ratios: Annotated[tuple[Processes, ...], BeforeValidator(_tuples)] | None = None
+    """The share of `gpus` of each of `tasks`, in place of `ratio`, as [2, 1, 1]; on CPUs the number of processes of each, 1 if not
+    given."""
     gpus_per_rollout_worker: Processes = 1
     """GPUs of one rollout worker (tensor parallel size)."""
     cpus_per_worker: Processes = 1

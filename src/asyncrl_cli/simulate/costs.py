@@ -2,6 +2,7 @@
 
     optimizer step     fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent
     old logprobs       old_logprob_fixed_step_s + tokens * old_logprob_s_per_token * (likewise), per mini-batch
+    reference          tokens * ref_s_per_token * (likewise), in the trainer or in processes of its own
 
 Tokens are those of prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of all mini-batches but
 the window's first are computed before training (as in `train/policy_update.py`: the first mini-batch's own forward yields both).
@@ -25,6 +26,7 @@ from asyncrl_cli.simulate.capacities import Capacities
 from asyncrl_cli.simulate.episodes import Episodes
 from asyncrl_cli.simulate.kv_cache import DEFAULT_BLOCK_TOKENS, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.responses import ResponseLengths, WorkerTimes, mean_tokens
+from asyncrl_cli.simulate.simulated_scorer import ScorerTimes
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
@@ -44,7 +46,8 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Costs:
-    """The costs of one run of `profile` with `ranks` trainer ranks and `workers` rollout workers.
+    """The costs of one run of `profile` with `ranks` trainer ranks, `workers` rollout workers and, for the reference, `refs`
+    processes of its own.
 
     The run records here how fast its workers are (`speeds`, drawn at random) and what its trainer has done: `spent[i]` is the total
     after i train steps.
@@ -54,6 +57,7 @@ class Costs:
     profile: Profile
     ranks: int
     workers: int
+    refs: int = 0
     speeds: Sequence[float] = ()
     spent: list[Spent] = field(default_factory=lambda: [Spent()])
 
@@ -64,9 +68,15 @@ class Costs:
             train_s=self._train_s,
             old_logprob_s=self._old_logprob_s,
             old_logprob_tokens=self._old_logprob_tokens if self._recomputes else None,
+            ref_s=self._ref_s if self.profile.algorithm.has_reference and not self.refs else None,
             overhead_s=self.workload.training.step_overhead_s,
             gather_s=syncing.colocated_s if self._is_colocated else gather_s,
         )
+
+    def scorer_times(self) -> ScorerTimes:
+        """Times of the reference in processes of its own."""
+        call_tokens = self.refs * self.profile.trainer.max_tokens_per_microbatch
+        return ScorerTimes(score_s=lambda groups: self._scoring_s(groups, self.refs), call_tokens=call_tokens)
 
     def worker_times(self) -> WorkerTimes:
         """Times of rollout workers. Colocated, sending and loading cost nothing: `colocated_s` is counted in the gather instead.
@@ -181,7 +191,7 @@ class Costs:
         seconds = mini_batches * training.fixed_step_s + shared_s * self._share(training.scaling_exponent)
         before = self.spent[-1]
         spent = Spent(
-            seconds=before.seconds + self._old_logprob_s(batch) + seconds,
+            seconds=before.seconds + (0.0 if self.refs else self._ref_s(batch)) + self._old_logprob_s(batch) + seconds,
             response_tokens=before.response_tokens + response_tokens,
             trajectories=before.trajectories + sum(len(group.trajectories) for group in batch.groups),
             prompt_tokens=before.prompt_tokens + tokens - response_tokens,
@@ -195,6 +205,16 @@ class Costs:
         shared_s = _tokens(scored)[1] * training.old_logprob_s_per_token
         return fixed_s + shared_s * self._share(training.old_logprob_scaling_exponent)
 
+    def _ref_s(self, batch: TrainBatch) -> float:
+        return self._scoring_s(batch.groups, self.ranks)
+
+    def _scoring_s(self, groups: Sequence[GroupResult], devices: int) -> float:
+        """The reference's time for these groups, on that many devices; 0 if there is none."""
+        training = self.workload.training
+        each_s = training.s_per_token / 3 if training.ref_s_per_token is None else training.ref_s_per_token
+        amount_s = _tokens(groups)[1] * each_s if self.profile.algorithm.has_reference else 0.0
+        return amount_s * self._share(training.old_logprob_scaling_exponent, devices)
+
     def _old_logprob_tokens(self, batch: TrainBatch) -> int:
         return _tokens(self._scored(batch))[0]
 
@@ -207,10 +227,10 @@ class Costs:
     def _mini_batches(self, groups: Sequence[GroupResult]) -> int:
         return len(groups) // self.profile.trainer.ppo_mini_batch_size
 
-    def _share(self, scaling_exponent: float) -> float:
-        """Factor from a time on the reference devices to the time on this run's ranks."""
-        training = self.workload.training
-        return self._slowdown(training, self.ranks) * float((self.ranks / training.reference_gpus) ** -scaling_exponent)
+    def _share(self, scaling_exponent: float, devices: int | None = None) -> float:
+        """Factor from a time on the workload's own devices to the time on this run's ranks, or on so many devices."""
+        training, devices = self.workload.training, devices or self.ranks
+        return self._slowdown(training, devices) * float((devices / training.reference_gpus) ** -scaling_exponent)
 
 
 def _tokens(groups: Sequence[GroupResult]) -> tuple[int, int]:

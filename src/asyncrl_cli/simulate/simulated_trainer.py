@@ -83,10 +83,12 @@ class SharedMachine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
     """Seconds, on a machine of its own. `overhead_s` is part of a train call but not of its reported parts: the loop's timing shows
-    it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; None if there is no such pass."""
+    it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; None if there is no such pass. `ref_s`: of
+    the reference's pass, if the trainer has one."""
 
     train_s: Callable[[TrainBatch], float]
     old_logprob_s: Callable[[TrainBatch], float] = lambda batch: 0.0
+    ref_s: Callable[[TrainBatch], float] | None = None
     old_logprob_tokens: Callable[[TrainBatch], int] | None = None
     overhead_s: float = 0.0
     gather_s: float = 0.0
@@ -107,6 +109,7 @@ class SimulatedTrainer:
         began_s = self._loop.time()
         self._clock.enter(State.BUSY)
         await asyncio.sleep(self._times.overhead_s)
+        column_s = {"ref": await self._machine.compute(self._times.ref_s(batch))} if self._times.ref_s else {}
         old_logprob_s = await self._machine.compute(self._times.old_logprob_s(batch))
         train_s = await self._machine.compute(self._times.train_s(batch))
         self._clock.enter(State.STARVED, "groups")
@@ -115,7 +118,7 @@ class SimulatedTrainer:
         self._clock.add("trained_tokens", tokens)
         self._clock.gauges["step"] = batch.step
         metrics = {"train/old_logprob_tokens": Sum(self._times.old_logprob_tokens(batch))} if self._times.old_logprob_tokens else {}
-        report = TrainReport(train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics=metrics)
+        report = TrainReport(train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics=metrics, column_s=column_s)
         return report, self._clock.report()
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:

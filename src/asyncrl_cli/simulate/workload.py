@@ -113,6 +113,9 @@ class Training(Section):
     """Seconds per trained token (prompt and response), on `reference_gpus`."""
     old_logprob_s_per_token: NonNegativeFloat = 0.0
     """Seconds per token of the old-logprob pass (`algorithm.old_logprobs = "recompute"`), on `reference_gpus`."""
+    ref_s_per_token: NonNegativeFloat | None = None
+    """Seconds per token of the reference's logprobs (`algorithm.use_kl_loss`, `use_kl_in_reward`), on `reference_gpus`, which the
+    old-logprob pass's exponent scales; a third of `s_per_token` if not given: forward without backward."""
     reference_gpus: PositiveInt = 1
     """Devices of the trainer at which the figures hold; ranks count as devices on CPUs."""
     scaling_exponent: NonNegativeFloat = 1.0

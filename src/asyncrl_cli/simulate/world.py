@@ -22,10 +22,11 @@ from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import ROLLOUT, compile_job
+from asyncrl_cli.plan.job_plan import REF, ROLLOUT, compile_job
 from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
+from asyncrl_cli.simulate.simulated_scorer import SimulatedScorer
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Workload
@@ -57,13 +58,13 @@ def simulate(
     run that fails is returned in `error`.
     """
     job, settings = compile_job(profile, virtual_cluster(profile)), _settings(profile, seed, groups)
-    costs = Costs(workload=workload, profile=profile, ranks=job.trainer_workers, workers=job.rollout_workers)
+    costs = Costs(workload=workload, profile=profile, ranks=job.trainer_workers, workers=job.rollout_workers, refs=job.ref_workers)
     recorder = _Recorder(settings.schedule.window_steps)
 
     async def run() -> AsyncrlError | None:
-        trainer, workers = _team(costs, seed)
+        trainer, workers, scorers = _team(costs, seed)
         costs.speeds = [worker.speed for worker in workers]
-        world = World(feed=NumberedFeed(), trainer=trainer, workers=workers, observers=(recorder, *observers))
+        world = World(feed=NumberedFeed(), trainer=trainer, workers=workers, scorers=scorers, observers=(recorder, *observers))
         try:
             await Pipeline(settings, world).run()
         except AsyncrlError as error:
@@ -76,7 +77,7 @@ def simulate(
 def virtual_cluster(profile: Profile) -> ClusterResources:
     """One node with what the profile's placement asks for: a simulated job is never short of anything."""
     placement, on_cpu = profile.placement, profile.placement.device == "cpu"
-    gpus = 0 if on_cpu else placement.gpus or _asked_gpus(profile)
+    gpus = 0 if on_cpu else placement.gpus or sum(placement.ratios or ()) or _asked_gpus(profile)
     return ClusterResources(nodes=(NodeResources(name="simulated", cpus=1, gpus=gpus),), elastic_cpus=True)
 
 
@@ -95,13 +96,14 @@ def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
     return LoopSettings.of(profile.model_copy(update=sections))
 
 
-def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWorker]]:
-    """The trainer and the workers. Call it inside the running loop."""
+def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWorker], list[SimulatedScorer]]:
+    """The trainer, the workers and the scorers. Call it inside the running loop."""
     workload, times, slots = costs.workload, costs.worker_times(), costs.profile.rollout.slots
     generation_ratio, training_ratio = workload.decoding.interference_ratio, workload.training.interference_ratio
     machine = SharedMachine(generation_ratio=generation_ratio, training_ratio=training_ratio)
     workers = [SimulatedWorker(f"rollout-{index}", slots, times, seed, machine) for index in range(costs.workers)]
-    return SimulatedTrainer(costs.trainer_times(), machine), workers
+    scorers = [SimulatedScorer(REF, costs.scorer_times(), machine)] if costs.refs else []
+    return SimulatedTrainer(costs.trainer_times(), machine), workers, scorers
 
 
 class NumberedFeed:

@@ -28,6 +28,7 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.sharing import is_apart
 from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import RankPlan
@@ -36,7 +37,7 @@ from asyncrl_cli.train.critic import Critic, CriticModel
 from asyncrl_cli.train.policy_model import PolicyModel, reference_model
 from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.scores import Column, Scores, score
+from asyncrl_cli.train.scores import REF, Column, Scores, score
 from asyncrl_cli.train.trainer_state import (
     ANOTHER_MODEL,
     CRITIC,
@@ -91,7 +92,8 @@ class PolicyTrainer:
             profile.trainer, self.ranks, self.model.parameters, total_optimizer_steps=total_optimizer_steps - head_start
         )
         ref_dir, critic_dir = place.ref_dir or place.model_dir, place.critic_dir or place.model_dir
-        self.reference = reference_model(profile, ref_dir, self.ranks) if algorithm.has_reference else None
+        is_mine = algorithm.has_reference and not is_apart(profile, REF)
+        self.reference = reference_model(profile, ref_dir, self.ranks) if is_mine else None
         self.critic = (
             Critic(profile, critic_dir, self.ranks, total_optimizer_steps=total_optimizer_steps) if algorithm.has_critic else None
         )
