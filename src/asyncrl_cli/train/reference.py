@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from asyncrl_cli.profile.schema import LoraSection, Place, Profile
+from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.samples import GroupPayload
-from asyncrl_cli.train.policy_model import PolicyModel
+from asyncrl_cli.train.policy_model import reference_model
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.scores import REF, Column, score
 
@@ -28,8 +28,7 @@ class Reference:
             timeout_s=profile.rollout.call_timeout_s,
         )
         self._max_tokens = profile.trainer.max_tokens_per_microbatch
-        whole = profile.model_copy(update={"lora": LoraSection()})  # it is not trained, and has no adapters
-        self._model = PolicyModel(whole, place.ref_dir or place.model_dir, self._ranks)
+        self._model = reference_model(profile, place.ref_dir or place.model_dir, self._ranks)
 
     def score(self, payloads: Mapping[int, GroupPayload]) -> Column:
         """The column of these groups. A collective; every process may have groups of its own, or none."""
