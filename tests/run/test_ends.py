@@ -34,6 +34,15 @@ from tests.run.listening import assert_shut
 
 pytestmark = pytest.mark.slow
 
+CALCULATOR = (
+    "task.source=builtin:calculator",
+    "model.warm_start_steps=60",
+    "rollout.max_prompt_tokens=32",
+    "rollout.max_response_tokens=24",
+    "env.max_context_tokens=160",
+)
+"""Episodes of several turns with tools."""
+
 
 def trained_that_count(events):
     """`trained` events of the history that counts: a resume undoes those of later steps than it starts from."""
@@ -46,9 +55,24 @@ def trained_that_count(events):
     return counted
 
 
+def assert_calls_that_may_be_repeated_are_told(run):
+    """Each trajectory that had called tools and whose prompt was admitted again, with what it had called before the kill."""
+    noted = [call for path in run.glob("logs/attempt-1/*.tools.jsonl") for call in lines(path)]
+    events = lines(run / "events.jsonl")
+    back = next(place for place, event in enumerate(events) if event["event"] == "resumed")
+    prompts = {f"{event['uid']}@{event['epoch']}" for event in events[back:] if event["event"] == "running"}
+    expected = {}
+    for trajectory, turn, tools in noted:
+        if trajectory.rpartition(".")[0] in prompts:
+            expected.setdefault(trajectory, {})[str(turn)] = tools
+    again = [event for event in events if event["event"] == "tools_again"]
+    assert {event["trajectory"]: event["calls"] for event in again} == expected
+    assert len(again) == len(expected) > 0
+
+
 def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts_do_not_spoil_its_end(tmp_path):
     words = ("--profile", "partial-rollout", "--name", "killed", "--ui", "plain")
-    process = start(tmp_path, "train", *words, sets=(*SMALL, "logging.wandb=offline"))
+    process = start(tmp_path, "train", *words, sets=(*SMALL, *CALCULATOR, "logging.wandb=offline"))
     run = tmp_path / "runs" / "killed"
     wait_for_steps(process, run, 3)
     family = descendants(process.pid)
@@ -76,6 +100,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts
     assert max(Counter((event["uid"], event["epoch"]) for event in trained).values()) == 1
     assert len(trained) == 40
     assert [step["step"] for step in lines(run / "metrics.jsonl")] == list(range(1, 11))
+    assert_calls_that_may_be_repeated_are_told(run)
 
 
 def test_the_first_interrupt_checkpoints_and_a_second_terminal_can_stop_the_resumed_run(tmp_path):

@@ -181,8 +181,8 @@ def _cached_on_disk(name: str) -> Path:
 
     try:
         cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        cached = None
+    except HFValidationError:  # no name that a hub has
+        raise ShapeUnknown(f"directory {name} does not exist, and the estimate needs its config.json") from None
     if not isinstance(cached, str):
         why = f"{name} is not on this machine, and the estimate needs its config.json; `asyncrl plan --ask-hub` downloads it"
         raise ShapeUnknown(why)

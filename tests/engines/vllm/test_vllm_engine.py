@@ -8,15 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests
+from asyncrl_cli.envs.chat import Chat
+from asyncrl_cli.envs.episode import Limits, Means
+from asyncrl_cli.envs.group_runner import GroupRunner
+from asyncrl_cli.envs.places import Places
 from asyncrl_cli.profile.schema import Interrupt
 from tests.engines import tiny
 from tests.engines.needs import needs_vllm
 from tests.engines.vllm.vllm_kills import kill_and_expect
 from tests.engines.vllm.vllm_world import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, World, prompts, sampling, world
+from tests.envs.test_group_runner import TEMPLATE, Questions, group
 
 pytestmark = [
     pytest.mark.slow,
@@ -157,6 +162,33 @@ def test_recompute_kv_makes_each_span_the_new_weights_own(there: World) -> None:
         assert {version for completion in completions for version in completion.versions} == set(versions)
         for prompt, completion in zip(requests, completions, strict=True):
             _check_spans(there, prompt, completion, set(versions), 1e-4)
+
+    there.run(body)
+
+
+def test_every_turn_of_an_episode_has_the_logprobs_of_the_weights_that_sampled_it(there: World, model_dir: Path) -> None:
+    """Weights are loaded with recompute-kv while some episodes sample and others are between turns."""
+
+    async def body() -> None:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        tokenizer.chat_template = TEMPLATE
+        means = Means(there.engine, Chat(tokenizer), Questions, Limits(64, 250, max_turns=8), Places(8, hold=True))
+        runner, versions = GroupRunner(means, sampling(40, temperature=0.8)), [there.engine.version]
+        running = asyncio.create_task(runner.run(group(n=12), lambda finished: None))
+        for _ in range(2):
+            await there.sampled(200)
+            versions.append(there.newer())
+            await there.load(versions[-1], "recompute-kv")
+        result, payload = await running
+        assert {meta.num_turns for meta in result.trajectories} == {3}
+        assert {version for meta in result.trajectories for version, _ in meta.version_tokens} == set(versions)
+        assert max(meta.span for meta in result.trajectories) >= 1
+        for trajectory in payload.trajectories:
+            (segment,) = trajectory.segments
+            for version in {*segment.versions_T.tolist()} - {-1}:
+                expected = [0.0, *tiny.plain_logprobs(there.model, there.weights[version], segment.tokens_T.tolist(), 0.8)]
+                span = [t for t, other in enumerate(segment.versions_T) if other == version]
+                assert segment.logprobs_T[span].tolist() == pytest.approx([expected[t] for t in span], abs=1e-4)
 
     there.run(body)
 
