@@ -31,7 +31,7 @@ for line in "${LINES_TO_COMPLETE[@]}"; do
 done
 """
 CASES = {
-    "asyncrl tr": "train",
+    "asyncrl tra": "train trace",
     "asyncrl train --profile part": "partial-rollout",
     "asyncrl train --profile agent-guess+st": "agent-guess+stale-samples agent-guess+stream-off-policy",
     "asyncrl status ": "second first",
