@@ -104,6 +104,7 @@ def test_without_a_kl_no_reference_is_loaded(tiny_model_dir, make_trainer):
     assert trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(make_step(1, num_groups=1)[1]))).column_s == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_reward", [False, True])
 def test_a_reference_with_processes_of_its_own_makes_the_same_weights(
     tiny_model_dir, other_model_dir, make_trainer, tmp_path, in_reward

@@ -63,8 +63,10 @@ class EnvironmentProcess:
             try:
                 line = await self._reader.readline()
                 answer = json.loads(line) if line.endswith(b"\n") else None
-            except (ValueError, OSError) as error:  # a tool wrote to the socket, or closed it
+            except ValueError as error:  # a tool wrote to the socket
                 raise ProcessEnded(f"what it wrote is no answer ({error})") from error
+            except OSError:  # it is closed, by a tool or by the end of the process
+                answer = None
         if not isinstance(answer, dict):
             raise ProcessEnded(await self._how_it_ended())
         self._owed -= 1
