@@ -1,9 +1,9 @@
 """Many seeds of the deterministic simulation: how often what happened, and a command that replays each seed that failed.
 
-    python -m benchmarks.fault_seeds [--seeds 10000] [--first 0] [--processes 2] [--turns]
+    python -m benchmarks.fault_seeds [--seeds 10000] [--first 0] [--processes 2] [--turns] [--scorer]
 
-With `--turns` every scenario has several turns. Run it in the project's root: it uses the tests' proof. Exits with 1 if any seed
-failed.
+With `--turns` every scenario has several turns, with `--scorer` every one that is not colocated has scorers. Run it in the
+project's root: it uses the tests' proof. Exits with 1 if any seed failed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tests.loop.proof.scenarios import run
 _CHUNK_SEEDS = 25
 
 
-def run_seeds(seeds: range, with_turns: bool) -> tuple[Counter[str], Counter[str], Counter[str], dict[int, str]]:
+def run_seeds(seeds: range, **drawn: bool) -> tuple[Counter[str], Counter[str], Counter[str], dict[int, str]]:
     """Scenarios by mode, events, faults, and what broke by seed."""
     modes, events, faults, broken = Counter[str](), Counter[str](), Counter[str](), dict[int, str]()
     for seed in seeds:
-        outcome = run(draw(seed, with_turns=with_turns))
-        modes[outcome.scenario.mode] += 1
+        outcome = run(draw(seed, **drawn))
+        modes[" + ".join((outcome.scenario.mode, *sorted(outcome.scenario.scorers)))] += 1
         events += outcome.counts + Counter({"virtual seconds": round(outcome.virtual_s)})
         faults += outcome.faults
         if outcome.broken is not None:
@@ -45,12 +45,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--turns", action="store_true")
+    parser.add_argument("--scorer", action="store_true")
     options = parser.parse_args()
     last, began_s = options.first + options.seeds, time.monotonic()
     chunks = [range(start, min(start + _CHUNK_SEEDS, last)) for start in range(options.first, last, _CHUNK_SEEDS)]
     modes, events, faults, broken = Counter[str](), Counter[str](), Counter[str](), dict[int, str]()
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        results = pool.imap_unordered(partial(run_seeds, with_turns=options.turns), chunks)
+        results = pool.imap_unordered(partial(run_seeds, with_turns=options.turns, with_scorer=options.scorer), chunks)
         for done, (more_modes, more_events, more_faults, more_broken) in enumerate(results, 1):
             modes, events, faults, broken = modes + more_modes, events + more_events, faults + more_faults, broken | more_broken
             print(f"\r{done} of {len(chunks)} chunks, {len(broken)} failing seeds", end="", file=sys.stderr, flush=True)
@@ -61,7 +62,8 @@ def main() -> int:
     print("\n\n".join([table("scenarios", modes), table("events", events), table("faults that happened", faults)]))
     print(f"\nfailing seeds: {len(broken)}")
     for seed, message in sorted(broken.items()):
-        print(f"  {message}\n    python -m tests.loop.proof.scenarios {seed}{' --turns' if options.turns else ''}")
+        flags = " --turns" * options.turns + " --scorer" * options.scorer
+        print(f"  {message}\n    python -m tests.loop.proof.scenarios {seed}{flags}")
     return 1 if broken else 0
 
 

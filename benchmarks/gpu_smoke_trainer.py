@@ -61,7 +61,7 @@ def made_up_group(model: RandomModel, number: int) -> tuple[GroupResult, GroupPa
 
 def batch_of(model: RandomModel, step: int) -> dict[str, Any]:
     groups = [made_up_group(model, step * GROUPS + index) for index in range(GROUPS)]
-    (plan,) = plan_train_step([result for result, _ in groups], Profile(), ranks=1, window=0)
+    (plan,) = plan_train_step([result for result, _ in groups], Profile(), ranks=1, step=1, window=0)
     return dict(step_in_window=0, plan=plan, payloads=dict(enumerate(payload for _, payload in groups)))
 
 

@@ -1,9 +1,12 @@
 """SIGKILLs over every kind of process of a local run: how it ends, what it leaves behind, and what a resume makes of it.
 
     python -m benchmarks.kills [--kinds 'raylet;reaper'] [--times 2] [--directory DIR] [--profile agent-guess+partial-rollout]
+    python -m benchmarks.kills --kinds 'any;any, restarts' --times 10        random processes at random times
+    python -m benchmarks.kills --chain --kinds any --times 3 --directory DIR   the same run again and again
 
-Every kill is a short run of its own, with a model that is made once. A row is right if
-- a run that cannot go on ends within 15 s with one `error:` line and a hint, any other one in order;
+Every kill is a short run of its own, with a model that is made once. With `--chain` all kills of a kind are of one long run of
+DIR, which each kill begins or resumes, also over several calls: half of the starts. A row is right if
+- a run that cannot go on ends within 15 s with one `error:` line and a hint, any other one in order (in a chain: trains on);
 - no process of it and nothing in its temporary directory or in /dev/shm is left;
 - after the resume every group of the history that counts was trained once, and none is missing.
 
@@ -23,7 +26,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.run.commands import SMALL, command_line, descendants, lines, wait_until_gone
@@ -35,18 +39,22 @@ CLEAN_WITHIN_S = 10.0
 RUN_LIMIT_S = 240.0
 TORCHS_CACHE = "torchinductor_"
 SETS = (*SMALL, f"run.train_steps={STEPS}")
+LONG = (*SMALL, "run.train_steps=10000")
+GOES_ON_S = 12.0
+"""A run of a chain that lives so long after a kill, and trains, goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """`is_victim(pid, process id of the driver)`; `goes_on`: the run ends in order all the same; `codes`: else one of these.
+    """`is_victim(pid, process id of the driver)`; `goes_on`: the run ends in order all the same, or, if None, may; `codes`: else
+    one of these.
 
     A driver that waits for a gcs_server while it starts can only be killed."""
 
     name: str
     is_victim: Callable[[int, int], bool]
     sets: tuple[str, ...] = ()
-    goes_on: bool = False
+    goes_on: bool | None = False
     while_starting: bool = False
     needs_worker: bool = False
     codes: tuple[int, ...] = (1,)
@@ -54,20 +62,24 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
+    """`ended_s` after the kill, with `code`; 0 of both while the run trains on."""
+
     kind: str
+    victim: str
     at_step: int
-    ended_s: float
-    code: int
-    errors: int
-    error: str
-    hint: str
-    left: str
-    resumed: str
+    ended_s: float = 0.0
+    code: int = 0
+    errors: int = 0
+    error: str = ""
+    hint: str = ""
+    left: str = ""
+    resumed: str = ""
 
     def is_right(self, kind: Kind) -> bool:
         in_order = self.code == 0 and self.errors == 0
         ended = self.code in kind.codes and self.errors == 1 and bool(self.hint) and self.ended_s <= ENDS_WITHIN_S
-        told = in_order if kind.goes_on else ended or (in_order and kind.while_starting)  # its work was done already
+        may_go_on = kind.goes_on is None or kind.while_starting  # its work may have been done already
+        told = in_order if kind.goes_on else ended or (in_order and may_go_on)
         return told and not self.left and self.resumed.startswith("ok")
 
 
@@ -109,6 +121,10 @@ KINDS = (
     Kind(name="agent, restarts", is_victim=called("cat"), sets=RESTARTS),
     Kind(name="reaper", is_victim=named(b"reaper.py"), goes_on=True),
 )
+RANDOM_KINDS = tuple(
+    Kind(name=name, is_victim=lambda pid, driver: True, sets=sets, goes_on=None, codes=(1, -signal.SIGKILL))
+    for name, sets in (("any", ()), ("any, restarts", ("rollout.max_restarts=1000",)))
+)
 AGENTS_KINDS = (Kind(name="tools", is_victim=named(b"tasks.zygote"), goes_on=True),)
 """Only with a profile whose episodes have tools."""
 
@@ -122,60 +138,110 @@ class Laboratory:
         self.temporary = temporary
         self.rng = rng
         self.number = 0
+        self.started: list[subprocess.Popen[str]] = []
+        self.long: dict[str, subprocess.Popen[str] | None] = {}
 
     def start(self, *words: str, sets: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.directory / "cache"), "TMPDIR": str(self.temporary)}
         settings = [word for setting in sets for word in ("--set", setting)]
-        return subprocess.Popen(
-            [sys.executable, "-m", "asyncrl_cli", *words, *settings],
-            cwd=self.directory,
-            env=os.environ | own,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        with self._said(len(self.started)).open("w") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl_cli", *words, *settings],
+                cwd=self.directory,
+                env=os.environ | own,
+                stdout=subprocess.DEVNULL,
+                stderr=err,
+                text=True,
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return process
+
+    def _said(self, number: int) -> Path:
+        return self.directory / f"stderr-{os.getpid()}-{number}"
+
+    def said(self, process: subprocess.Popen[str]) -> str:
+        return self._said(self.started.index(process)).read_text()
+
+    def close(self) -> None:
+        """No run outlives the experiment."""
+        for process in self.started:
+            process.kill()
 
     def kill(self, kind: Kind) -> Row:
+        """Kill a short run, and resume it to its end."""
         self.number += 1
         name = f"run-{self.number}-{os.getpid()}"
-        run, shared = self.directory / "runs" / name, set(os.listdir("/dev/shm"))
+        run = self.directory / "runs" / name
         process = self.start("train", "--profile", self.profile, "--name", name, "--ui", "plain", sets=(*SETS, *kind.sets))
-        try:
-            if not kind.while_starting:
-                self._wait_for_steps(process, run, self.rng.randint(2, 5))
-            family = self._kill_one(process, kind)
-            killed_s = time.monotonic()
-            at_step = len(lines(run / "metrics.jsonl"))
-            _, err = process.communicate(timeout=RUN_LIMIT_S)
-            ended_s = time.monotonic() - killed_s
-        finally:
-            process.kill()
+        row = self._killed(kind, process, run, self.rng.randint(2, 5), is_long=False)
+        return replace(row, resumed=self._resumed(run, process.returncode))
+
+    def kill_again(self, kind: Kind) -> Row:
+        """Kill the long run of that kind, if it still goes on after the last kill; else begin or resume it, and kill it."""
+        run = self.directory / "runs" / kind.name.replace(", ", "-")
+        process = self.long.get(kind.name) or self._begun(kind, run)
+        steps = len(lines(run / "metrics.jsonl"))
+        row = self._killed(kind, process, run, steps + self.rng.randint(1, 4), is_long=True)
+        self.long[kind.name] = process if process.poll() is None else None
+        return row if process.poll() is None else replace(row, resumed=trained_once(run, 0))
+
+    def _begun(self, kind: Kind, run: Path) -> subprocess.Popen[str]:
+        """What was trained before counts as far as it is resumed."""
+        before = num_resumed(run)
+        if any((run / "checkpoints").glob("step-*")):
+            process = self.start("resume", run.name, "--ui", "plain")
+            self._wait_for(process, lambda: num_resumed(run) > before)
+            return process
+        words = ("--profile", self.profile, "--name", run.name, "--ui", "plain")
+        return self.start("train", *words, sets=(*LONG, *kind.sets))
+
+    def _killed(self, kind: Kind, process: subprocess.Popen[str], run: Path, at_step: int, *, is_long: bool) -> Row:
+        shared = set(os.listdir("/dev/shm"))
+        if not kind.while_starting:
+            self._wait_for(process, lambda: len(lines(run / "metrics.jsonl")) >= at_step)
+            time.sleep(self.rng.random())
+        family, victim = self._kill_one(process, kind)
+        killed_s = time.monotonic()
+        row = Row(kind=kind.name, victim=victim, at_step=len(lines(run / "metrics.jsonl")))
+        if is_long and self._goes_on(process, run):
+            return replace(row, resumed="ok: trains on")
+        process.wait(RUN_LIMIT_S)
+        ended_s = time.monotonic() - killed_s
         left = [command_line(pid).replace(b"\0", b" ").decode()[:40] for pid in wait_until_gone(family, CLEAN_WITHIN_S)]
         left += [name for name in os.listdir(self.temporary) if not name.startswith(TORCHS_CACHE)]
         left += [file for file in os.listdir("/dev/shm") if file not in shared and file.startswith(("psm_", "plasma"))]
-        errors = [line for line in err.splitlines() if line.startswith("error:")]
-        hints = [line for line in err.splitlines() if line.startswith("hint:")]
-        return Row(
-            kind=kind.name,
-            at_step=at_step,
+        err = self.said(process).splitlines()
+        errors = [line for line in err if line.startswith("error:")]
+        hints = [line for line in err if line.startswith("hint:")]
+        return replace(
+            row,
             ended_s=round(ended_s, 1),
             code=process.returncode,
             errors=len(errors),
             error=" | ".join(errors),
             hint=" | ".join(hints),
             left=", ".join(left),
-            resumed=self._resumed(run, process.returncode),
         )
 
-    def _wait_for_steps(self, process: subprocess.Popen[str], run: Path, steps: int) -> None:
+    def _goes_on(self, process: subprocess.Popen[str], run: Path) -> bool:
+        """Whether the run still lives `GOES_ON_S` after the kill. It must train then: raises AssertionError for one that hangs."""
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GOES_ON_S)
+            return False
+        steps = len(lines(run / "metrics.jsonl"))
+        self._wait_for(process, lambda: len(lines(run / "metrics.jsonl")) > steps)
+        return True
+
+    def _wait_for(self, process: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
         end_s = time.monotonic() + RUN_LIMIT_S
-        while len(lines(run / "metrics.jsonl")) < steps:
-            assert process.poll() is None, process.communicate()
+        while not is_so():
+            assert process.poll() is None, self.said(process)
             assert time.monotonic() < end_s, "the run does not get on"
             time.sleep(0.05)
 
-    def _kill_one(self, process: subprocess.Popen[str], kind: Kind) -> set[int]:
+    def _kill_one(self, process: subprocess.Popen[str], kind: Kind) -> tuple[set[int], str]:
+        """Returns all processes of the run, and what the killed one was."""
         end_s = time.monotonic() + RUN_LIMIT_S
         while True:
             family = descendants(process.pid)
@@ -183,9 +249,11 @@ class Laboratory:
                 family = set()  # Ray has not started yet
             victims = [pid for pid in (process.pid, *family) if kind.is_victim(pid, process.pid)]
             if victims:
-                os.kill(self.rng.choice(victims), signal.SIGKILL)
-                return family
-            assert process.poll() is None, process.communicate()
+                victim = self.rng.choice(victims)
+                name = command_line(victim).replace(b"\0", b" ").decode()
+                os.kill(victim, signal.SIGKILL)
+                return family, name[-60:]
+            assert process.poll() is None, self.said(process)
             assert time.monotonic() < end_s, f"there is no {kind.name}"
             time.sleep(0.02)
 
@@ -194,14 +262,18 @@ class Laboratory:
             return "ok: it had not begun"
         if code != 0:
             resumed = self.start("resume", run.name, "--ui", "plain")
-            _, err = resumed.communicate(timeout=RUN_LIMIT_S)
-            if resumed.returncode != 0:
-                return f"exit code {resumed.returncode}: {err[-300:]}"
+            if resumed.wait(RUN_LIMIT_S) != 0:
+                return f"exit code {resumed.returncode}: {self.said(resumed)[-300:]}"
         return trained_once(run)
 
 
-def trained_once(run: Path) -> str:
-    """`ok`, or what is wrong with the history that counts: a resume undoes what was trained after the step that it starts from."""
+def num_resumed(run: Path) -> int:
+    return sum(event["event"] == "resumed" for event in lines(run / "events.jsonl"))
+
+
+def trained_once(run: Path, steps: int = STEPS) -> str:
+    """`ok`, or what is wrong with the history that counts: a resume undoes what was trained after the step that it starts from.
+    `steps`: of the run; 0 for those that it has trained."""
     counted: list[dict[str, object]] = []
     for event in lines(run / "events.jsonl"):
         if event["event"] == "resumed":
@@ -209,9 +281,9 @@ def trained_once(run: Path) -> str:
         elif event["event"] == "trained":
             counted.append(event)
     times = Counter((event["uid"], event["epoch"]) for event in counted)
-    twice = sum(number > 1 for number in times.values())
-    if twice or len(counted) != STEPS * GROUPS:
-        return f"{twice} groups twice, {len(counted)} of {STEPS * GROUPS} trained"
+    twice, wanted = sum(number > 1 for number in times.values()), GROUPS * (steps or len({event["step"] for event in counted}))
+    if twice or len(counted) != wanted:
+        return f"{twice} groups twice, {len(counted)} of {wanted} trained"
     return f"ok: {len(counted)} once"
 
 
@@ -221,22 +293,27 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=2, help="kills per kind")
     parser.add_argument("--directory", type=Path, help="for runs, the model and kills.jsonl; a temporary one if left out")
     parser.add_argument("--profile", default="partial-rollout")
+    parser.add_argument("--chain", action="store_true", help="kill one run of DIRECTORY again and again, also over several calls")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     wanted = options.kinds.split(";")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # not without killing the run that it has started
-    with tempfile.TemporaryDirectory(prefix="kills-") as scratch, tempfile.TemporaryDirectory(prefix="k") as temporary:
+    with ExitStack() as ending:
+        scratch, temporary = (ending.enter_context(tempfile.TemporaryDirectory(prefix=prefix)) for prefix in ("kills-", "k"))
         directory = (options.directory or Path(scratch)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         laboratory = Laboratory(directory, Path(temporary), options.profile, random.Random(options.seed))
+        ending.callback(laboratory.close)
         wrong = 0
-        for kind in [kind for kind in (*KINDS, *AGENTS_KINDS) if kind.name in wanted for _ in range(options.times)]:
-            row = laboratory.kill(kind)
+        for kind in [kind for kind in (*KINDS, *AGENTS_KINDS, *RANDOM_KINDS) if kind.name in wanted for _ in range(options.times)]:
+            row = (laboratory.kill_again if options.chain else laboratory.kill)(kind)
             wrong += not row.is_right(kind)
             with (directory / "kills.jsonl").open("a") as table:
                 table.write(json.dumps(asdict(row)) + "\n")
             verdict = "" if row.is_right(kind) else "  WRONG"
-            print(f"{kind.name:22} step {row.at_step} {row.ended_s:5.1f} s, exit {row.code:3}, {row.resumed}{verdict}")
+            print(
+                f"{kind.name:22} {row.victim:60} step {row.at_step} {row.ended_s:5.1f} s, exit {row.code:3}, {row.resumed}{verdict}"
+            )
             for line in (row.error or "no error line", row.hint or "no hint", row.left and f"left: {row.left}"):
                 print(f"    {line}" if line else "", flush=True)
     sys.exit(1 if wrong else 0)

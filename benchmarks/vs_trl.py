@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer beside asyncrl on one machine's CPUs: the same model, task, reward, group size, batch and tokens.
 
     pip install 'trl>=1.16'
-    python -m benchmarks.vs_trl --directory DIR [--steps 40] [--repeat 3] [--profile partial-rollout]... [--goal 0.9]
+    python -m benchmarks.vs_trl --directory DIR [--steps 40] [--repeat 3] [--side partial-rollout]... [--goal 0.9]
 
 Sides take turns; each repeat runs all of them. TRL generates with transformers' `generate`, in one process with all threads and in
 two processes with one thread each (`accelerate launch --cpu`), its best here. Both train `--steps` optimizer steps of 16 groups of
@@ -9,6 +9,7 @@ two processes with one thread each (`accelerate launch --cpu`), its best here. B
 temperature, and without a reference model. Columns, medians of the repeats (least-most):
 
     samples/s   trajectories trained per second, from the end of the first two steps to the end of the last
+    CPU s/step  CPU seconds of all processes of a side per step, after the first two: other work on the machine changes it little
     goal, s     seconds of training until the mean reward of five steps in a row reaches --goal; "-" if it never does
     reward      mean of the last ten steps
 """
@@ -17,14 +18,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
+from benchmarks.training import LIMIT_S, train
 
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.observe.lines import read_metrics
@@ -38,7 +46,6 @@ TRL = {"trl": 1, "trl, 2 processes": 2}
 """Processes of each way to run TRL."""
 SKIPPED = 2
 """Steps before the clock of samples/s: imports of the first, compilation, empty pipelines."""
-LIMIT_S = 3600.0
 
 Step = tuple[float, float]
 """Seconds since training began, at the step's end; mean reward."""
@@ -46,6 +53,7 @@ Step = tuple[float, float]
 
 class Figures(NamedTuple):
     samples_per_s: float
+    cpu_s_per_step: float
     goal_s: float | None
     reward: float
 
@@ -59,57 +67,64 @@ def profile_of(name: str, options: argparse.Namespace) -> Profile:
     return load(name, sets_of(options), environ={}).profile
 
 
-def asyncrl_side(name: str, repeat: int, options: argparse.Namespace) -> list[Step]:
-    runs, run = options.directory / "runs", f"{name}-{repeat}"
-    asked = [
-        sys.executable,
-        "-m",
-        "asyncrl_cli",
-        "train",
-        "--profile",
-        name,
-        "--name",
-        run,
-        "--runs-dir",
-        str(runs),
-        "--ui",
-        "none",
-    ]
-    subprocess.run([*asked, *(part for text in sets_of(options) for part in ("--set", text))], check=True, timeout=LIMIT_S)
-    return [(line["time_s"], line["reward/mean"]) for line in read_metrics(runs / run / "metrics.jsonl")]
+class CpuClock:
+    """In a with block: the CPU seconds of this process's descendants when `path` was first seen with so many lines, by number."""
+
+    def __init__(self, path: Path) -> None:
+        self.at_lines: dict[int, float] = {}
+        self._path, self._ended = path, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> CpuClock:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.5):
+            lines = self._path.read_text(encoding="utf-8").count("\n") if self._path.exists() else 0
+            if lines not in self.at_lines:
+                self.at_lines[lines] = sum(map(_cpu_s, psutil.Process().children(recursive=True)))
+
+    def s_per_step(self) -> float:
+        """From the first two steps to the last but one: after the last, processes end."""
+        first, *_, last, _ = sorted(lines for lines in self.at_lines if lines >= SKIPPED)
+        return (self.at_lines[last] - self.at_lines[first]) / (last - first)
 
 
-def trl_side(processes: int, repeat: int, options: argparse.Namespace) -> list[Step]:
+def _cpu_s(process: psutil.Process) -> float:
+    with suppress(psutil.NoSuchProcess):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
+def asyncrl_side(name: str, repeat: int, options: argparse.Namespace) -> tuple[list[Step], float]:
+    run = options.directory / "runs" / f"{name}-{repeat}"
+    with CpuClock(run / "metrics.jsonl") as clock:
+        train(name, run.name, sets_of(options), run.parent)
+    return [(line["time_s"], line["reward/mean"]) for line in read_metrics(run / "metrics.jsonl")], clock.s_per_step()
+
+
+def trl_side(processes: int, repeat: int, options: argparse.Namespace) -> tuple[list[Step], float]:
     out = options.directory / f"trl-{processes}-{repeat}.jsonl"
-    launch = [sys.executable, "-m", "benchmarks.vs_trl"]
+    out.unlink(missing_ok=True)
+    launch = [sys.executable]
     if processes > 1:
-        launch = [
-            "accelerate",
-            "launch",
-            "--cpu",
-            "--num_processes",
-            str(processes),
-            "--num_machines",
-            "1",
-            "--mixed_precision",
-            "no",
-        ]
-        launch += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", "-m", "benchmarks.vs_trl"]
-    asked = [
-        "--directory",
-        str(options.directory),
-        "--steps",
-        str(options.steps),
-        "--seed",
-        str(options.seed),
-        "--trl-side",
-        str(out),
-    ]
-    threads = str(max(1, (os.cpu_count() or 1) // processes))
-    subprocess.run(
-        [*launch, *asked, "--trl-side", str(out)], check=True, timeout=LIMIT_S, env={**os.environ, "OMP_NUM_THREADS": threads}
-    )
-    return [(line["time_s"], line["reward"]) for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())]
+        launch = ["accelerate", "launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
+        launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]
+    asked = {"--directory": options.directory, "--steps": options.steps, "--seed": options.seed, "--trl-side": out}
+    asked["--accumulation"] = options.accumulation
+    words = ["-m", "benchmarks.vs_trl", *(str(word) for pair in asked.items() for word in pair)]
+    # As our own processes have it: threads that spin for one another are many times slower beside any other work.
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), "OMP_WAIT_POLICY": "passive"}
+    with CpuClock(out) as clock:
+        subprocess.run([*launch, *words], check=True, timeout=LIMIT_S, env=os.environ | environment)
+    lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    return [(line["time_s"], line["reward"]) for line in lines], clock.s_per_step()
 
 
 def train_with_trl(options: argparse.Namespace) -> None:
@@ -149,19 +164,17 @@ def train_with_trl(options: argparse.Namespace) -> None:
         save_strategy="no",
         disable_tqdm=True,
     )
-    steps = []
 
     class Clock(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-            if logs and "reward" in logs:
-                steps.append({"time_s": time.monotonic() - began_s, "reward": logs["reward"]})
+            if state.is_world_process_zero and logs and "reward" in logs:
+                with options.trl_side.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"time_s": time.monotonic() - began_s, "reward": logs["reward"]}) + "\n")
 
     rows = Dataset.from_list([{"prompt": item["prompt"], "uid": item["uid"]} for item in task.train])
     grpo = GRPOTrainer(str(model), reward_funcs=reward_of(task), args=config, train_dataset=rows, callbacks=[Clock()])
     began_s = time.monotonic()
     grpo.train()
-    if grpo.accelerator.is_main_process:
-        options.trl_side.write_text("".join(json.dumps(step) + "\n" for step in steps), encoding="utf-8")
 
 
 def reward_of(task: Task) -> Callable[..., list[float]]:
@@ -174,12 +187,13 @@ def reward_of(task: Task) -> Callable[..., list[float]]:
     return reward
 
 
-def figures(steps: Sequence[Step], samples: int, goal: float) -> Figures:
+def figures(steps: Sequence[Step], cpu_s_per_step: float, samples: int, goal: float) -> Figures:
     """`samples`: trajectories per step."""
     times, rewards = zip(*steps, strict=True)
     means = [(times[end - 1], statistics.fmean(rewards[end - 5 : end])) for end in range(5, len(rewards) + 1)]
     return Figures(
         samples_per_s=samples * (len(steps) - SKIPPED) / (times[-1] - times[SKIPPED - 1]),
+        cpu_s_per_step=cpu_s_per_step,
         goal_s=next((time_s for time_s, mean in means if mean >= goal), None),
         reward=statistics.fmean(rewards[-10:]),
     )
@@ -199,7 +213,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--goal", type=float, default=0.9)
-    parser.add_argument("--profile", action="append", default=[])
+    parser.add_argument("--side", action="append", choices=[*PROFILES, *TRL], help="all, if none is given")
     parser.add_argument("--accumulation", type=int, default=1, help="TRL's gradient accumulation: microbatches per step")
     parser.add_argument("--trl-side", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -210,21 +224,20 @@ def main() -> None:
     profile = profile_of("colocate", options)
     samples = profile.trainer.ppo_mini_batch_size * profile.rollout.n
     resolve_model(profile, load_task(profile))  # no side's clock has the warm start
+    sides = {name: partial(asyncrl_side, name) for name in PROFILES} | {n: partial(trl_side, count) for n, count in TRL.items()}
     seen: dict[str, list[Figures]] = {}
     for repeat in range(options.repeat):
-        for name in options.profile or PROFILES:
-            seen.setdefault(name, []).append(figures(asyncrl_side(name, repeat, options), samples, options.goal))
+        for name in options.side or sides:
+            seen.setdefault(name, []).append(figures(*sides[name](repeat, options), samples, options.goal))
             print(f"{name} {repeat}: {seen[name][-1]}", file=sys.stderr, flush=True)
-        for name, processes in TRL.items():
-            seen.setdefault(name, []).append(figures(trl_side(processes, repeat, options), samples, options.goal))
-            print(f"{name} {repeat}: {seen[name][-1]}", file=sys.stderr, flush=True)
-    best = max(statistics.median(f.samples_per_s for f in seen[name]) for name in TRL)
-    print(f"{'':<20} {'samples/s':>20} {'x TRL':>6} {'goal, s':>20} {'reward':>20}")
+    best = max((statistics.median(f.samples_per_s for f in seen[name]) for name in TRL if name in seen), default=math.nan)
+    print(f"{'':<20} {'samples/s':>20} {'x TRL':>6} {'CPU s/step':>20} {'goal, s':>20} {'reward':>20}")
     for name, found in seen.items():
         speed = statistics.median(f.samples_per_s for f in found)
         columns = [spread([f.samples_per_s for f in found], ".0f"), f"{speed / best:.2f}"]
+        columns += [spread([f.cpu_s_per_step for f in found], ".2f")]
         columns += [spread([f.goal_s for f in found], ".0f"), spread([f.reward for f in found], ".3f")]
-        print(f"{name:<20} {columns[0]:>20} {columns[1]:>6} {columns[2]:>20} {columns[3]:>20}")
+        print(f"{name:<20} {columns[0]:>20} {columns[1]:>6} {columns[2]:>20} {columns[3]:>20} {columns[4]:>20}")
 
 
 if __name__ == "__main__":

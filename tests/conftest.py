@@ -44,7 +44,7 @@ def _one_command_tree() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_foreign_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.upper().startswith("ASYNCRL_")]:
+    for name in [name for name in os.environ if name.upper().startswith("ASYNCRL_") or name == "RAY_ADDRESS"]:
         monkeypatch.delenv(name)
 
 

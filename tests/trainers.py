@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl_cli.loop.attempts import GroupResult
+from asyncrl_cli.profile.model_sections import CriticSection
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
-from asyncrl_cli.profile.schema import AlgorithmSection, LoraSection, Place, Profile, RunSection
+from asyncrl_cli.profile.schema import AlgorithmSection, LoraSection, Place, Profile, RunSection, TrainerSection
 from asyncrl_cli.train.balance import RankPlan, plan_train_step
 
 SECTIONS = {
     "dtype": "model",
     **dict.fromkeys(AlgorithmSection.model_fields, "algorithm"),
     "activation_checkpointing": "trainer",
+    "sequence_parallel_size": "trainer",
     **dict.fromkeys(LoraSection.model_fields, "lora"),
     "lr": "trainer",
     "lr_schedule": "trainer",
@@ -66,9 +68,22 @@ def trainer_parts(
 
 
 def planned(
-    groups: Sequence[GroupResult], *, ranks: int = 1, num_minibatches: int = 1, window: int = 0, **algorithm: Any
+    groups: Sequence[GroupResult],
+    *,
+    ranks: int = 1,
+    num_minibatches: int = 1,
+    step: int = 1,
+    window: int = 0,
+    head_start_steps: int = 0,
+    sequence_parallel_size: int = 1,
+    **algorithm: Any,
 ) -> list[RankPlan]:
     """The plan of a train step on `groups`; `algorithm`: keys of that section."""
-    training = AsyncTrainingSection(require_batches=num_minibatches)
-    profile = Profile(run=RunSection(train_steps=1), async_training=training, algorithm=AlgorithmSection(**algorithm))
-    return plan_train_step(groups, profile, ranks=ranks, window=window)
+    training, trainer = (
+        AsyncTrainingSection(require_batches=num_minibatches),
+        TrainerSection(sequence_parallel_size=sequence_parallel_size),
+    )
+    own = AlgorithmSection(**algorithm)
+    critic = CriticSection(head_start_steps=head_start_steps)
+    profile = Profile(run=RunSection(train_steps=1), async_training=training, trainer=trainer, algorithm=own, critic=critic)
+    return plan_train_step(groups, profile, ranks=ranks, step=step, window=window)

@@ -6,7 +6,8 @@ AsyncrlError             exit 1   the run failed
 ├── RefusedError         exit 4   run directory in use; foreign or damaged checkpoint
 ├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
 │   └── ExecutorLost     exit 1   ... because its process or its engine is gone, or gave no answer in time
-├── SessionLost          exit 1   a daemon of the local Ray session has died, so Ray no longer answers
+│       └── NoRoom       exit 1   ... and the cluster has no room for another process
+├── SessionLost          exit 1   a daemon of the local Ray session has died, or a cluster's head, so Ray no longer answers
 ├── StallError           exit 1   nobody made progress; names who waits for whom
 ├── StorageError         exit 1   a file of the run cannot be written or read: full disk, quota, permissions, a failing disk
 ├── DamagedWeights       exit 1   received weights are not the published ones (weights/buckets.py)
@@ -121,6 +122,10 @@ class ExecutorFailed(AsyncrlError):
 
 class ExecutorLost(ExecutorFailed):
     """The executor's process or engine is gone, or silent for too long; a new process may succeed (`rollout.max_restarts`)."""
+
+
+class NoRoom(ExecutorLost):
+    """No process could be started for the executor in time: the cluster has no room for it, or none is left of its node."""
 
 
 class SessionLost(AsyncrlError):

@@ -155,9 +155,10 @@ def reason(error: Exception) -> str:
 def first_of(error: Any) -> str:
     """The first complaint of a pydantic ValidationError, with its key, and how many more there are."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
-    first, key = details[0], ".".join(str(part)[:80] for part in details[0]["loc"])
+    text = decapitalized(details[0]["msg"].removeprefix("Value error, "))  # pydantic's, before what a validator of ours says
+    key = ".".join(str(part)[:80] for part in details[0]["loc"])
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    return f"{key}: {decapitalized(first['msg'])}{more}" if key else f"{decapitalized(first['msg'])}{more}"
+    return f"{key}: {text}{more}" if key else f"{text}{more}"
 
 
 @cache

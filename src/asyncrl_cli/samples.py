@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, zip_longest
 from operator import itemgetter
 from pathlib import Path
 from random import Random
@@ -73,9 +73,24 @@ def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
     return whole
 
 
-def is_dump_step(step: int, every_steps: int) -> bool:
-    """Whether `logging.samples_every_steps` asks for this step (counted from 1); 0 is never."""
-    return every_steps > 0 and step % every_steps == 0
+def overlaid(groups: Iterable[tuple[str, int, int]], parts: Iterable[GroupPayload]) -> list[GroupPayload]:
+    """The groups (uid, epoch, attempt), each with the trajectories of its parts at their responses' indices. A part has no segments
+    at the indices of others."""
+    found: dict[tuple[str, int, int], list[GroupPayload]] = {}
+    for part in parts:
+        found.setdefault((part.uid, part.epoch, part.attempt), []).append(part)
+    return [_overlaid(found[*group]) for group in groups]
+
+
+def _overlaid(parts: Sequence[GroupPayload]) -> GroupPayload:
+    by_index = zip_longest(*(part.trajectories for part in parts))
+    chosen = [max((one for one in ones if one is not None), key=lambda one: len(one.segments)) for ones in by_index]
+    return replace(parts[0], trajectories=tuple(chosen))
+
+
+def is_dump_step(step: int, every_steps: int, last_step: int) -> bool:
+    """Whether `logging.samples_every_steps` asks for this step: the run's first and last do, too; 0 is never."""
+    return every_steps > 0 and (step % every_steps == 0 or step in (1, last_step))
 
 
 def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]:
@@ -93,10 +108,12 @@ def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
     """A group to dump. `advantages` of its trajectories, None where unknown or not trained; those beyond the last are left out.
-    `logprobs`: by trajectory, of its sampled tokens by the trainer's weights as the step began, all segments end to end."""
+    `rewards`: theirs, if a reward model has added to those in the payload. `logprobs`: by trajectory, of its sampled tokens by the
+    trainer's weights as the step began, all segments end to end."""
 
     payload: GroupPayload
     advantages: Sequence[float | None]
+    rewards: Sequence[float] = ()
     logprobs: Sequence[NDArray[np.float32]] | None = None
 
 
@@ -164,7 +181,7 @@ def _line(group: SampledGroup, index: int, advantage: float | None, decode: Deco
         "epoch": of.epoch,
         "attempt": of.attempt,
         "trajectory": index,
-        "reward": trajectory.reward,
+        "reward": group.rewards[index] if group.rewards else trajectory.reward,
         "advantage": advantage,
         "finish_reason": trajectory.finish_reason,
         "text": "".join(map(decode, tokens)),

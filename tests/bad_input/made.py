@@ -144,8 +144,20 @@ async def _write_trainer(directory: Path, cut: Any, model: Path) -> None:
     save_file(weights, directory / "rank-00000.safetensors", metadata={"rows": json.dumps(places)})
     counters = {"schema_version": 2, "ranks": 1, "step": cut.step, "optimizer_steps": cut.step, "has_window_first": 0}
     (directory / "trainer.json").write_text(json.dumps(counters))
-    finished = [entry["result"] for entry in cut.loop_state["groups"]["finished"]]
-    write_payloads(directory, [_payload(result) for result in finished])
+    groups = cut.loop_state["groups"]
+    finished = [_payload(entry["result"]) for entry in groups["finished"]]
+    ended = [_payload({**part["result"], "key": entry["key"]}) for entry in groups["running"] for part in entry["ended"]]
+    kept = [_so_far(entry) for entry in groups["running"] if entry["kept"]]
+    write_payloads(directory, [*finished, *ended, *kept])
+
+
+def _so_far(entry: dict[str, Any]) -> GroupPayload:
+    trajectories = [Trajectory(segments=(), reward=0.0, finish_reason="abort")] * (max(entry["kept"]) + 1)
+    for index, kept in entry["kept"].items():
+        segment = _segment({"prompt_tokens": 0, "version_tokens": kept.version_tokens})
+        trajectories[index] = Trajectory(segments=(segment,), reward=0.0, finish_reason="stop" if kept.is_whole else "abort")
+    uid, epoch, attempt = entry["key"]
+    return GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(trajectories))
 
 
 def _payload(result: dict[str, Any]) -> GroupPayload:

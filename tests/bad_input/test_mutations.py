@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.job.driving import PromptFeed
@@ -62,7 +63,7 @@ def resume_and_go_on(place: Place) -> None:
     assert resumed.checkpoint is not None
     profile, task = resumed.profile, load_task(resumed.profile)
     refuse_other_prompts(resumed.checkpoint, task, profile.run.seed)
-    payloads = [None] * len(resumed.checkpoint.loop_state["groups"]["finished"])
+    payloads = [(None,)] * len(read_payloads(resumed.checkpoint.directory))
 
     async def main() -> None:
         world = World(

@@ -77,8 +77,8 @@ def measured(capacities: Capacities = APART, *, slots_used: float = 1.0, cpu_sha
 def test_a_profile_is_measured_once_for_all_of_its_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
-    async def prepare(profile: object, say: object) -> tuple[SimpleNamespace, Path]:
-        return SimpleNamespace(train=["items"], reward=None), Path("model")
+    async def prepare(profile: object, say: object) -> tuple[SimpleNamespace, Path, dict[str, str]]:
+        return SimpleNamespace(train=["items"], reward=None), Path("model"), {}
 
     def measure_all(sides: dict[str, Any], items: list[str], lengths: list[int], **rest: Any) -> dict[str, phases.PhaseFigures]:
         asked.append({"sides": list(sides), "items": items, "lengths": set(lengths), **rest})

@@ -50,6 +50,9 @@ def test_the_command_is_what_a_user_would_type(tmp_path: Path) -> None:
     assert "-m asyncrl_cli train --profile partial-rollout --set placement.device=cpu" in command
     assert "--set run.total_rollout_steps=384 --set eval.every_versions=0 --set checkpoint.every_steps=0" in command
     assert f"--runs-dir {tmp_path} --name partial-rollout-r0 --ui none" in command
+    assert command.endswith("--address local")
+    there = replace(runs(tmp_path)[1], address="10.0.0.1:6379")
+    assert there.command()[-2:] == ["--address", "10.0.0.1:6379"]
 
 
 def test_a_failing_run_tells_its_own_error_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

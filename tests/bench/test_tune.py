@@ -117,6 +117,10 @@ def test_tensor_parallel_workers_stay_whole() -> None:
     assert (setting.trainer_workers, setting.rollout_workers) == (4, 1)
 
 
+def test_ranks_that_divide_sequences_stay_together() -> None:
+    assert splits(space("trainer.sequence_parallel_size=2", gpus=8)) == ["6:2", "4:4", "2:6"]
+
+
 def test_processes_on_cpus_are_split_too() -> None:
     four = space("placement.trainer_workers=2", "rollout.workers=2", gpus=0)
     assert splits(four) == ["3:1", "2:2", "1:3"]
@@ -208,6 +212,8 @@ def test_an_interrupt_policy_that_no_allowed_eta_can_use_is_refused() -> None:
         (("placement.gpus_per_rollout_worker=4",), 16, (8, 2)),
         (("placement.gpus_per_rollout_worker=4",), 11, (7, 1)),
         (("placement.gpus_per_rollout_worker=4",), 5, (1, 1)),
+        (("trainer.sequence_parallel_size=4",), 12, (8, 4)),
+        (("trainer.sequence_parallel_size=4", "placement.gpus_per_rollout_worker=2"), 10, (8, 1)),
     ],
 )
 def test_a_search_starts_with_the_profiles_split_scaled_to_all_of_the_gpus(
@@ -221,6 +227,21 @@ def test_a_search_starts_with_the_profiles_split_scaled_to_all_of_the_gpus(
     assert plan.gpus == gpus
 
 
+def test_gpus_that_ranks_and_workers_of_their_sizes_cannot_fill_are_refused() -> None:
+    sets = ("trainer.sequence_parallel_size=4", "placement.gpus_per_rollout_worker=2")
+    with pytest.raises(ConfigError, match=r"--gpus 9: .*cannot be split.*multiples of 4 .*worker has 2") as caught:
+        scaled_sets("big", profile_of(*sets), sets, 9)
+    assert caught.value.hint == "--gpus 8"
+    with pytest.raises(ConfigError, match="no split of fewer than 6, for 4 trainer ranks and a rollout worker of 2"):
+        scaled_sets("big", profile_of(*sets), sets, 5)
+
+
+def test_a_reward_model_without_a_list_of_tasks_is_said_to_need_one() -> None:
+    with pytest.raises(ConfigError, match=r"no placement\.tasks with reward") as caught:
+        starting_point(load_workload("verl-7b-math-128"), "partial-rollout", ("reward_model.path=judge",), 8)
+    assert "--set placement.tasks=" in str(caught.value.hint)
+
+
 def test_counts_of_a_calibrated_run_are_scaled_and_those_of_the_user_are_kept() -> None:
     sets = ("placement.trainer_workers=1", "rollout.workers=3")
     run = profile_of(*sets)
@@ -228,6 +249,31 @@ def test_counts_of_a_calibrated_run_are_scaled_and_those_of_the_user_are_kept() 
     assert scaled_sets("run", run, sets, 8) == (*sets, "placement.gpus=8")
     with pytest.raises(ConfigError, match="come to 4"):
         starting_point(load_workload("verl-7b-math-128"), "partial-rollout", sets, 8)
+
+
+def test_a_search_with_scorers_apart_shifts_devices_to_and_from_them() -> None:
+    sets = ("algorithm.use_kl_loss=true", 'placement.tasks=[["train"],["ref"],["rollout"]]', "placement.ratios=[4,2,2]")
+    eight = space(*sets, gpus=8)
+    assert (eight.current.split, eight.current.split_names) == ("4:2:2", "trainer:ref:rollout")
+    near = {"4:2:2", "6:0:2", "4:0:4", "5:1:2", "4:1:3", "3:3:2", "4:3:1", "2:4:2"}
+    assert {one.split for one in eight.shares(eight.current)} == near
+    assert eight.on_current_split(eight.shares(eight.current)[0]).split == "4:2:2"
+    for setting in [*eight.shares(eight.current), *eight.splits(eight.current)]:
+        plan = compile_job(profile_of(*sets, *setting.sets), gpus_of(8))
+        assert (plan.trainer_workers, plan.rollout_workers, plan.gpus) == (setting.trainer_workers, setting.rollout_workers, 8)
+        assert dict(plan.scorers) == {task: devices for task, devices in setting.scorers if devices}
+    half = profile_of(*sets, *scaled_sets("big", profile_of(*sets), sets, 4))
+    assert str(compile_job(half, gpus_of(4))).startswith("2 trainer + 1 ref + 1 rollout")
+
+
+def gpus_of(number: int) -> ClusterResources:
+    return ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=number),), elastic_cpus=True)
+
+
+def test_a_reward_model_always_keeps_a_device() -> None:
+    tasks = 'placement.tasks=[["train"],["reward"],["rollout"]]'
+    own = space("reward_model.path=judge", tasks, "placement.ratios=[4,2,2]", gpus=8)
+    assert min(dict(one.scorers)["reward"] for one in own.shares(own.current)) == 1
 
 
 # --- Pareto

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from asyncrl_cli.checkpoint.find import is_locked
+from asyncrl_cli.checkpoint.find import is_locked, resolve
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, check_free, fresh_name, request_stop
 from asyncrl_cli.errors import ConfigError, RefusedError
 
@@ -63,6 +63,9 @@ def test_two_drivers_never_hold_one_run_and_a_killed_one_lets_go(run):
         with pytest.raises(RefusedError, match=f"pid {holder.pid}") as caught:
             RunDirectory.open(run.path)
         assert "asyncrl stop otter" in caught.value.hint
+        with pytest.raises(RefusedError, match="is running, and has no checkpoint yet") as caught:
+            resolve("otter", run.path.parent)
+        assert "asyncrl watch otter" in caught.value.hint
         holder.kill()
     assert not is_locked(run.path)
     RunDirectory.open(run.path).close()

@@ -12,7 +12,23 @@ import pytest
 from asyncrl_cli.cli.app import run
 
 COMMANDS = [
-    *("train", "resume", "status", "compare", "stop", "logs", "export", "report", "plan", "doctor", "init", "schema", "completion"),
+    *(
+        "train",
+        "submit",
+        "resume",
+        "watch",
+        "status",
+        "compare",
+        "stop",
+        "logs",
+        "export",
+        "report",
+        "plan",
+        "doctor",
+        "init",
+        "schema",
+        "completion",
+    ),
     "profiles",
 ]
 

@@ -10,31 +10,31 @@ import pytest
 from asyncrl_cli.cli import app, plan_report
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.console import print_json
+from asyncrl_cli.engines.vllm import kind as vllm_kind
 from asyncrl_cli.errors import StallError
 
+MISTAKES = [
+    (["trian"], 2, "no such command 'trian'", "asyncrl --help"),
+    (["train"], 2, "missing option '--profile'", "asyncrl train --help"),
+    (["train", "--profile"], 2, "'--profile' requires an argument", "asyncrl train --help"),
+    (["train", "-p", "base", "--nmae", "x"], 2, "no such option: --nmae", "asyncrl train --help"),
+    (["train", "-p", "base", "--ui", "fancy"], 2, "'fancy' is not one of", "asyncrl train --help"),
+    (["train", "-p", "partial-rolout"], 2, "there is no profile 'partial-rolout'", "`partial-rollout`"),
+    (["train", "-p", "base", "--name", "a/b"], 2, "run.name 'a/b'", "--name"),
+    (["plan", "-p", "base", "--set", "rollout.slot=3"], 2, "unknown key rollout.slot", "rollout.slots"),
+    (["plan", "-p", "base", "--set", "rollout.enforce_eager=true"], 2, "rollout.enforce_eager", "rollout.engine=vllm"),
+    (["plan", "-p", "base", "--set", "algorithm.loss_mode=gpso"], 2, 'loss_mode = "gpso" is not known', "gspo"),
+    (["profiles", "show", "bas"], 2, "there is no profile 'bas'", "`base`"),
+    (["init", "parquet", "x"], 2, "there is no template 'parquet'", "jsonl"),
+    (["status", "--runs-dir", "/nonexistent"], 2, "there are no runs", "asyncrl train"),
+    (["stop", "x", "--runs-dir", "/nonexistent"], 2, "no run 'x'", "none"),
+    (["logs", "x", "--runs-dir", "/nonexistent"], 2, "no run 'x'", "none"),
+    (["resume", "x", "--runs-dir", "/nonexistent"], 2, "'x'", ""),
+]
+"""Arguments; exit code, part of the message, part of the hint."""
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message", "hint"),
-    [
-        (["trian"], 2, "no such command 'trian'", "asyncrl --help"),
-        (["train"], 2, "missing option '--profile'", "asyncrl train --help"),
-        (["train", "--profile"], 2, "'--profile' requires an argument", "asyncrl train --help"),
-        (["train", "-p", "base", "--nmae", "x"], 2, "no such option: --nmae", "asyncrl train --help"),
-        (["train", "-p", "base", "--ui", "fancy"], 2, "'fancy' is not one of", "asyncrl train --help"),
-        (["train", "-p", "partial-rolout"], 2, "there is no profile 'partial-rolout'", "`partial-rollout`"),
-        (["train", "-p", "base", "--name", "a/b"], 2, "run.name 'a/b'", "--name"),
-        (["plan", "-p", "base", "--set", "rollout.slot=3"], 2, "unknown key rollout.slot", "rollout.slots"),
-        (["plan", "-p", "base", "--set", "rollout.enforce_eager=true"], 2, "rollout.enforce_eager", "rollout.engine=vllm"),
-        (["plan", "-p", "base", "--set", "placement.gpus=8", "--gpus", "0"], 3, "8 GPUs", "--set"),
-        (["plan", "-p", "base", "--set", "algorithm.loss_mode=gpso"], 2, 'loss_mode = "gpso" is not known', "gspo"),
-        (["profiles", "show", "bas"], 2, "there is no profile 'bas'", "`base`"),
-        (["init", "parquet", "x"], 2, "there is no template 'parquet'", "jsonl"),
-        (["status", "--runs-dir", "/nonexistent"], 2, "there are no runs", "asyncrl train"),
-        (["stop", "x", "--runs-dir", "/nonexistent"], 2, "no run 'x'", "none"),
-        (["logs", "x", "--runs-dir", "/nonexistent"], 2, "no run 'x'", "none"),
-        (["resume", "x", "--runs-dir", "/nonexistent"], 2, "'x'", ""),
-    ],
-)
+
+@pytest.mark.parametrize(("arguments", "code", "message", "hint"), MISTAKES)
 def test_a_mistake_is_told_with_its_hint_and_exit_code(
     arguments: list[str], code: int, message: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +111,8 @@ def test_a_traceback_is_shown_only_with_v(capsys: pytest.CaptureFixture[str]) ->
     [
         (ExceptionGroup("tasks", [ValueError("other"), StallError("nobody moved", hint="wait")]), 1, "nobody moved"),
         (RuntimeError("broken"), 1, "RuntimeError: broken"),
+        (RuntimeError("operator torchvision::nms does not exist"), 3, "hint: asyncrl doctor --fix removes torchvision"),
+        (RuntimeError("torchaudio has no backend for this file"), 1, "RuntimeError: torchaudio"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -121,6 +123,7 @@ def test_errors_of_any_kind_end_in_one_line_and_a_code(
         raise error
 
     monkeypatch.setattr(plan_report, "print_plan", fail)
+    monkeypatch.setattr(vllm_kind, "broken_packages", lambda: ["torchvision"])
     assert app.run(["plan", "-p", "base"]) == code
     assert said in capsys.readouterr().err
 

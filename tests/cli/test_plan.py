@@ -111,6 +111,16 @@ def test_this_machines_cores_are_not_held_against_another_machines_job(capsys: p
     assert "slow each other down" in capsys.readouterr().err
 
 
+def test_several_nodes_are_planned_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = [f"--set={role}.{key}" for role in ("trainer", "rollout") for key in ("nnodes=1", "n_gpus_per_node=8")]
+    assert run(["plan", "-p", "base", *shapes, "--nodes", "2", "--gpus", "8", "--json"]) == 0
+    said = capsys.readouterr()
+    assert {row["would be there"] for row in json.loads(said.out)["cluster"]} == {"8 trainer", "8 rollout"}
+    assert said.err == ""
+    assert run(["plan", "-p", "base", *shapes, "--gpus", "8"]) == 3
+    assert run(["plan", "-p", "base", "--nodes", "2"]) == 2
+
+
 def test_a_model_of_the_hub_is_planned_without_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "-p", "base", "--set", 'model.path="someone/not-here"']
     assert run([*arguments, "--json"]) == 0

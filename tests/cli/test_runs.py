@@ -11,9 +11,8 @@ import pytest
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.cli.runs import follow_lines
-from asyncrl_cli.observe.live_status import RunFacts
-from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.cli.logs import follow_lines
+from tests.cli.statuses import say_status
 
 
 @pytest.fixture
@@ -27,36 +26,29 @@ def directory(tmp_path: Path) -> Iterator[RunDirectory]:
     directory.close()
 
 
-def say_status(directory: RunDirectory, phase: str) -> None:
-    facts = RunFacts(
-        name=directory.name,
-        profile="p",
-        mode="m",
-        run_dir=str(directory.path),
-        train_steps=9,
-        step_groups=1,
-        window_groups=1,
-        trigger_parameter_sync_step=1,
-        max_staleness=1,
-    )
-    picture = Observers(facts, [], clock=lambda: 0.0).live.picture()
-    directory.status.write_text(json.dumps(picture | {"phase": phase}), encoding="utf-8")
-
-
 def test_stop_writes_a_request_that_the_driver_reads(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_status(directory, "running")
+    say_status(directory, phase="running")
     for requests, said in ((1, "finish its step"), (2, "end at once")):
         assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 0
         assert directory.stop_requests() == requests
         assert said in capsys.readouterr().err
 
 
+def test_a_run_that_is_starting_is_not_promised_a_checkpoint(
+    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_status(directory, phase="starting", doing="loading the task")
+    assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 0
+    assert "nothing new to write a checkpoint of" in capsys.readouterr().err
+    assert directory.stop_requests() == 1
+
+
 def test_a_run_that_has_ended_cannot_be_stopped(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_status(directory, "done")
+    say_status(directory, phase="done")
     directory.close()
     assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 4
     assert "is not running" in capsys.readouterr().err
@@ -66,7 +58,7 @@ def test_a_run_that_has_ended_cannot_be_stopped(
 def test_a_resumed_run_that_is_still_starting_can_be_stopped(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_status(directory, "stopped")
+    say_status(directory, phase="stopped")
     assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 0
     assert "finish its step" in capsys.readouterr().err
     assert directory.stop_requests() == 1
@@ -75,7 +67,7 @@ def test_a_resumed_run_that_is_still_starting_can_be_stopped(
 def test_status_as_json_is_what_the_driver_wrote_and_whether_it_lives(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_status(directory, "running")
+    say_status(directory, phase="running")
     assert run(["status", "first", "--runs-dir", str(tmp_path), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert (status["phase"], status["liveness"]) == ("running", "live")

@@ -6,14 +6,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.observe.live_status import RunFacts
-from asyncrl_cli.observe.observers import Observers
+from tests.cli.statuses import say_status
 
 LOG = """2026-11-23 04:00:00,100 INFO asyncrl: importing
 2026-11-23 04:00:07,100 ERROR asyncrl: rollout-0 gave no answer for 600 s
@@ -22,30 +20,14 @@ Traceback (most recent call last):
 """
 
 
-def say(directory: RunDirectory, **changed: Any) -> None:
-    facts = RunFacts(
-        name=directory.name,
-        profile="agent-guess+partial-rollout",
-        mode="partial-rollout",
-        run_dir=str(directory.path),
-        train_steps=9,
-        step_groups=1,
-        window_groups=1,
-        trigger_parameter_sync_step=1,
-        max_staleness=1,
-    )
-    picture = Observers(facts, [], clock=lambda: 0.0).live.picture()
-    directory.status.write_text(json.dumps(picture | changed), encoding="utf-8")
-
-
 @pytest.fixture
 def runs_dir(tmp_path: Path) -> Iterator[Path]:
     """Six runs, each older than the one before."""
     made = {name: RunDirectory.create(tmp_path, name, profile_toml="", resolved={}) for name in NAMES}
     for name in ("running", "done", "stopped"):
-        say(made[name], phase=name)
-    say(made["failed"], phase="failed", error="rollout-0 failed: out of memory\n  File x")
-    say(made["killed"], phase="running", updated_at=0.0, pid=2**22 + 1)
+        say_status(made[name], phase=name)
+    say_status(made["failed"], phase="failed", error="rollout-0 failed: out of memory\n  File x")
+    say_status(made["killed"], phase="running", updated_at=0.0, pid=2**22 + 1)
     (made["killed"].start_attempt() / "driver.log").write_text(LOG, encoding="utf-8")
     (made["damaged"].status).write_text('{"schema_version": 2, ', encoding="utf-8")
     for name in ("stopped", "killed"):

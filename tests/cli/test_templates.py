@@ -39,12 +39,22 @@ def module_of(path: Path) -> ModuleType:
 
 
 def test_the_templates_are_these(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert tuple(shipped_templates()) == ("agent", "grafana", "gsm8k-8gpu", "jsonl", "parquet-verl")
+    assert tuple(shipped_templates()) == (
+        *("agent", "grafana", "gsm8k-8gpu", "jsonl"),
+        *("kuberay", "parquet-verl", "ray-cluster", "skypilot", "slurm"),
+    )
     assert run(["init", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert all(name in shown for name in shipped_templates())
     assert run(["init", "grafana", str(tmp_path / "g")]) == 0
     assert not (tmp_path / "g" / "profile.schema.json").exists()
+
+
+def test_what_init_says_next_works_on_a_machine_without_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["init", "gsm8k-8gpu", str(tmp_path / "g")]) == 0
+    assert capsys.readouterr().err.endswith("asyncrl plan --profile profile.toml --gpus 8\n")
+    assert run(["plan", "--profile", "gsm8k-8gpu"]) == 2
+    assert "`asyncrl init gsm8k-8gpu DIR`" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("template", TASKS)

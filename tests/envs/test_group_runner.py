@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.envs.chat import Chat, render_prompts
@@ -24,9 +26,9 @@ from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.envs.port import Answer, End, Environment, OneTurn, SelfPlayed, Turn
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, TrajectoryMeta
-from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest
-from asyncrl_cli.samples import GroupPayload, joined
+from asyncrl_cli.loop.attempts import AttemptKey, Failure, Kept, PartKey, TrajectoryMeta
+from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest, SoFar
+from asyncrl_cli.samples import GroupPayload, joined, overlaid
 from asyncrl_cli.tasks.rewards import RewardFailed
 from asyncrl_cli.train.balance import OptimizerStepPlan, PlannedTrajectory
 from asyncrl_cli.train.batch import build_microbatches
@@ -554,5 +556,85 @@ def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path
             await runner._means.engine.close()
             with pytest.raises(ExecutorFailed, match="closed"):
                 await running
+
+    run(body)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  (an engine's thread makes it true)
+        await asyncio.sleep(0.005)
+
+
+def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(model_dir: Path, tmp_path: Path) -> None:
+    """Random numbers depend on seed and position alone, so with the same weights it is the part that would have been."""
+    request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 2), seed=7)
+    whole: list[GroupPayload] = []
+    cut: list[tuple[SoFar, GroupPayload]] = []
+
+    async def straight() -> None:
+        async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
+            assert runner.so_far() == (SoFar(), [])
+            playing = asyncio.create_task(runner.run(request, lambda free: None))
+            await until(lambda: runner.running_tokens >= 40)
+            told, (payload,) = runner.so_far()
+            cut.append((told, payload))
+            whole.append((await playing)[1])
+
+    async def goes_on() -> None:
+        ((told, payload),) = cut
+        kept = told.kept[request.key]
+        assert list(kept) == [0, 2]
+        assert told.rest_tokens == 0
+        assert (
+            40 <= sum(one.tokens for one in kept.values()) < sum(len(s.tokens_T) for t in whole[0].trajectories for s in t.segments)
+        )
+        write_payloads(tmp_path, overlaid([KEY], [payload]))
+        (read,) = read_payloads(tmp_path)
+        again = replace(request, key=PartKey(KEY, 1), goes_on=kept)
+        async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
+            result, made = await runner.run(again, lambda free: None, read)
+            sampled = runner._means.engine.sampled_tokens
+        assert sampled == result.response_tokens - sum(one.tokens for one in kept.values())
+        for ours, theirs in zip(made.trajectories, whole[0].trajectories, strict=True):
+            assert (ours.reward, ours.finish_reason) == (theirs.reward, theirs.finish_reason)
+            for name in ("tokens_T", "versions_T", "mask_T"):
+                np.testing.assert_array_equal(getattr(ours.segments[0], name), getattr(theirs.segments[0], name))
+            np.testing.assert_allclose(ours.segments[0].logprobs_T, theirs.segments[0].logprobs_T, atol=1e-4)
+
+    run(straight)
+    run(goes_on)
+
+
+def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: Path) -> None:
+    async def body() -> None:
+        request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 1), seed=7)
+        async with runner_of(model_dir, Rewards(hangs=True)) as runner:
+            playing = asyncio.create_task(runner.run(request, lambda free: None))
+            await until(lambda: all(one.is_whole for one in runner.so_far()[0].kept.get(request.key, {0: Kept(())}).values()))
+            told, (payload,) = runner.so_far()
+            playing.cancel()
+        rewards = Rewards()
+        async with runner_of(model_dir, rewards) as runner:
+            result, _ = await runner.run(replace(request, goes_on=told.kept[request.key]), lambda free: None, payload)
+            assert runner._means.engine.sampled_tokens == 0
+        assert [meta.reward for meta in result.trajectories] == [float(len(text)) for text in rewards.texts]
+        assert [meta.version_tokens for meta in result.trajectories] == [
+            one.version_tokens for one in told.kept[request.key].values()
+        ]
+
+    run(body)
+
+
+def test_an_episode_with_several_turns_starts_again(model_dir: Path) -> None:
+    async def body() -> None:
+        async with runner_of(model_dir, Rewards(), partial(Questions, 3), chat_template=TEMPLATE) as runner:
+            playing = asyncio.create_task(
+                runner.run(PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0,), seed=1), lambda free: None)
+            )
+            await until(lambda: runner.running_tokens >= 4)
+            told, payloads = runner.so_far()
+            assert (told.kept, payloads) == ({}, [])
+            assert told.rest_tokens == runner.running_tokens
+            playing.cancel()
 
     run(body)

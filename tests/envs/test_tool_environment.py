@@ -142,7 +142,7 @@ def test_calls_are_answered_in_their_order_and_wrong_ones_are_told() -> None:
     assert contents[4].startswith("{'error': ")
     assert contents[5] == "2: c"
     assert malformed.messages == ({"role": "user", "content": "The tool call could not be read: it is no JSON"},)
-    assert end == End(reward=1.0)
+    assert end == End(reward=1.0, facts={"failed_calls": 4})
 
 
 def test_the_tools_that_nobody_may_call_are_not_found() -> None:
@@ -176,7 +176,7 @@ def test_a_reward_function_in_the_signature_of_trl_is_added_and_may_log_figures(
     tool_class = ToolClass(code=FAULTY.code, reward=UserCode(name="faulty:worth_of_answers", import_path=HERE))
     ((_, end),) = playing(after(said("", ("echo", {"text": "a"})), said("bye")), tool_class=tool_class)
     assert end.reward == 1.0 + 3.0  # the messages after the prompt: a call, its result, an answer
-    assert end.facts == {"said": 1.0}
+    assert end.facts == {"said": 1.0, "failed_calls": 0}
 
 
 def test_a_process_serves_the_next_episode_with_a_new_object_unless_something_is_left_of_the_last() -> None:

@@ -21,6 +21,7 @@ from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.weights.disk import keep_version
 from asyncrl_cli.weights.model_files import keep_model_files
 from tests.train.conftest import make_trainer as make_trainer
+from tests.train.conftest import rank_context as rank_context
 from tests.train.conftest import run_ranks as run_ranks
 from tests.train.train_samples import make_step, save_tiny_model
 from tests.trainers import planned, trainer_parts

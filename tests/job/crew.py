@@ -61,6 +61,21 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
+def make_classifier(directory: Path) -> Path:
+    import torch
+    from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+    from asyncrl_cli.models.tiny import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer(CHARACTERS)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **sizes)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
 class Witness:
     """Says which devices and which node it got."""
 
@@ -88,7 +103,7 @@ def in_place(check: Callable[[JobPlan, Any], Any], cluster: Any, **placement_key
 
 
 def reserved(plan: JobPlan, check: Callable[[JobPlan, Any], Any] = lambda plan, options: None, timeout_s: float = 30.0) -> Any:
-    from asyncrl_cli.job.workers import placed
+    from asyncrl_cli.job.placing import placed
 
     async def main() -> Any:
         async with placed(plan, timeout_s=timeout_s) as options:

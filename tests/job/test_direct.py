@@ -25,6 +25,7 @@ from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import adapters, calls, trainer_actor
 from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.calls import Limit, RayRankZero
+from asyncrl_cli.job.meeting import Whereabouts
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.loop.meters import RolloutMeter
@@ -87,7 +88,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         kind = replace(engine_kind("vllm"), rank_zero_end=in_process_nccl)
         patch.setattr(trainer_actor, "kind_of", lambda profile: kind)
         rank_zero = TrainerActor(0, profile, parts.place, directory, log_path=directory / "log")
-        rank_zero.start(f"file://{directory}/meet")
+        rank_zero.start(f"file://{directory}/meet", ["here"])
     yield rank_zero
     rank_zero.stop()
 
@@ -143,7 +144,8 @@ class Driver:
     def _make_actor(self) -> Any:
         self.calls.append("made")
         return SimpleNamespace(
-            start=remote(lambda: self.calls.append("started")),
+            __ray_ready__=remote(lambda: True),
+            start=remote(lambda: self.calls.append("started") or Whereabouts()),
             connect=remote(lambda rank_zero: self.calls.append(("connect", rank_zero.actor is self.trainer_actor))),
         )
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RaySystemError, RayTaskError
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.job.adapters import RayRolloutWorker
@@ -402,3 +402,13 @@ def test_an_abort_never_overtakes_the_requests_of_its_group() -> None:
         return runner.aborted
 
     assert run_virtual(main()) == [part(index).key.attempt for index in range(3)]
+
+
+def test_a_node_that_ray_cannot_tell_of_counts_as_living(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def no_answer() -> None:
+        raise RaySystemError("Failed to connect to GCS")
+
+    monkeypatch.setattr("ray.nodes", no_answer)
+    worker = RayRolloutWorker("rollout-0", lambda: None, small_profile())
+    assert asyncio.run(worker.node_is_gone()) is False
+    assert "whether the node of rollout-0 is gone is unknown" in caplog.text

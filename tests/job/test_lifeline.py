@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -53,6 +55,26 @@ def test_a_dead_raylet_fails_every_call_at_once_and_by_its_name(daemons: dict[st
         assert max(asyncio.run(ask_both())) < SOON_S
         assert "raylet" in str(lost_session(patient=True))
     assert lost_session() is None
+
+
+def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_comes_back_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "HEAD_S", 0.3)
+    monkeypatch.setattr(module, "ANSWER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+    head = module.Head(f"127.0.0.1:{port}")
+    for is_there in (False, True, False):
+        with socket.create_server(("127.0.0.1", port)) if is_there else nullcontext():
+            head.look()
+            time.sleep(0.2)
+    assert head.ended() == ""
+    with module.head_lifeline(f"127.0.0.1:{port}"):
+        while (lost := lost_session()) is None:
+            time.sleep(0.01)
+        assert lost_session(patient=True) is None, "the trainer has time for a checkpoint"
+    assert str(lost) == f"the cluster's head has not answered at 127.0.0.1:{port} for 0.3 s, and with it this session"
 
 
 @pytest.mark.slow

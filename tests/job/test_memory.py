@@ -180,6 +180,32 @@ def test_a_trajectory_longer_than_the_budget_counts_whole() -> None:
     assert sizes(planned("builtin:tiny", *long)[2], TRAINER)["activations"] == 2 * budget["activations"]
 
 
+def test_a_head_that_is_not_trained_has_no_gradient() -> None:
+    trained, frozen = (sizes(planned("builtin:tiny", f"lora.rank={rank}")[2], TRAINER) for rank in (0, 8))
+    shape = shape_of("builtin:tiny")
+    assert trained["logits"] - frozen["logits"] == 4 * shape.vocab_size * shape.hidden_size
+
+
+def test_ranks_that_divide_a_long_trajectory_hold_their_share_of_it() -> None:
+    long = ("trainer.max_tokens_per_microbatch=1024", "rollout.max_prompt_tokens=49", "rollout.max_response_tokens=4048")
+    alone, shared = (
+        sizes(planned("builtin:tiny", *long, f"trainer.sequence_parallel_size={size}", "placement.trainer_workers=4")[2], TRAINER)
+        for size in (1, 2)
+    )
+    assert alone["activations"] == 2 * shared["activations"]
+    assert alone["optimizer"] == shared["optimizer"]
+
+
+def test_offloaded_moments_are_on_the_host_but_for_the_optimizers_step() -> None:
+    kept, offloaded = (
+        planned("builtin:tiny", f"trainer.offload_optimizer={is_offloaded}", gpus=2)[2] for is_offloaded in ("false", "true")
+    )
+    moments = sizes(kept, TRAINER)["optimizer"]
+    assert kept.always_bytes(TRAINER) - offloaded.always_bytes(TRAINER) == moments
+    assert offloaded.peak_bytes(TRAINER, "host") - kept.peak_bytes(TRAINER, "host") == moments
+    assert {item.phase: item.num_bytes for item in offloaded.of(TRAINER, "device")}["update"] == moments * 3 // 2
+
+
 @pytest.mark.parametrize(
     ("model", "limit_gib"),
     [

@@ -12,7 +12,8 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job, plan_rows
-from asyncrl_cli.profile.schema import AlgorithmSection, ModelSection, Profile
+from asyncrl_cli.profile.model_sections import RewardModelSection
+from asyncrl_cli.profile.schema import AlgorithmSection, ModelSection, Profile, TrainerSection
 
 from .crew import nodes, small_profile
 
@@ -31,6 +32,21 @@ def test_bfloat16_on_a_cpu_that_would_emulate_it_is_warned_of(dtype: str, has_in
     asked = small_profile().model_copy(update={"model": ModelSection.model_validate({"dtype": dtype})})
     plan = compile_job(asked, replace(LAPTOP, cpu_bfloat16=has_instructions))
     assert [("emulates" in warning) for warning in plan.warnings] == ([True] if warns else [])
+
+
+@pytest.mark.parametrize("cluster", [LAPTOP, nodes((16, 8))], ids=["cpu", "cuda"])
+def test_moments_that_are_on_the_host_already_are_not_moved_there(cluster: Any) -> None:
+    asked = small_profile().model_copy(update={"trainer": TrainerSection(offload_optimizer=True)})
+    warnings = compile_job(asked, cluster).warnings
+    assert ["offload_optimizer changes nothing" in warning for warning in warnings] == [True] * (cluster is LAPTOP)
+
+
+def test_ranks_that_cannot_be_divided_into_sequence_groups_are_refused() -> None:
+    asked = profile(trainer_workers=6).model_copy(update={"trainer": TrainerSection(sequence_parallel_size=4)})
+    with pytest.raises(ConfigError) as refused:
+        compile_job(asked, nodes((16, 8)))
+    assert "trainer.sequence_parallel_size = 4 does not divide 6 trainer ranks" in str(refused.value)
+    assert refused.value.hint == "--set trainer.sequence_parallel_size=2"
 
 
 def profile(*, workers: int | None = None, **placement: Any) -> Profile:
@@ -99,11 +115,21 @@ def test_a_reference_with_resources_of_its_own_gets_its_share() -> None:
         "rollout": (4, 1, 1, 1),
     }
     plan = kl_job(nodes((64, 16)), ratios=(1, 1, 2), gpus_per_rollout_worker=2, gpus=8)
-    assert (plan.trainer_workers, plan.ref_workers, plan.rollout_workers, plan.gpus, plan.cpus) == (2, 2, 2, 8, 6)
+    assert (plan.trainer_workers, plan.scorers, plan.rollout_workers, plan.gpus, plan.cpus) == (2, {"ref": 2}, 2, 8, 6)
     assert {name: len(bundles) for name, bundles in plan.groups.items()} == {"trainer": 2, "ref": 2, "rollout": 2}
     here = kl_job(LAPTOP)
-    assert (here.trainer_workers, here.ref_workers, here.rollout_workers, here.cpus) == (1, 1, 1, 3)
+    assert (here.trainer_workers, here.scorers, here.rollout_workers, here.cpus) == (1, {"ref": 1}, 1, 3)
     assert kl_job(LAPTOP, ratios=(2, 1, 3)).cpus == 6
+
+
+def test_a_reward_model_has_processes_of_its_own_wherever_it_is_named() -> None:
+    judged = {"reward_model": RewardModelSection(path="judge")}
+    assert compile_job(profile().model_copy(update=judged), LAPTOP).scorers == {"reward": 1}
+    named = profile(tasks=(("train",), ("reward",), ("rollout",)), ratios=(2, 1, 1)).model_copy(update=judged)
+    assert compile_job(named, nodes((64, 8))).groups.keys() == {"trainer", "reward", "rollout"}
+    with pytest.raises(ConfigError, match="nothing says how many GPUs reward has") as refused:
+        compile_job(profile().model_copy(update=judged), nodes((64, 8)))
+    assert '[["train"],["reward"],["rollout"]]' in refused.value.hint
 
 
 @pytest.mark.parametrize(("placement", "numbers"), [({}, ["no"]), ({"ratios": (1, 1, 1)}, ["[1, 1, 1]", "16 GPUs"])])
@@ -168,6 +194,9 @@ TOO_MUCH = [
     (nodes((8, 4), (8, 4)), {"trainer_workers": 4, "workers": 1, "gpus_per_rollout_worker": 8}),
     (nodes((2, 4)), {}),
     (nodes((16, 8)), {"colocate": True, "gpus": 12}),
+    (nodes((16, 8)), {"gpus": 12, "trainer_workers": 12}),
+    (nodes((16, 6)), {"gpus": 8, "trainer_workers": 9, "workers": 3}),
+    (nodes((16, 8)), {"gpus": 12, "workers": 12}),
 ]
 
 
@@ -179,6 +208,27 @@ def test_too_little_hardware_is_a_preflight_error_and_its_hint_fits(cluster: Any
     assert hinted, refused.value.hint
     values = {key: int(value) if value.isdigit() else value for key, value in hinted}
     compile_job(profile(**(asked | values)), cluster)
+
+
+def test_the_hint_of_shares_that_do_not_divide_fits_the_cluster() -> None:
+    with pytest.raises(ConfigError) as refused:
+        job(nodes((16, 4)), gpus=7)
+    assert refused.value.hint == "--set placement.gpus=4"
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "hint"), [(1, "rollout.nnodes=1 --set rollout.n_gpus_per_node=7"), (2, "rollout.n_gpus_per_node=7")]
+)
+def test_the_hint_of_a_shape_fits_the_nodes_that_are_there(num_nodes: int, hint: str) -> None:
+    shaped = profile().model_copy(update={"rollout": profile().rollout.model_copy(update={"nnodes": 2, "n_gpus_per_node": 8})})
+    with pytest.raises(PreflightError) as refused:
+        compile_job(shaped, nodes(*[(16, 8)] * num_nodes))
+    assert refused.value.hint == f"--set {hint}"
+
+
+def test_a_ratio_beside_counts_is_said_to_be_unused() -> None:
+    (warning,) = job(nodes((16, 8)), ratio="3:1", trainer_workers=4).warnings
+    assert warning == 'placement.ratio = "3:1" is not used: placement.trainer_workers says who gets what'
 
 
 def test_the_message_says_what_was_asked_and_what_there_is() -> None:
@@ -193,6 +243,20 @@ def test_gpus_that_a_cpu_job_cannot_use_are_said_and_not_counted() -> None:
     plan = job(nodes((16, 8)), device="cpu", gpus=8)
     assert plan.gpus == 0
     assert plan.warnings == ("placement.gpus = 8 is not used: the job runs on CPUs",)
+
+
+def test_logical_gpus_are_counted_and_claimed_as_gpus_and_the_job_computes_on_cpus() -> None:
+    asked = {"ratio": "1:3", "gpus_per_rollout_worker": 2, "gpus": 8}
+    real, rehearsal = job(nodes((16, 8)), **asked), job(LAPTOP, device="cpu", gpu_bundles=True, **asked)
+    assert rehearsal.groups == real.groups
+    assert (real.device, rehearsal.device) == ("cuda", "cpu")
+    assert rehearsal.warnings == ("the job's workers compute with 5 threads on 2 cores and slow each other down",)
+    with pytest.raises(PreflightError) as refused:
+        job(nodes((16, 4)), device="cpu", gpu_bundles=True, **asked)
+    assert "--set" in refused.value.hint
+    with pytest.raises(PreflightError, match="how many logical GPUs") as refused:
+        job(LAPTOP, device="cpu", gpu_bundles=True)
+    assert refused.value.hint == "--set placement.gpus=8"
 
 
 def test_a_model_is_shared_by_all_gpus_of_a_worker_and_on_cpus_by_as_many_processes_as_are_asked_for() -> None:

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.job.preparing import check_prompt_lengths, checked_tokenizer, tokens
+from asyncrl_cli.job.preparing import check_adapters, check_prompt_lengths, checked_tokenizer, tokens
 from asyncrl_cli.models.tiny import tiny_tokenizer
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import LoraSection, Profile
 
 
 def profile_of(max_prompt_tokens: int) -> Any:
@@ -50,6 +50,20 @@ def test_the_longest_prompt_of_both_splits_is_named_with_its_length(tokenizer: A
 
 def test_tokens_are_counted_and_not_bytes(tokenizer: Any) -> None:
     check_prompt_lengths(profile_of(8), task_of(["ä" * 8, "1" * 8], []), partial(tokens, tokenizer))
+
+
+def test_what_adapters_cannot_fit_is_refused_before_workers_start(tmp_path: Path) -> None:
+    kinds = {"plain": (LlamaForCausalLM, LlamaConfig), "joined": (Qwen3MoeForCausalLM, Qwen3MoeConfig)}
+    shape = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for name, (model, config) in kinds.items():
+        model(config(num_key_value_heads=2, **shape)).save_pretrained(tmp_path / name)
+    profile = Profile(lora=LoraSection(rank=2, target_modules=("q_proj", "qkv"), sync="adapter"))
+    with pytest.raises(ConfigError, match=r"lora\.target_modules: the model has no linear layer qkv"):
+        check_adapters(profile, tmp_path / "plain")
+    able = Profile(lora=LoraSection(rank=2, target_modules=("q_proj",), sync="adapter"))
+    check_adapters(able, tmp_path / "plain")
+    with pytest.raises(ConfigError, match=r'lora\.sync = "adapter": the tensors of .*joined are joined in memory'):
+        check_adapters(able, tmp_path / "joined")
 
 
 def test_each_message_of_a_prompt_counts(tokenizer: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult, TrajectoryMeta
-from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest, TrainBatch
+from asyncrl_cli.loop.ports import Cut, EvalRequest, EvalTry, PartRequest, TrainBatch
 from asyncrl_cli.loop.states import State
 from asyncrl_cli.plan.job_plan import compile_job
 
@@ -69,7 +69,7 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
     said: list[str] = []
     began_s = time.monotonic()
     async with started_workers(
-        plan, profile, model_dir, REWARD, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", progress=said.append
+        plan, profile, model_dir, REWARD, further={}, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", progress=said.append
     ) as (trainer, workers, payloads, _):
         print("workers started", time.monotonic() - began_s)
         assert payloads == []
@@ -90,7 +90,7 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         sampled = sum(meta.response_tokens for group in groups[:2] for meta in group.trajectories)
         assert report.tokens == sampled
         assert executor.sums["trained_tokens"] == sampled
-        assert executor.sums["busy_s"] == pytest.approx(executor.state_s[State.BUSY], abs=0.05)
+        assert 0 < executor.sums["busy_s"] <= executor.state_s[State.BUSY] + 0.05  # that of rank 0, busy at its start, too
         gather_s, _ = await trainer.gather(1)
         published = await trainer.publish(1)
         print("gather", gather_s, "publish", published.publish_s, published.num_bytes)
@@ -126,9 +126,13 @@ async def _publish_and_load(trainer: Any, workers: list[Any], version: int) -> N
 
 async def _checkpoint(trainer: Any, groups: list[GroupResult], tmp_path: Path) -> None:
     await trainer.snapshot(1)
-    writing = asyncio.create_task(trainer.write(1, tmp_path / "step-1", [groups[1].payload, groups[3].payload], False))
+    writing = asyncio.create_task(trainer.write(tmp_path / "step-1", _cut([groups[1].payload, groups[3].payload])))
     await trainer.train(batch_of(groups[2:], step=2))
     await writing
+
+
+def _cut(payloads: list[Any]) -> Cut:
+    return Cut(step=1, version=1, at_window_boundary=True, loop_state={}, payloads=tuple(payloads))
 
 
 async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
@@ -141,11 +145,11 @@ async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pa
         step=1,
         version=1,
         at_window_boundary=True,
-        loop_state={},
+        loop_state={"groups": {"running": []}},
         run="run",
     )
     async with started_workers(
-        plan, profile, model_dir, REWARD, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", checkpoint=checkpoint
+        plan, profile, model_dir, REWARD, further={}, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", checkpoint=checkpoint
     ) as (trainer, workers, payloads, _):
         assert [len(payload) for payload in payloads] == [1, 1]  # each group as one object
         await _publish_and_load(trainer, workers, 1)

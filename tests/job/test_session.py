@@ -129,10 +129,16 @@ class Echo:
 
 @pytest.fixture
 def _restored_token() -> Iterator[None]:
-    """The caller's own Ray environment."""
-    os.environ["RAY_AUTH_TOKEN"] = "my own"
+    """The caller's own Ray environment: within a job of a cluster, say."""
+    own = {
+        "RAY_AUTH_TOKEN": "my own",
+        "RAY_ADDRESS": "127.0.0.1:9",
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"working_dir": "gcs://_ray_pkg_0.zip"}}',
+    }
+    os.environ.update(own)
     yield
-    del os.environ["RAY_AUTH_TOKEN"]
+    for name in own:
+        del os.environ[name]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl_cli.errors import ExecutorFailed, Interrupted
 from asyncrl_cli.job.preparing import interruptible
-from asyncrl_cli.job.process import SIGNALS, StopRequests, blocked
+from asyncrl_cli.job.process import NOTICES, SIGNALS, StopRequests, blocked
 from asyncrl_cli.job.run import Run
 from asyncrl_cli.storage import appearing_directory
 
@@ -49,6 +49,32 @@ def test_each_signal_is_a_request_and_goes_back_to_whoever_had_it(number: signal
         os.kill(os.getpid(), number)
     os.kill(os.getpid(), number)
     assert heard == [1, 0]
+
+
+def test_all_notices_of_machines_are_one_request_and_only_people_insist() -> None:
+    """A shutdown sends SIGTERM and SIGHUP, SLURM SIGUSR1 and later SIGTERM: that must not abort the step that is being finished."""
+    done: list[str] = []
+    requests = StopRequests(lambda: done.append("stop"), lambda: done.append("abort"))
+    with requests.on_signals():
+        for number in (*NOTICES, *NOTICES, signal.SIGINT):
+            os.kill(os.getpid(), number)
+    assert done == ["stop", "abort"]
+
+
+HANGING = """
+import time
+from asyncrl_cli.job.process import StopRequests
+requests = StopRequests(lambda: None)
+with requests.within(0.3):
+    requests.request()
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_hangs_after_a_request_is_ended_and_says_so() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 130
+    assert done.stderr.startswith("0.3 s after it was asked to stop the run is ended at once")
 
 
 def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:

@@ -28,6 +28,7 @@ KEYS = {
     "prefetch_groups": "rollout.prefetch_groups",
     "placement": "rollout.placement",
     "max_restarts": "rollout.max_restarts",
+    "min_workers": "rollout.min_workers",
     "call_timeout_s": "rollout.call_timeout_s",
     "colocate": "placement.colocate",
     "filter_groups": "algorithm.filter_groups",

@@ -19,3 +19,11 @@ def test_weights_should_not_be_few_and_what_was_not_measured_is_not_judged():
     assert not list(bands.left({}))
     (warning,) = bands.left({"correction/effective_ratio": 0.4})
     assert "is below algorithm.warn_effective_ratio = 0.5" in warning
+
+
+def test_five_steps_in_a_row_with_one_reward_everywhere_are_warned_of_once() -> None:
+    bands = Bands(AlgorithmSection())
+    steps = [[0.0, 0.0]] * 4 + [[0.0, 1.0]] + [[0.0, 0.0]] * 7
+    told = [list(bands.flat(rewards)) for rewards in steps]
+    assert [bool(one) for one in told] == [False] * 9 + [True, False, False]
+    assert "the reward 0, which teaches nothing" in told[9][0]

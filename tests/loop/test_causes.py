@@ -75,12 +75,12 @@ class Watching(Invariants):
             holds = holds and (found[3] is None or found[3] in map(str, books.live))
         elif found := re.fullmatch(r"(rollout-\d+) (?:receives|loads) version \d+", claim):
             holds = self.doing.get(found[1]) == claim
-        elif found := re.fullmatch(r"(rollout-\d+) is restarted \(\d of \d\)", claim):
+        elif found := re.fullmatch(r"(rollout-\d+) is restarted(?: \(\d of \d\))?", claim):
             holds = workers[found[1]].down
         elif found := re.fullmatch(r"(rollout-\d+) is about to receive version (\d+)", claim):
             holds = found[1] not in self.doing and workers[found[1]].version < int(found[2]) == self.published
         elif found := re.fullmatch(r"version (\d+) is being published", claim):
-            holds = self.published < int(found[1]) <= books.version
+            holds = self.published < int(found[1]) <= max(books.version, self.published + 1)  # the next is being gathered
         elif found := re.fullmatch(r"(\d+) of (\d+) in use", claim):
             holds = (sum(min(pair) for pair in used), slots) == (int(found[1]), int(found[2]))
         elif found := re.fullmatch(r"(\d+) sequences queue", claim):

@@ -10,10 +10,10 @@ from fractions import Fraction
 import pytest
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
-from asyncrl_cli.loop.board import ResumeFrom
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
 from tests.loop.proof.faults import Fault, FaultKind, Faults
+from tests.loop.proof.memory import resume_from
 from tests.loop.worlds import MODES, run_world, settings
 
 SEEDS = range(8)
@@ -142,7 +142,7 @@ def test_a_resumed_run_trains_every_group_exactly_once(mode, cut):
     loop_settings = settings(mode, train_steps=14)
     first = run_world(loop_settings, seed=cut)
     frozen, state = first.checkpoints.cuts[cut]
-    second = run_world(loop_settings, seed=cut + 100, resume_from=ResumeFrom(loop_state=state, payloads=frozen.payloads))
+    second = run_world(loop_settings, seed=cut + 100, resume_from=resume_from(frozen, state))
     assert second.error is None
     before = [group.key for batch in first.trainer.batches if batch.step <= frozen.step for group in batch.groups]
     prompts = [key.uid for key in before + second.trained]
@@ -160,19 +160,17 @@ def test_a_resumed_run_keeps_finished_groups_with_their_payloads():
     assert frozen.payloads, "some group was finished and untrained at some cut"
     resumed = run_world(
         settings("partial-rollout", train_steps=20, eta=Fraction(2)),
-        resume_from=ResumeFrom(loop_state=state, payloads=frozen.payloads),
+        resume_from=resume_from(frozen, state),
     )
     payloads = {group.payload for batch in resumed.trainer.batches for group in batch.groups}
-    assert set(frozen.payloads) <= payloads
+    assert set(frozen.payloads[: len(state["groups"]["finished"])]) <= payloads
 
 
 def test_the_versions_of_a_resumed_run_go_on():
     first = run_world(settings("stream-off-policy", train_steps=12))
     frozen, state = next(cut for cut in first.checkpoints.cuts if cut[0].step == 6)
     assert not frozen.at_window_boundary
-    second = run_world(
-        settings("stream-off-policy", train_steps=12), resume_from=ResumeFrom(loop_state=state, payloads=frozen.payloads)
-    )
+    second = run_world(settings("stream-off-policy", train_steps=12), resume_from=resume_from(frozen, state))
     assert second.trainer.gathered == [2, 3], "resuming off a window's boundary publishes the saved weights, not new ones"
     assert all(worker.loads == [1, 2, 3] for worker in second.workers)
 
@@ -186,7 +184,7 @@ def test_a_stop_ends_with_a_checkpoint_and_says_interrupted(mode, stop_at_s):
     assert ran.elapsed_s - stop_at_s < 3
     assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches)
     cut, state = ran.checkpoints.cuts[-1]
-    resumed = run_world(settings(mode, train_steps=14), resume_from=ResumeFrom(loop_state=state, payloads=cut.payloads))
+    resumed = run_world(settings(mode, train_steps=14), resume_from=resume_from(cut, state))
     assert len({key.uid for key in ran.trained + resumed.trained}) == 14 * 4
 
 
@@ -314,7 +312,7 @@ def test_optimizer_steps_skipped_too_often_in_a_row_end_the_run_with_a_checkpoin
     assert ran.recorder.steps[-1].ledger["trained"] == 4 * steps
     warnings = [event.fields["message"] for event in ran.recorder.named("warning")]
     assert len(warnings) == {3: 1, 8: 4}[steps]
-    assert warnings[0] == "1 optimizer step of step 3 skipped: the gradient is not finite (1 in a row)"
+    assert warnings[0] == "trainer: 1 optimizer step of step 3 skipped: the gradient is not finite (1 in a row)"
 
 
 def test_a_load_that_never_ends_is_named_by_the_trainer_that_waits_for_it():
@@ -344,7 +342,7 @@ def test_a_run_that_was_stopped_in_its_last_eval_makes_up_for_it_when_resumed(mo
     assert isinstance(stopped.error, Interrupted)
     cut, state = stopped.checkpoints.cuts[-1]
     assert cut.step == 4
-    resumed = run_world(loop_settings, evals=40, resume_from=ResumeFrom(loop_state=state, payloads=cut.payloads))
+    resumed = run_world(loop_settings, evals=40, resume_from=resume_from(cut, state))
     assert resumed.error is None
     in_the_cut = [summary["version"] for summary in state["evals_ended"]]
     made_up_for = [event.version for event in resumed.recorder.named("eval")]

@@ -10,7 +10,6 @@ import pytest
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.board import ResumeFrom
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ports import Published
@@ -21,6 +20,7 @@ from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import NumberedFeed
 from tests.loop.proof.faults import Fault, FaultKind, Faults
+from tests.loop.proof.memory import resume_from
 from tests.loop.worlds import MODES, run_world, settings
 
 LONG = {"response_tokens": lambda rng: 60}
@@ -249,7 +249,7 @@ def test_colocated_a_stop_does_not_wait_for_a_hung_worker_to_hand_over(monkeypat
     assert ran.elapsed_s < paused[0] + 12
     assert ran.checkpoints.cuts[-1][0].step == len(ran.recorder.steps) == trained_steps
     cut, state = ran.checkpoints.cuts[-1]
-    resumed = run_with([], "colocate", resume_from=ResumeFrom(loop_state=state, payloads=cut.payloads))
+    resumed = run_with([], "colocate", resume_from=resume_from(cut, state))
     assert len({key.uid for key in ran.trained + resumed.trained}) == len(ran.trained + resumed.trained) == 12 * 4
 
 
@@ -267,7 +267,7 @@ def test_a_stop_does_not_wait_for_a_restart():
     assert ran.elapsed_s < 9
     assert not ran.recorder.named("restarted")
     cut, state = ran.checkpoints.cuts[-1]
-    resumed = run_with([], train_steps=14, resume_from=ResumeFrom(loop_state=state, payloads=cut.payloads))
+    resumed = run_with([], train_steps=14, resume_from=resume_from(cut, state))
     assert len({key.uid for key in ran.trained + resumed.trained}) == len(ran.trained + resumed.trained) == 14 * 4
     assert resumed.recorder.steps[-1].restarts == 1
 
@@ -386,3 +386,105 @@ def test_only_the_executor_that_failed_is_marked_as_failed():
     states = {name: report.state for name, report in ran.recorder.ticks[-1].reports.items()}
     assert {name for name, state in states.items() if state is State.FAILED} == {"rollout-10"}
     assert set(states.values()) == {State.FAILED, State.DONE}
+
+
+AWAY = {"min_workers": 1, "train_steps": 12}
+
+
+def test_a_run_goes_on_without_a_worker_that_has_no_restart_left():
+    ran = run_with([death(3.0)], max_restarts=0, **AWAY)
+    assert ran.error is None
+    assert len({key.uid for key in ran.trained}) == 12 * 4
+    (away,) = ran.recorder.named("away")
+    assert away.fields["worker"] == "rollout-1"
+    assert ran.workers[0].version == ran.pipeline.board.version, "and it waits for nobody's last load but the others'"
+    assert {tick.restarting.get("rollout-1") for tick in ran.recorder.ticks if 4 < tick.time_s < ran.elapsed_s - 1} == {
+        "rollout.max_restarts = 0 are used up"
+    }
+
+
+def test_one_too_few_ends_the_run_with_a_checkpoint():
+    ran = run_with([death(3.0), death(6.0, "rollout-0")], max_restarts=0, **AWAY)
+    assert str(ran.error) == "rollout-0 failed: simulated death at 6 s"
+    assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches)
+
+
+@pytest.mark.parametrize("weights_mode", ["async", "sync"])
+def test_a_worker_without_room_comes_back_when_there_is_some(weights_mode):
+    no_room = [Fault(kind=FaultKind.NO_ROOM, executor="rollout-1", nth=nth) for nth in (1, 2)]
+    ran = run_with([death(3.0), *no_room], weights_mode=weights_mode, **(AWAY | {"train_steps": 60}))
+    assert_whole(ran, 60)
+    away, restarted = ran.recorder.named("away"), ran.recorder.named("restarted")
+    assert [event.fields["why"] for event in away] == ["no room"], "told once"
+    assert [event.fields["worker"] for event in restarted] == ["rollout-1"]
+    between = [record.step for record in ran.recorder.steps if away[0].time_s < record.ended_s < restarted[0].time_s]
+    assert len(between) > 5, "the others go on meanwhile, and so do syncs"
+
+
+def test_a_worker_without_room_is_done_without_while_the_last_other_one_is_restarted():
+    faults = [death(3.0, "rollout-0"), death(3.0), Fault(kind=FaultKind.NO_ROOM, executor="rollout-1", nth=1)]
+    ran = run_with(faults, times={"restart_s": lambda rng: 60.0}, **(AWAY | {"train_steps": 60}))
+    assert_whole(ran, 60)
+    assert [event.fields["worker"] for event in ran.recorder.named("away")] == ["rollout-1"]
+    assert {event.fields["worker"] for event in ran.recorder.named("restarted")} == {"rollout-0", "rollout-1"}
+
+
+def test_of_two_workers_without_room_the_second_ends_the_run_if_one_is_needed():
+    no_room = [Fault(kind=FaultKind.NO_ROOM, executor=f"rollout-{worker}", nth=1) for worker in (0, 1)]
+    ran = run_with([death(3.0, "rollout-0"), death(3.0), *no_room], **AWAY)
+    assert str(ran.error).endswith("simulated lack of room")
+    assert len(ran.recorder.named("away")) == 1
+
+
+def test_without_min_workers_a_start_without_room_uses_up_a_restart():
+    ran = run_with([death(3.0), Fault(kind=FaultKind.NO_ROOM, executor="rollout-1", nth=1)], max_restarts=2, train_steps=30)
+    assert_whole(ran, 30)
+    assert [event.fields["restarts_left"] for event in ran.recorder.named("lost")] == [1, 0]
+
+
+def test_without_min_workers_a_lack_of_room_ends_the_run_that_has_no_restart_left():
+    ran = run_with([death(3.0), Fault(kind=FaultKind.NO_ROOM, executor="rollout-1", nth=1)])
+    assert str(ran.error) == "rollout-1 failed: simulated lack of room"
+
+
+def test_responses_whose_arrays_are_gone_with_a_node_are_made_again(monkeypatch):
+    async def gone(worker):
+        return True
+
+    monkeypatch.setattr(SimulatedWorker, "node_is_gone", gone)
+    ran = run_with([death(5.0)], eta=Fraction(2), times={"response_tokens": lambda rng: rng.randint(5, 120)})
+    assert_whole(ran)
+    lost = next(place for place, event in enumerate(ran.recorder.events) if event.name == "lost")
+    before, after = ran.recorder.events[:lost], ran.recorder.events[lost:]
+    made_there = {event.key for event in before if "rollout-1" in running_on(event)}
+    finished = {event.key for event in before if event.name == "finished"} - {
+        event.key for event in before if event.name == "training"
+    }
+    again = {event.key for event in after if event.name == "requeued"}
+    assert again == finished & made_there != set()
+    assert not again & {key for key in ran.trained if key in again}
+    assert ran.recorder.steps[-1].tokens_discarded > 0
+
+
+@pytest.mark.parametrize("mode", ["partial-rollout", "stale-samples"])
+def test_a_resumed_run_goes_on_with_the_tokens_of_running_responses(mode):
+    chosen = settings(mode, train_steps=20, eta=Fraction(2))
+    first = run_world(chosen, times={"response_tokens": lambda rng: 200})
+    cut, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].kept))
+    kept = {tuple(entry["key"]): entry["kept"] for entry in state["groups"]["running"]}
+    kept_tokens = sum(count for group in kept.values() for versions, _ in group.values() for _, count in versions)
+    resumed = run_world(chosen, times={"response_tokens": lambda rng: 200}, workers=3, resume_from=resume_from(cut, state))
+    assert resumed.error is None
+    before = [group.key.uid for batch in first.trainer.batches if batch.step <= cut.step for group in batch.groups]
+    prompts = before + [key.uid for key in resumed.trained]
+    assert len(prompts) == len(set(prompts)) == 20 * 4
+    discarded, placed = resumed.recorder.steps[-1].tokens_discarded, resumed.recorder.named("replaced")
+    assert sum(event.fields.get("kept_tokens", 0) for event in placed) == kept_tokens - discarded
+    assert kept_tokens > 10 * discarded
+    sampled = sum(worker._engine.counters()[0] for worker in resumed.workers)
+    trained = sum(meta.response_tokens for batch in resumed.trainer.batches for g in batch.groups for meta in g.trajectories)
+    finished = sum(m["response_tokens"] for entry in state["groups"]["finished"] for m in entry["result"]["trajectories"])
+    ended = [part["result"] for entry in state["groups"]["running"] for part in entry["ended"]]
+    finished += sum(m["response_tokens"] for result in ended for m in result["trajectories"])
+    assert sampled == pytest.approx(trained - kept_tokens - finished + discarded, abs=1)
+    assert max(resumed.staleness()) <= chosen.schedule.max_staleness

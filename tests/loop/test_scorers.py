@@ -46,8 +46,108 @@ def test_a_scorer_that_dies_is_restarted_and_scores_again_what_it_had():
     assert ran.recorder.steps[-1].restarts == 1
 
 
+@pytest.mark.parametrize("scorer", ["ref", "reward"])
+def test_groups_whose_columns_may_be_lost_with_a_scorer_are_scored_again_and_rewards_are_not(scorer):
+    death = Fault(kind=FaultKind.WORKER_DIES, executor=scorer, at_s=3.0)
+    chosen = settings("stale-samples", max_restarts=1)
+    ran = run_world(chosen, group_score_s=0.05, scorer=scorer, faults=Faults([death]), trainer_times={"train_s": lambda batch: 3.0})
+    assert ran.error is None
+    lost_s = ran.recorder.named("lost")[0].time_s
+    scored = [event.key for event in ran.recorder.named("scored")]
+    taken = {event.key for event in ran.recorder.named("training") if event.time_s <= lost_s}
+    waiting = {event.key for event in ran.recorder.named("scored") if event.time_s <= lost_s} - taken
+    assert waiting
+    assert {key for key in scored if scored.count(key) > 1} == (waiting if scorer == "ref" else set())
+
+
 def test_without_a_restart_left_its_death_ends_the_run_with_a_checkpoint():
     ran = run_world(settings("stale-samples"), group_score_s=0.2, faults=Faults([DEATH]))
     assert isinstance(ran.error, ExecutorLost)
     assert ran.error.executor == "ref"
     assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS])
+def test_a_reward_model_that_dies_or_hangs_is_named_within_its_bound(kind):
+    faults = Faults([Fault(kind=kind, executor="reward", at_s=3.0)])
+    limit_s = {"call_timeout_s": 20.0}
+    ran = run_world(settings("stale-samples"), group_score_s=0.2, scorer="reward", faults=faults, times=limit_s)
+    assert isinstance(ran.error, ExecutorLost)
+    assert ran.error.executor == "reward"
+    assert ran.elapsed_s < 3.0 + (kind is FaultKind.WORKER_HANGS) * 20.0 + 5.0
+
+
+def test_prox_is_computed_with_the_weights_that_each_window_begins_with():
+    ran = run_world(settings("stale-samples"), group_score_s=0.1, scorer="prox", trainer_times={"publish_s": 2.0})
+    assert ran.error is None
+    for batch in ran.trainer.batches:
+        assert batch.columns == {group.key: {"prox": ("prox", group.key)} for group in batch.groups}
+    waits = {tick.reports["prox"].waiting_for for tick in ran.recorder.ticks if "prox" in tick.reports}
+    assert any("to be published" in wait for wait in waits)
+
+
+def test_a_reward_model_adds_its_scores_where_groups_are_taken():
+    chosen = settings("stale-samples")
+    ran = run_world(chosen, group_score_s=0.1, scorer="reward")
+    scored = [meta for batch in ran.trainer.batches for group in batch.groups for meta in group.trajectories]
+    assert {meta.model_score for meta in scored} == {0.0, 0.5}
+    assert all(not batch.columns[group.key] for batch in ran.trainer.batches for group in batch.groups)
+    finished = [
+        entry["result"]["trajectories"] for cut, _ in ran.checkpoints.cuts for entry in cut.loop_state["groups"]["finished"]
+    ]
+    assert finished
+    assert all(meta["model_score"] is None for group in finished for meta in group)
+
+
+def test_with_a_reward_model_equal_rewards_are_those_with_its_scores():
+    """Without it, two thirds of the groups of two have equal rewards; its scores tell every second group's trajectories apart."""
+    chosen = settings("stale-samples", filter_groups=True, max_num_gen_batches=100)
+    with_model, without = (run_world(chosen, group_score_s=cost_s, scorer="reward") for cost_s in (0.05, None))
+    dropped = [len(ran.recorder.named("dropped")) / len(ran.recorder.named("running")) for ran in (with_model, without)]
+    assert 0 < dropped[0] < 0.75 * dropped[1]
+    assert len(with_model.trained) == 48
+
+
+def test_a_critic_learns_beside_the_policy_and_scores_each_step_after_the_one_before():
+    """A step of four groups: 0.7 s of training; 0.3 s of learning and 0.2 s of values fit beside it."""
+    chosen = settings("stale-samples")
+    with_critic, without = (run_world(chosen, group_score_s=cost_s, scorer="critic", learn_s=0.3) for cost_s in (0.05, None))
+    assert with_critic.error is None
+    assert with_critic.elapsed_s < without.elapsed_s + 12 * 0.1
+    for batch in with_critic.trainer.batches:
+        assert batch.columns == {group.key: {"critic": ("critic", group.key)} for group in batch.groups}
+    assert with_critic.recorder.steps[-1].reports["critic"].state_s[State.BUSY] >= 12 * 0.5 - 1e-6
+
+
+def test_a_slow_critic_is_what_the_trainer_waits_for():
+    ran = run_world(settings("stale-samples"), group_score_s=0.05, scorer="critic", learn_s=3.0)
+    assert all(step.timing_s["wait_scores"] > 2 for step in ran.recorder.steps[4:])
+    trainers = [tick.reports["trainer-0"] for tick in ran.recorder.ticks if "trainer-0" in tick.reports]
+    waits = [trainer.waiting_for for trainer in trainers if trainer.state is State.STARVED]
+    assert sum("the critic to learn from step" in wait for wait in waits) > len(waits) / 2
+
+
+def test_a_critic_that_dies_ends_the_run_at_once_because_what_it_has_learned_is_gone():
+    death = Fault(kind=FaultKind.WORKER_DIES, executor="critic", at_s=3.0)
+    ran = run_world(settings("stale-samples", max_restarts=1), group_score_s=0.1, scorer="critic", faults=Faults([death]))
+    assert isinstance(ran.error, ExecutorLost)
+    assert ran.error.executor == "critic"
+    assert ran.elapsed_s < 3.0 + 1.1
+
+
+def test_a_reward_model_judges_evals_and_its_loss_fails_trajectories_and_no_worker():
+    chosen = settings("stale-samples", eval_every_versions=1, max_restarts=1)
+    with_model, without = (run_world(chosen, group_score_s=cost_s, scorer="reward", evals=6) for cost_s in (0.05, None))
+    judged, plain = (
+        [summary.reward_mean for step in ran.recorder.steps for summary in step.evals] for ran in (with_model, without)
+    )
+    assert len(judged) == len(plain) > 3
+    assert judged == pytest.approx([mean + 0.5 for mean in plain])
+
+
+def test_an_eval_without_its_judge_has_failed_and_the_worker_that_played_it_goes_on():
+    death = Fault(kind=FaultKind.WORKER_DIES, executor="reward", at_s=0.0)
+    chosen = settings("stale-samples", eval_every_versions=1, max_restarts=1)
+    ran = run_world(chosen, group_score_s=0.05, scorer="reward", evals=6, faults=Faults([death]))
+    assert ran.error is None
+    assert {event.fields["worker"] for event in ran.recorder.named("lost")} == {"reward"}

@@ -121,8 +121,10 @@ def run_world(
     stop_at_s: float | None = None,
     feed: Feed | None = None,
     group_score_s: float | None = None,
+    scorer: str = "ref",
+    learn_s: float = 0.0,
 ) -> Ran:
-    """`group_score_s`: seconds that a scorer `ref` takes for a group; None: there is none."""
+    """`group_score_s`: seconds that `scorer` takes for a group, `learn_s`: that it learns from a step; None: there is none."""
 
     async def main() -> Ran:
         loop = asyncio.get_running_loop()
@@ -139,8 +141,13 @@ def run_world(
             shared: dict[str, Any] = {"faults": faults, "call_timeout_s": call_timeout_s}
             team = [FaultyWorker(name, slots, times_of_all, seed, **shared) for name in names]
         trainer = KeepingTrainer(TrainerTimes(**step_times), faults)
-        score_times = ScorerTimes(score_s=lambda groups: len(groups) * (group_score_s or 0.0), call_tokens=1)
-        scorers = [] if group_score_s is None else [FaultyScorer("ref", score_times, faults=faults or Faults())]
+        score_s, call_learn_s = lambda groups: len(groups) * (group_score_s or 0.0), lambda groups: learn_s
+        score_times = ScorerTimes(score_s=score_s, learn_s=call_learn_s, call_tokens=1)
+        scorers = (
+            []
+            if group_score_s is None
+            else [FaultyScorer(scorer, score_times, faults=faults or Faults(), call_timeout_s=call_timeout_s)]
+        )
         sets = {"": evals} if isinstance(evals, int) else evals
         world = World(
             feed=feed or NumberedFeed(),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from asyncrl_cli.errors import Interrupted
-from asyncrl_cli.loop.board import ResumeFrom, World
+from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.observe.format import summary_rows
 from asyncrl_cli.observe.observers import Observers, Sink, to_json
@@ -20,7 +20,7 @@ from asyncrl_cli.observe.status import parse_status
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.proof.faults import Fault, FaultKind, Faults, FaultyWorker
-from tests.loop.proof.memory import MemoryCheckpoints
+from tests.loop.proof.memory import MemoryCheckpoints, resume_from
 from tests.loop.worlds import MODES, settings, worker_times
 
 SHARES = ("trainer/idle_ratio", "rollouter/idle_ratio", "rollouter/slot_utilization")
@@ -176,7 +176,7 @@ def test_after_a_resume_recent_figures_are_of_this_attempt_and_the_end_is_of_the
     assert first.statuses[-1]["phase"] == "stopped"
     assert first.statuses[-1]["periods"]["utilization"]["words"].startswith(f"whole run, {len(first.lines)} steps")
     cut, state = first.cuts[-1]
-    second = watched_run(facts, resume_from=ResumeFrom(loop_state=state, payloads=cut.payloads))
+    second = watched_run(facts, resume_from=resume_from(cut, state))
     assert second.lines[0]["step"] == len(first.lines) + 1
     early = [status for status in second.statuses if not status["periods"]["steps"] and status["executors"]]
     assert early, "before the first line nothing of the last attempt is shown as if it were now"

@@ -17,8 +17,8 @@ from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe import format
 from asyncrl_cli.observe.observers import Observers, StatusFile
-from asyncrl_cli.observe.screen import watch_status
-from asyncrl_cli.observe.status import StillStarting, newest_status, read_status
+from asyncrl_cli.observe.screen import watching
+from asyncrl_cli.observe.status import RunStatus, StillStarting, read_status
 
 DRIVER = """
 import os, signal, sys
@@ -78,19 +78,30 @@ def test_a_run_that_starts_is_not_one_that_ended_while_it_started(tmp_path):
     assert ended.value.hint == "its log: asyncrl logs young"
 
 
-def test_watching_a_run_that_starts_waits_for_its_first_status(tmp_path, facts):
+def test_a_run_that_starts_is_said_to_and_then_shown(tmp_path, facts):
     write_status(tmp_path, "ready", facts, phase="done")
-    answers = [StillStarting("run 'ready' is starting: its workers load the model"), read_status("ready", tmp_path)]
-
-    def read():
-        answer = answers.pop(0)
-        if isinstance(answer, StillStarting):
-            raise answer
-        return answer
-
     console = Console(file=io.StringIO(), width=100, height=30, force_terminal=True)
-    assert watch_status(read, console, every_s=0.0).name == "ready"
-    assert "is starting: its workers load the model" in console.file.getvalue()
+    with watching(console) as show:
+        show("run 'ready' is starting: its workers load the model")
+        assert "its workers load the model" in console.file.getvalue()
+        show(read_status("ready", tmp_path))
+        assert "step 0/" in console.file.getvalue()
+
+
+def test_without_a_terminal_a_watched_run_is_told_in_plain_lines(tmp_path, facts):
+    write_status(tmp_path, "ready", facts, phase="done")
+    console = Console(file=io.StringIO(), width=100, height=30)
+    with watching(console) as show:
+        show("run 'ready' is starting")
+        show(read_status("ready", tmp_path))
+    (line,) = console.file.getvalue().splitlines()
+    assert line.endswith(": done")
+
+
+def test_a_status_is_the_same_after_a_journey_as_json(tmp_path, facts):
+    write_status(tmp_path, "far", facts, phase="done")
+    found = read_status("far", tmp_path)
+    assert RunStatus.from_json(found.directory, json.dumps(found.to_json())).to_json() == found.to_json()
 
 
 def test_a_driver_that_holds_the_lock_but_says_nothing_is_silent(tmp_path, facts):
@@ -108,23 +119,11 @@ def test_a_run_on_another_host_is_judged_by_its_last_word_alone(tmp_path, facts)
     assert read_status("far", tmp_path).liveness == "live"
 
 
-def test_without_a_name_the_newest_run_is_shown(tmp_path, facts):
-    old = write_status(tmp_path, "a-old", facts)
-    os.utime(old, (1, 1))
-    write_status(tmp_path, "b-new", facts)
-    assert newest_status(tmp_path)[0].name == "b-new"
-
-
 def test_an_unknown_run_is_refused_and_the_known_ones_are_named(tmp_path, facts):
     write_status(tmp_path, "brave-otter", facts)
     with pytest.raises(ConfigError, match="no run 'brave-oter'") as caught:
         read_status("brave-oter", tmp_path)
     assert "brave-otter" in caught.value.hint
-
-
-def test_no_runs_at_all_is_said_so(tmp_path):
-    with pytest.raises(ConfigError, match="there are no runs"):
-        newest_status(tmp_path / "nothing")
 
 
 def test_a_status_of_another_schema_is_refused(tmp_path, facts):

@@ -39,9 +39,11 @@ began_s = time.perf_counter()
 for step in range(1, 101):
     sink.line({"step": step, "reward/mean": step / 100, "staleness/histogram": [3, 1], "trainer/idle_ratio": 1.0})
 blocked_s = time.perf_counter() - began_s
+sink.end({"phase": "done", "totals": {"trainer/idle_ratio": 0.25, "reward/mean": 0.5}})
 sink.close({"phase": "done", "totals": {"trainer/idle_ratio": 0.25, "reward/mean": 0.5}})
 wandb_threads = [thread.name for thread in threading.enumerate() if thread.name == "W&B"]
 again = Wandb(directory, **settings)
+again.end({"phase": "done", "totals": {}})
 again.close({"phase": "done", "totals": {}})
 print(json.dumps({"blocked_s": blocked_s, "threads": wandb_threads}))
 """
@@ -59,6 +61,7 @@ for process in psutil.Process().children(recursive=True):
 for step in range(1, 4):
     sink.line({"step": step, "reward/mean": 0.5})
     time.sleep(0.2)
+sink.end({"phase": "done", "totals": {}})
 sink.close({"phase": "done", "totals": {}})
 """
 
@@ -150,6 +153,7 @@ def test_only_a_run_that_got_to_its_end_waits_for_a_slow_network(tmp_path, monke
     monkeypatch.setattr(background, "EARLY_CLOSE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(wandb_sink.Wandb, "open", lambda sink: setattr(sink, "_run", SlowRun()))
     sink = wandb_sink.Wandb(tmp_path, mode="online", project="p", name="n", config={})
+    sink.end({"phase": phase})
     sink.close({"phase": phase})
     left = [thread for thread in threading.enumerate() if thread.name == "W&B"]
     assert bool(left) is not waits

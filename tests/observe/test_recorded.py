@@ -33,11 +33,21 @@ def test_a_status_of_another_form_is_none(recorded, text):
     assert recorded.status == recorded.roles == {}
 
 
+def placed(step):
+    return {"step": step, "time_s": 2.0 * step, "groups_trained": 16 * step}
+
+
 def test_a_last_line_that_is_cut_short_is_left_out_and_any_other_is_an_error(recorded):
-    recorded.files.metrics.write_text(lines({"step": 1}, {"step": 2}) + '{"step": 3, "rew')
+    recorded.files.metrics.write_text(lines(*map(placed, (1, 2))) + '{"step": 3, "rew')
     assert [line["step"] for line in recorded.metrics()] == [1, 2]
-    recorded.files.metrics.write_text('{"step": 1, "rew\n' + lines({"step": 2}))
+    recorded.files.metrics.write_text('{"step": 1, "rew\n' + lines(placed(2)))
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: invalid JSON"):
+        list(recorded.metrics())
+
+
+def test_a_line_of_metrics_that_belongs_nowhere_is_named(recorded):
+    recorded.files.metrics.write_text(lines(placed(1), {"step": 2, "groups_trained": 32}, placed(3)))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: a line of metrics without time_s"):
         list(recorded.metrics())
 
 

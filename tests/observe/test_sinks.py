@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import struct
+import threading
 import urllib.request
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.loop.watching import Event
+from asyncrl_cli.observe.background import Background
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.prometheus_sink import Prometheus
 from asyncrl_cli.observe.sinks import check_sinks, tags_of
@@ -87,6 +89,26 @@ def test_a_sink_whose_package_is_missing_is_refused_before_the_run(monkeypatch: 
     assert f"pip install 'asyncrl-cli[{extra}]'" in refused.value.hint
 
 
+def test_slow_services_finish_at_the_same_time(facts) -> None:
+    together = threading.Barrier(2, timeout=5)
+    met = []
+
+    class Slow(Background):
+        service = otherwise = "slow"
+
+        def open(self):
+            pass
+
+        def write(self, line):
+            pass
+
+        def finish(self, status):
+            met.append(together.wait())
+
+    Observers(facts, [Slow(), Slow()], clock=lambda: 0.0).close("done")
+    assert sorted(met) == [0, 1]
+
+
 @pytest.mark.slow
 def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path) -> None:
     pytest.importorskip("tensorboard")
@@ -98,6 +120,7 @@ def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path) 
         sink = TensorBoard(tmp_path)
         for line in lines:
             sink.line(line)
+        sink.end(DONE)
         sink.close(DONE)
     written = {}
     for path in sorted((tmp_path / "tensorboard").iterdir()):
@@ -148,6 +171,7 @@ def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(tmp_path, monkeyp
     for line, phase in ((LINES[0], "stopped"), (LINES[1], "done")):
         sink = Mlflow(tmp_path, **settings)
         sink.line(line)
+        sink.end({"phase": phase})
         sink.close({"phase": phase})
     figures = lambda step: [("step", step, step), ("time_s", float(step), step), ("reward/mean", step / 10, step)]  # noqa: E731
     best = "reward/best_at_2/mean"

@@ -6,9 +6,11 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.toml_files import shipped_profiles, shipped_templates
 
 ON_GPUS = ("rollout.engine=vllm", "placement.device=cuda")
 
+PROX, RECOMPUTE = 'placement.tasks=[["train"],["prox"],["rollout"]]', "algorithm.old_logprobs=recompute"
 KL, APART = "algorithm.use_kl_loss=true", 'placement.tasks=[["train"],["ref"],["rollout"]]'
 CONFLICTS = [
     (
@@ -17,8 +19,35 @@ CONFLICTS = [
         ["asks for the reference's logprobs"],
         "use_kl_loss=true",
     ),
-    ("partial-rollout", ['placement.tasks=[["train"],["prox"],["rollout"]]'], ["prox is for the trainer"], '["train", "prox"]'),
-    ("partial-rollout", ['placement.tasks=[["train"],["critic"],["rollout"]]'], ["critic is for the trainer"], "beside train"),
+    ("partial-rollout", [PROX], ["old_logprobs", "has no pass for it"], "old_logprobs=recompute"),
+    ("partial-rollout", [PROX, RECOMPUTE, "lora.rank=8", "model.dtype=bfloat16"], ["lora.rank = 8 in bfloat16"], "beside train"),
+    ("partial-rollout", [PROX, RECOMPUTE, *ON_GPUS, "weights.transport=nccl"], ["reach nobody else"], "transport=object-store"),
+    (
+        "partial-rollout",
+        [KL, 'placement.tasks=[["train"],["ref","prox"],["rollout"]]'],
+        ["only with train"],
+        "each",
+    ),
+    ("partial-rollout", ['placement.tasks=[["train"],["reward"],["rollout"]]'], ["no reward model"], "reward_model.path"),
+    (
+        "partial-rollout",
+        ["reward_model.path=judge", 'placement.tasks=[["train","reward"],["rollout"]]'],
+        ["needed before groups are taken"],
+        '["reward"]',
+    ),
+    ("colocate", ["reward_model.path=judge"], ["with a reward model", "take turns"], "placement.colocate=false"),
+    ("partial-rollout", ["task.reward=none"], ["nothing gives a reward"], "reward_model.path"),
+    ("partial-rollout", ['placement.tasks=[["train"],["critic"],["rollout"]]'], ["nothing asks for values"], "adv_estimator=gae"),
+    (
+        "partial-rollout",
+        [
+            'placement.tasks=[["train"],["critic"],["rollout"]]',
+            "algorithm.adv_estimator=gae",
+            "algorithm.use_kl_in_reward=true",
+        ],
+        ["the critic's returns need the reference's logprobs"],
+        "a list of its own",
+    ),
     ("partial-rollout", ['placement.tasks=[["train","rollout"]]'], ["only if they take turns"], "placement.colocate=true"),
     ("partial-rollout", ['placement.tasks=[["train"],["train"],["rollout"]]'], ["names train more than once"], "each task once"),
     ("partial-rollout", ['placement.tasks=[["train"]]'], ["has no rollout"], '["rollout"]'),
@@ -175,6 +204,13 @@ CONFLICTS = [
         ["weights.dual_buffer = false", 'weights.transport = "disk"'],
         "weights.transport=object-store",
     ),
+    ("base", ["lora.sync=adapter"], ['lora.sync = "adapter"', "lora.rank = 0"], "lora.rank=8"),
+    (
+        "base",
+        ["lora.rank=8", "lora.sync=adapter", "weights.keep_versions=2"],
+        ['lora.sync = "adapter"', "weights.keep_versions = 2"],
+        "lora.sync=merged",
+    ),
     ("base", ["weights.transport=nccl", "placement.device=cuda"], ['transport = "nccl"', 'engine = "transformers"'], "engine=vllm"),
     (
         "base",
@@ -269,6 +305,12 @@ def test_vllm_is_refused_what_it_cannot_do_and_others_are_refused_its_keys(sets:
     assert hint in caught.value.hint
 
 
+def test_what_is_shipped_warns_of_nothing() -> None:
+    of_templates = (str(path) for directory in shipped_templates().values() for path in directory.glob("*.toml"))
+    warnings = {name: load(name, environ={}).warnings for name in (*shipped_profiles(), *of_templates)}
+    assert not any(warnings.values()), warnings
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -289,7 +331,10 @@ def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:
     ("reference", "sets"),
     [
         ("partial-rollout", ["rollout.interrupt=recompute-kv"]),
-        ("stale-samples", ["async_training.max_staleness=5", "async_training.on_stale=requeue"]),
+        (
+            "stale-samples",
+            ["async_training.max_staleness=5", "async_training.on_stale=requeue", "algorithm.old_logprobs=recompute"],
+        ),
         ("base", ["run.train_steps=20", "run.total_rollout_steps=320"]),
         ("base", ["rollout.engine=vllm", "rollout.temperature=0.7", "rollout.engine_args={block_size=32}"]),
         ("base", ["async_training.use_rollout_log_probs=true", "algorithm.old_logprobs=rollout"]),

@@ -98,12 +98,13 @@ def test_verls_name_for_the_old_logprobs_decides_them(alias: str, name: str) -> 
 
 
 def test_relative_paths_are_relative_to_the_profile_that_says_them(tmp_path: Path) -> None:
-    text = 'extends = "base"\n[task]\nsource = "jsonl:data.jsonl"\n[model]\npath = "./m"\n'
+    text = 'extends = "base"\n[task]\nsource = "jsonl:data.jsonl"\n[model]\npath = "./m"\n[reward_model]\npath = "./judge"\n'
     text += '[eval]\nsets = {aime = "parquet:a.parquet"}\n'
     profile = load(write(tmp_path, "own.toml", text), environ={}).profile
     assert profile.task.source == f"jsonl:{tmp_path}/data.jsonl"
     assert profile.eval.sets == {"aime": f"parquet:{tmp_path}/a.parquet"}
     assert profile.model.path == str(tmp_path / "m")
+    assert profile.reward_model.path == str(tmp_path / "judge")
 
 
 def test_hub_names_and_built_in_models_are_no_paths() -> None:
@@ -199,6 +200,20 @@ def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path: P
 
 def test_a_key_that_resembles_none_is_refused_with_those_of_its_section() -> None:
     assert "max_turns" in refusal(sets=("env.qqq=1",)).hint.removeprefix("keys of [env]: ").split(", ")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("placement.rollout.label", "placement.rollout_labels"),
+        ("placement.trainer.workers", "placement.trainer_workers"),
+        ("placement.rollout.strategy", "placement.rollout_strategy"),
+    ],
+)
+def test_a_dot_in_the_place_of_an_underscore_is_guessed(key: str, meant: str) -> None:
+    error = refusal(sets=(f"{key}=x",))
+    assert f"unknown key {key}" in error.message
+    assert error.hint == f"did you mean {meant}?"
 
 
 def test_a_syntax_error_names_file_and_line(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ NAMED = {
     "trainer.fully_async.num_parallel_generation_workers": "rollout.slots",
     "trainer.placement.colocate_all": "placement.colocate",
     "trainer.placement.colocate_policy_ref": "placement.tasks",
-    "trainer.placement.policy_num_gpus_per_node": "placement.trainer_workers",
+    "trainer.placement.policy_num_gpus_per_node": "trainer.n_gpus_per_node",
     "trainer.placement.ref_num_gpus_per_node": "placement.ratios",
     "generator.num_inference_engines": "rollout.workers",
     "generator.inference_engine_tensor_parallel_size": "placement.gpus_per_rollout_worker",
@@ -28,11 +28,7 @@ NAMED = {
     "generator.async_engine": None,
     "trainer.algorithm.dynamic_sampling.type": "algorithm.filter_groups",
     "generator.n_samples_per_prompt": "rollout.n",
-    # verl's page on fully_async; its async_training.* are keys of ours
-    "trainer.nnodes": "placement.trainer_workers",
-    "trainer.n_gpus_per_node": "placement.trainer_workers",
-    "rollout.nnodes": "rollout.workers",
-    "rollout.n_gpus_per_node": "rollout.workers",
+    # verl's page on fully_async; its async_training.*, nnodes and n_gpus_per_node are keys of ours
     "data.train_batch_size": "async_training.trigger_parameter_sync_step",
     "data.gen_batch_size": None,
     "rollout.total_rollout_steps": "run.total_rollout_steps",
@@ -92,8 +88,8 @@ def test_all_keys_of_a_table_and_of_several_sets_are_named(tmp_path: Path) -> No
         load(str(tmp_path / "own.toml"), environ={})
     for key in ("actor_rollout_ref.rollout.mode", "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.temperature"):
         assert f"unknown key {key}" in refused.value.message
-    both = refusal("trainer.nnodes=1", "rollout.test_freq=5").message
-    assert "trainer.nnodes" in both
+    both = refusal("trainer.total_epochs=1", "rollout.test_freq=5").message
+    assert "trainer.total_epochs" in both
     assert "rollout.test_freq" in both
 
 

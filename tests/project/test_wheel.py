@@ -55,7 +55,8 @@ def test_the_wheel_in_an_empty_environment_lists_profiles_and_templates(tmp_path
     for distribution in closure(NEEDED):
         copy_distribution(distribution, site_packages)
     install = [str(commands / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, check=True, timeout=120)
+    bare = {"PATH": "/usr/bin:/bin", "COLUMNS": "120"}  # no PYTHONPATH: with one, pip may find the wheel installed elsewhere
+    subprocess.run(install, check=True, timeout=120, env=bare)
 
     def asyncrl(*arguments: str) -> str:
         done = subprocess.run(
@@ -64,7 +65,7 @@ def test_the_wheel_in_an_empty_environment_lists_profiles_and_templates(tmp_path
             text=True,
             timeout=60,
             cwd=tmp_path,
-            env={"PATH": "/usr/bin:/bin", "COLUMNS": "120"},
+            env=bare,
             check=False,
         )
         assert done.returncode == 0, done.stderr

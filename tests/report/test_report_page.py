@@ -45,6 +45,14 @@ def test_the_pages_columns_are_the_lines_of_metrics(tmp_path):
     assert found["columns"]["samples"] == [16 * 8 * step for step in range(1, 7)]
 
 
+def test_the_trainers_ranks_are_counted_though_it_is_one_executor(tmp_path):
+    directory = make_run(tmp_path / "otter", sets=["rollout.workers=2"])
+    for rank in range(2):
+        (directory / "logs" / "attempt-1").mkdir(parents=True, exist_ok=True)
+        (directory / "logs" / "attempt-1" / f"trainer-{rank}.log").touch()
+    assert "2 trainer ranks and 0 rollout workers, apart" in words(page(directory))
+
+
 def test_evals_and_marks_leave_out_what_a_resume_did_again(tmp_path):
     found = embedded(page(make_run(tmp_path / "otter")))["runs"][0]
     assert [(one["version"], one["reward_mean"], one["samples"]) for one in found["evals"]] == [(0, 0.25, 256), (3, 0.5, 768)]

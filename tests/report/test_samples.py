@@ -149,6 +149,15 @@ def test_a_page_has_the_text_escaped_by_version_with_changed_tokens_marked(run):
     assert sum(attrs.get("class") == "load" for tag, attrs in page.tags if tag == "sup") == 2
 
 
+def test_a_page_tells_of_a_dump_that_is_malformed_and_shows_the_others(run):
+    damaged = run.files.samples / f"step-{run.sampled_steps[0]:06d}.jsonl"
+    damaged.write_text('{"step": 1}\n')
+    page = Read()
+    page.feed(samples_html(run))
+    assert "a trajectory is malformed" in page.text
+    assert [attrs["class"] for tag, attrs in page.tags if tag == "details"]
+
+
 def test_a_run_without_samples_is_told_which_key_keeps_them(tmp_path):
     run = Recorded(tmp_path)
     assert samples_html(run) == ""

@@ -127,6 +127,14 @@ def test_a_part_has_the_groups_of_its_steps_whole_and_compressed_is_the_same(run
     assert [entry["name"] for entry in slices if entry["cat"] == "step"] == ["step 3", "step 4", "step 5"]
 
 
+def test_a_range_without_a_train_step_is_refused_and_leaves_the_trace_as_it_was(run, tmp_path):
+    write_trace(run, tmp_path / "trace.json")
+    before = (tmp_path / "trace.json").read_bytes()
+    with pytest.raises(ConfigError, match="no step of --steps 9999:"):
+        write_trace(run, tmp_path / "trace.json", 9_999)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+
+
 def test_a_run_without_a_version_and_a_group_without_all_of_its_events_are_left_out(tmp_path):
     directory = make_run(tmp_path / "otter")
     (directory / "events.jsonl").write_text("")

@@ -145,6 +145,20 @@ def test_old_logprobs_cost_what_they_cost_per_scored_token(tmp_path: Path, windo
     assert "old_logprob" not in found.notes
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_scorers_cost_what_they_cost_per_token_of_the_trainers_devices(tmp_path: Path, apart: bool) -> None:
+    sets = ["algorithm.old_logprobs=recompute", "algorithm.use_kl_loss=true", "async_training.require_batches=2"]
+    sets.append("async_training.trigger_parameter_sync_step=1")
+    tasks = ['placement.tasks=[["train"],["ref"],["prox"],["rollout"]]', "placement.ratios=[2,1,1,2]"]
+    work = truth(generation=0.0, training=0.0)
+    work = work.model_copy(update={"training": work.training.model_copy(update={"ref_s_per_token": 3e-4, "reference_gpus": 2})})
+    sides = ["placement.trainer_workers=2", "rollout.workers=2"]
+    found = calibrate(write_run(tmp_path / "run", work, "stream-off-policy", 24, *sets, *(tasks if apart else sides)))
+    assert found.training.old_logprob_s_per_token == pytest.approx(1.5e-4, rel=0.01)
+    assert found.training.ref_s_per_token == pytest.approx(3e-4, rel=0.01)
+    assert found.training.reward_s_per_token is None
+
+
 def test_what_one_run_cannot_tell_is_in_the_notes(tmp_path: Path) -> None:
     found = calibrate(write_run(tmp_path / "run", truth(), "colocate", 20))
     assert found.training.old_logprob_s_per_token == 0.0

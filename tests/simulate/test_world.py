@@ -232,22 +232,27 @@ def test_residuals_compare_every_part_of_every_reference() -> None:
     assert found[1].ratio == pytest.approx(0.5)
 
 
+STAGE_KEYS = ("timing/step_s", "timing/train_s", "timing/ref_s", "ref/idle_ratio", "timing/critic_s")
+TRAINER_OF_ONE, THREE_WORKERS = "placement.trainer_workers=1", ("placement.gpus=4", "rollout.workers=3")
+
+
+def means(*sets: str) -> dict[str, float]:
+    """Of the figures of stages, over the second half of a run."""
+    loaded = profile_for(workload(), "partial-rollout", ("placement.gpus=5", *sets), groups=400)
+    ran = simulate(loaded.profile, workload(), groups=400)
+    assert ran.error is None
+    lines = ran.lines[len(ran.lines) // 2 :]
+    keys = [key for key in STAGE_KEYS if key in lines[0]]
+    return {key: sum(line[key] for line in lines) / len(lines) for key in keys}
+
+
 def test_a_reference_of_its_own_takes_its_time_beside_training():
     """On one GPU a step trains for 1.6 s, and the reference's pass takes a third of that: it lengthens the step, unless it has a
     GPU of its own."""
 
-    def means(*sets: str) -> dict[str, float]:
-        loaded = profile_for(workload(), "partial-rollout", ("placement.gpus=5", *sets), groups=400)
-        ran = simulate(loaded.profile, workload(), groups=400)
-        assert ran.error is None
-        lines = ran.lines[len(ran.lines) // 2 :]
-        keys = [key for key in ("timing/step_s", "timing/train_s", "timing/ref_s", "ref/idle_ratio") if key in lines[0]]
-        return {key: sum(line[key] for line in lines) / len(lines) for key in keys}
-
-    trainer, kl = "placement.trainer_workers=1", "algorithm.use_kl_loss=true"
-    tasks = 'placement.tasks=[["train"],["ref"],["rollout"]]'
-    without_s = means("placement.gpus=4", trainer, "rollout.workers=3")["timing/step_s"]
-    together = means(kl, "placement.gpus=4", trainer, "rollout.workers=3")
+    kl, tasks = "algorithm.use_kl_loss=true", 'placement.tasks=[["train"],["ref"],["rollout"]]'
+    without_s = means(TRAINER_OF_ONE, *THREE_WORKERS)["timing/step_s"]
+    together = means(kl, TRAINER_OF_ONE, *THREE_WORKERS)
     apart = means(kl, tasks, "placement.ratios=[1,1,3]")
     ref_s = together["timing/ref_s"]
     assert ref_s == pytest.approx(together["timing/train_s"] / 3)
@@ -255,3 +260,33 @@ def test_a_reference_of_its_own_takes_its_time_beside_training():
     assert apart["timing/step_s"] < without_s + 0.1 * ref_s
     assert "timing/ref_s" not in apart
     assert apart["ref/idle_ratio"] == pytest.approx(1 - ref_s / apart["timing/step_s"], abs=0.1)
+
+
+def test_a_critic_of_its_own_learns_beside_the_policy_and_its_values_come_after():
+    """Values take a third of the policy's training, and what the critic learns as long as that."""
+    gae, tasks = "algorithm.adv_estimator=gae", 'placement.tasks=[["train"],["critic"],["rollout"]]'
+    without = means(TRAINER_OF_ONE, *THREE_WORKERS)
+    together = means(gae, TRAINER_OF_ONE, *THREE_WORKERS)
+    apart = means(gae, tasks, "placement.ratios=[1,1,3]")
+    values_s = together["timing/critic_s"]
+    assert together["timing/train_s"] == pytest.approx(2 * without["timing/train_s"], rel=0.05)
+    assert values_s == pytest.approx(without["timing/train_s"] / 3, rel=0.05)
+    assert together["timing/step_s"] == pytest.approx(without["timing/step_s"] + 4 * values_s, rel=0.05)
+    assert apart["timing/step_s"] == pytest.approx(without["timing/step_s"] + values_s, rel=0.1)
+    assert "timing/critic_s" not in apart
+
+
+def test_prox_apart_hides_the_pass_behind_training_where_a_window_has_several_steps():
+    """With K = 4 a step's groups are scored while the one before is trained; the trainer has no pass of its own then."""
+    sets = ("algorithm.old_logprobs=recompute", "async_training.trigger_parameter_sync_step=4", "placement.trainer_workers=1")
+
+    def lines(*more: str) -> list[dict[str, Any]]:
+        ran = simulate(profile_for(workload(), "stale-samples", (*sets, *more), groups=96).profile, workload(), groups=96)
+        assert ran.error is None
+        return ran.lines[len(ran.lines) // 2 :]
+
+    together = lines("placement.gpus=4", "rollout.workers=3")
+    apart = lines("placement.gpus=5", 'placement.tasks=[["train"],["prox"],["rollout"]]', "placement.ratios=[1,1,3]")
+    assert sum(line["timing/old_logprob_s"] for line in apart) == 0
+    assert sum(line["timing/step_s"] for line in apart) < 0.93 * sum(line["timing/step_s"] for line in together)
+    assert all(0 < line["prox/idle_ratio"] <= 1 for line in apart)

@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tests.loop.proof.memory import resume_from
 from tests.loop.worlds import run_world, settings
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.job.driving import PromptFeed
-from asyncrl_cli.loop.board import ResumeFrom
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.tasks.item import make_item
@@ -58,7 +58,7 @@ def test_a_resumed_run_gives_its_workers_the_items_of_the_task(tmp_path, request
     assert first.error is None
     frozen, state = next(cut for cut in first.checkpoints.cuts if cut[1]["groups"]["running"])
     requested.clear()
-    resumed = ResumeFrom(loop_state=state, payloads=frozen.payloads)
+    resumed = resume_from(frozen, state)
     assert run_world(loop_settings, feed=PromptFeed(items, seed=0), resume_from=resumed).error is None
     assert requested
     assert {id(item) for item in requested} <= {id(item) for item in items}
@@ -82,7 +82,5 @@ def test_a_checkpoint_that_holds_items_is_refused_with_the_way_out():
     ran = run_world(settings("partial-rollout"))
     frozen, state = ran.checkpoints.cuts[1]
     with pytest.raises(RefusedError, match="schema_version 1; this asyncrl reads 2") as refused:
-        run_world(
-            settings("partial-rollout"), resume_from=ResumeFrom(loop_state={**state, "schema_version": 1}, payloads=frozen.payloads)
-        )
+        run_world(settings("partial-rollout"), resume_from=resume_from(frozen, {**state, "schema_version": 1}))
     assert "the version of asyncrl that started the run" in refused.value.hint

@@ -82,6 +82,18 @@ FUNCTIONS = '''
         await asyncio.sleep(0.01)
         return os.getpid()
 
+    def leaving_a_daemon(item, response):
+        """Out of reach of whoever kills this process's group, the daemon holds the pipes to the pool open."""
+        if (pid := os.fork()) == 0:
+            os.setsid()
+            time.sleep(60)
+            os._exit(0)
+        with open(item["answer"], "a") as pids:
+            print(pid, file=pids)
+        if response == "hang":
+            time.sleep(600)
+        return 1.0
+
     def one_argument(item):
         return 1.0
 
@@ -360,6 +372,25 @@ def test_rewards_still_waited_for_fail_when_the_pool_closes(functions):
     asyncio.run(main())
 
 
+def test_a_process_that_a_reward_leaves_behind_holds_up_nobody(functions):
+    item = make_item("p", str(functions / "pids"), {})
+
+    async def use(pool):
+        results = await outcomes(pool, ["hang", "ok"], item)
+        last = asyncio.create_task(outcomes(pool, ["hang"], item))
+        await asyncio.sleep(0.2)
+        await pool.close()
+        return [*results, *await last]
+
+    try:
+        hung, fine, closed = with_pool(spec_of(functions, "leaving_a_daemon"), use, timeout_s=0.5)
+    finally:
+        for pid in map(int, (functions / "pids").read_text().split()):
+            os.kill(pid, signal.SIGKILL)
+    assert hung == "took longer than 0.5 s and was killed"
+    assert (fine, closed) == (1.0, "the reward pool is closed")
+
+
 def test_a_child_that_cannot_be_started_at_all_is_a_failure_with_the_reason(functions, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     (reason,) = score(spec_of(functions, "length"), ["ok"])
@@ -448,7 +479,7 @@ def _alive(pid: int) -> bool:
         ("broken:score", "ZeroDivisionError: division by zero \\(broken.py:1\\)"),
         ("leaving:score", "SystemExit: 3"),
         ("dying:score", "its process ended with exit code 7"),
-        ("exact", "none of auto, dataset, exact-match, math-verify and not of the form module:function"),
+        ("exact", "none of auto, dataset, exact-match, math-verify, none and not of the form module:function"),
         ("my_rewards:", "not of the form module:function"),
     ],
 )

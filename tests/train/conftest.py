@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import multiprocessing.context
 import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.train.rank_program import main
+from tests.train.rank_program import main_each
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -42,38 +44,51 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable]:
         made.pop().close()
 
 
-@pytest.fixture(scope="module")
-def run_ranks(tmp_path_factory):
-    """Runs ranks to their end, each in a process of its own; returns rank 0's full weights after `last_step`.
-
-    The processes are forks of one that has imported torch and transformers, and done nothing else: the imports are most of a test.
-    """
+@pytest.fixture(scope="session")
+def rank_context() -> multiprocessing.context.BaseContext:
+    """For processes that are forks of one that has imported torch and transformers, and done nothing else: the imports are most of
+    a test."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.train.rank_program"])
+    with pytest.MonkeyPatch.context() as patch:  # for the process that is forked, and for no later test of this one
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)]))
+        forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture(scope="module")
+def run_ranks(tmp_path_factory, rank_context):
+    """Runs ranks to their end, each in a process of its own; returns rank 0's full weights after `last_step`. `run_ranks.each` does
+    so for each of several settings, one after the other."""
     directory = tmp_path_factory.mktemp("ranks")
     numbers = itertools.count()
 
-    def run(model_dir, *, world_size=1, first_step=1, last_step=4, load="", save="", settings=None, spoiled_step=0):
-        number = next(numbers)
-        job = {
-            "model_dir": str(model_dir),
-            "settings": settings or {},
-            "world_size": world_size,
-            "init_method": f"file://{directory}/rendezvous-{number}",
-            "first_step": first_step,
-            "last_step": last_step,
-            "num_groups": 4,
-            "spoiled_step": spoiled_step,
-            "load": str(load),
-            "save": str(save),
-            "weights": str(directory / f"weights-{number}.safetensors"),
-        }
-        with ProcessPoolExecutor(world_size, mp_context=context, max_tasks_per_child=1) as ranks:
-            running = [ranks.submit(main, job | {"rank": rank}) for rank in range(world_size)]
-            for future in running:
-                future.result(timeout=120)
-        return load_file(job["weights"])
+    def run(model_dir, *, settings=None, **keys):
+        return run_each(model_dir, [settings or {}], **keys)[0]
 
-    with pytest.MonkeyPatch.context() as patch:  # read when the first rank starts the process that is forked
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)]))
-        yield run
+    def run_each(model_dir, settings, *, world_size=1, first_step=1, last_step=4, load="", save="", spoiled_step=0):
+        jobs = [
+            {
+                "model_dir": str(model_dir),
+                "settings": one,
+                "world_size": world_size,
+                "init_method": f"file://{directory}/rendezvous-{number}",
+                "first_step": first_step,
+                "last_step": last_step,
+                "num_groups": 4,
+                "spoiled_step": spoiled_step,
+                "load": str(load),
+                "save": str(save),
+                "weights": str(directory / f"weights-{number}.safetensors"),
+            }
+            for one, number in zip(settings, numbers, strict=False)
+        ]
+        with ProcessPoolExecutor(world_size, mp_context=rank_context, max_tasks_per_child=1) as ranks:
+            running = [ranks.submit(main_each, [job | {"rank": rank} for job in jobs]) for rank in range(world_size)]
+            for future in running:
+                future.result(timeout=240)
+        return [load_file(job["weights"]) for job in jobs]
+
+    run.each = run_each
+
+    return run

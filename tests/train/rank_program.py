@@ -24,8 +24,9 @@ def train_steps(trainer: PolicyTrainer, job: dict) -> None:
         metas, payloads = make_step(step, job["num_groups"])
         if step == job["spoiled_step"]:
             payloads[0].trajectories[0].segments[0].logprobs_T[-1] = float("nan")
-        algorithm = {key: value for key, value in job["settings"].items() if key in AlgorithmSection.model_fields}
-        plans = planned(metas, ranks=job["world_size"], num_minibatches=2, **algorithm)
+        keys = {*AlgorithmSection.model_fields, "sequence_parallel_size"}
+        settings = {key: value for key, value in job["settings"].items() if key in keys}
+        plans = planned(metas, ranks=job["world_size"], num_minibatches=2, **settings)
         plan = plans[job["rank"]]
         needed = {group: payloads[group] for group in plan.groups}
         step_in_window = (step - 1) % trainer.profile.async_training.trigger_parameter_sync_step
@@ -40,6 +41,11 @@ def write_in_thread(trainer: PolicyTrainer, job: dict) -> None:
     # Beside the write: one more step, which the snapshot must not see.
     train_steps(trainer, job | {"first_step": 99, "last_step": 99})
     writer.join()
+
+
+def main_each(jobs: list[dict]) -> None:
+    for job in jobs:
+        main(job)
 
 
 def main(job: dict) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.train.balance import microbatches, split_by_tokens, training_order
+from asyncrl_cli.train.balance import microbatches, packed, split_by_tokens, training_order
 from tests.train.train_samples import make_step
 from tests.trainers import planned
 
@@ -32,6 +32,16 @@ def test_microbatches_hold_every_row_once_within_the_budget(lengths, max_tokens,
     for part in parts:
         assert part == sorted(part)
         assert len(part) == 1 or len(part) * max(lengths[i] for i in part) <= max_tokens
+
+
+@given(lengths_lists, st.integers(50, 1000))
+def test_rows_end_to_end_fill_the_budget_with_their_own_tokens(lengths, max_tokens):
+    parts = packed(lengths, max_tokens)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    sums = [sum(lengths[i] for i in part) for part in parts]
+    assert all(len(part) == 1 or num <= max_tokens for part, num in zip(parts, sums, strict=True))
+    # What a microbatch lacks is less than the next one's longest row.
+    assert all(num + max(lengths[i] for i in after) > max_tokens for num, after in zip(sums, parts[1:], strict=False))
 
 
 def test_microbatches_stay_together_until_padding_costs_more_than_a_split():

@@ -80,8 +80,8 @@ def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(tiny_model_
 def test_a_critic_learns_what_to_expect_and_the_policy_waits_for_its_head_start(tiny_model_dir, make_trainer):
     trainer = make_trainer(trainer_parts(tiny_model_dir, **GAE, lr=1e-3, head_start_steps=3, total_optimizer_steps=9))
     before = {name: local.clone() for name, local in trainer.model.locals().items()}
-    batch, _ = one_step(num_minibatches=2)
-    first, second, third = (shown(trainer.train(**batch).metrics) for _ in range(3))
+    batches = [one_step(num_minibatches=2, step=step, head_start_steps=3)[0] for step in (1, 2, 3)]
+    first, second, third = (shown(trainer.train(**batch).metrics) for batch in batches)
     assert "train/loss" not in first
     assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)  # its head is zero
     assert third["critic/loss"] < 0.8 * first["critic/loss"]

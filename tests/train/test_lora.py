@@ -9,6 +9,9 @@ from safetensors.torch import load_file
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.memory import adapter_parameters
+from asyncrl_cli.weights.adapters import BaseFiles
+from asyncrl_cli.weights.buckets import unpack
+from tests.packed import pack
 from tests.train.train_samples import make_step, save_tiny_model
 from tests.trainers import planned, trainer_parts
 
@@ -46,6 +49,24 @@ def test_adapters_alone_are_trained_and_whole_weights_are_published(tiny_model_d
             torch.testing.assert_close(after[name].double(), weight.double() + 2.0 * b @ a, rtol=0, atol=1e-6)
         else:
             assert torch.equal(after[name], weight), name
+
+
+def test_adapters_sent_alone_and_merged_by_a_worker_are_bit_for_bit_what_would_have_been_sent(tiny_model_dir, make_trainer):
+    trainers = [make_trainer(trainer_parts(tiny_model_dir, sync=sync, **LORA)) for sync in ("merged", "adapter")]
+    for trainer in trainers:
+        train(trainer)
+        trainer.gather(1)
+    (whole, buckets), (small, adapters) = (trainer.published(1) for trainer in trainers)
+    assert small.num_bytes < whole.num_bytes / 2
+    assert small.probe_logprobs == whole.probe_logprobs
+    base = BaseFiles(trainers[1].profile, tiny_model_dir)
+    expected = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
+    for sent in (adapters, buckets):  # another trainer, by the gateway, sends whole weights
+        found = {name: tensor for bucket in base.whole(iter(sent)) for name, tensor in unpack(bucket).items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(ValueError, match=r"weights that the base model has not: model\.layers\.9"):
+        list(base.whole(pack({"model.layers.9.lora_A.weight": torch.zeros(4, 2)}, 1000)))
 
 
 def test_what_is_published_scores_as_the_trainer_does(tiny_model_dir, make_trainer, tmp_path):

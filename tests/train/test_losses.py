@@ -155,6 +155,7 @@ def test_the_loglinear_prox_lies_between_sampler_and_policy_by_the_steps_made():
 
 class OneRank:
     device = torch.device("cpu")
+    sequence_size = 1
 
     def sum(self, tensor):
         return tensor

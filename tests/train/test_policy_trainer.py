@@ -14,6 +14,7 @@ from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.values import shown
 from asyncrl_cli.profile.schema import TrainerSection
 from asyncrl_cli.samples import GroupPayload, Trajectory
+from asyncrl_cli.train import ranks
 from asyncrl_cli.train.balance import microbatches
 from asyncrl_cli.train.batch import SPLIT_COST_TOKENS
 from asyncrl_cli.train.ranks import learning_rate
@@ -172,7 +173,6 @@ def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir,
         "correction/weight_max",
         "correction/masked_ratio",
         "correction/effective_ratio",
-        "train/old_logprob_tokens",
     }
     assert 0 < full["correction/masked_ratio"] < 1
 
@@ -319,6 +319,27 @@ def test_bfloat16_trains_float32_masters_and_publishes_bfloat16(tiny_model_dir, 
         assert after.dtype == torch.float32
         assert not torch.equal(before[name], after)
         assert torch.equal(received[name], after.to(torch.bfloat16))
+
+
+def test_moments_that_wait_on_the_host_are_those_of_a_trainer_that_keeps_them(tiny_model_dir, make_trainer, monkeypatch, tmp_path):
+    """A CPU is taken for a device with memory of its own."""
+    steps = [rank_batch(*make_step(step, num_groups=2)) for step in (1, 2)]
+    kept = make_trainer(trainer_parts(tiny_model_dir))
+    for step in steps:
+        kept.train(**step)
+    expected = {name: tensor.clone() for name, tensor in (kept.optimizer.moments() | weights_of(kept)).items()}
+    monkeypatch.setattr(ranks, "_offloads", lambda section, ranks: True)
+    offloaded = make_trainer(trainer_parts(tiny_model_dir))
+    offloaded.train(**steps[0])
+    offloaded.snapshot(1)
+    offloaded.write(1, tmp_path / "state", with_published=False)
+    resumed = make_trainer(trainer_parts(tiny_model_dir))
+    resumed.load(tmp_path / "state")
+    resumed.train(**steps[1])
+    for name, tensor in (resumed.optimizer.moments() | weights_of(resumed)).items():
+        assert torch.equal(tensor, expected[name]), name
+    states = resumed.optimizer._adamw.state.values()
+    assert {state["exp_avg"].to_local().untyped_storage().nbytes() for state in states} == {0}
 
 
 def spoiled_step(step, num_groups):

@@ -18,26 +18,39 @@ def assert_equal(ours, theirs):
         assert torch.equal(ours[name], theirs[name]), name
 
 
+RECOMPUTE = {"old_logprobs": "recompute"}
+SLOWLY = {**RECOMPUTE, "lr": 2e-5}
+"""AdamW divides by the gradient's size, so that rounding counts where gradients are small, in proportion to the learning rate."""
+ALGORITHMS = [
+    {},
+    {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "old_logprobs": "loglinear", "lr": 2e-5},
+    {"loss_agg_mode": "seq-mean-token-sum-norm", "rollout_is_batch_normalize": True, **RECOMPUTE},
+    {"use_kl_in_reward": True, "kl_coef": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1, "normalize_advantages": False},
+    {"adv_estimator": "gae", "lam": 0.95, **SLOWLY},
+    {"loss_mode": "cispo", "adv_estimator": "rloo", "rollout_is": "sequence", "rollout_is_threshold": "0.2_5.0", **SLOWLY},
+    {"loss_mode": "dppo", "adv_estimator": "reinforce_plus_plus", "rollout_is": "geometric", **SLOWLY},
+    {
+        "loss_mode": "sapo",
+        "loss_agg_mode": "seq-mean-token-sum",
+        "rollout_rs": "seq_mean_k3",
+        "rollout_rs_threshold": 0.1,
+        "lr": 2e-5,
+    },
+    {"loss_mode": "reinforce", "adv_estimator": "reinforce_plus_plus_baseline", "rollout_is_threshold": 2.0, "lr": 2e-5},
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "old_logprobs": "loglinear", "lr": 2e-5},
-        {"loss_agg_mode": "seq-mean-token-sum-norm", "old_logprobs": "recompute", "rollout_is_batch_normalize": True},
-        {"use_kl_in_reward": True, "kl_coef": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1, "normalize_advantages": False},
-        {"adv_estimator": "gae", "lam": 0.95, "old_logprobs": "recompute", "lr": 2e-5},
-    ],
-)
-def test_two_ranks_train_the_weights_of_one(tiny_model_dir, run_ranks, settings):
+def test_two_ranks_train_the_weights_of_one(tiny_model_dir, run_ranks):
     # A small budget: the ranks' numbers of microbatches differ, and empty ones fill up.
-    settings = {"max_tokens_per_microbatch": 150, "lr": 1e-4, **settings}
-    one = run_ranks(tiny_model_dir, world_size=1, settings=settings)
-    two = run_ranks(tiny_model_dir, world_size=2, settings=settings)
+    settings = [{"max_tokens_per_microbatch": 150, "lr": 1e-4, **algorithm} for algorithm in ALGORITHMS]
+    one, two = (run_ranks.each(tiny_model_dir, settings, world_size=ranks, last_step=2) for ranks in (1, 2))
     initial = load_file(tiny_model_dir / "model.safetensors")
-    for name, ours in one.items():
-        assert not torch.equal(ours, initial[name])
-        torch.testing.assert_close(two[name], ours, rtol=0, atol=1e-6)
+    for algorithm, of_one, of_two in zip(ALGORITHMS, one, two, strict=True):
+        for name, ours in of_one.items():
+            assert not torch.equal(ours, initial[name]), algorithm
+            difference = (of_two[name] - ours).abs().max().item()
+            assert difference <= 5e-6, f"{algorithm}: {name} differs by {difference:.1e}"
 
 
 @pytest.mark.slow
@@ -76,6 +89,19 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path, tiny_model_dir, run_ra
     trainer.load(checkpoint)
     assert_equal(trainer.model.locals(), weights)
     assert trainer.optimizer.steps_made == 4
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_other_numbers_of_ranks_trains_the_same_weights(tmp_path, tiny_model_dir, run_ranks):
+    """Two ranks, then one, then two: as `asyncrl resume --set placement.trainer_workers=...` does."""
+    settings = {"max_tokens_per_microbatch": 150, "lr": 1e-4, "lr_schedule": "cosine", "adv_estimator": "gae", "lam": 0.95}
+    straight = run_ranks(tiny_model_dir, world_size=2, settings=settings)
+    run_ranks(tiny_model_dir, world_size=2, last_step=1, save=tmp_path / "of-2", settings=settings)
+    on_one = {"load": tmp_path / "of-2", "save": tmp_path / "of-1", "settings": settings}
+    run_ranks(tiny_model_dir, world_size=1, first_step=2, last_step=2, **on_one)
+    resharded = run_ranks(tiny_model_dir, world_size=2, first_step=3, load=tmp_path / "of-1", settings=settings)
+    for name, ours in straight.items():
+        torch.testing.assert_close(resharded[name], ours, rtol=0, atol=1e-5)
 
 
 def one_step(trainer, step=1):

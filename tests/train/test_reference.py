@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.train.reference import Reference
 from asyncrl_cli.train.scores import REF, score
 from tests.train.reference_losses import kl
 from tests.train.train_samples import make_step, save_tiny_model
@@ -102,35 +101,3 @@ def test_without_a_kl_no_reference_is_loaded(tiny_model_dir, make_trainer):
     assert trainer.reference is None
     (plan,) = planned(make_step(1, num_groups=1)[0])
     assert trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(make_step(1, num_groups=1)[1]))).column_s == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_reward", [False, True])
-def test_a_reference_with_processes_of_its_own_makes_the_same_weights(
-    tiny_model_dir, other_model_dir, make_trainer, tmp_path, in_reward
-):
-    """Ten steps: its columns are made in other batches than those that are trained, and by another process group. What the order of
-    additions changes in a logprob, ten steps of AdamW made 1.3e-6."""
-    kl = {"use_kl_in_reward": True, "kl_coef": 0.1} if in_reward else {"use_kl_loss": True, "kl_loss_coef": 0.1}
-    tasks = (("train",), ("ref",), ("rollout",))
-    parts = trainer_parts(tiny_model_dir, ref_dir=other_model_dir, max_tokens_per_microbatch=300, tasks=tasks, **kl)
-    reference = Reference(parts.profile, parts.place, rank=0, init_method=f"file://{tmp_path}/reference")
-    steps = [make_step(number, num_groups=4) for number in range(10)]
-    groups = [dict(enumerate(payloads)) for _, payloads in steps]
-    columns = [
-        reference.score(dict([*first.items(), *((index + 4, one) for index, one in second.items())]))
-        for first, second in zip(groups[::2], groups[1::2], strict=True)
-    ]
-    reference.close()
-    apart = [{index: column[index + shift] for index in range(4)} for column in columns for shift in (0, 4)]
-    together = trainer_parts(tiny_model_dir, ref_dir=other_model_dir, max_tokens_per_microbatch=300, **kl)
-    weights = []
-    for made in (together, parts):
-        trainer, is_apart = make_trainer(made), made is parts
-        assert (trainer.reference is None) is is_apart
-        for (metas, _), payloads, column in zip(steps, groups, apart, strict=True):
-            (plan,) = planned(metas, **kl)
-            report = trainer.train(step_in_window=0, plan=plan, payloads=payloads, scores={"ref": column} if is_apart else None)
-            assert ("ref" in report.column_s) is not is_apart
-        weights.append({name: local.clone() for name, local in trainer.model.locals().items()})
-    assert max(float((weights[1][name] - one).abs().max()) for name, one in weights[0].items()) <= 3e-6

@@ -92,9 +92,9 @@ def test_a_dump_that_fails_leaves_no_half_file(tmp_path, samples):
     assert not list(tmp_path.iterdir())
 
 
-def test_every_so_many_steps_are_dumped_and_zero_is_never():
-    assert [step for step in range(1, 13) if is_dump_step(step, 5)] == [5, 10]
-    assert not any(is_dump_step(step, 0) for step in range(20))
+def test_every_so_many_steps_the_first_and_the_last_are_dumped_and_zero_is_never():
+    assert [step for step in range(1, 13) if is_dump_step(step, 5, 12)] == [1, 5, 10, 12]
+    assert not any(is_dump_step(step, 0, 19) for step in range(20))
 
 
 def test_parts_of_a_group_become_one_again_and_groups_stay_apart(payloads):

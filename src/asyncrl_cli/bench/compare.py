@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of, groups_for_all
 from asyncrl_cli.bench.measure import stretches
-from asyncrl_cli.bench.phases import with_capacities
+from asyncrl_cli.bench.phases import NO_CLUSTER_BOUND, with_capacities
 from asyncrl_cli.bench.real import make_run, runs_of
 from asyncrl_cli.bench.results import Comparison, Result, Run, is_uneven, summarise, unevenness
 from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.job.process import StopRequests
+from asyncrl_cli.job.session import connected
 from asyncrl_cli.observe.lines import spent_s
-from asyncrl_cli.plan.cluster import local_cluster
+from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.profile.loaded import Loaded, load
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, profile_for
@@ -34,13 +36,14 @@ ENOUGH_WINDOWS = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
     """The profiles to compare, the baseline first. Each runs once per seed, with the keys in `sets`, and trains `groups` groups; on
-    the virtual clock if there is a `workload`."""
+    the virtual clock if there is a `workload`, on the Ray cluster at `address` if that is given."""
 
     entries: Sequence[Entry]
     sets: tuple[str, ...]
     seeds: Sequence[int]
     groups: int
     workload: Workload | None
+    address: str | None = None
 
     @property
     def baseline(self) -> Entry:
@@ -66,6 +69,7 @@ def contest_of(
     groups: int | None = None,
     windows: int | None = None,
     workload: Workload | None = None,
+    address: str | None = None,
 ) -> Contest:
     """Check the profiles and settle the runs' length: `groups`, or `windows` of the baseline, or a default. Raises ConfigError
     if the profiles cannot be compared."""
@@ -75,14 +79,21 @@ def contest_of(
     def loaded(reference: str) -> Loaded:
         return load(reference, sets, flags) if workload is None else profile_for(workload, reference, sets, groups=1)
 
-    entries = entries_of((baseline, *profiles), loaded, virtual_cluster if workload else lambda profile: local_cluster())
+    here = local_cluster if address is None else partial(_cluster_at, address)
+    entries = entries_of((baseline, *profiles), loaded, virtual_cluster if workload else lambda profile: here())
     if groups is not None and windows is not None:
         raise ConfigError("--groups and --windows both say how long the runs are", hint="give one of the two")
     window_groups = entries[0].window_groups
     default = workload.windows * window_groups if workload else REAL_GROUPS
     groups = groups or (windows or 0) * window_groups or default
     check_groups(entries, groups)
-    return Contest(entries=entries, sets=tuple(sets), seeds=seeds, groups=groups, workload=workload)
+    return Contest(entries=entries, sets=tuple(sets), seeds=seeds, groups=groups, workload=workload, address=address)
+
+
+@cache
+def _cluster_at(address: str) -> ClusterResources:
+    with connected(address) as cluster:
+        return cluster
 
 
 def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
@@ -129,7 +140,8 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     Each phase alone is measured after every repeat, about `phases.REPEATS` times in all, so that a run is compared with what the
     machine could do at that time.
     """
-    planned = runs_of(contest.entries, contest.seeds, contest.groups, contest.sets, directory.resolve() / "runs")
+    runs_dir = directory.resolve() / "runs"
+    planned = runs_of(contest.entries, contest.seeds, contest.groups, contest.sets, runs_dir, contest.address)
     for run in planned:
         bars.run(run.name, 0, contest.groups)
     finished: list[Run] = []
@@ -145,7 +157,9 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
                     if is_last:
                         raise KeyboardInterrupt
                 share = 1 / len(contest.seeds)
-                finished[first:], doubts = with_capacities(contest.entries, finished[first:], bars, share)
+                doubts: Sequence[str] = (NO_CLUSTER_BOUND,)
+                if contest.address is None:
+                    finished[first:], doubts = with_capacities(contest.entries, finished[first:], bars, share)
                 remarks |= dict.fromkeys(doubts)
     except (AsyncrlError, KeyboardInterrupt) as failure:
         error = failure if isinstance(failure, AsyncrlError) else Interrupted("interrupted: what is finished was kept")

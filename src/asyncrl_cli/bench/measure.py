@@ -26,7 +26,7 @@ from asyncrl_cli.simulate.capacities import Capacities, ideal_times
 PARTS = {
     "wait": ("wait_scores", "wait_data"),
     "old_logprob": ("old_logprob",),
-    "train": ("ref", "values", "train"),
+    "train": ("ref", "critic", "train"),
     "sync": ("gather",),
     "other": ("checkpoint", "other"),
 }

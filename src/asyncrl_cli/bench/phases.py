@@ -48,6 +48,7 @@ NO_GPU_BOUND = (
     "bound not measured: each phase alone is measured on CPUs only, where the actors of several profiles can wait side by side. "
     "Runs on CPUs and simulated runs are compared with their bound."
 )
+NO_CLUSTER_BOUND = "bound not measured: each phase alone is measured on this machine, and the runs were on a cluster."
 
 TURN = {
     "measuring generation alone": (True, False),
@@ -90,7 +91,7 @@ def with_capacities(
     if entries[0].plan.device == "cuda":
         return list(runs), (NO_GPU_BOUND,)
 
-    task, model_dir = asyncio.run(preparing.prepare(entries[0].profile, bars.note))
+    task, model_dir, _ = asyncio.run(preparing.prepare(entries[0].profile, bars.note))
     sides = {entry.name: side_of(entry.profile, entry.plan, model_dir) for entry in entries}
     repeats = math.ceil(REPEATS * share)
     measured = measure_all(sides, task.train, measured_lengths(entries, runs), repeats=repeats, progress=bars.note)

@@ -37,6 +37,7 @@ class RealRun:
     groups: int
     sets: Sequence[str]
     runs_dir: Path
+    address: str | None = None
 
     @property
     def name(self) -> str:
@@ -64,13 +65,16 @@ class RealRun:
         sets = [*self.sets, *(f"{key}={value}" for key, value in own.items())]
         arguments = ["--profile", self.entry.reference, *(part for text in sets for part in ("--set", text))]
         place = ["--runs-dir", str(self.runs_dir), "--name", self.name, "--ui", "none", "--json"]
+        place += ["--address", self.address or "local"]
         return [sys.executable, "-m", "asyncrl_cli", "train", *arguments, *place]
 
 
-def runs_of(entries: Sequence[Entry], seeds: Sequence[int], groups: int, sets: Sequence[str], runs_dir: Path) -> list[RealRun]:
+def runs_of(
+    entries: Sequence[Entry], seeds: Sequence[int], groups: int, sets: Sequence[str], runs_dir: Path, address: str | None = None
+) -> list[RealRun]:
     """The runs in the order in which they are made."""
     return [
-        RealRun(entry=entry, repeat=repeat, seed=seed, groups=groups, sets=sets, runs_dir=runs_dir)
+        RealRun(entry=entry, repeat=repeat, seed=seed, groups=groups, sets=sets, runs_dir=runs_dir, address=address)
         for repeat, seed in enumerate(seeds)
         for entry in entries
     ]

@@ -1,5 +1,5 @@
-"""What a search may change in a profile: the split of the GPUs, K and require_batches, eta and the staleness bound, where
-responses are placed, the slots.
+"""What a search may change in a profile: the split of the GPUs, the shares of scorers, K and require_batches, eta and the staleness
+bound, where responses are placed, the slots.
 
 A `Setting` is one choice of all these; its fields are the table of the keys that it sets. `Space.axes` lists what to try beside a
 setting. A further axis is a field of `Setting` and a line of `Space.axes`.
@@ -15,9 +15,11 @@ from operator import attrgetter
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.plan.job_plan import JobPlan
+from asyncrl_cli.plan.job_plan import TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import staleness_bound
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.sharing import REWARD, ROLLOUT, TRAIN
+from asyncrl_cli.profile.toml_files import toml_value
 
 DEFAULT_PROFILE = "partial-rollout"
 NODE_GPUS = 8
@@ -35,7 +37,8 @@ def _key(name: str, heading: str = "") -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One point of the search. On CPUs ranks and workers are processes, and `gpus_per_rollout_worker` is 0."""
+    """One point of the search. On CPUs ranks and workers are processes, and `gpus_per_rollout_worker` is 0. `scorers`: devices of
+    each task that the profile has apart; with 0 of them the trainer does it."""
 
     gpus_per_rollout_worker: int
     trainer_workers: int = field(metadata=_key("placement.trainer_workers"))
@@ -48,12 +51,13 @@ class Setting:
     partial_rollout: bool = field(metadata=_key("async_training.partial_rollout"))
     placement: str = field(metadata=_key("rollout.placement", "placement"))
     on_stale: str = field(metadata=_key("async_training.on_stale"))
+    scorers: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, profile: Profile, plan: JobPlan) -> Setting:
         values = {name: attrgetter(key)(profile) for name, key in KEYS.items()} | {"max_staleness": staleness_bound(profile)}
         of_plan = ("gpus_per_rollout_worker", "trainer_workers", "rollout_workers")
-        return cls(**values | {name: getattr(plan, name) for name in of_plan})
+        return cls(**values | {name: getattr(plan, name) for name in of_plan}, scorers=tuple(plan.scorers.items()))
 
     @property
     def rollout_devices(self) -> int:
@@ -62,23 +66,43 @@ class Setting:
 
     @property
     def devices(self) -> int:
-        return self.trainer_workers + self.rollout_devices
+        return sum(self._parts.values())
 
     @property
     def split(self) -> str:
-        """trainer:rollout, in GPUs or in processes."""
-        return f"{self.trainer_workers}:{self.rollout_devices}"
+        """In GPUs or in processes, as `split_names` says."""
+        return ":".join(map(str, self._parts.values()))
+
+    @property
+    def split_names(self) -> str:
+        """trainer:rollout, with scorers between them."""
+        return ":".join(self._parts)
+
+    @property
+    def _parts(self) -> dict[str, int]:
+        return {TRAINER: self.trainer_workers, **dict(self.scorers), ROLLOUT: self.rollout_devices}
+
+    @property
+    def _sharing(self) -> list[str]:
+        """The keys that give scorers their share."""
+        if not self.scorers:
+            return []
+        apart = {task: devices for task, devices in self.scorers if devices}
+        tasks = [[TRAIN, *(task for task, _ in self.scorers if task not in apart)], *([task] for task in apart), [ROLLOUT]]
+        ratios = [self.trainer_workers, *apart.values(), self.rollout_devices]
+        return [f"placement.tasks={toml_value(tasks)}", f"placement.ratios={toml_value(ratios)}"]
 
     @property
     def sets(self) -> list[str]:
         """The `--set`s that make this setting, whatever the profile says."""
         gpus = [f"placement.gpus={self.devices}"] if self.gpus_per_rollout_worker else []
-        return gpus + [f"{key}={str(getattr(self, name)).lower()}" for name, key in KEYS.items()]
+        return gpus + self._sharing + [f"{key}={str(getattr(self, name)).lower()}" for name, key in KEYS.items()]
 
     def to_json(self) -> dict[str, Any]:
         """Under the profile's key names without their sections; the two kinds of `workers` keep the setting's names."""
         values = {name if "workers" in name else key.rpartition(".")[2]: getattr(self, name) for name, key in KEYS.items()}
-        return {"split": self.split, **values, "staleness_threshold": float(self.eta), "sets": self.sets}
+        shares = {"scorers": dict(self.scorers)} if self.scorers else {}
+        return {"split": self.split, **shares, **values, "staleness_threshold": float(self.eta), "sets": self.sets}
 
 
 KEYS: dict[str, str] = {one.name: one.metadata["key"] for one in fields(Setting) if one.metadata}
@@ -95,13 +119,15 @@ Axis = Callable[[Setting], list[Setting]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """Settings with as many GPUs (or processes) in total as `current`. `bound` is S, the largest max_staleness allowed; `n` is the
-    size of a group; `etas` ascend. Rollouts are partial where eta > 0, if `partial_rollout`."""
+    size of a group; `etas` ascend. Rollouts are partial where eta > 0, if `partial_rollout`. Trainer ranks come in multiples of
+    `sequence_size`, which divide sequences between them."""
 
     current: Setting
     bound: int
     n: int
     etas: tuple[Decimal, ...]
     partial_rollout: bool
+    sequence_size: int
 
     @classmethod
     def around(cls, profile: Profile, plan: JobPlan, *, bound: int) -> Space:
@@ -118,12 +144,20 @@ class Space:
                 hint="--max-staleness 1, or a profile without rollout.interrupt",
             )
         partial_rollout = current.partial_rollout or current.eta == 0
-        return cls(current=current, bound=bound, n=profile.rollout.n, etas=etas, partial_rollout=partial_rollout)
+        return cls(
+            current=current,
+            bound=bound,
+            n=profile.rollout.n,
+            etas=etas,
+            partial_rollout=partial_rollout,
+            sequence_size=profile.trainer.sequence_parallel_size,
+        )
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """In the order in which they are searched."""
-        return (self.splits, self.windows, self.bounded_etas, self.placements, self.slots, self.near_splits)
+        shares = (self.shares,) if self.current.scorers else ()
+        return (self.splits, *shares, self.windows, self.bounded_etas, self.placements, self.slots, *shares, self.near_splits)
 
     @property
     def start(self) -> Setting:
@@ -137,6 +171,20 @@ class Space:
         """At most `MOST_SPLITS` splits, evenly spaced; from two nodes on, by whole nodes where that divides the GPUs."""
         return self._split(setting, range(self._unit, self.current.devices, self._unit))
 
+    def shares(self, setting: Setting) -> list[Setting]:
+        """More and fewer devices for each scorer, down to none (the reward model needs one), in exchange with either side."""
+        found, each = [setting], self._each
+        for task, now in setting.scorers:
+            least = 1 if task == REWARD else 0
+            for devices in {least, now // 2, now - self._unit, now + self._unit, 2 * now} - {now}:
+                scorers = dict(setting.scorers) | {task: devices}
+                rest = setting.devices - sum(scorers.values())
+                for rollout in {setting.rollout_devices, setting.rollout_devices + now - devices}:
+                    if devices >= least and 0 < rollout < rest and not (rollout % each or (rest - rollout) % self.sequence_size):
+                        sides = {"trainer_workers": rest - rollout, "rollout_workers": rollout // each}
+                        found.append(replace(setting, scorers=tuple(scorers.items()), **sides))
+        return sorted(dict.fromkeys(found), key=lambda one: (one.scorers, one.trainer_workers))
+
     def near_splits(self, setting: Setting) -> list[Setting]:
         """Splits next to a setting's: a step of `splits` away, half of it, and so on down to half a node."""
         step, near = self._unit, list[int]()
@@ -146,7 +194,9 @@ class Space:
         return self._split(setting, near)
 
     def on_current_split(self, setting: Setting) -> Setting:
-        return self._split(setting, [self.current.rollout_devices])[0]
+        current = self.current
+        sides = {"trainer_workers": current.trainer_workers, "rollout_workers": current.rollout_workers}
+        return replace(setting, scorers=current.scorers, **sides)
 
     def windows(self, setting: Setting) -> list[Setting]:
         """All pairs (K, require_batches) with the current W, and shorter windows of train steps of the current size."""
@@ -189,8 +239,8 @@ class Space:
 
     def _split(self, setting: Setting, rollout_devices: Iterable[int]) -> list[Setting]:
         """The setting with each of these numbers of devices for the rollout, as far as both sides get some."""
-        total, each = setting.devices, self._each
-        some = (devices for devices in rollout_devices if 0 < devices < total)
+        total, each = setting.trainer_workers + setting.rollout_devices, self._each
+        some = (devices for devices in rollout_devices if 0 < devices < total and (total - devices) % self.sequence_size == 0)
         return [replace(setting, trainer_workers=total - devices, rollout_workers=devices // each) for devices in some]
 
     def _with_eta(self, setting: Setting, eta: Decimal) -> Setting:

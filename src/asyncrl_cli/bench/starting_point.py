@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 
 from asyncrl_cli.bench.space import DEFAULT_PROFILE, SPLIT_KEYS
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.sharing import REF, is_apart
+from asyncrl_cli.profile.sharing import ROLLOUT, TRAIN, share_of, tasks_apart
+from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import virtual_cluster
@@ -20,7 +23,7 @@ def starting_point(
 ) -> tuple[tuple[str, ...], Profile, JobPlan]:
     """The `--set`s that the search starts from, the profile that they make of `reference`, and its plan.
 
-    Raises ConfigError if it has no split, bounds no staleness, cannot use `gpus` GPUs, or has a reference apart.
+    Raises ConfigError if it has no split, bounds no staleness, or cannot use `gpus` GPUs.
     """
     profile = profile_for(workload, reference, sets).profile
     if profile.placement.colocate:
@@ -32,11 +35,6 @@ def starting_point(
         raise ConfigError(
             f'async_training.on_stale = "{on_stale}" bounds no staleness, and a search needs a bound',
             hint="--set async_training.on_stale=wait",
-        )
-    if is_apart(profile, REF):
-        raise ConfigError(
-            "placement.tasks gives the reference resources of its own, and a search has no axis for its share",
-            hint="leave placement.tasks out here; compare a few placement.ratios with `asyncrl bench --simulate`",
         )
     if gpus is not None:
         sets = scaled_sets(workload.name, profile, sets, gpus)
@@ -56,16 +54,22 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
     Raises ConfigError for a workload on CPUs, and for too few GPUs to split.
     """
     placement, each = profile.placement, profile.placement.gpus_per_rollout_worker
+    sharing = profile.trainer.sequence_parallel_size
     if placement.device == "cpu":
         raise ConfigError(
             f"{workload_name} runs on CPUs, where --gpus {gpus} means nothing",
             hint="leave --gpus out; --set placement.trainer_workers=2 --set rollout.workers=2 gives it more processes",
         )
-    if gpus < 1 + each:
+    scorers = {task: max(1, _scaled(profile, task, gpus)) for task in tasks_apart(profile)}
+    sides = gpus - sum(scorers.values())
+    if sides < sharing + each:
         own = "what the profile says" if placement.gpus is None else f"the workload's own {placement.gpus}"
+        fewest = sharing + each + len(scorers)
+        also = "".join(f" and {task}" for task in scorers)
         raise ConfigError(
-            f"--gpus {gpus}: there is no split of fewer than {1 + each}, for a trainer rank and a rollout worker of {each}",
-            hint=f"--gpus {1 + each} or more, or no --gpus: then it is {own}",
+            f"--gpus {gpus}: there is no split of fewer than {fewest}, for {counted(sharing, 'trainer rank')} "
+            f"and a rollout worker of {each}{also}",
+            hint=f"--gpus {fewest} or more, or no --gpus: then it is {own}",
         )
     base = (*sets, f"placement.gpus={gpus}")
     if set_layer(sets).values.keys() & set(SPLIT_KEYS):
@@ -73,6 +77,23 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
     left, right = map(int, placement.ratio.split(":"))
     if placement.trainer_workers is not None and profile.rollout.workers is not None:
         left, right = placement.trainer_workers, profile.rollout.workers * each
-    ranks = min(max(round(gpus * left / (left + right)), 1), gpus - each)
-    ranks += (gpus - ranks) % each
-    return (*base, f"{SPLIT_KEYS[0]}={ranks}", f"{SPLIT_KEYS[1]}={(gpus - ranks) // each}")
+    left, right = share_of(profile, TRAIN) or left, share_of(profile, ROLLOUT) or right
+    possible = [ranks for ranks in range(sharing, sides, sharing) if (sides - ranks) % each == 0]
+    if not possible:
+        raise ConfigError(
+            f"--gpus {gpus}: {sides} for trainer and rollout cannot be split, as ranks come in multiples of {sharing} "
+            f"(trainer.sequence_parallel_size) and a rollout worker has {each}",
+            hint=f"--gpus {gpus - sides % gcd(sharing, each)}",
+        )
+    proportional = round(sides * left / (left + right))
+    ranks = next((ranks for ranks in possible if ranks >= proportional), possible[-1])
+    if scorers and placement.tasks is not None:
+        parts = {TRAIN: ranks, **scorers, ROLLOUT: sides - ranks}
+        ratios = [next(parts[task] for task in tasks if task in parts) for tasks in placement.tasks]
+        base = (*base, f"placement.ratios={toml_value(ratios)}")
+    return (*base, f"{SPLIT_KEYS[0]}={ranks}", f"{SPLIT_KEYS[1]}={(sides - ranks) // each}")
+
+
+def _scaled(profile: Profile, task: str, gpus: int) -> int:
+    """The GPUs of a task apart, of so many in all, in its present proportion."""
+    return round(gpus * (share_of(profile, task) or 1) / sum(profile.placement.ratios or (gpus,)))

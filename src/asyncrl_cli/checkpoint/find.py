@@ -116,9 +116,13 @@ def resolve(argument: str, runs_dir: Path) -> Path:
     found = find_run_or_checkpoint(argument, runs_dir)
     if not has_checkpoints(found):
         return found
-    if not is_locked(found):
+    runs_now = is_locked(found)
+    if not runs_now:
         finish_interrupted_replacements(found / "checkpoints")
     checkpoints = checkpoints_in(found / "checkpoints")
+    if not checkpoints and runs_now:
+        hint = f"`asyncrl watch {found.name}` shows it, `asyncrl stop {found.name}` ends it"
+        raise RefusedError(f"run '{found.name}' is running, and has no checkpoint yet", hint=hint)
     if not checkpoints:
         raise RefusedError(f"run '{found.name}' has no checkpoint yet", hint="start a new run with `asyncrl train --name NAME`")
     return checkpoints[0]

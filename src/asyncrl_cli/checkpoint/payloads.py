@@ -1,4 +1,5 @@
-"""Saves finished, untrained groups in a checkpoint: arrays concatenated in one safetensors file, segment lengths in a JSON file.
+"""Saves untrained groups in a checkpoint, and what running ones have so far: arrays end to end in one safetensors file, segment
+lengths in a JSON file.
 
 payloads.safetensors    tokens, logprobs, versions, mask: every segment of every trajectory, one after the other
 payloads.json           groups -> trajectories (reward, finish reason) -> lengths of their segments

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from asyncrl_cli.checkpoint.find import LOCK, holder, is_locked, known_runs, last_status, take_lock
+from asyncrl_cli.checkpoint.sealed import checkpoints_in, finish_interrupted_replacements
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import MIB, UnsafeFile, check_name, read_bytes, reason
 from asyncrl_cli.storage import remove_tree, replace_link, replace_text
@@ -24,6 +25,8 @@ from asyncrl_cli.storage import remove_tree, replace_link, replace_text
 STOP_REQUEST = "stop"
 STARTING = "starting"
 """The phase in status.json until the loop runs."""
+UNENDED = STARTING, "running", "stopping"
+"""The phases in which a run that was killed stays."""
 START_FILES = {
     LOCK,
     STOP_REQUEST,
@@ -79,8 +82,7 @@ class RunDirectory:
         run = cls(path)
         try:
             run._take()
-            replace_text(run.profile_toml, profile_toml)
-            replace_text(run.config_resolved, json.dumps(resolved, indent=2, default=str) + "\n")
+            run.keep_profile(profile_toml, resolved)
         except BaseException:
             run.close()
             shutil.rmtree(path, ignore_errors=True)
@@ -99,6 +101,10 @@ class RunDirectory:
         run._take()
         (path / STOP_REQUEST).unlink(missing_ok=True)
         return run
+
+    def keep_profile(self, toml: str, resolved: Mapping[str, Any]) -> None:
+        replace_text(self.profile_toml, toml)
+        replace_text(self.config_resolved, json.dumps(resolved, indent=2, default=str) + "\n")
 
     def start_attempt(self) -> Path:
         """Make the next `logs/attempt-N` and point `logs/latest` at it."""
@@ -178,6 +184,21 @@ def never_began(run_dir: Path) -> bool:
     if any((run_dir / "checkpoints").glob("*")):
         return False
     return all(entry.name in START_FILES or entry.name.endswith(".tmp") for entry in run_dir.iterdir())
+
+
+def clear_lost(run_dir: Path) -> Path | None:
+    """Delete the directory of a run that was killed before its first checkpoint: there is nothing to resume. Returns where its logs
+    are kept; None, and changes nothing, if it is not such a run."""
+    if last_status(run_dir).get("phase") not in UNENDED or (lock := take_lock(run_dir)) is None:
+        return None
+    with lock:
+        finish_interrupted_replacements(run_dir / "checkpoints")
+        return None if checkpoints_in(run_dir / "checkpoints") else RunDirectory(run_dir).remove(keep_logs=True)
+
+
+def detached_output(run_dir: Path) -> Path:
+    """What a detached driver says until its run has begun; beside the directory, which a failed start does not leave."""
+    return run_dir.with_name(f".{run_dir.name}-detached.out")
 
 
 def _in_use(path: Path) -> RefusedError:

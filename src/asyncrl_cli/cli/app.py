@@ -17,7 +17,22 @@ import typer
 from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import bench, compare, completion, export, plan, report, runs, samples, schema, setup, trace
+from asyncrl_cli.cli import (
+    bench,
+    compare,
+    completion,
+    export,
+    logs,
+    plan,
+    report,
+    runs,
+    samples,
+    schema,
+    setup,
+    status,
+    submit,
+    trace,
+)
 from asyncrl_cli.cli.console import STDOUT, begin, epilog, in_our_words, open_streams, print_json_error, print_text, tell
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
@@ -35,11 +50,13 @@ app = typer.Typer(
 )
 for command, examples in (
     (runs.train, runs.TRAIN_EXAMPLES),
+    (submit.submit, submit.EXAMPLES),
     (runs.resume, runs.RESUME_EXAMPLES),
-    (runs.status, runs.STATUS_EXAMPLES),
+    (status.watch, status.WATCH_EXAMPLES),
+    (status.status, status.STATUS_EXAMPLES),
     (compare.compare, compare.EXAMPLES),
-    (runs.stop, runs.STOP_EXAMPLES),
-    (runs.logs, runs.LOGS_EXAMPLES),
+    (status.stop, status.STOP_EXAMPLES),
+    (logs.logs, logs.EXAMPLES),
     (samples.samples, samples.EXAMPLES),
     (trace.trace, trace.EXAMPLES),
     (export.export, export.EXAMPLES),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli import completion
-from asyncrl_cli.cli.console import JsonOption, print_json, print_prose, say, stderr, stdout, warn
+from asyncrl_cli.cli.console import AddressOption, JsonOption, print_json, print_prose, say, stderr, stdout, warn
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.results import Comparison
@@ -79,6 +79,7 @@ def bench(
         Path | None,
         typer.Option("--out", metavar="DIR", help="Where results.json, report.md and the pictures go; by default bench/TIME."),
     ] = None,
+    address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare profiles on the same work and resources: time, idleness, staleness, and how near each is to its bound."""
@@ -96,6 +97,7 @@ def bench(
         groups=groups,
         windows=windows,
         workload=workload,
+        address=address,
     )
     for warning in contest.warnings:
         warn(warning)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl_cli.cli import completion
-from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
+from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted, PreflightError
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 from asyncrl_cli.storage import storage_error, system_error
 
@@ -53,8 +53,19 @@ RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="
 UiOption = Annotated[Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")]
 AddressOption = Annotated[
     str | None,
-    typer.Option("--address", metavar="RAY", help="HOST:PORT of a Ray cluster; by default Ray is started here for the run."),
+    typer.Option(
+        "--address",
+        metavar="RAY",
+        envvar="RAY_ADDRESS",
+        callback=lambda address: None if address == "local" else address,
+        help="HOST:PORT of a Ray cluster, or auto on one of its nodes; by default, or with local, Ray is started here.",
+    ),
 ]
+JobAddressOption = Annotated[
+    str | None,
+    typer.Option("--address", metavar="URL", help="Job server of the cluster to which the run was submitted: http://HEAD:8265."),
+]
+DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Go on without this terminal, and say what to type next.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 RUNS_DIR = Path("runs")
 
@@ -159,7 +170,16 @@ def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
     if verbose:
         stderr().print(Text("".join(traceback.format_exception(error)), style="dim"), soft_wrap=True)
     hint = "" if verbose else "this is a bug; `asyncrl -v ...` shows where"
-    return _known(error) or AsyncrlError(f"{type(error).__name__}: {error}", hint=hint)
+    text = f"{type(error).__name__}: {error}"
+    return _known(error) or _of_a_stray_package(text) or AsyncrlError(text, hint=hint)
+
+
+def _of_a_stray_package(text: str) -> AsyncrlError | None:
+    """For packages that transformers imports wherever it finds them, and that were built for another torch."""
+    from asyncrl_cli.engines.vllm.kind import STRAY_PACKAGES, broken_packages
+
+    broken = next((name for name in STRAY_PACKAGES if name in text and name in broken_packages()), None)
+    return PreflightError(text, hint=f"asyncrl doctor --fix removes {broken}, which does not fit this torch") if broken else None
 
 
 def _known(error: BaseException) -> AsyncrlError | None:

@@ -14,6 +14,8 @@ from asyncrl_cli.errors import ConfigError
 EXAMPLES = """
   asyncrl plan --profile stale-samples
   asyncrl plan --profile partial-rollout --gpus 8 --gpu-memory 80
+  asyncrl plan --profile my.toml --nodes 2 --gpus 8
+  asyncrl plan --profile my.toml --address 10.0.0.1:6379
   asyncrl plan --set model.path=Qwen/Qwen3-0.6B --ask-hub
   asyncrl plan --tune verl-7b-math-128 --max-staleness 1 --out my.toml
   asyncrl plan --tune runs/NAME
@@ -37,6 +39,13 @@ def plan(
     sets: SetOption = None,
     gpus: Annotated[
         int | None, typer.Option("--gpus", metavar="N", min=0, help="Plan for a machine with N GPUs instead of this one.")
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, max=4096, help="Plan for N machines, each with so many --gpus.")
+    ] = 1,
+    address: Annotated[
+        str | None,
+        typer.Option("--address", metavar="RAY", help="Plan for a Ray cluster (HOST:PORT): what it has, what fits, and where."),
     ] = None,
     gpu_memory: Annotated[
         float | None, typer.Option("--gpu-memory", metavar="GIB", min=0.1, help="Memory of one GPU, if not this machine's.")
@@ -70,6 +79,13 @@ def plan(
 
     Exit 3 if the GPUs are too few, or too small for the weights alone."""
     named = profile or "partial-rollout"
+    if address is not None and (gpus is not None or tune is not None or nodes > 1):
+        other = "--tune" if tune is not None else "--gpus" if gpus is not None else "--nodes"
+        raise ConfigError(f"{other} is for machines that are not there, and --address for those that are", hint="leave one out")
+    if nodes > 1 and tune is not None:
+        raise ConfigError("--tune takes no --nodes: it counts GPUs", hint="--gpus with those of all nodes")
+    if nodes > 1 and gpus is None:
+        raise ConfigError(f"--nodes {nodes}: of how many GPUs each?", hint="--gpus 8")
     if tune is not None:
         from asyncrl_cli.bench.tune import Asked
         from asyncrl_cli.cli.plan_tune import print_tuned
@@ -97,4 +113,4 @@ def plan(
         from asyncrl_cli.models.resolve import fetch_config
 
         fetch_config(loaded.profile)
-    print_plan(loaded, gpus=gpus, gpu_memory_gib=gpu_memory, as_json=as_json)
+    print_plan(loaded, gpus=gpus, nodes=nodes, gpu_memory_gib=gpu_memory, address=address, as_json=as_json)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +15,7 @@ from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job, plan_rows
 from asyncrl_cli.plan.machine import engine_refusal
 from asyncrl_cli.plan.memory import MemoryEstimate
+from asyncrl_cli.plan.node_fit import COLOCATED, TRAINER, Unplaced, assigned, fitting_hint
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import Profile
@@ -23,53 +25,113 @@ MIB, GIB = 2**20, 2**30
 NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
 
 
-def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gib: float | None = None) -> None:
-    """Print the plan on stdout, for this machine or for one with `gpus` GPUs of `gpu_memory_gib` each.
+def print_plan(
+    loaded: Loaded,
+    *,
+    gpus: int | None,
+    as_json: bool,
+    nodes: int = 1,
+    gpu_memory_gib: float | None = None,
+    address: str | None = None,
+) -> None:
+    """Print the plan on stdout, for this machine, for `nodes` with `gpus` GPUs of `gpu_memory_gib` each, or for a cluster.
 
     Raises PreflightError if the job cannot run there: before printing if no plan can be made, else after the plan is printed.
     ConfigError for an unknown loss.
     """
     profile = loaded.profile
     check_loss(profile.algorithm.loss_mode)
-    schedule, job = Schedule.of(profile), _planned(profile, gpus)
+    is_here = gpus is None and address is None
+    there = _Cluster.at(address) if address is not None else _Cluster.planned(profile, gpus, nodes)
+    schedule, job = Schedule.of(profile), compile_job(profile, there.all)
+    shows_nodes = address is not None or nodes > 1
     warnings = [*loaded.warnings, *job.warnings]
-    if (missing := engine_refusal(profile, job.device)) is not None and gpus is None:
+    if (missing := engine_refusal(profile, job.device)) is not None and is_here:
         warnings.append(f"a run on this machine would be refused: {missing.message} ({missing.hint})")
     if job.device == "cpu":
-        given = {"--gpus": gpus or None, "--gpu-memory": gpu_memory_gib}
+        given = {"--gpus": None if job.gpus else gpus or None, "--gpu-memory": gpu_memory_gib}
         warnings += [f"{flag} {value:g} is not used: the job runs on CPUs" for flag, value in given.items() if value is not None]
-    memory = memory_fit.estimate_or_reason(profile, job, _device_memory_bytes(job, gpus, gpu_memory_gib))
+    memory = memory_fit.estimate_or_reason(profile, job, _device_memory_bytes(job, is_here, gpu_memory_gib))
     refusal = memory_fit.cannot_fit(memory) if isinstance(memory, MemoryEstimate) else None
     if refusal is None and isinstance(memory, MemoryEstimate):
         warnings += memory_fit.memory_warnings(memory)
     for warning in warnings:
         warn(warning)
     if as_json:
-        print_json(_document(profile, schedule, job, memory))
+        print_json(_document(profile, schedule, job, memory) | ({"cluster": there.rows(job)} if shows_nodes else {}))
     else:
         _print_tables(profile, schedule, job)
+        if shows_nodes:
+            there.print(job)
         _print_memory(memory, job)
     if refusal is not None:
         raise refusal
 
 
-def _planned(profile: Profile, gpus: int | None) -> JobPlan:
-    """The plan for this machine, or for one with `gpus` GPUs. The number of that machine's cores is unknown: assume enough."""
-    here = cluster.local_cluster()
-    if gpus is None:
-        return compile_job(profile, here)
-    there = replace(here.nodes[0], gpus=gpus)
-    job = compile_job(profile, replace(here, nodes=(there,)))
-    if job.device == "cpu":
-        return job
-    return compile_job(profile, replace(here, nodes=(replace(there, cpus=max(there.cpus, job.cpus)),)))
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    """A cluster's nodes, with all that they have and with what is free now: the same of nodes that are only planned for."""
+
+    all: cluster.ClusterResources
+    free: cluster.ClusterResources
+
+    @classmethod
+    def at(cls, address: str) -> _Cluster:
+        from asyncrl_cli.job.session import connected
+
+        with connected(address) as found:
+            from asyncrl_cli.job.placing import ray_cluster
+
+            return cls(found, ray_cluster(free=True))
+
+    @classmethod
+    def planned(cls, profile: Profile, gpus: int | None, nodes: int) -> _Cluster:
+        """This machine, or `nodes` with `gpus` GPUs each. How many cores such nodes have is unknown: assume enough."""
+        here = cluster.local_cluster()
+        if gpus is not None:
+            here = replace(here, nodes=tuple(replace(here.nodes[0], name=f"node {i + 1}", gpus=gpus) for i in range(nodes)))
+            job = compile_job(profile, here)
+            cpus = job.cpus if job.device == "cuda" else 0
+            here = replace(here, nodes=tuple(replace(node, cpus=max(node.cpus, cpus)) for node in here.nodes))
+        return cls(here, here)
+
+    def rows(self, job: JobPlan) -> list[dict[str, Any]]:
+        """A row per node: what it has, and how many processes of each role would be there."""
+        placed = assigned(job, self.free)
+        there = {} if isinstance(placed, Unplaced) else {role: Counter(nodes) for role, nodes in placed.items()}
+        free = {node.key: node for node in self.free.nodes}
+
+        def found(node: cluster.NodeResources) -> dict[str, str]:
+            return {
+                "free GPUs": f"{free[node.key].gpus} of {node.gpus}",
+                "free CPUs": f"{free[node.key].cpus} of {node.cpus}",
+                "labels": " ".join(f"{key}={value}" for key, value in node.labels.items() if not key.startswith("ray.io/node")),
+            }
+
+        def roles(node: cluster.NodeResources) -> str:
+            each = {name: job.role(TRAINER if name == COLOCATED else name).workers // len(job.groups[name]) for name in there}
+            return " ".join(f"{nodes[node.key] * each[name]} {name}" for name, nodes in there.items() if nodes[node.key])
+
+        facts = found if self.free is not self.all else lambda node: {"GPUs": str(node.gpus)}
+        return [{"node": node.name, **facts(node), "would be there": roles(node)} for node in self.all.nodes]
+
+    def print(self, job: JobPlan) -> None:
+        rows = self.rows(job)
+        table = Table(*rows[0], title="\nnodes", title_justify="left", box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*row.values())
+        stdout().print(table)
+        if isinstance(missing := assigned(job, self.free), Unplaced):
+            whom = "an autoscaler or other jobs' ends" if job.autoscaler else "other jobs' ends"
+            fitting = fitting_hint(job, self.free)
+            print_prose(f"now there is no room, {missing}: a run would wait for {whom}; at once would fit: {fitting}")
 
 
-def _device_memory_bytes(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> int | None:
+def _device_memory_bytes(job: JobPlan, is_here: bool, gpu_memory_gib: float | None) -> int | None:
     """Memory of a device: as given, else this machine's; None if the plan is for another machine's GPUs of unknown size."""
     if job.device == "cuda" and gpu_memory_gib is not None:
         return int(gpu_memory_gib * GIB)
-    if job.device == "cuda" and gpus is not None:
+    if job.device == "cuda" and not is_here:
         return None
     return memory_fit.known_memory_bytes(job.device)
 

@@ -51,7 +51,9 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
         print_prose(f"SIMULATED, the calibrated run itself: {found}")
     _print_table(tuned)
     best = tuned.found.best
-    predicted = f"{best.setting.split} trainer:rollout, predicted {best.window_time_s:.2f} s per {tuned.window_groups} groups"
+    predicted = (
+        f"{best.setting.split} {best.setting.split_names}, predicted {best.window_time_s:.2f} s per {tuned.window_groups} groups"
+    )
     print_prose(f"recommended (SIMULATED): {predicted}")
     remarks = _against_current(tuned), _of_split(tuned), _of_strictness(tuned), _against_known(tuned)
     for line in (*remarks, _doubt(tuned.found.speedup, tuned.fit)):
@@ -190,7 +192,7 @@ def write_profile(tuned: Tuned, asked: Asked, path: Path) -> None:
     lines = [
         f"# Recommended by a SIMULATED search (asyncrl {__version__}):",
         f"#   {_command(asked)}",
-        f"# {best.setting.split} trainer:rollout, {best.window_time_s:.4g} s per {tuned.window_groups} groups{before}.",
+        f"# {best.setting.split} {best.setting.split_names}, {best.window_time_s:.4g} s per {tuned.window_groups} groups{before}.",
         *([] if tuned.fit else [f"# What {tuned.workload.name} itself sets ([profile]: model, sizes) is not in this file."]),
         f"extends = {toml_value(_extended(tuned.profile, path))}",
         f"purpose = {toml_value(f'Tuned for {tuned.workload.name} by a simulated search: {tuned.bound}.')}",

@@ -15,7 +15,9 @@ from rich.text import Text
 from asyncrl_cli import __version__
 from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import (
+    RUNS_DIR,
     JsonOption,
+    RunsDirOption,
     SetOption,
     epilog,
     json_text,
@@ -27,19 +29,23 @@ from asyncrl_cli.cli.console import (
     stdout,
     warn,
 )
+from asyncrl_cli.cli.submit import set_words
 from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
 
+CLUSTER_MARKS = {True: Text("ok", "green"), False: Text("refused", "red"), None: Text("warning", "yellow")}
 MARKS = {True: Text("ok", "green"), False: Text("missing", "red"), None: Text()}
 DOCTOR_EXAMPLES = """
   asyncrl doctor
   asyncrl doctor --json || echo something needed is missing
-  asyncrl doctor --fix"""
+  asyncrl doctor --fix
+  asyncrl doctor --address 10.0.0.1:6379 --runs-dir /shared/runs"""
 INIT_EXAMPLES = """
   asyncrl init jsonl my-task          prompts in a file, a reward function of your own, a profile
   asyncrl init parquet-verl my-task   verl's data, and a reward in verl's signature
   asyncrl init agent my-agent         an agent of your own over an OpenAI client, with a tool
   asyncrl init gsm8k-8gpu gsm8k       Qwen2.5-1.5B on eight GPUs, and a rehearsal for two cores
   asyncrl init grafana dashboard      for logging.prometheus_port
+  asyncrl init slurm launch --profile my.toml --shared /shared/my-task
   cd my-task && asyncrl train --profile profile.toml"""
 PROFILES_EXAMPLES = """
   asyncrl profiles
@@ -57,8 +63,14 @@ def doctor(
     fix: Annotated[
         bool, typer.Option("--fix", help="Uninstall packages that were installed with vLLM and cannot be loaded with this torch.")
     ] = False,
+    address: Annotated[
+        str | None, typer.Option("--address", metavar="RAY", help="Check the nodes of this Ray cluster (HOST:PORT) instead.")
+    ] = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
 ) -> None:
-    """Check this machine: versions, cores, GPUs, Ray, engines. Exits with 3 if something that is needed is missing."""
+    """Check this machine: versions, cores, GPUs, Ray, engines. Exits with 3 if something that is needed is missing.
+
+    With --address: whether the nodes of a cluster have the same versions, see the runs directory, and reach each other."""
     from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.plan import machine
 
@@ -68,14 +80,20 @@ def doctor(
         again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]
         raise typer.Exit(subprocess.run(again, check=False).returncode)
     with Starting("none" if as_json else "auto", stderr()) as checking:
-        findings = [machine.Finding("asyncrl", __version__), *machine.examine(checking)]
+        if address is not None:
+            from asyncrl_cli.job.preflight import cluster_findings
+
+            findings = cluster_findings(address, runs_dir, checking)
+        else:
+            findings = [machine.Finding("asyncrl", __version__), *machine.examine(checking)]
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
         table = Table(box=None, pad_edge=False, show_header=False)
         for finding in findings:
             hint = f"  hint: {finding.hint}" if finding.hint and not finding.ok else ""
-            table.add_row(finding.what, MARKS[finding.ok], f"{finding.found}{hint}")
+            marks = MARKS if address is None else CLUSTER_MARKS
+            table.add_row(finding.what, marks[finding.ok], f"{finding.found}{hint}")
         stdout().print(table)
     if any(finding.ok is False for finding in findings):
         raise typer.Exit(3)
@@ -94,28 +112,95 @@ def init(
         str,
         typer.Argument(
             metavar="TEMPLATE",
-            help="Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl.",
+            help="Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl; for a cluster kuberay, ray-cluster, "
+            "skypilot or slurm.",
             autocompletion=completion.templates,
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write, new or empty.")],
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            "-p",
+            metavar="NAME|FILE",
+            help="For a cluster: what the job trains, as `asyncrl train` is told.",
+            autocompletion=completion.profiles,
+        ),
+    ] = None,
+    sets: SetOption = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="N", help="For a cluster: name of the run; by default the profile's.")
+    ] = None,
+    shared: Annotated[
+        Path | None,
+        typer.Option(
+            "--shared", metavar="DIR", help="For a cluster: directory that all nodes see, for the runs; by default this one."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", metavar="N", min=1, help="For a cluster: its nodes; by default as few as hold the job."),
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, help="For a cluster: GPUs of each node; by default 8.")
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option("--image", metavar="IMAGE", help="For kuberay and skypilot: container image with asyncrl.")
+    ] = None,
 ) -> None:
-    """Copy a template for a task of your own, ready to train, or for a dashboard."""
+    """Copy a template for a task of your own, ready to train, for a dashboard, or for a job on a cluster."""
     import shutil
 
+    from asyncrl_cli.cli.launchers import GPUS_PER_NODE, LAUNCHERS, Asked, rendered
     from asyncrl_cli.profile.file_schema import profile_schema
+    from asyncrl_cli.profile.loaded import load
 
-    source = _find(template)
+    source, files = _find(template), dict[str, str]()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RefusedError(f"{directory} exists and is not empty", hint="name a new directory: nothing is overwritten")
+    options = {"--set": sets, "--name": name, "--shared": shared, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
+    given = [option for option, value in ({"--profile": profile, "--image": image} | options).items() if value is not None]
+    if template not in LAUNCHERS and given:
+        what = f"the template {template} is copied as it is: {given[0]} is not used"
+        raise ConfigError(what, hint=f"leave it out, or take one of those for clusters: {', '.join(LAUNCHERS)}")
+    if template in LAUNCHERS:
+        if profile is None:
+            raise ConfigError(f"{template} needs to know what to train", hint="--profile NAME|FILE, as `asyncrl train` is told")
+        # Without this shell's ASYNCRL_*: the job will not have them.
+        loaded = load(profile, sets or [], {} if name is None else {"run.name": name}, environ={})
+        for text in loaded.warnings:
+            warn(text)
+        asked = Asked(
+            loaded=loaded,
+            words=["--profile", profile, *set_words(sets)],
+            shared=(shared or Path()).absolute(),
+            nodes=nodes,
+            gpus_per_node=gpus_per_node or GPUS_PER_NODE,
+            image=image,
+        )
+        files = rendered(source, asked)
     shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, text in files.items():
+        (directory / file).write_text(text, encoding="utf-8")
     is_task = (directory / "profile.toml").exists()
     if is_task:
         (directory / "profile.schema.json").write_text(json_text(profile_schema()), encoding="utf-8")
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             print_text(str(path))
-    say(f"next: cd {directory} && asyncrl plan --profile profile.toml" if is_task else f"next: {directory / 'README.md'}")
+    gpus = _missing_gpus(directory / "profile.toml") if is_task else ""
+    say(f"next: cd {directory} && asyncrl plan --profile profile.toml{gpus}" if is_task else f"next: {directory / 'README.md'}")
+
+
+def _missing_gpus(profile: Path) -> str:
+    """The option of `asyncrl plan` with which it shows the profile on a machine that has no GPUs."""
+    from asyncrl_cli.plan.cluster import asked_gpus, local_cluster
+    from asyncrl_cli.profile.loaded import load
+
+    settings = load(str(profile), environ={}).profile
+    needs = settings.placement.device == "cuda" and not local_cluster().gpus
+    return f" --gpus {asked_gpus(settings) or 8}" if needs else ""
 
 
 def _find(template: str) -> Path:

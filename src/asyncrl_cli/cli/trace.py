@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, print_json, say, warn
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, print_json, print_text, say
 from asyncrl_cli.errors import ConfigError
 
 EXAMPLES = """
@@ -46,9 +46,9 @@ def trace(
         print_json({"trace": str(path), "num_bytes": path.stat().st_size, "entries": dict(counted)})
     groups, trained = counted["group"], counted["step"]
     size = f"{path.stat().st_size / 1e6:.1f} MB"
-    if not trained and steps != ":":
-        warn(f"run '{recorded.name}' has trained no step of --steps {steps}")
-    say(f"wrote {path}: {groups:,} groups, {trained:,} train steps, {size}; open it at https://ui.perfetto.dev")
+    say(f"{groups:,} groups, {trained:,} train steps, {size}; open it at https://ui.perfetto.dev")
+    if not as_json:
+        print_text(str(path))
 
 
 def parse_steps(text: str) -> tuple[int, int | None]:

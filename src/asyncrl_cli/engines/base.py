@@ -29,6 +29,9 @@ class Track:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Appended to after the other two lists. An aborted response may still be growing: tokens without a version don't count."""
+    finished: FinishReason | None = None
+    num_kept: int = 0
+    """How many of the tokens another engine has sampled."""
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         count = len(self.versions)
@@ -141,13 +144,27 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
         track = self._tracks.get(request_id)
         return self._num_tokens(track) if track is not None else 0
 
+    def so_far(self, request_id: str) -> Completion | None:
+        track = self._tracks.get(request_id)
+        return track.completion(track.finished or "abort") if track is not None else None
+
     async def generate(
-        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, *, first_version: int | None = None
+        self,
+        request_id: str,
+        prompt_tokens: list[int],
+        sampling: Sampling,
+        seed: int,
+        *,
+        first_version: int | None = None,
+        so_far: Completion | None = None,
     ) -> Completion:
         self._check(request_id, prompt_tokens, sampling)
         track = self._make_track(
             request_id=request_id, prompt_tokens=prompt_tokens, sampling=sampling, seed=seed, first_version=first_version
         )
+        if so_far is not None:
+            track.tokens, track.logprobs, track.versions = [*so_far.tokens], [*so_far.logprobs], [*so_far.versions]
+            track.num_kept = len(track.tokens)
         self._tracks[request_id] = track
         reason: FinishReason = "abort"
         try:

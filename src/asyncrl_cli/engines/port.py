@@ -99,7 +99,8 @@ class EngineCounters:
 class Engine(Protocol):
     """An inference engine on one asyncio loop.
 
-    Engines derive from this class, and may leave out `counters`, `take_stays`, `connect`, `load_in_place`, `sleep` and `wake`.
+    Engines derive from this class, and may leave out `counters`, `take_stays`, `so_far`, `connect`, `load_in_place`, `sleep` and
+    `wake`.
     """
 
     slots: int
@@ -124,17 +125,30 @@ class Engine(Protocol):
     def tokens_of(self, request_id: str) -> int:
         """Number of tokens that a waiting or running request has so far; 0 for unknown ids."""
 
+    def so_far(self, request_id: str) -> Completion | None:
+        """What a waiting or running request has so far; None for unknown ids, and where `generate` could not go on from it. The
+        finish reason is `abort` unless its last token is there."""
+        return None
+
     async def start(self) -> None: ...
 
     async def close(self) -> None:
         """Stop the engine. All requests end with an error."""
 
     async def generate(
-        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, *, first_version: int | None = None
+        self,
+        request_id: str,
+        prompt_tokens: list[int],
+        sampling: Sampling,
+        seed: int,
+        *,
+        first_version: int | None = None,
+        so_far: Completion | None = None,
     ) -> Completion:
         """Wait for a free slot (first come, first served) and sample a response.
 
-        `first_version`: for a later turn, the version that sampled its trajectory's first token (see `load`).
+        `first_version`: for a later turn, the version that sampled its trajectory's first token (see `load`). `so_far`: tokens that
+        another engine has sampled for the same prompt, which the response begins with (and counts in `max_response_tokens`).
 
         Raises ValueError for a request that the engine was not configured for (too long, say), ExecutorFailed once the engine has
         failed or is closed.

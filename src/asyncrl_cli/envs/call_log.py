@@ -57,16 +57,16 @@ def noted_calls(logs: Path, worker: str = "*") -> dict[str, Calls]:
 
 
 class RepeatedCalls:
-    """Tells of tool calls whose episodes start again, by the events of the loop: after a resume when their prompt is admitted
-    again, after a worker's death when they are placed again. The files are read here, before the loop runs, and once per death.
+    """Tells of tool calls whose episodes start again, by the events of the loop: after a resume or a worker's death when they are
+    placed again, or when their prompt is admitted again. The files are read here, before the loop runs, and once per death.
 
     `logs`: of all attempts; `latest`: of the one that runs."""
 
     def __init__(self, logs: Path, latest: str = "latest") -> None:
         self._latest = logs / latest
-        self._lost = dict[str, Calls]()
+        self._lost = noted_calls(logs)
         self._earlier: dict[tuple[str, str], dict[str, Calls]] = {}
-        for trajectory, calls in noted_calls(logs).items():
+        for trajectory, calls in self._lost.items():
             self._earlier.setdefault(_prompt(trajectory), {})[trajectory] = calls
 
     def __call__(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from asyncrl_cli.engines.port import Engine, Sampling
+from asyncrl_cli.engines.port import Completion, Engine, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.places import Place, Places
@@ -29,6 +29,7 @@ from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import Trajectory
 from asyncrl_cli.tasks.rewards import RewardFailed
+from asyncrl_cli.timeouts import timeout
 
 T = TypeVar("T")
 CLOSE_LIMIT_S = 10.0
@@ -69,7 +70,7 @@ class Episode:
 
     `end` and `failure` are None until the episode has ended; then one of them is set. `finish_reason`: of the last answer, or why
     there was no further one ("length", "max_turns"). `on_slot(change)`: it needs its slot no longer (+1), or again (-1): the former
-    once, but for the pauses of `rollout.hold_slots = false`.
+    once, but for the pauses of `rollout.hold_slots = false`. `kept`: of an only answer, what it goes on from, or all of it.
     """
 
     id: str
@@ -78,6 +79,7 @@ class Episode:
     means: Means
     sampling: Sampling
     on_slot: Callable[[int], None] = lambda change: None
+    kept: Completion | None = None
     end: End | None = None
     failure: Failure | None = None
     finish_reason: str = ""
@@ -173,14 +175,31 @@ class Episode:
         num_turns, room = self.conversation.num_turns, self.means.limits.max_context_tokens - len(prompt)
         sampling = replace(self.sampling, max_response_tokens=min(self.sampling.max_response_tokens, room))
         seed = derived_seed(self.seed, str(num_turns)) if num_turns else self.seed
-        completion = await self.means.engine.generate(
-            self.id, prompt, sampling, seed, first_version=self.conversation.first_version
-        )
+        completion = await self._completion(prompt, sampling, seed)
         answer, self.finish_reason = self.conversation.take(completion), completion.finish_reason
         self._check_stopped()
         if completion.finish_reason == "abort":
             raise EpisodeFailed("aborted", "")
         return answer
+
+    async def _completion(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
+        kept = self.kept if self.has_one_turn else None
+        if kept is not None and kept.finish_reason != "abort":
+            return kept
+        how: dict[str, Any] = {"first_version": self.conversation.first_version} | ({"so_far": kept} if kept is not None else {})
+        return await self.means.engine.generate(self.id, prompt, sampling, seed, **how)
+
+    def so_far(self) -> Completion | None:
+        """What a later episode with the same seed can go on from, or end with; None if it would have to start again."""
+        if not self.has_one_turn:
+            return self.kept
+        if not self.conversation.num_turns:
+            return self.means.engine.so_far(self.id) or self.kept
+        (context,) = self.conversation.contexts
+        first = len(context.tokens) - context.num_sampled
+        tokens, logprobs, versions = context.tokens[first:], context.logprobs[first:], context.versions[first:]
+        reason: Any = self.finish_reason
+        return None if reason == "abort" else Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
 
     async def _between_turns(self, step: Coroutine[Any, Any, T], for_what: str) -> T:
         """Await a step after which the model may speak again."""
@@ -232,7 +251,7 @@ class Episode:
 
     async def _close(self, environment: Environment) -> None:
         try:
-            async with asyncio.timeout(CLOSE_LIMIT_S):
+            async with timeout(CLOSE_LIMIT_S):
                 await environment.close()
         except Exception:  # the trajectory is what it is
             logger.exception("the environment of %s could not be closed", self.id)

@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from asyncrl_cli.engines.port import Sampling
+import numpy as np
+
+from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
-from asyncrl_cli.loop.attempts import AttemptKey, PartResult
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, EvalTry, PartRequest
-from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.loop.attempts import AttemptKey, Kept, PartKey, PartResult
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, EvalTry, PartRequest, SoFar
+from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A running part of the attempt `key`, or one call of `evaluate` (key None)."""
+    """A running part, with an episode per index, or one call of `evaluate` (request None)."""
 
-    key: AttemptKey | None
+    request: PartRequest | None
     episodes: list[Episode]
     aborted: bool = False
+
+    @property
+    def key(self) -> AttemptKey | None:
+        return self.request.key.attempt if self.request is not None else None
 
 
 class _FreeSlots:
@@ -52,11 +60,33 @@ class GroupRunner:
     @property
     def running_tokens(self) -> int:
         """Tokens sampled so far for parts that have not ended, without evals."""
-        episodes = (episode for running in self._running if running.key is not None for episode in running.episodes)
-        return sum(self._means.engine.tokens_of(episode.id) + episode.num_sampled for episode in episodes)
+        return sum(self._tokens_of(episode) for part in self._running if part.request is not None for episode in part.episodes)
 
-    async def run(self, request: PartRequest, on_sequence: Callable[[int], None]) -> tuple[PartResult, GroupPayload]:
-        """`on_sequence(number of trajectories that need no slot now)` is called whenever that changes.
+    def _tokens_of(self, episode: Episode) -> int:
+        return self._means.engine.tokens_of(episode.id) + episode.num_sampled
+
+    def so_far(self) -> tuple[SoFar, list[GroupPayload]]:
+        """What each running part has, and the tokens: a payload per part in which something is kept."""
+        kept, payloads, rest_tokens = dict[PartKey, dict[int, Kept]](), list[GroupPayload](), 0
+        for part in self._running:
+            if (request := part.request) is None:
+                continue
+            has = dict[int, Completion]()
+            for index, episode in zip(request.indices, part.episodes, strict=True):
+                if (completion := episode.so_far()) is not None and completion.tokens:
+                    has[index] = completion
+                else:
+                    rest_tokens += self._tokens_of(episode)
+            if has:
+                kept[request.key] = {index: _kept(completion) for index, completion in has.items()}
+                payloads.append(_tokens_by_index(request.key.attempt, has))
+        return SoFar(kept=kept, rest_tokens=rest_tokens), payloads
+
+    async def run(
+        self, request: PartRequest, on_sequence: Callable[[int], None], so_far: GroupPayload | None = None
+    ) -> tuple[PartResult, GroupPayload]:
+        """`on_sequence(number of trajectories that need no slot now)` is called whenever that changes. `so_far`: the tokens, by
+        index, of what the request's responses go on from.
 
         A response's random numbers depend on the group's seed and on its index, not on the part that it is in.
         """
@@ -64,10 +94,18 @@ class GroupRunner:
         seeds = [generator.getrandbits(63) for _ in range(max(request.indices) + 1)]
         free = _FreeSlots(on_sequence)
         episodes = [
-            Episode(f"{key}/{index}", request.item, seeds[index], self._means, self._sampling, free.change)
+            Episode(
+                f"{key}/{index}",
+                request.item,
+                seeds[index],
+                self._means,
+                self._sampling,
+                free.change,
+                _completion(so_far.trajectories[index]) if so_far is not None and index in request.goes_on else None,
+            )
             for index in request.indices
         ]
-        part = _Running(key, episodes)
+        part = _Running(request, episodes)
         await self._play(part, at_once=len(episodes))
         return _result(request, part)
 
@@ -80,7 +118,10 @@ class GroupRunner:
             raise ValueError(f"eval of version {request.version} on an engine that holds {self._means.engine.version}")
         episodes = [self._eval_episode(request, entry, sampling) for entry in request.tries]
         await self._play(_Running(None, episodes), at_once=self._means.engine.slots)
-        return EvalResult(version=request.version, outcomes=tuple(episode.failure or episode.meta() for episode in episodes))
+        played = [episode for episode in episodes if episode.failure is None]
+        payload = [GroupPayload(uid=episode.id, epoch=0, attempt=0, trajectories=(episode.trajectory(),)) for episode in played]
+        outcomes = tuple(episode.failure or episode.meta() for episode in episodes)
+        return EvalResult(version=request.version, outcomes=outcomes, payload=payload)
 
     def _eval_episode(self, request: EvalRequest, entry: EvalTry, sampling: Sampling) -> Episode:
         item, uid = entry.item, entry.item["uid"]
@@ -123,6 +164,33 @@ class GroupRunner:
             raise errors.exceptions[0] from None
         finally:
             self._running.remove(running)
+
+
+def _kept(completion: Completion) -> Kept:
+    versions = tuple(sorted(Counter(completion.versions).items()))
+    return Kept(version_tokens=versions, is_whole=completion.finish_reason != "abort")
+
+
+def _tokens_by_index(key: AttemptKey, kept: Mapping[int, Completion]) -> GroupPayload:
+    """The sampled tokens so far as the only segment of a trajectory at its response's index; others have no segment."""
+    none = Trajectory(segments=(), reward=0.0, finish_reason="abort")
+    trajectories = [none] * (max(kept) + 1)
+    for index, completion in kept.items():
+        segment = Segment(
+            tokens_T=np.array(completion.tokens, dtype=np.int32),
+            logprobs_T=np.array(completion.logprobs, dtype=np.float32),
+            versions_T=np.array(completion.versions, dtype=np.int32),
+            mask_T=np.ones(len(completion.tokens), dtype=bool),
+        )
+        trajectories[index] = Trajectory(segments=(segment,), reward=0.0, finish_reason=completion.finish_reason)
+    return GroupPayload(uid=key.uid, epoch=key.epoch, attempt=key.attempt, trajectories=tuple(trajectories))
+
+
+def _completion(trajectory: Trajectory) -> Completion:
+    (segment,), reason = trajectory.segments, trajectory.finish_reason
+    tokens, logprobs, versions = segment.tokens_T.tolist(), segment.logprobs_T.tolist(), segment.versions_T.tolist()
+    how: Any = reason
+    return Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=how)
 
 
 def _result(request: PartRequest, part: _Running) -> tuple[PartResult, GroupPayload]:

@@ -21,6 +21,7 @@ from typing import Any
 from asyncrl_cli.tasks import zygote
 from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group
 from asyncrl_cli.tasks.tool_class import ToolClass
+from asyncrl_cli.timeouts import timeout
 
 MOST_IDLE = 64
 LINE_LIMIT_BYTES = 16 * 2**20
@@ -59,7 +60,7 @@ class EnvironmentProcess:
 
     async def answer(self, limit_s: float) -> dict[str, Any]:
         """The next answer. Raises TimeoutError or ProcessEnded."""
-        async with asyncio.timeout(limit_s):
+        async with timeout(limit_s):
             try:
                 line = await self._reader.readline()
                 answer = json.loads(line) if line.endswith(b"\n") else None
@@ -74,7 +75,7 @@ class EnvironmentProcess:
 
     async def _how_it_ended(self) -> str:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DEATH_LIMIT_S):
+            async with timeout(DEATH_LIMIT_S):
                 return how_it_ended(await asyncio.shield(self._ended))
         return "its socket closed"
 
@@ -117,7 +118,7 @@ class EnvironmentProcesses:
         process = EnvironmentProcess(*await asyncio.open_connection(sock=ours, limit=LINE_LIMIT_BYTES))
         try:
             with theirs:
-                async with asyncio.timeout(START_LIMIT_S):
+                async with timeout(START_LIMIT_S):
                     while not self._told(zygote.FORK, theirs.fileno()):  # noqa: ASYNC110
                         await asyncio.sleep(FULL_PAUSE_S)
             process.pid = (await process.answer(START_LIMIT_S))["pid"]
@@ -155,7 +156,7 @@ class EnvironmentProcesses:
         self._drop_zygote()
         if self._zygote is not None:
             try:
-                async with asyncio.timeout(END_LIMIT_S):
+                async with timeout(END_LIMIT_S):
                     await self._zygote.wait()
             except TimeoutError:
                 kill_group(self._zygote.pid)
@@ -181,7 +182,7 @@ class EnvironmentProcesses:
         writer.write(pickle.dumps((zygote.run, (self._tool_class,))))
         said = {"failed": "its start was cancelled"}
         try:
-            async with asyncio.timeout(self._import_limit_s):
+            async with timeout(self._import_limit_s):
                 said = json.loads(await reader.readline() or b'{"failed": "its process ended while it was imported"}')
         except TimeoutError:
             said = {"failed": f"it was not imported within {self._import_limit_s:g} s"}

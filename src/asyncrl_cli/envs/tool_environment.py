@@ -37,6 +37,7 @@ class ToolEnvironment(Environment):
         self._process: EnvironmentProcess | None = None
         self._completion: list[Message] = []
         self._num_turns = 0
+        self._num_failed_calls = 0
         self._text = ""
 
     async def start(self, item: Item) -> Turn:
@@ -59,6 +60,7 @@ class ToolEnvironment(Environment):
         self._text = answer.text
         self._completion.append(answer.message)
         if answer.malformed:
+            self._num_failed_calls += 1
             return self._turn([{"role": "user", "content": MALFORMED.format(answer.malformed)}])
         calls = answer.message.get("tool_calls") or ()
         if not calls:
@@ -90,6 +92,7 @@ class ToolEnvironment(Environment):
         told, is_done = list[Message](), False
         for name, _ in calls:
             said = await self._answer("tool-timeout", "tool-died", f"tool {name}")
+            self._num_failed_calls += said["raised"]
             told.append({"role": "tool", "name": name, "content": said["text"]})
             is_done = said["done"]
         return told, is_done
@@ -99,7 +102,7 @@ class ToolEnvironment(Environment):
         self._process.ask("reward", self._completion)
         said = await self._answer("reward", "reward", "the reward")
         extra = 0.0 if self._rewards is None else await self._rewards.score(self._item, self._text)
-        return End(reward=said["reward"] + extra, facts=said["facts"])
+        return End(reward=said["reward"] + extra, facts={"failed_calls": self._num_failed_calls, **said["facts"]})
 
     async def _answer(self, late: str, dead: str, doing: str) -> Mapping[str, Any]:
         """The next answer of the process. Raises EpisodeFailed, of the kind `late` or `dead`, if there is none."""

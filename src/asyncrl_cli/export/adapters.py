@@ -16,7 +16,7 @@ from asyncrl_cli.export.source import SavedWeights, Source
 from asyncrl_cli.models.inspection import check_model_directory
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.tasks.task import load_task
-from asyncrl_cli.train.lora import ADAPTER, merged, scale_of
+from asyncrl_cli.weights.adapters import ADAPTER, adapter_names, merged, scale_of
 from asyncrl_cli.weights.model_files import write_weights
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -57,19 +57,13 @@ def _saved(model: torch.nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters()} | (model.state_dict().keys() & dict(model.named_buffers()).keys())
 
 
-def _adapter_names(name: str) -> tuple[str, str]:
-    """Of the adapter's A and B, beside the weight `name`."""
-    stem = f"{name.removesuffix('.weight')}{ADAPTER}"
-    return f"{stem}A.weight", f"{stem}B.weight"
-
-
 def _adapted_shape(source: Source, name: str) -> tuple[int, int]:
-    a, b = _adapter_names(name)
+    a, b = adapter_names(name)
     return source.weights.shapes[b][0], source.weights.shapes[a][1]
 
 
 def _merged(source: Source, name: str, weight: torch.Tensor) -> torch.Tensor:
-    a, b = _adapter_names(name)
+    a, b = adapter_names(name)
     adapter = source.weights.read([a, b])
     return merged(weight, adapter[a], adapter[b], scale_of(source.profile.lora))
 

@@ -9,36 +9,52 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import ray
+from ray.exceptions import RayError
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorLost
+from asyncrl_cli.errors import AsyncrlError, ExecutorLost, NoRoom
 from asyncrl_cli.job.calls import Limit, RayRankZero, all_of, answer
 from asyncrl_cli.job.exchange import PartExchange
+from asyncrl_cli.job.meeting import Whereabouts
+from asyncrl_cli.job.step_share import arguments
 from asyncrl_cli.job.transports import HeldRefs
 from asyncrl_cli.loop import ports
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Last
+from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.samples import choose_samples, is_dump_step
+from asyncrl_cli.timeouts import timeout
 from asyncrl_cli.train.advantages import needs_columns
 from asyncrl_cli.train.balance import RankPlan, plan_train_step, training_order
 from asyncrl_cli.weights.versions import DRIVER_MARGIN_S, load_s
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 
+if TYPE_CHECKING:
+    from asyncrl_cli.job.critic_actor import RayCritic
+
 logger = logging.getLogger(__name__)
 
-CALL_KEY = "rollout.call_timeout_s"
+CALL_KEY, PLACING_KEY = "rollout.call_timeout_s", "placement.timeout_s"
+NO_ROOM = "add a node, or --set rollout.min_workers=..., with which the run goes on without it"
 START_LIMIT = Limit(600.0)
 """Covers imports, loading a large model from a slow disk, and an engine's memory profiling."""
+NODE_S = 5.0
+"""How long Ray may take to tell of its nodes, and a node to accept a connection."""
+LOOK_EVERY_S = 0.5
+GIVEN_TO_A_DEAD_NODE = "because its node has died"
+"""What Ray says of an actor that it gave to a node before it knew that the node was gone."""
+SO_FAR_S = 5.0
+"""How long a checkpoint waits for a worker that may hang; training stands still meanwhile."""
 
 
 class RayRolloutWorker:
@@ -52,9 +68,11 @@ class RayRolloutWorker:
         self.actor = make_actor()
         self._make_actor = make_actor
         self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
+        self._placing_s = profile.placement.timeout_s
         self._weights = Limit(weights_s, WEIGHTS_KEY)
         self._load = Limit(load_s(weights_s, workers), WEIGHTS_KEY, weights_s) if is_direct else self._weights
         self._num_workers = workers
+        self._at = Whereabouts()
         self._rank_zero: RayRankZero | None = None
         self._parts = PartExchange(self.actor, self._answer)
 
@@ -64,6 +82,11 @@ class RayRolloutWorker:
     async def abort(self, key: AttemptKey) -> None:
         self._parts.post()
         await self._answer(self.actor.abort.remote(key), f"the abort of {key}")
+
+    async def so_far(self) -> ports.SoFar:
+        head, payloads = self.actor.so_far.remote()
+        told = await answer(head, executor=self.name, call="what its responses have so far", limit=Limit(SO_FAR_S))
+        return replace(told, handle=payloads)
 
     async def progress(self, seen: int) -> ports.Progress:
         return await self._parts.progress(seen)
@@ -81,7 +104,9 @@ class RayRolloutWorker:
         return await self._answer(ref, what, self._load, since)
 
     async def evaluate(self, request: ports.EvalRequest) -> ports.EvalResult:
-        return await self._answer(self.actor.evaluate.remote(request), f"the eval of version {request.version}", Limit(None))
+        head, payload = self.actor.evaluate.remote(request)
+        result = await self._answer(head, f"the eval of version {request.version}", Limit(None))
+        return replace(result, payload=payload)
 
     async def abort_evals(self) -> None:
         await self._answer(self.actor.abort_evals.remote(), "the abort of its evals")
@@ -101,14 +126,54 @@ class RayRolloutWorker:
         ray.kill(self.actor)
         if self._rank_zero is not None:
             await self._rank_zero.leave()
-        self.actor = self._make_actor()
+        await self._place_again()
         self._parts = PartExchange(self.actor, self._answer)
         await self.start()
         if self._rank_zero is not None:
             await self.connect(self._rank_zero.actor)
 
+    async def _place_again(self) -> None:
+        """Make an actor and wait until it has a process. Its bundle waits for another node if its own is gone. Until Ray knows
+        that, it gives actors to the old node: they never run, and another one has to be made."""
+        limit, now = Limit(self._placing_s, PLACING_KEY), asyncio.get_running_loop().time
+        until_s = now() + self._placing_s
+        while True:
+            self.actor = self._make_actor()
+            left = replace(limit, seconds=max(until_s - now(), 0.0))
+            try:
+                await answer(self.actor.__ray_ready__.remote(), executor=self.name, call="its process", limit=left)
+                return
+            except ExecutorLost as error:
+                if isinstance(error.__cause__, TimeoutError):
+                    ray.kill(self.actor)
+                    raise NoRoom(f"no process for it within {limit}", hint=NO_ROOM, executor=self.name) from error
+                if GIVEN_TO_A_DEAD_NODE not in str(error.__cause__):
+                    raise
+            await asyncio.sleep(LOOK_EVERY_S)
+
     async def start(self) -> None:
-        await self._answer(self.actor.start.remote(), "its start", START_LIMIT)
+        at: Whereabouts = await self._answer(self.actor.start.remote(), "its start", START_LIMIT)
+        self._at = at.seen_from_here()
+
+    async def node_is_gone(self) -> bool:
+        """A node lives if its raylet takes a connection. (Ray itself needs some 15 s to know that one is gone.) One that Ray cannot
+        tell of counts as living."""
+        try:
+            async with timeout(NODE_S):
+                nodes = await asyncio.to_thread(ray.nodes)
+        except (RayError, TimeoutError) as error:
+            logger.warning("whether the node of %s is gone is unknown: %s", self.name, error or "Ray does not answer")
+            return False
+        node = next((node for node in nodes if node["NodeID"] == self._at.node), None)
+        if node is None:  # it never started
+            return False
+        try:
+            async with timeout(NODE_S):
+                _, writer = await asyncio.open_connection(node["NodeManagerAddress"], node["NodeManagerPort"])
+            writer.close()
+        except (OSError, TimeoutError):
+            return True
+        return not node["Alive"]
 
     async def connect(self, trainer_actor: Any) -> None:
         """`nccl`, `ipc`: this worker asks the trainer's first actor for its weights, now and after every restart."""
@@ -123,7 +188,7 @@ class RayRolloutWorker:
     async def _answer(self, ref: Any, call: str, limit: Limit | None = None, since: Callable[[], float] | None = None) -> Any:
         """By default within `rollout.call_timeout_s`."""
         try:
-            return await answer(ref, executor=self.name, call=call, limit=limit or self._calls, since=since)
+            return await answer(ref, executor=self.name, call=call, limit=limit or self._calls, since=since, host=self._at.host)
         except ExecutorLost:
             if self._rank_zero is not None:  # at once: else rank 0's GPU stays busy with sending to the lost worker until a timeout
                 self._rank_zero.actor.leave.remote(self.name)
@@ -135,9 +200,12 @@ class RayTrainer:
 
     Samples are dumped beside training, one step at a time: the next dump first awaits the last, so that no failure goes unseen. A
     failed dump loses its samples, not the step: `warn` is called for the first failure, and all failures are counted.
+
+    `critic`: one with processes of its own, whose state its checkpoints hold, too.
     """
 
     name = "trainer"
+    critic: RayCritic | None = None
 
     def __init__(self, actors: Sequence[Any], profile: Profile, *, samples_dir: Path) -> None:
         self.actors = list(actors)
@@ -148,6 +216,7 @@ class RayTrainer:
         self._samples_dir = samples_dir
         self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
         self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
+        self._hosts = [""] * len(self.actors)
         self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
 
     async def train(self, batch: ports.TrainBatch) -> tuple[ports.TrainReport, ExecutorReport]:
@@ -155,16 +224,14 @@ class RayTrainer:
         minibatches = self._profile.async_training.require_batches
         call = f"train step {batch.step}"
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=self._profile.run.seed, step=batch.step)
-        plans = plan_train_step(groups, self._profile, ranks=len(self.actors), window=batch.window)
-        is_dumped = is_dump_step(batch.step, self._profile.logging.samples_every_steps)
+        plans = plan_train_step(groups, self._profile, ranks=len(self.actors), step=batch.step, window=batch.window)
+        is_dumped = is_dump_step(batch.step, self._profile.logging.samples_every_steps, train_steps_of(self._profile))
         dump = self._sampled(batch, groups, plans) if is_dumped else None
         names = tuple(next(iter(batch.columns.values()), {}))
-        refs = []
-        for actor, plan in zip(self.actors, plans, strict=True):
-            own = [groups[index] for index in plan.groups]
-            columns = [batch.columns[group.key][name] for name in names for group in own]
-            parts = chain.from_iterable(group.payload for group in own)
-            refs.append(actor.train.remote(batch.step, batch.step_in_window, plan, names, *columns, *parts))
+        refs = [
+            actor.train.remote(batch.step, batch.step_in_window, plan, names, *arguments(batch, groups, plan, names))
+            for actor, plan in zip(self.actors, plans, strict=True)
+        ]
         answers = await all_of(self._answer(ref, call, self._calls, rank) for rank, ref in enumerate(refs))
         reports = [report for report, _ in answers]
         if dump is not None:
@@ -199,22 +266,23 @@ class RayTrainer:
     ) -> Callable[[], Coroutine[Any, Any, None]]:
         """Choose samples of the step, and have the ranks score them before they train it. Returns what dumps them, to be called
         when it is trained: rank 0 writes them beside training, for `weights.timeout_s` at most."""
-        logging, ranks = self._profile.logging, len(self.actors)
+        logging, sharing = self._profile.logging, self._profile.trainer.sequence_parallel_size
         seed = f"samples {self._profile.run.seed}/{batch.step}"
         sizes = choose_samples([len(group.trajectories) for group in groups], logging.samples_per_step, seed)
         planned = (t for plan in plans for step in plan.optimizer_steps for t in step.trajectories)
         is_planned = not needs_columns(self._profile.algorithm)
         known = {(t.group, t.trajectory): t.advantage for t in planned if is_planned}
         chosen = {index: [known.get((index, number)) for number in range(size)] for index, size in sizes.items()}
+        rewards = {index: [meta.reward for meta in groups[index].trajectories] for index in chosen}
         indices, columns = list(chosen), []
         for rank, actor in enumerate(self.actors if logging.samples_per_step else ()):
-            own = indices[rank::ranks]
+            own = indices[rank // sharing :: len(self.actors) // sharing]
             columns.append(actor.logprobs.remote(own, *chain.from_iterable(groups[index].payload for index in own)))
 
         async def dump() -> None:
             parts = list(chain.from_iterable(groups[index].payload for index in indices))
             directory = str(self._samples_dir.absolute())
-            ref = self.actors[0].dump.remote(directory, batch.step, batch.window, chosen, parts, *columns)
+            ref = self.actors[0].dump.remote(directory, batch.step, batch.window, chosen, rewards, parts, *columns)
             await self._answer(ref, f"the dump of the samples of step {batch.step}")
 
         return dump
@@ -232,26 +300,38 @@ class RayTrainer:
         return ports.Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, refs))
 
     async def snapshot(self, step: int) -> float:
-        return float(max(await self._collective(f"the snapshot of step {step}", "snapshot", step)))
+        snapshots: list[Awaitable[Any]] = [self._collective(f"the snapshot of step {step}", "snapshot", step)]
+        if self.critic is not None:
+            snapshots.append(self.critic.snapshot(step))
+        (seconds, *_) = await all_of(snapshots)
+        return float(max(seconds))
 
-    async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
-        call, parts = f"the checkpoint of step {step}", list(chain.from_iterable(payloads))
-        await self._collective(call, "write", step, str(directory.absolute()), parts, with_published)
+    async def write(self, directory: Path, cut: ports.Cut) -> None:
+        target, cut = str(directory.absolute()), replace(cut, loop_state={})
+        writes: list[Awaitable[Any]] = [self._collective(f"the checkpoint of step {cut.step}", "write", target, cut)]
+        if self.critic is not None:
+            writes.append(self.critic.write(cut.step, target))
+        await all_of(writes)
 
     async def report(self) -> ExecutorReport:
         return await self._answer(self.actors[0].report.remote(), "a report", self._calls)
 
     async def start(self) -> None:
+        nodes = await self._collective("its imports", "prepare", limit=START_LIMIT)
         init_method = await self._answer(self.actors[0].meeting_point.remote(), "its start", START_LIMIT)
-        await self._collective("its start", "start", init_method, limit=START_LIMIT)
+        await self._collective("its start", "start", init_method, nodes, limit=START_LIMIT)
+        self._hosts = [Whereabouts(host=node).seen_from_here().host for node in nodes]
 
     async def load(self, directory: Path) -> None:
         """Restore a checkpoint."""
-        await self._collective(f"the load of {directory}", "load", str(directory.absolute()))
+        loads: list[Awaitable[Any]] = [self._collective(f"the load of {directory}", "load", str(directory.absolute()))]
+        if self.critic is not None:
+            loads.append(self.critic.restore(str(directory.absolute())))
+        await all_of(loads)
 
     async def stop(self, timeout_s: float) -> None:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 await self.finish_dumps()
         except TimeoutError:
             logger.warning("the last dump of samples was still being written: it is lost")
@@ -263,4 +343,5 @@ class RayTrainer:
 
     async def _answer(self, ref: Any, call: str, limit: Limit | None = None, rank: int = 0) -> Any:
         """By default within `weights.timeout_s`."""
-        return await answer(ref, executor=f"trainer-{rank}", call=call, limit=limit or self._weights, patient=True)
+        host = self._hosts[rank]
+        return await answer(ref, executor=f"trainer-{rank}", call=call, limit=limit or self._weights, patient=True, host=host)

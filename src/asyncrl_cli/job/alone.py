@@ -28,6 +28,7 @@ from asyncrl_cli.job.workers import make_trainer, makers_of
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.loop.ports import TrainBatch
+from asyncrl_cli.models.resolve import further_models
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.samples import GroupPayload, Trajectory
@@ -80,9 +81,8 @@ class Alone:
         place = place_of(plan, ROLLOUT, endless_model(model_dir, directory / "model"))
         makers = makers_of(plan, ROLLOUT, GenerationAlone, _reserving_nothing, directory)
         self._workers = {name: make(work, place) for name, make in makers.items()}
-        self._trainer = make_trainer(
-            plan, _together(work.profile), model_dir, _reserving_nothing, run_dir=directory, log_dir=directory
-        )
+        profile, further = _together(work.profile), further_models(work.profile, model_dir)
+        self._trainer = make_trainer(plan, profile, model_dir, further, _reserving_nothing, run_dir=directory, log_dir=directory)
         step_groups = self._training.require_batches * work.profile.trainer.ppo_mini_batch_size
         groups = [made_up_group(work, number) for number in range(BATCHES * step_groups)]
         self._batches = [tuple(groups[batch::BATCHES]) for batch in range(BATCHES)]

@@ -12,14 +12,16 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ray.exceptions import ObjectLostError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError, RayTaskError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.job.lifeline import lost_session, session_wait
+from asyncrl_cli.timeouts import timeout
 from asyncrl_cli.weights.versions import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, RankZero, turn_s
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+GUESSES = " Some common causes include"
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -39,24 +41,31 @@ class Limit:
 
 
 async def answer(
-    ref: Any, *, executor: str, call: str, limit: Limit, since: Callable[[], float] | None = None, patient: bool = False
+    ref: Any,
+    *,
+    executor: str,
+    call: str,
+    limit: Limit,
+    since: Callable[[], float] | None = None,
+    patient: bool = False,
+    host: str = "",
 ) -> Any:
     """Await an ObjectRef. `since()`: a time on the event loop's clock; the limit counts from it if it is later than the call.
-    `patient`: keep waiting for a while after the gcs_server has died (lifeline.py).
+    `patient`: keep waiting for a while after the gcs_server has died (lifeline.py). `host`: the actor's node, if it is to be named.
 
     Raises:
         ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the actor or its engine
             ended, or time ran out. The remote traceback goes to the log.
         ConfigError, PreflightError, RefusedError: as the actor raised them.
-        SessionLost: a daemon of the local session died.
+        SessionLost: a daemon of the local session died, or a cluster's head.
     """
     timeout_s = limit.seconds
     try:
-        async with asyncio.timeout(timeout_s if since is None else None) as timeout:
-            with session_wait(timeout, patient=patient):
+        async with timeout(timeout_s if since is None else None) as running:
+            with session_wait(running, patient=patient):
                 return await (ref if timeout_s is None or since is None else _extended(ref, timeout_s, since))
     except (RayError, TimeoutError) as error:
-        raise lost_session(patient=patient) or _failure(executor, call, limit, error) from error
+        raise lost_session(patient=patient) or _failure(executor, call, limit, error, host) from error
 
 
 async def _extended(ref: Any, timeout_s: float, since: Callable[[], float]) -> Any:
@@ -85,13 +94,13 @@ async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _failure(executor: str, call: str, limit: Limit, error: Exception) -> AsyncrlError:
+def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str) -> AsyncrlError:
     if not isinstance(error, RayError):  # a TimeoutError within the actor arrives as both
         hint = f"its log may say why; if it only needs longer, --set {limit.key}=..." if limit.key else ""
         return ExecutorLost(f"{call} took longer than {limit}", hint=hint, executor=executor)
     logger.error("%s failed in %s: %s", executor, call, COLORS.sub("", str(error)))
     if not isinstance(error, RayTaskError):
-        what = "arrays were lost" if isinstance(error, ObjectLostError) else "its process ended"
+        what = "arrays were lost" if isinstance(error, ObjectLostError) else f"its process{f' on {host}' if host else ''} ended"
         return ExecutorLost(f"{what} during {call}: {_died(error)}", executor=executor)
     cause = error.cause
     if isinstance(cause, ExecutorFailed):
@@ -102,10 +111,12 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception) -> Asyncr
 
 
 def _died(error: RayError) -> str:
-    """The informative lines of Ray's long message: the reason, not the ids."""
+    """The informative line of Ray's long message: the reason, without ids and guesses."""
+    if isinstance(error, ActorUnavailableError):
+        return "it cannot be reached"
     lines = [line.strip() for line in COLORS.sub("", str(error)).splitlines() if line.strip()]
     reasons = [line for line in lines if "cause" in line.lower() or "exit" in line.lower() or "killed" in line.lower()]
-    return (reasons or lines or [type(error).__name__])[0]
+    return (reasons or lines or [type(error).__name__])[0].partition(GUESSES)[0]
 
 
 class RayRankZero(RankZero):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from asyncrl_cli.job.process import StopRequests, leave, tell
 from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile, TimelineFile
 from asyncrl_cli.observe.screen import make_ui
@@ -43,7 +42,7 @@ ANOTHER_CHECKPOINT = "take another checkpoint"
 SAME_DATA = "resume with the data that the run began with: task.source's file as it was then, or the same version of reasoning-gym"
 
 Crew = tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]
-"""The trainer, the rollout workers, for a resumed run the payloads of the checkpoint's finished groups, and the scorers."""
+"""The trainer, the rollout workers, for a resumed run the payloads of the checkpoint's groups, and the scorers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +136,8 @@ def make_pipeline(
     """The loop and all it works with. `checkpoint`: where a resumed run continues."""
     trainer, workers, payloads, scorers = crew
 
-    def write_trainer(directory: Path, cut: Cut) -> Awaitable[Any]:
-        return trainer.write(cut.step, directory, cut.payloads, not cut.at_window_boundary)
-
     keep = profile.checkpoint.keep
-    store = CheckpointStore(directory.path, keep=keep, profile=profile.name, write_trainer=write_trainer)
+    store = CheckpointStore(directory.path, keep=keep, profile=profile.name, write_trainer=trainer.write)
     if checkpoint is not None:
         store.abandon_newer(checkpoint.step)
     world = World(

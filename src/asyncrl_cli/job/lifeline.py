@@ -1,9 +1,11 @@
-"""Watches the daemons of a local session by their pids: when one of them ends, every wait for Ray fails within a second.
+"""Watches what a session cannot do without: when that is gone, every wait for Ray fails within a second.
 
-When its gcs_server dies, Ray itself goes on for a minute and then ends the driver silently, in the middle of its work.
+Of a local session these are its daemons, by their pids; of a cluster, the head, whose gcs_server takes connections. Without a
+gcs_server Ray itself goes on for a minute and then ends the driver silently, in the middle of its work.
 
     gcs_server dies   actors and their arrays live on. Waits for a rollout worker fail at once, and the loop ends the run in good
                       order, with a checkpoint. Waits for the trainer fail `CHECKPOINT_S` later.
+    head is silent    for `HEAD_S`: the same. A gcs_server that is restarted (Ray's fault tolerance) has that time
     raylet dies       its workers die with it: every wait fails at once
     reaper dies       no wait fails: another reaper takes its place
 
@@ -17,8 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from subprocess import Popen
 
 from asyncrl_cli.errors import SessionLost
@@ -30,39 +35,42 @@ CHECKPOINT_S = 5.0
 """Time for a run to write its checkpoint after the gcs_server has died."""
 DEAF_S = 8.0
 """How long the event loop may take to react to a daemon's death."""
-HINT = "a run that has begun goes on with `asyncrl resume`; if this machine was out of memory, `dmesg` says so"
+HEAD_S, ANSWER_S = 30.0, 2.0
+"""How long a head may be silent, and how long one connection to it may take."""
+HINT = "a run that has begun goes on with `asyncrl resume`; if its machine was out of memory, `dmesg` there says so"
 OUTLIVED = "gcs_server"
 
 Daemons = Mapping[str, Popen[bytes]]
+Ends = Mapping[str, Callable[[], str]]
+"""By name: how it ended; "" while it is there."""
 
 _current: Lifeline | None = None
 
 
 class Lifeline:
-    """`watch` polls the daemons in a thread, calls `mend` each time, and cuts the `waits` short when a daemon has ended.
+    """`watch` polls `ends` in a thread, calls `mend` each time, and cuts the `waits` short when one has ended.
 
     `waits`: the time limits of all current waits, and whether each is patient: can go on without the gcs_server for a while.
     """
 
-    def __init__(self, daemons: Daemons, mend: Callable[[], None]) -> None:
-        self._daemons = daemons
+    def __init__(self, ends: Ends, mend: Callable[[], None]) -> None:
+        self._ends = ends
         self._mend = mend
         self.loop: asyncio.AbstractEventLoop | None = None
         self.waits: dict[asyncio.Timeout, bool] = {}
         self.is_heard = False
         self.ended = threading.Event()
-        self.first: tuple[str, int] | None = None
+        self.first: tuple[str, str] | None = None
         self._patience_is_over = False
 
     def error(self, *, patient: bool = False) -> SessionLost | None:
-        """The error that names the daemon that died first, if any has. `patient`: None while only the gcs_server is dead, for
+        """The error that names what ended first, if anything has. `patient`: None while only the gcs_server is dead, for
         `CHECKPOINT_S` at most."""
-        dead = {name: code for name, daemon in self._daemons.items() if (code := daemon.poll()) is not None}
+        dead = {name: how for name, ended in self._ends.items() if (how := ended())}
         self.first = self.first or next(iter(dead.items()), None)
         if self.first is None or (patient and set(dead) == {OUTLIVED} and not self._patience_is_over):
             return None
-        name, code = self.first
-        return SessionLost(f"ray's {name} has ended ({how_it_ended(code)}), and with it this session", hint=HINT)
+        return SessionLost(f"{self.first[1]}, and with it this session", hint=HINT)
 
     def watch(self) -> None:
         while self.error() is None:
@@ -91,29 +99,74 @@ class Lifeline:
                 limit.reschedule(0.0)
 
 
+class Head:
+    """A cluster's head, which is lost once it has taken no connection for `HEAD_S`."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: HOST:PORT of its gcs_server."""
+        self._address = address
+        self._looked_s = 0.0
+        self._silent_since_s: float | None = None
+        self._ended = ""
+
+    def ended(self) -> str:
+        return self._ended
+
+    def look(self) -> None:
+        """Try a connection, every `ANSWER_S`."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < ANSWER_S:
+            return
+        self._looked_s = now_s
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+            self._silent_since_s = None
+        except OSError:
+            self._silent_since_s = self._silent_since_s or now_s
+            if now_s - self._silent_since_s >= HEAD_S:
+                self._ended = f"the cluster's head has not answered at {self._address} for {HEAD_S:g} s"
+
+
+def how_daemon_ended(name: str, daemon: Popen[bytes]) -> str:
+    code = daemon.poll()
+    return "" if code is None else f"ray's {name} has ended ({how_it_ended(code)})"
+
+
+def lifeline(daemons: Daemons, mend: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Of a local session."""
+    return _watched(Lifeline({name: partial(how_daemon_ended, name, daemon) for name, daemon in daemons.items()}, mend))
+
+
+def head_lifeline(address: str) -> contextlib.AbstractContextManager[None]:
+    """Of a session on a cluster. `address`: HOST:PORT of its gcs_server."""
+    head = Head(address)
+    return _watched(Lifeline({OUTLIVED: head.ended}, head.look))
+
+
 @contextlib.contextmanager
-def lifeline(daemons: Daemons, mend: Callable[[], None]) -> Iterator[None]:
+def _watched(line: Lifeline) -> Iterator[None]:
     global _current
     assert _current is None, "a session within a session"
-    _current = Lifeline(daemons, mend)
-    thread = threading.Thread(target=_current.watch, name="lifeline", daemon=True)
+    _current = line
+    thread = threading.Thread(target=line.watch, name="lifeline", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        _current.ended.set()
+        line.ended.set()
         thread.join()
         _current = None
 
 
 def lost_session(*, patient: bool = False) -> SessionLost | None:
-    """Why Ray no longer answers; None while it does, and always on a cluster that was not started here."""
+    """Why Ray no longer answers; None while it does."""
     return None if _current is None else _current.error(patient=patient)
 
 
 @contextlib.contextmanager
 def session_wait(limit: asyncio.Timeout, *, patient: bool = False) -> Iterator[None]:
-    """Within the block `limit` also expires when the local session is lost. Raises SessionLost if it is lost already."""
+    """Within the block `limit` also expires when the session is lost. Raises SessionLost if it is lost already."""
     if _current is None:
         yield
         return

@@ -14,6 +14,7 @@ import secrets
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,7 +99,10 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
     token.touch(mode=0o600, exist_ok=False)
     token.write_text(secrets.token_hex(32), encoding="ascii")
     # Make torch's gloo and vLLM listen on loopback; by default they take the address of the host's name.
-    on_loopback = {
+    ours = {
+        # Within a job of another cluster: neither that cluster nor the job's runtime environment is this session's.
+        "RAY_ADDRESS": None,
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": None,
         "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
         "VLLM_HOST_IP": LOOPBACK,
     }
@@ -114,9 +118,11 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
         resource_isolation_config=ResourceIsolationConfig(),
     )
     with (
-        ray_variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_AUTH_TOKEN=None, **on_loopback),
+        ray_variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_AUTH_TOKEN=None, **ours),
         # With this switch on, Ray replaces the loopback address by the host's, and listens on all interfaces.
         _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
+        # A signal to our whole process group (SLURM's SIGTERM, a terminal's SIGHUP) is ours: the last checkpoint needs them.
+        _replaced(services, "ConsolePopen", partial(services.ConsolePopen, start_new_session=True)),
         # Otherwise Ray prints to stdout how its daemons end.
         _replaced(worker, "_worker_logs_enabled", False),
     ):

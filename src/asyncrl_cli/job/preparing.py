@@ -20,6 +20,7 @@ from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, Refused
 from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
+from asyncrl_cli.loop.groups import GroupsState
 from asyncrl_cli.models.inspection import check_model, check_vocabulary
 from asyncrl_cli.models.resolve import further_models, is_builtin, model_here, resolve_model
 from asyncrl_cli.models.tiny_chat import AROUND_PROMPT
@@ -41,15 +42,17 @@ Say = Callable[..., None]
 (a loss, say)."""
 
 
-async def prepare(profile: Profile, say: Say, address: str | None = None, resumed: Path | None = None) -> tuple[Task, Path]:
-    """The task and the model's directory. Raises ConfigError or PreflightError if the engine, task, model or prompts
-    cannot be used.
+async def prepare(
+    profile: Profile, say: Say, address: str | None = None, resumed: Path | None = None
+) -> tuple[Task, Path, dict[str, str]]:
+    """The task, the model's directory and those of `further_models`. Raises ConfigError or PreflightError if the engine, task,
+    models or prompts cannot be used.
 
     With `address` the engine runs on the nodes of that cluster, which this process cannot examine. `resumed`: the directory of
     the run that is resumed.
     """
 
-    def work(look: Callable[[], None]) -> tuple[Task, Path]:
+    def work(look: Callable[[], None]) -> tuple[Task, Path, dict[str, str]]:
         def progress(text: str, *how_far: Any) -> None:
             look()
             say(text, *how_far)
@@ -62,10 +65,11 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
             progress(expectation(task))
         progress("preparing the model")
         model_dir = resolve_model(profile, task, progress=progress)
-        further_models(profile, model_dir)
+        further = further_models(profile, model_dir)
         look()
         check_prompts(profile, task, model_dir)
-        return task, model_dir
+        check_adapters(profile, model_dir)
+        return task, model_dir, further
 
     return await interruptible(work)
 
@@ -79,29 +83,41 @@ def check_without_making(profile: Profile, address: str | None = None) -> Task:
     """Raises what `prepare` would raise, as far as this can be checked without making or downloading a model."""
     check_surroundings(profile, address)
     task = load_task(profile)
-    check_prompts(profile, task, model_here(profile))
+    model_dir = model_here(profile)
+    check_prompts(profile, task, model_dir)
+    if model_dir is not None:
+        check_adapters(profile, model_dir)
     return task
 
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
     """Check that the loss and the environment exist and fit, the job fits here (or the cluster answers), the engine is installed,
-    and the sinks could start. Call it before transformers is imported: broken engine packages may break that import, too."""
+    the sinks could start, and a model in a directory is whole. Call it before transformers is imported: broken engine packages may
+    break that import, too."""
     check_loss(profile.algorithm.loss_mode)
     if not profile.task.agent:
         check_environment(environment_of(profile.task))
-    _check_overlong(profile)
+    _check_one_turn(profile)
     if address is None:
         compile_job(profile, local_cluster())
     else:
         check_reachable(address)
     check_engine(profile, device_of(profile, local_cluster()), is_elsewhere=address is not None)
     check_sinks(profile)
+    model_here(profile)
 
 
-def _check_overlong(profile: Profile) -> None:
-    """Raises ConfigError if the punishment of long responses is on and episodes may have several."""
-    buffer, one_turn = profile.algorithm.overlong_buffer_tokens, environment_of(profile.task) == "one-turn"
-    if buffer is not None and (profile.task.has_agent or not one_turn):
+def _check_one_turn(profile: Profile) -> None:
+    """Raises ConfigError if long responses are punished, or a reward model judges responses, and episodes may have several."""
+    buffer, reward_model = profile.algorithm.overlong_buffer_tokens, profile.reward_model.path
+    if environment_of(profile.task) == "one-turn" and not profile.task.has_agent:
+        return
+    if reward_model is not None:
+        raise ConfigError(
+            f"reward_model.path = {reward_model}: it judges a prompt's response, and an episode of this task may have several",
+            hint="leave it out: the environment's or the agent's own reward may ask a model",
+        )
+    if buffer is not None:
         raise ConfigError(
             f"algorithm.overlong_buffer_tokens = {buffer} punishes a response that comes near rollout.max_response_tokens, and an "
             "episode of this task may have several responses",
@@ -120,6 +136,19 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
         check_prompt_lengths(profile, task, partial(tokens, tokenizer))
         if environment_of(profile.task) != "one-turn":
             check_chat(tokenizer, model_dir, tools=task.tool_class is not None)
+
+
+def check_adapters(profile: Profile, model_dir: Path) -> None:
+    """ConfigError if `lora.target_modules` names a layer that the model lacks, or workers cannot merge adapters into its files."""
+    if profile.lora.target_modules:
+        from asyncrl_cli.models.saved_form import skeleton
+        from asyncrl_cli.train.lora import chosen
+
+        chosen(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code), profile.lora)
+    if profile.lora.sync == "adapter":
+        from asyncrl_cli.weights.adapters import BaseFiles
+
+        BaseFiles(profile, model_dir)
 
 
 def _num_characters(item: Item) -> int:
@@ -186,18 +215,34 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
 
 def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
     """Raises RefusedError unless the checkpoint's loop state, observer state and finished groups fit each other and `profile`."""
-    from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
-
     state = read_state(checkpoint.loop_state, LoopSettings.of(profile))
     if state["step"] != checkpoint.step:
         raise _refused(checkpoint, f"its loop is at step {state['step']}")
     if len(state["observers"]) != 1:
         raise _refused(checkpoint, f"it has figures of {len(state['observers'])} observers, not of one")
     observers.read_state(state["observers"][0])
-    finished = [entry["result"] for entry in state["groups"]["finished"]]
-    payloads = [((p.uid, p.epoch, p.attempt), len(p.trajectories)) for p in read_payloads(checkpoint.directory)]
-    if payloads != [(result.key, len(result.trajectories)) for result in finished]:
-        raise _refused(checkpoint, "its tokens are not those of its finished groups")
+    if not _fit(state["groups"], checkpoint.directory):
+        raise _refused(checkpoint, "its tokens are not those of its groups")
+
+
+def _fit(groups: GroupsState, directory: Path) -> bool:
+    """Whether the arrays are those of the finished groups, of the running ones' ended parts, and of what these go on from."""
+    from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
+
+    payloads, running = read_payloads(directory), groups["running"]
+    ended = [(entry["key"], part["result"].trajectories) for entry in running for part in entry.get("ended", ())]
+    whole = [*((entry["result"].key, entry["result"].trajectories) for entry in groups["finished"]), *ended]
+    kept = [(entry["key"], entry["kept"]) for entry in running if entry.get("kept")]
+    if [(p.uid, p.epoch, p.attempt) for p in payloads] != [key for key, _ in (*whole, *kept)]:
+        return False
+    if any(len(p.trajectories) != len(metas) for p, (_, metas) in zip(payloads, whole, strict=False)):
+        return False
+    so_far = [[sum(len(s.tokens_T) for s in t.segments) for t in p.trajectories] for p in payloads[len(whole) :]]
+    return all(
+        index < len(tokens) and tokens[index] == one.tokens
+        for tokens, (_, ones) in zip(so_far, kept, strict=True)
+        for index, one in ones.items()
+    )
 
 
 def refuse_other_prompts(checkpoint: Checkpoint, task: Task, seed: int) -> None:

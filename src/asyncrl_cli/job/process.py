@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import logging
+import math
 import os
 import signal
 import sys
@@ -27,8 +28,12 @@ MMAP_THRESHOLD_BYTES = 32 * 2**20
 KEPT_BYTES = 2**30
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GC_THRESHOLDS = (200_000, 20, 100)
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What machines send: a scheduler before its time limit, Ray's job stop, a terminal that closes. Often several of them at once."""
+SIGNALS = (signal.SIGINT, *NOTICES)
 INTERRUPTED = 130
+END_S = 30.0
+"""What a run that stops has beyond `run.stop_grace_s`, for Ray and the workers to end."""
 LEAVE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
@@ -124,19 +129,24 @@ def logged_to(path: Path) -> Iterator[None]:
 
 
 class StopRequests:
-    """The ways to end a run: Ctrl-C, SIGTERM, SIGHUP (the terminal was closed) or `asyncrl stop`. What each request does:
+    """The ways to end a run: Ctrl-C, `asyncrl stop` and a machine's notice (`NOTICES`). What each request does:
 
         the run is     first                    second                  third
         starting       cancels the start        out, without waiting
         in its loop    step, checkpoint, end    aborts the loop         out, without waiting
-        ending         nothing
+        ending         nothing at once
 
-    "Out" ends the process immediately; the reaper ends its children, and whole checkpoints stay whole. `mean` sets what the next
-    requests do. Until it is called they do `actions`; by default each raises KeyboardInterrupt, as a Ctrl-C does.
+    After the first request, whenever it comes, the process is out when the limit of `within` is over. All notices together are one
+    request, and none after another request: only people insist. "Out" ends the process immediately; the reaper ends its children,
+    and whole checkpoints stay whole. `mean` sets what the next requests do. Until it is called they do `actions`; by default each
+    raises KeyboardInterrupt, as a Ctrl-C does.
     """
 
     def __init__(self, *actions: Callable[[], None]) -> None:
         self._actions = list(actions or [_interrupt])
+        self._is_stopping = False
+        self._limit_s = math.inf
+        self._limit: threading.Timer | None = None
 
     def mean(self, *actions: Callable[[], None]) -> None:
         """From now on each request does the next of `actions`; when only the last is left, every further request repeats it.
@@ -145,9 +155,32 @@ class StopRequests:
         """
         self._actions = list(actions)
 
-    def request(self, *of_a_signal: object) -> None:
+    def request(self, number: int | None = None, _frame: object = None) -> None:
+        """A request, or the handler of the signal `number`."""
+        if number in NOTICES and self._is_stopping:
+            return
+        self._is_stopping = True
+        if self._limit is None and self._limit_s < math.inf:
+            self._limit = threading.Timer(self._limit_s, self._give_up)
+            self._limit.daemon = True
+            self._limit.start()
         action = self._actions.pop(0) if len(self._actions) > 1 else self._actions[0]
         action()
+
+    @contextmanager
+    def within(self, limit_s: float) -> Iterator[None]:
+        """Within the block a first request gives the process `limit_s` to end: whatever hangs then, it is out."""
+        self._limit_s = limit_s
+        try:
+            yield
+        finally:
+            self._limit_s = math.inf
+            if self._limit is not None:
+                self._limit.cancel()
+
+    def _give_up(self) -> NoReturn:
+        tell(f"{self._limit_s:g} s after it was asked to stop the run is ended at once; whole checkpoints are kept")
+        leave()
 
     def take_signals(self) -> dict[signal.Signals, Any]:
         """Make the signals stop requests, and return their previous handlers. A second call changes nothing and returns none.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,11 +34,12 @@ from asyncrl_cli.envs.tool_environment import ToolEnvironment
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.calls import RayRankZero
 from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, PartDesk
+from asyncrl_cli.job.meeting import Whereabouts, whereabouts
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
-from asyncrl_cli.job.transports import arriving
+from asyncrl_cli.job.transports import arriving, merging
 from asyncrl_cli.loop.attempts import AttemptKey, PartResult
 from asyncrl_cli.loop.meters import LongPoll, MeteredRewards, RolloutMeter
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress, SoFar
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Place, Profile, WeightsSection
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.builtin import environment_of
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from asyncrl_cli.envs.chat import Chat
     from asyncrl_cli.envs.episode import Limits
     from asyncrl_cli.envs.gateway.server import Gateway
+    from asyncrl_cli.job.transports import Whole
+    from asyncrl_cli.weights.buckets import Bucket
 
 
 logger = logging.getLogger(__name__)
@@ -85,11 +88,12 @@ class RolloutActor:
     def __repr__(self) -> str:
         return self._name
 
-    async def start(self) -> None:
+    async def start(self) -> Whereabouts:
         """Load the model and start the reward processes, side by side. May take minutes."""
         with no_collection_while_starting():
             await self._start()
         logger.info("%s started: %s", self._name, self._place)
+        return whereabouts()
 
     async def _start(self) -> None:
         profile, place = self._profile, self._place
@@ -100,9 +104,10 @@ class RolloutActor:
         self._rewards = MeteredRewards(self._name.replace("rollout", "reward"), self._pool.score, time.monotonic)
         await asyncio.gather(self._engine.start(), self._start_pool(), self._start_environments())
         self._places = Places(profile.rollout.slots, hold=profile.rollout.hold_slots)
-        self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1, self._places)
+        whole = await asyncio.to_thread(merging, profile, place)
+        self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1, self._places, whole)
         self._runner = await self._make_runner()
-        self._desk = PartDesk(self._runner.run, self._changes)
+        self._desk = PartDesk(self._play, self._changes)
 
     def _make_pool(self) -> RewardPool:
         """The processes that compute rewards, or that play agents."""
@@ -169,6 +174,15 @@ class RolloutActor:
         ends = [] if self._processes is None else [self._processes.close()]
         await asyncio.gather(self._pool.close(), self._engine.close(), *ends)
 
+    async def _play(self, request: PartRequest, on_sequence: Callable[[int], None]) -> tuple[PartResult, GroupPayload]:
+        (so_far,) = await request.so_far if request.goes_on else (None,)
+        return await self._runner.run(request, on_sequence, so_far)
+
+    @ray.method(num_returns=2)
+    async def so_far(self) -> tuple[SoFar, Sequence[GroupPayload]]:
+        """What running parts have so far; the tokens are a Ray object of their own."""
+        return self._runner.so_far()
+
     async def submit(self, requests: Sequence[PartRequest]) -> None:
         self._desk.begin(requests)
 
@@ -195,11 +209,14 @@ class RolloutActor:
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         return await self._loader.load(version, interrupt)
 
-    async def evaluate(self, request: EvalRequest) -> EvalResult:
+    @ray.method(num_returns=2)
+    async def evaluate(self, request: EvalRequest) -> tuple[EvalResult, Any]:
+        """The tokens, for a reward model, are a Ray object of their own."""
         sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature)
         self._meter.evals(+1)
         try:
-            return await self._runner.evaluate(request, sampling)
+            result = await self._runner.evaluate(request, sampling)
+            return replace(result, payload=None), result.payload if self._profile.reward_model.path else None
         finally:
             self._meter.evals(-1)
 
@@ -244,11 +261,20 @@ class Loader:
 
     `held`: version of the engine's weights; one less if the first load may bring that same version, to verify it. `fingerprint`:
     of the last version that was loaded; "" before. `places`: a drain waits for the trajectories that have begun there, which may be
-    at a tool.
+    at a tool. `whole`: makes the engine's buckets of those that arrive.
     """
 
-    def __init__(self, engine: Engine, weights: WeightsSection, meter: RolloutMeter, held: int, places: Places) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        weights: WeightsSection,
+        meter: RolloutMeter,
+        held: int,
+        places: Places,
+        whole: Whole = iter,
+    ) -> None:
         self._engine = engine
+        self._whole = whole
         self._weights = weights
         self._meter = meter
         self._places = places
@@ -285,7 +311,7 @@ class Loader:
                 if weights is not None:
                     pause = await engine.load(weights, version, interrupt)
                 else:
-                    pause = await engine.load_in_place(lambda: list(arriving(manifest, received.refs)), version, interrupt)
+                    pause = await engine.load_in_place(lambda: list(self._arriving(manifest, received.refs)), version, interrupt)
             finally:
                 if self._received is received:
                     self._received = None  # also if it failed: the version may come again
@@ -321,8 +347,11 @@ class Loader:
             return AnnouncedWeights(refs)
         if not self._weights.dual_buffer:
             return None
-        buckets = arriving(manifest, refs)
+        buckets = self._arriving(manifest, refs)
         return self._engine.receive(buckets if self._weights.overlap else list(buckets))
+
+    def _arriving(self, manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
+        return self._whole(arriving(manifest, refs))
 
     def _check_newer(self, version: int) -> None:
         newest = self.held if self._received is None else max(self.held, self._received.manifest.version)

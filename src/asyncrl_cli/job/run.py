@@ -8,24 +8,24 @@ Whatever can be refused is refused before anything is started. A run that never 
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from asyncrl_cli.checkpoint.find import refuse_ended, resolve
-from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
+from asyncrl_cli.checkpoint.run_directory import RunDirectory, detached_output, fresh_name
 from asyncrl_cli.checkpoint.sealed import Checkpoint, load_checkpoint
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.job.driving import Crew, RunResult, make_observers, make_pipeline, run_to_the_end
 from asyncrl_cli.job.preparing import Say, check_resumable, prepare, refuse_other_prompts
-from asyncrl_cli.job.process import StopRequests, blocked, end_descendants, leave, leave_soon, logged_to, tell
+from asyncrl_cli.job.process import END_S, StopRequests, end_descendants, leave, leave_soon, logged_to, tell
 from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.starting import Starting, StartStatus
 from asyncrl_cli.profile.loaded import read_document, to_document, to_toml
+from asyncrl_cli.profile.resuming import changed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_records import keep_record
 from asyncrl_cli.tasks.task import Task
@@ -52,18 +52,23 @@ class Run:
     _start: StartStatus | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def resume(cls, argument: str, *, runs_dir: Path, ui: str = "auto", address: str | None = None) -> Run:
-        """`argument` is a checkpoint, a run directory or a run's name. Raises RefusedError for a damaged or foreign one."""
+    def resume(
+        cls, argument: str, *, runs_dir: Path, sets: Sequence[str] = (), ui: str = "auto", address: str | None = None
+    ) -> Run:
+        """`argument` is a checkpoint, a run directory or a run's name; `sets` change its profile, as far as a resume may.
+
+        Raises RefusedError for a damaged or foreign checkpoint, ConfigError for wrong `sets`.
+        """
         checkpoint = load_checkpoint(resolve(argument, runs_dir))
         refuse_ended(checkpoint)
-        loaded = read_document(checkpoint.directory / "config.resolved.json")
+        loaded = changed(read_document(checkpoint.directory / "config.resolved.json"), sets)
         check_resumable(checkpoint, loaded.profile)
-        return cls(profile=loaded.profile, origins=loaded.origins, ui=ui, address=address, checkpoint=checkpoint)
+        return cls(loaded.profile, loaded.origins, loaded.warnings, ui=ui, address=address, checkpoint=checkpoint)
 
     async def run(self) -> RunResult:
         """Raises `AsyncrlError` for whatever is wrong before the first step; later failures are in the result.
 
-        In the main thread SIGINT, SIGTERM and SIGHUP end the run as `StopRequests` describes.
+        In the main thread SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the run as `StopRequests` describes.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -75,7 +80,7 @@ class Run:
             in_loop(task.cancel)
 
         self.requests.mean(end_the_start, self._leave_the_start)
-        with self.requests.on_signals():
+        with self.requests.on_signals(), self.requests.within(self.profile.run.stop_grace_s + END_S):
             try:
                 return await self._start_and_run()
             except asyncio.CancelledError as cancelled:
@@ -104,31 +109,33 @@ class Run:
     ) -> tuple[Task, Crew, Sequence[str]]:
         """Start all that the loop needs. Returns the task, the workers and the warnings to show; `stack` ends what was started."""
         profile = self.profile
-        task, model_dir = await prepare(profile, say, self.address, directory.path if self.checkpoint else None)
+        task, model_dir, further = await prepare(profile, say, self.address, directory.path if self.checkpoint else None)
         if self.checkpoint is not None:
             refuse_other_prompts(self.checkpoint, task, profile.run.seed)
         say("starting Ray")
-        # A terminal that closes sends SIGHUP to our whole process group, and the last checkpoint needs Ray's processes.
-        with blocked(signal.SIGHUP):
-            plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
+        plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
         keep_model_files(model_dir, directory.path)
         reward = task.reward.function or (task.tool_class and task.tool_class.reward)
         keep_record(directory.path, "agent" if profile.task.agent else "reward", reward)
         keep_record(directory.path, "environment", task.tool_class and task.tool_class.code)
         from asyncrl_cli.job.workers import started_workers
 
+        of_nodes: list[str] = []
         crew = started_workers(
             plan,
             profile,
             model_dir,
             task.reward,
             task.tool_class,
+            further=further,
             run_dir=directory.path,
             log_dir=log_dir,
             checkpoint=self.checkpoint,
             progress=say,
+            warn=of_nodes.append,
         )
-        return task, await stack.enter_async_context(crew), [*self.warnings, *plan.warnings, *task.notes]
+        started = await stack.enter_async_context(crew)
+        return task, started, [*self.warnings, *plan.warnings, *task.notes, *of_nodes]
 
     async def _to_the_end(self, directory: RunDirectory, task: Task, crew: Crew, warnings: Sequence[str]) -> RunResult:
         observers = make_observers(self.profile, directory, self.ui)
@@ -142,6 +149,8 @@ class Run:
         trainer, *_ = crew
         trainer.warn = observers.warning
         self._unbegun = None
+        detached_output(directory.path).unlink(missing_ok=True)
+        directory.keep_profile(*self._documents())  # the next checkpoints have it
         result = await run_to_the_end(pipeline, trainer, directory, observers, self.requests)
         if self.ui != "none":
             tell("shutting down")  # Ray and the workers take seconds to end
@@ -152,10 +161,13 @@ class Run:
         if self.checkpoint is not None:
             return RunDirectory.open(self.checkpoint.directory.parent.parent)
         self.name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
-        document = to_document(self.profile, self.origins)
-        toml = to_toml(self.profile, self.origins)
-        self._unbegun = RunDirectory.create(self.runs_dir, self.name, profile_toml=toml, resolved=document)
+        toml, resolved = self._documents()
+        self._unbegun = RunDirectory.create(self.runs_dir, self.name, profile_toml=toml, resolved=resolved)
         return self._unbegun
+
+    def _documents(self) -> tuple[str, Mapping[str, Any]]:
+        """The profile as `profile.toml` and `config.resolved.json` have it."""
+        return to_toml(self.profile, self.origins), to_document(self.profile, self.origins)
 
     def _leave_the_start(self) -> NoReturn:
         """The second stop request during the start: wait for nothing. The run directory is removed, as after the first request."""

@@ -18,9 +18,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
-from asyncrl_cli.job.lifeline import lifeline
+from asyncrl_cli.job.lifeline import head_lifeline, lifeline
 from asyncrl_cli.job.reaper import Reaper
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
@@ -44,28 +45,37 @@ def ray_session(
     or, within `CONNECT_TIMEOUT_S`, does not answer at `address`.
     """
     with contextlib.ExitStack() as stack:
-        if address is None:
+        if address is not None:
+            plan = compile_job(profile, stack.enter_context(connected(address)))
+            stack.enter_context(head_lifeline(_gcs_address()))
+        else:
             cluster = cluster or local_cluster()
             plan = compile_job(profile, cluster)
-            _start_here(stack, cluster, plan.cpus, model_dir)
-        else:
-            check_reachable(address)
-            from asyncrl_cli.job.local_ray import ray_variables
-
-            stack.enter_context(ray_variables())
-            try:
-                _init(address=address)
-            except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
-                raise _unreachable(address, error) from error
-        import ray
-
-        from asyncrl_cli.job.workers import ray_cluster
-
-        stack.callback(ray.shutdown)
-        yield compile_job(profile, ray_cluster()) if address is not None else plan
+            _start_here(stack, cluster, plan, model_dir)
+            stack.callback(_shutdown)
+        yield plan
 
 
-def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: int, model_dir: Path | None) -> None:
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[ClusterResources]:
+    """Connect to a cluster and yield what it has. Raises as `ray_session`."""
+    check_reachable(address)
+    from asyncrl_cli.job.local_ray import ray_variables
+
+    with ray_variables():
+        try:
+            _init(address=address)
+        except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
+            raise _unreachable(address, error) from error
+        try:
+            from asyncrl_cli.job.placing import ray_cluster
+
+            yield ray_cluster()
+        finally:
+            _shutdown()
+
+
+def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, plan: JobPlan, model_dir: Path | None) -> None:
     """Start the daemons and connect to them. They end with `stack`, and with this process."""
     base = tempfile.gettempdir()
     short_base = base if len(base) + 16 <= LONGEST_DIRECTORY else "/tmp"
@@ -78,7 +88,8 @@ def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: in
         # Two published versions of the model in float32.
         versions_bytes = sum(4 * path.stat().st_size for path in model_dir.glob("*.safetensors")) if model_dir else 0
         store_bytes = OBJECT_STORE_BYTES + versions_bytes
-        node = local_node(directory, num_cpus=max(cpus, cluster.cpus), num_gpus=cluster.gpus, object_store_bytes=store_bytes)
+        cpus, gpus = max(plan.cpus, cluster.cpus), max(plan.gpus, cluster.gpus)
+        node = local_node(directory, num_cpus=cpus, num_gpus=gpus, object_store_bytes=store_bytes)
         address, daemons = stack.enter_context(node)
         stack.enter_context(lifeline(daemons, reaping.mend))
         # `uv run` sets a runtime-environment hook, which needs an agent; a local session has none.
@@ -104,12 +115,31 @@ def _init(**options: Any) -> None:
             signal.signal(signal.SIGTERM, handler)
 
 
+def _gcs_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _shutdown() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def is_job_server(address: str) -> bool:
+    """Whether this is the address of a cluster's job server, and not that of its GCS."""
+    return urlsplit(address).scheme in ("http", "https")
+
+
 def check_reachable(address: str) -> None:
     """Try a plain TCP connection before Ray does: Ray spends minutes on a dead address. Raises ConfigError or PreflightError."""
     if "://" in address:
         raise ConfigError(
             f"--address {address}: asyncrl's driver must run inside the cluster",
-            hint="give HOST:PORT of the cluster's GCS (usually port 6379), or `auto` on one of its nodes",
+            hint=f"asyncrl submit --address {address} --profile NAME makes it a job there"
+            if is_job_server(address)
+            else "give HOST:PORT of the cluster's GCS (usually port 6379), or `auto` on one of its nodes; or `asyncrl submit`",
         )
     if address == "auto":
         return

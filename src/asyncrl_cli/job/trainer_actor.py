@@ -18,24 +18,26 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from asyncrl_cli.engines.port import kind_of
-from asyncrl_cli.job.meeting import meeting_point
+from asyncrl_cli.job.meeting import meeting_point, naming_nodes
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
+from asyncrl_cli.job.step_share import taken
 from asyncrl_cli.job.transports import ObjectStoreSender, Sending
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.safe_files import MIB
-from asyncrl_cli.samples import GroupPayload, SampledGroup, dump_samples, joined
+from asyncrl_cli.samples import GroupPayload, SampledGroup, dump_samples, joined, overlaid
 from asyncrl_cli.storage import telling_storage
 
 if TYPE_CHECKING:
-    from asyncrl_cli.loop.ports import TrainReport
+    from asyncrl_cli.loop.ports import Cut, TrainReport
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.train.scores import Column
     from asyncrl_cli.weights.versions import Manifest, Sender
@@ -70,9 +72,17 @@ class TrainerActor:
         return meeting_point()
 
     @ray.method(concurrency_group="main")
-    def start(self, init_method: str) -> None:
-        num_steps = Schedule.of(self._profile).optimizer_steps
+    def prepare(self) -> str:
+        """Import what `start` needs, which does not take all ranks the same time. Returns the address of this rank's node."""
         with no_collection_while_starting():
+            import asyncrl_cli.train.policy_trainer  # noqa: F401
+        return str(ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="main")
+    def start(self, init_method: str, nodes: Sequence[str]) -> None:
+        """Meet the other ranks, which are on `nodes`, and load the model."""
+        num_steps = Schedule.of(self._profile).optimizer_steps
+        with no_collection_while_starting(), naming_nodes(nodes):
             from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
             self._trainer = PolicyTrainer(
@@ -91,17 +101,10 @@ class TrainerActor:
     def train(
         self, step: int, step_in_window: int, plan: RankPlan, names: Sequence[str], *given: Any
     ) -> tuple[TrainReport, ExecutorReport]:
-        """One train step on the groups of `plan.groups`. `given`: for each name the columns of these groups, in that order; then
-        the groups, each in one or more parts.
-
-        Columns and parts are arguments, so that Ray brings them to this rank before `train_s` begins: small ones with the call,
-        large ones from the object store. A `ray.get` of each would be a call to its owner.
-        """
+        """One train step on the groups of `plan.groups`. `given`: those of `step_share.arguments`."""
         began_s = time.monotonic()
         with self._in(State.BUSY):
-            groups, columns = plan.groups, iter(given)
-            scores = {name: {group: next(columns) for group in groups} for name in names}
-            payloads = dict(zip(groups, joined(columns), strict=True))
+            payloads, scores = taken(plan, names, given)
             report = self._trainer.train(step_in_window=step_in_window, plan=plan, payloads=payloads, scores=scores)
         with self._lock:
             self._clock.add("busy_s", time.monotonic() - began_s)
@@ -160,14 +163,16 @@ class TrainerActor:
         return held
 
     @ray.method(concurrency_group="write")
-    def write(self, step: int, directory: str, part_refs: list[Any], with_published: bool) -> None:
-        """Write the snapshot of `step` to `directory`; rank 0 adds the arrays of finished groups."""
+    def write(self, directory: str, cut: Cut) -> None:
+        """Write the snapshot of the cut's step to `directory`; rank 0 adds the arrays of untrained groups."""
         from asyncrl_cli.checkpoint.payloads import write_payloads
 
         with telling_storage():
-            self._trainer.write(step, Path(directory), with_published)
+            self._trainer.write(cut.step, Path(directory), not cut.at_window_boundary)
             if self._rank == 0:
-                write_payloads(Path(directory), joined(ray.get(part_refs)))
+                whole = [joined(ray.get([*parts]))[0] for parts in cut.payloads]
+                so_far = chain.from_iterable(ray.get([*cut.so_far]))
+                write_payloads(Path(directory), [*whole, *overlaid(cut.kept, so_far)])
 
     @ray.method(concurrency_group="main")
     def logprobs(self, indices: Sequence[int], *parts: GroupPayload) -> Column:
@@ -182,17 +187,18 @@ class TrainerActor:
         step: int,
         window: int,
         chosen: Mapping[int, Sequence[float | None]],
+        rewards: Mapping[int, Sequence[float]],
         part_refs: list[Any],
         *of: Column,
     ) -> None:
         """Trajectories of a train step as text lines, beside training (rank 0).
 
         `chosen`: the groups by their index in the step, with the advantages of their trajectories, in the order of `part_refs`;
-        `of`: the logprobs that the ranks have computed, if any.
+        `rewards`: theirs; `of`: the logprobs that the ranks have computed, if any.
         """
         payloads, known = joined(ray.get(part_refs)), {index: arrays for column in of for index, arrays in column.items()}
         groups = [
-            SampledGroup(payload=payload, advantages=advantages, logprobs=known.get(index))
+            SampledGroup(payload=payload, advantages=advantages, rewards=rewards[index], logprobs=known.get(index))
             for payload, (index, advantages) in zip(payloads, chosen.items(), strict=True)
         ]
         max_bytes = self._profile.logging.samples_max_mb * MIB

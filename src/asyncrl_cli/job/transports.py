@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.weights.versions import Manifest, Sender, send
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Packing
 
     OnFull = Callable[[Packing, int], None]
+    Whole = Callable[[Iterator[Bucket]], Iterator[Bucket]]
 
 GETS_AHEAD = 2
 """How many buckets may be in transfer or wait in memory while an earlier one is verified and copied."""
@@ -91,6 +93,15 @@ def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
 
     with ThreadPoolExecutor(GETS_AHEAD, thread_name_prefix="get") as gets:
         yield from verified(_in_order(gets, refs), manifest)
+
+
+def merging(profile: Profile, place: Place) -> Whole:
+    """What a receiver does with the buckets that arrive: with `lora.sync = "adapter"` it makes whole weights of them."""
+    if profile.lora.sync == "merged":
+        return iter
+    from asyncrl_cli.weights.adapters import BaseFiles
+
+    return BaseFiles(profile, Path(place.model_dir)).whole
 
 
 def _in_order(gets: ThreadPoolExecutor, refs: Sequence[Any]) -> Iterator[Bucket]:

@@ -76,7 +76,7 @@ class Admission:
         self.workers = self.fleet.by_name
         self.ledger = Ledger()
         self.unplaced: dict[AttemptKey, Attempt] = {}
-        """The running groups that have lost responses with a worker, in order of admission, until these are placed again."""
+        """The running groups with responses to be placed again, after a worker's death or a resume, in order of admission."""
         self.version = 0
         self.taken_in_window = 0
         self.stopping = False
@@ -88,6 +88,7 @@ class Admission:
         self.scorers: tuple[str, ...] = ()
         """Whose columns a finished group needs before it can be taken."""
         self._n = rollout.n
+        self._mixes = settings.interrupt != "drain"
         self._together = settings.profile.placement.colocate
 
     @property
@@ -159,6 +160,10 @@ class Admission:
         for key in list(slots.unfinished):
             slots.release(key)
             self.ledger.running[key.attempt].lose(key.number)
+        self.note_unplaced()
+
+    def note_unplaced(self) -> None:
+        """Responses of running groups have to be placed again."""
         self.unplaced = {key: attempt for key, attempt in self.ledger.running.items() if attempt.unplaced}
 
     def leave(self, attempt: Attempt, to: Stage, reason: str = "") -> None:
@@ -169,7 +174,7 @@ class Admission:
         self.ledger.move(attempt, to, reason)
 
     def takeable(self, num_groups: int, *, unscored: bool = False) -> list[Attempt]:
-        """Up to `num_groups` finished groups that may be taken together now, in finish order where (*) allows.
+        """Up to `num_groups` finished groups that may be taken together in this window, in finish order where (*) allows.
 
         A group that lacks a scorer's column is left out, as if it were still running; with `unscored` it is not. One pass is
         enough: a take never increases the slack of (*) at any deadline, so a refused deadline stays refused.
@@ -177,7 +182,7 @@ class Admission:
         takes_left, chosen = self.takes_left, list[Attempt]()
         if takes_left <= 0:
             return chosen
-        untaken = self.ledger.deadlines.copy()
+        num_groups, untaken = min(num_groups, takes_left), self.ledger.deadlines.copy()
         refused: set[int] = set()
         for attempt in self.ledger.finished.values():
             if len(chosen) == num_groups:
@@ -215,7 +220,7 @@ class Admission:
         placed = []
         for name, num_responses in placement.responses.items():
             worker = self.workers[name]
-            part = attempt.place(num_responses, name, worker.version)
+            part = attempt.place(num_responses, name, worker.version, mixes=self._mixes)
             worker.set_unfinished(part.key, num_responses)
             placed.append(part)
         return placed

@@ -13,7 +13,7 @@ were placed on one worker together; the attempt has run when every part has its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
@@ -64,6 +64,26 @@ class Prompt:
     item: Mapping[str, Any]
 
 
+class Kept(NamedTuple):
+    """A response of a running group in a checkpoint: sampled tokens per version, ascending by version. A resumed run goes on from
+    these, or (`is_whole`) only computes the reward."""
+
+    version_tokens: Annotated[tuple[tuple[Count, Count], ...], Len(1)]
+    is_whole: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.version_tokens)
+
+    @property
+    def oldest(self) -> int:
+        return self.version_tokens[0][0]
+
+    def goes_on(self, version: int, *, mixes: bool) -> bool:
+        """Whether it may on weights of `version`; `mixes`: a response may have tokens of several versions."""
+        return self.is_whole or mixes or self.version_tokens[-1][0] == version
+
+
 class Failure(NamedTuple):
     """Why a trajectory has no reward: a `kind`, which metrics count (`envs.port.EpisodeFailed`), and a text for people."""
 
@@ -76,6 +96,7 @@ class TrajectoryMeta:
     """What the driver knows of a trajectory: enough for advantages, balancing and every metric.
 
     Checkpoints hold it unchanged. `version_tokens` counts sampled tokens per version, ascending by version: `((3, 17), (4, 5))`.
+    `model_score`: what the reward model, if there is one, has added to `reward`, before its weight; not in checkpoints.
     `num_turns`: answers of the model; `num_forks`: contexts that the chat template rewrote; `tool_s`: waiting for the environment
     between turns; `facts`: the environment's own figures.
     """
@@ -89,6 +110,11 @@ class TrajectoryMeta:
     num_forks: Count = 0
     tool_s: Finite = 0.0
     facts: tuple[tuple[str, Finite], ...] = ()
+    model_score: Finite | None = None
+
+    def judged(self, score: float, weight: float) -> TrajectoryMeta:
+        """With what a reward model adds to its reward."""
+        return replace(self, reward=self.reward + weight * score, model_score=score)
 
     @property
     def is_truncated(self) -> bool:
@@ -153,12 +179,14 @@ class GroupResult:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Part:
-    """Responses of one attempt that were placed on one worker together, when it held `version`. `result`: once it has ended."""
+    """Responses of one attempt that were placed on one worker together. `version`: the oldest that their tokens may have, which is
+    the worker's at that time, or that of a token that one of them `goes_on` from (by index). `result`: once it has ended."""
 
     key: PartKey
     indices: tuple[int, ...]
     worker: str
     version: int
+    goes_on: Mapping[int, Kept] = field(default_factory=dict)
     result: PartResult | None = None
 
 
@@ -168,8 +196,10 @@ class Attempt:
 
     `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may be trained. `parts`:
     by number; a part that was lost with its worker is removed. `unplaced`: the responses that have to be placed, by index: all at
-    the start, later those of lost parts. `result`: set from the stage `finished` on. `columns`: handles of what scorers have
-    computed for it since, by scorer; no checkpoint has them.
+    the start, later those of lost parts, and in a resumed run those that had not ended. `kept`: what unplaced responses go on
+    from, by index, with the handle `so_far` of the tokens. `result` and the workers that it was `made_on` are set from the stage
+    `finished` on. `columns`: handles of what scorers have computed for it since, by scorer (of `reward` the scores themselves); no
+    checkpoint has them.
     """
 
     prompt: Prompt
@@ -179,20 +209,26 @@ class Attempt:
     deadline: int = -1
     parts: dict[int, Part] = field(default_factory=dict)
     unplaced: tuple[int, ...] = ()
+    kept: dict[int, Kept] = field(default_factory=dict)
+    so_far: Any = None
     result: GroupResult | None = None
+    made_on: frozenset[str] = frozenset()
     columns: dict[str, Any] = field(default_factory=dict)
     key: AttemptKey = field(init=False)
-    _num_parts: int = field(init=False, default=0)
+    num_parts: int = 0
 
     def __post_init__(self) -> None:
         self.key = AttemptKey(self.prompt.uid, self.prompt.epoch, self.number)
 
-    def place(self, num_responses: int, worker: str, version: int) -> Part:
-        """Make a part of the first unplaced responses."""
+    def place(self, num_responses: int, worker: str, version: int, *, mixes: bool = True) -> Part:
+        """Make a part of the first unplaced responses. They go on from what was kept of them, if that may be (`Kept.goes_on`)."""
         indices, self.unplaced = self.unplaced[:num_responses], self.unplaced[num_responses:]
-        part = Part(key=PartKey(self.key, self._num_parts), indices=indices, worker=worker, version=version)
-        self.parts[self._num_parts] = part
-        self._num_parts += 1
+        kept = {index: self.kept.pop(index) for index in indices if index in self.kept}
+        goes_on = {index: so_far for index, so_far in kept.items() if so_far.goes_on(version, mixes=mixes)}
+        oldest = min([version, *(so_far.oldest for so_far in goes_on.values())])
+        key = PartKey(self.key, self.num_parts)
+        part = self.parts[key.number] = Part(key=key, indices=indices, worker=worker, version=oldest, goes_on=goes_on)
+        self.num_parts += 1
         return part
 
     def lose(self, number: int) -> None:
@@ -206,11 +242,13 @@ class Attempt:
         return [part.result for part in self.parts.values() if part.result is not None]
 
     def finish(self, result: GroupResult) -> None:
+        self.made_on = frozenset(part.worker for part in self.parts.values())
         self.result, self.parts = result, {}
 
     def ended_tokens(self) -> int:
-        """The tokens of the group, or of those of its parts that have ended."""
-        return sum(ended.response_tokens for ended in ([self.result] if self.result is not None else self.ended_parts()))
+        """The tokens of the group, or of those of its parts that have ended, and those that were kept for unplaced responses."""
+        ended = [self.result] if self.result is not None else self.ended_parts()
+        return sum(part.response_tokens for part in ended) + sum(so_far.tokens for so_far in self.kept.values())
 
     def next(self, *, requeues: int) -> Attempt:
         """The prompt's next try."""

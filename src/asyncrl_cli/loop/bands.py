@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
@@ -32,12 +32,26 @@ SIGNALS = (
 """(metric, key of [algorithm], the side of that limit on which a step is warned of, advice)."""
 
 
+FLAT_STEPS = 5
+"""Train steps in a row with one and the same reward everywhere: less may be chance, with few and small groups."""
+
+
 class Bands:
     """Tells of each signal once, until a step is back within its band."""
 
     def __init__(self, algorithm: AlgorithmSection) -> None:
         self._limits = {key: getattr(algorithm, key) for _, key, _, _ in SIGNALS}
         self._outside: set[str] = set()
+        self._num_flat = 0
+
+    def flat(self, rewards: Collection[float]) -> Iterator[str]:
+        """A warning when `FLAT_STEPS` train steps in a row have rewarded all their trajectories alike."""
+        self._num_flat = self._num_flat + 1 if len(set(rewards)) == 1 else 0
+        if self._num_flat == FLAT_STEPS:
+            yield (
+                f"all trajectories of the last {FLAT_STEPS} train steps have the reward {next(iter(rewards)):g}, which teaches "
+                "nothing; `asyncrl samples RUN` shows what was answered"
+            )
 
     def left(self, figures: Mapping[str, Any]) -> Iterator[str]:
         """A warning for each signal that leaves its band with this step's figures; one that was not measured stays as it was."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost, first_error
 from asyncrl_cli.loop.admission import Admission
@@ -15,12 +15,13 @@ from asyncrl_cli.loop.changes import Changes
 from asyncrl_cli.loop.evals import Evaluator
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.ports import CheckpointWriter, Feed, RolloutWorker, Scorer, Trainer
+from asyncrl_cli.loop.ports import CheckpointWriter, Critic, Feed, RewardModel, RolloutWorker, Scorer, Trainer
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.states import State, StateClock
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.profile.sharing import CRITIC, REWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,8 @@ class Board:
         self.settings, self.profile, self.schedule = settings, settings.profile, settings.schedule
         self.trainer, self.workers, self.observers = world.trainer, world.workers, world.observers
         self.scorers = world.scorers
+        by_name = {scorer.name: scorer for scorer in world.scorers}
+        self.critic = cast(Critic | None, by_name.get(CRITIC))
         slots = [WorkerSlots(name=worker.name, slots=worker.slots, version=-1, loading=True) for worker in world.workers]
         self.changes = Changes()
         self.reports = ReportBook()
@@ -61,7 +64,8 @@ class Board:
         self.ledger = self.admission.ledger
         self.groups = Groups(settings, self.admission, world.feed, self.event)
         self.sync = WeightSync(slots)
-        self.evaluator = Evaluator(world.eval_sets, settings.profile, self.changes, self.event)
+        judge = cast(RewardModel | None, by_name.get(REWARD))
+        self.evaluator = Evaluator(world.eval_sets, settings.profile, self.changes, self.event, judge)
         self.feed_clock = StateClock("feed", "feed", self.now_s, State.STARVED)
         self.step = 0
         self.time_before_s = -self.now_s()
@@ -73,6 +77,8 @@ class Board:
         self.restarts = 0
         self.restarting: dict[str, str] = {}
         """Workers and scorers without a process, by name, and the number of the restart under way: "1 of 3"."""
+        self.away: dict[str, str] = {}
+        """Workers that the run goes on without, by name, and why."""
         self.trainer_call: tuple[State, str] | None = None
         """What the loop has asked the trainer to do, as a state and its reason; None while it asks for nothing."""
         self.is_lent = False

@@ -40,7 +40,7 @@ def snapshot(board: Board) -> Snapshot:
         worker_versions={name: worker.version for name, worker in admission.workers.items()},
         eval_running=str(running_eval) if running_eval else "",
         checkpoint=board.checkpoint,
-        restarting={} if board.stopping or has_ended else dict(board.restarting),
+        restarting={} if board.stopping or has_ended else board.restarting | board.away,
     )
 
 
@@ -55,7 +55,9 @@ def _as_known(board: Board, report: ExecutorReport, closed: str) -> ExecutorRepo
         wait = admission_wait(board)
         return replace(report, state=State.BLOCKED if wait else State.BUSY, waiting_for=wait and f"admission: {wait}")
     if report.role == "scorer":
-        return replace(report, gauges=report.gauges | {"waiting_groups": float(len(board.groups.unscored(report.name)))})
+        gauges = report.gauges | {"waiting_groups": float(len(board.groups.unscored(report.name)))}
+        missing = board.changes.named().get(report.name, "") if report.state is State.STARVED else report.waiting_for
+        return replace(report, waiting_for=missing, gauges=gauges)
     if report.role == "rollout" and report.state is State.STARVED and closed:
         return replace(report, waiting_for=f"admission: {closed}")
     return report
@@ -133,7 +135,7 @@ def window_wait(board: Board) -> str:
 
 def lags(board: Board, workers: Iterable[WorkerSlots] | None = None) -> list[str]:
     """Why each of `workers` (default: all) cannot generate with the newest weights; those that can are left out."""
-    asked = board.admission.workers.values() if workers is None else workers
+    asked = board.admission.fleet.present() if workers is None else workers
     return [lag for worker in asked if (lag := _lag(board, worker))]
 
 
@@ -152,8 +154,9 @@ def _lag(board: Board, worker: WorkerSlots) -> str:
         return ""
     if name in board.evaluator.held_s:
         return _hold(board, name)
-    is_published = board.sync.newest is not None and board.sync.newest.version >= board.version
-    return f"{name} is about to receive version {board.version}" if is_published else f"version {board.version} is being published"
+    if board.sync.newest is not None and board.sync.newest.version >= board.version:
+        return f"{name} is about to receive version {board.version}"
+    return f"version {max(board.version, board.sync.withdrawn + 1)} is being published"
 
 
 def _unfinished(board: Board, worker: WorkerSlots) -> str:

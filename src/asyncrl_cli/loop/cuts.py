@@ -1,7 +1,8 @@
 """Checkpoints of the loop: a cut between an optimizer step and the next take, written beside training.
 
-The trainer's state is copied to the host (which stalls training), the loop's state is frozen in one turn of the event loop, and
-a background task writes both. One write at a time: the next cut waits for the last.
+The trainer's state is copied to the host (which stalls training), the workers say what their running responses have so far, the
+loop's state is frozen in one turn of the event loop, and a background task writes it all. One write at a time: the next cut waits
+for the last. A response that ends or begins between a worker's answer and the frozen state is as the loop's state says.
 
 What can be derived from the rest is not written. A checkpoint's files can be undamaged and still hold a state that no loop has
 written: contradictions that could break the resumed run hours later are refused here.
@@ -12,18 +13,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any, Final, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.loop.admission import takeable_in_time
 from asyncrl_cli.loop.attempts import Stage
 from asyncrl_cli.loop.board import Board, ResumeFrom
-from asyncrl_cli.loop.groups import FinishedState, GroupsState
-from asyncrl_cli.loop.ports import CheckpointWriter, Cut
+from asyncrl_cli.loop.groups import FinishedState, GroupsState, RunningState
+from asyncrl_cli.loop.ports import CheckpointWriter, Cut, RolloutWorker, SoFar
 from asyncrl_cli.loop.states import State
 from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
@@ -64,9 +66,26 @@ class Checkpointer:
         await self.finish()
         with board.calling_trainer(State.SYNCING, "a checkpoint's snapshot"):
             await board.trainer.snapshot(board.step)
-        cut = freeze(board)
+            so_far = await self._so_far()
+        cut = freeze(board, so_far)
         self._last_step = board.step
         self._writing = self._tasks.create_task(self._write(self._writer, cut), name=f"checkpoint {board.step}")
+
+    async def _so_far(self) -> list[SoFar]:
+        """What the running responses have, of every worker that answers."""
+        workers = self._board.admission.workers
+        asked = [worker for worker in self._board.workers if workers[worker.name].unfinished and not workers[worker.name].down]
+        with self._board.changes.waiting("trainer (checkpoint)", "what running responses have so far"):
+            return await asyncio.gather(*map(self._so_far_of, asked))
+
+    async def _so_far_of(self, worker: RolloutWorker) -> SoFar:
+        board = self._board
+        try:
+            return await worker.so_far()
+        except AsyncrlError as error:
+            if board.failure is None:  # else this is the worker's own, or tells nothing new
+                board.warn(f"{error}; its running responses are not in the checkpoint of step {board.step}")
+            return SoFar(rest_tokens=board.reports.running_tokens(worker.name))
 
     async def finish(self) -> None:
         """Wait for the write in progress, if any; the port's own timeout bounds it."""
@@ -80,16 +99,18 @@ class Checkpointer:
         self._board.event("checkpointed", step=cut.step, version=cut.version, path=path.name)
 
 
-def freeze(board: Board) -> Cut:
-    """The loop's state as JSON, and the payloads of its finished groups. Nothing may be in training."""
+def freeze(board: Board, so_far: Sequence[SoFar] = ()) -> Cut:
+    """The loop's state as JSON, and handles of the arrays that belong to it. Nothing may be in training."""
     assert not board.ledger.training, "a cut lies between two train steps"
     evals_ended: list[Any] = [asdict(summary) for summary in board.evaluator.ended]
+    groups = board.groups.state({key: kept for found in so_far for key, kept in found.kept.items()})
+    earlier = [attempt.so_far for attempt in board.ledger.running.values() if attempt.kept]
     state: LoopState = {
         "schema_version": SCHEMA_VERSION,
         "step": board.step,
         "time_s": board.time_before_s + board.now_s(),
-        "groups": board.groups.state(),
-        "running_tokens": board.groups.running_tokens() + _generating_tokens(board),
+        "groups": groups,
+        "running_tokens": sum(found.rest_tokens for found in so_far),
         "restarts": board.restarts,
         "last_eval_version": None if board.evaluator.running else board.evaluator.last_version,
         "evals_ended": evals_ended,
@@ -100,12 +121,10 @@ def freeze(board: Board) -> Cut:
         version=board.version,
         at_window_boundary=board.step == 0 or board.settings.ends_window(board.step),
         loop_state={**state},
-        payloads=tuple(attempt.outcome().payload for attempt in board.ledger.finished.values()),
+        payloads=board.groups.payloads(),
+        kept=tuple(entry["key"] for entry in groups["running"] if entry.get("kept")),
+        so_far=(*(found.handle for found in so_far if found.kept), *earlier),
     )
-
-
-def _generating_tokens(board: Board) -> int:
-    return int(sum(report.gauges.get("running_tokens", 0) for report in board.reports.latest.values()))
 
 
 def thaw(board: Board, resumed: ResumeFrom) -> None:
@@ -161,10 +180,13 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
     if live + trained > schedule.groups:
         yield f"there are more groups than the {schedule.groups} of the run"
     yield from _wrong_prompts(groups)
+    for running in groups["running"]:
+        yield from _wrong_running(running, version, settings)
     for entry in groups["finished"]:
         yield from _wrong_group(entry, version, settings.profile)
     takes_left = min(schedule.window_groups, schedule.groups - trained + taken) - taken
-    deadlines = Counter(entry["deadline"] for entry in groups["finished"])
+    untaken = [*groups["finished"], *(entry for entry in groups["running"] if "deadline" in entry)]
+    deadlines = Counter(entry["deadline"] for entry in untaken)
     may_wait = settings.profile.async_training.on_stale == "wait"
     if may_wait and not takeable_in_time(deadlines, version, takes_left, schedule.window_groups):
         yield "the deadlines of its finished groups cannot be kept"
@@ -176,6 +198,27 @@ def _wrong_prompts(groups: GroupsState) -> Iterator[str]:
     prompts = Counter(entry["key"][:2] for entry in tries)
     if prompts.total() != len(prompts):
         yield f"prompt {prompts.most_common(1)[0][0][0]:.40} occurs more than once"
+
+
+def _wrong_running(entry: RunningState, version: int, settings: LoopSettings) -> Iterator[str]:
+    """What would keep a running group from going on."""
+    ended, kept, prompt = entry.get("ended", []), entry.get("kept", {}), f"running prompt {entry['key'].uid:.40}"
+    indices = [*chain.from_iterable(part["indices"] for part in ended), *kept]
+    all_indices = set(range(settings.profile.rollout.n))
+    has_all_ended = all_indices <= set(chain.from_iterable(part["indices"] for part in ended))
+    if has_all_ended or len(set(indices)) != len(indices) or not set(indices) <= all_indices:
+        yield f"{prompt} has the responses {indices}"
+    numbers = [part["result"].key.number for part in ended]
+    if any(part["result"].key.attempt != entry["key"] for part in ended) or sorted(set(numbers)) != numbers:
+        yield f"{prompt} has parts of another attempt"
+    if numbers and numbers[-1] >= entry.get("num_parts", 0):
+        yield f"{prompt} has {entry.get('num_parts')} parts, and one has the number {numbers[-1]}"
+    sampled = [[version for version, _ in so_far.version_tokens] for so_far in kept.values()]
+    if any(versions != sorted(set(versions)) or versions[-1] > version for versions in sampled):
+        yield f"{prompt} has tokens of impossible versions"
+    oldest = min([version, *chain.from_iterable(sampled), *(part["version"] for part in ended)])
+    if not entry.get("deadline", 0) <= oldest + settings.schedule.max_staleness:
+        yield f"the deadline of {prompt} is {entry.get('deadline')}, with tokens of version {oldest}"
 
 
 def _wrong_group(entry: FinishedState, version: int, profile: Profile) -> Iterator[str]:

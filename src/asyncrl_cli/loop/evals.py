@@ -11,11 +11,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.loop.attempts import Failure
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.eval_scores import summary_of
 from asyncrl_cli.loop.fleet import WorkerSlots
-from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalTry, RolloutWorker
+from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RewardModel, RolloutWorker
 from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.profile.schema import Profile
 
@@ -28,16 +29,21 @@ class Evaluator:
     """Decides when an eval is due, runs it, and integrates the time during which one runs."""
 
     def __init__(
-        self, sets: Mapping[str, Sequence[Mapping[str, Any]]], profile: Profile, changes: Changes, event: Callable[..., None]
+        self,
+        sets: Mapping[str, Sequence[Mapping[str, Any]]],
+        profile: Profile,
+        changes: Changes,
+        event: Callable[..., None],
+        judge: RewardModel | None = None,
     ) -> None:
-        """Call inside the running event loop. `event(name, **fields)` tells the run's observers."""
+        """Call inside the running event loop. `event(name, **fields)` tells the run's observers; `judge` adds to rewards."""
         samples = range(profile.eval.samples_per_prompt)
         self.tries = [EvalTry(item, name, sample) for name, items in sets.items() for item in items for sample in samples]
         self.last_version: int | None = None
         self.running: _Eval | None = None
         self.ended: list[EvalSummary] = []
         """Results that are in no step's record yet."""
-        self._profile = profile
+        self._profile, self._judge = profile, judge
         self._changes = changes
         self._event = event
         self._now = asyncio.get_running_loop().time
@@ -99,15 +105,29 @@ class Evaluator:
         while current.queue and not current.timed_out:
             tries = tuple(current.queue.popleft() for _ in range(min(chunk, len(current.queue))))
             slots.change_evals(len(tries))
-            request, result = EvalRequest(version=current.version, tries=tries, seed=self._profile.run.seed), None
+            request, outcomes = EvalRequest(version=current.version, tries=tries, seed=self._profile.run.seed), None
             try:
-                result = await worker.evaluate(request)
+                try:
+                    result = await worker.evaluate(request)
+                finally:
+                    slots.change_evals(-len(tries))
+                    self._changes.notify(Change.SLOTS)
+                outcomes = result.outcomes if self._judge is None else await self._judged(self._judge, tries, result)
             finally:
-                slots.change_evals(-len(tries))
-                self._changes.notify(Change.SLOTS)
-                if result is None:
+                if outcomes is None:
                     current.queue.extendleft(reversed(tries))
-            current.ended += zip(tries, result.outcomes, strict=True)
+            current.ended += zip(tries, outcomes, strict=True)
+
+    async def _judged(self, judge: RewardModel, tries: Sequence[EvalTry], result: EvalResult) -> list[EvalOutcome]:
+        """The outcomes with the reward model's scores. If it is lost meanwhile, these trajectories have failed: it is restarted, or
+        ends the run, by itself (scorers.py)."""
+        played = [(entry.item, meta) for entry, meta in zip(tries, result.outcomes, strict=True) if not isinstance(meta, Failure)]
+        try:
+            scores = iter(await judge.judge(result, [item for item, _ in played]) if played else ())
+        except ExecutorLost as error:
+            return [meta if isinstance(meta, Failure) else Failure("reward", str(error)) for meta in result.outcomes]
+        weight = self._profile.reward_model.weight
+        return [meta if isinstance(meta, Failure) else meta.judged(next(scores), weight) for meta in result.outcomes]
 
     def _end(self, current: _Eval) -> None:
         self._ended_s = self.active_s

@@ -32,8 +32,8 @@ class WorkerSlots:
     counts of those that need none.
 
     `version`: the published version that it holds, -1 for none; `begun`: the version that it receives or loads; `received`:
-    whether that one has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room. `room`
-    and `rank`: kept up to date by its fleet.
+    whether that one has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room; `away`:
+    and nobody waits for another. `room` and `rank`: kept up to date by its fleet.
     """
 
     name: str
@@ -43,6 +43,7 @@ class WorkerSlots:
     received: bool = False
     loading: bool = False
     down: bool = False
+    away: bool = False
     eval_sequences: int = 0
     unfinished: dict[PartKey, int] = field(default_factory=dict)
     unfinished_sequences: int = 0
@@ -101,7 +102,7 @@ class WorkerSlots:
 
     def set_down(self, is_down: bool) -> None:
         """The worker's process is gone, or (false) a new one has replaced it, which loads before anything starts on it."""
-        self.down, self.loading = is_down, True
+        self.down, self.loading, self.away = is_down, True, False
         self._changed()
 
     def _changed(self) -> None:
@@ -164,16 +165,20 @@ class Fleet:
         return not all(worker.loading for worker in self.by_name.values())
 
     def is_whole(self) -> bool:
-        """Whether every worker has a process."""
-        return not any(worker.down for worker in self.by_name.values())
+        """Whether every worker has a process, but those that are away."""
+        return not any(worker.down for worker in self.present())
+
+    def present(self) -> list[WorkerSlots]:
+        """The workers that the run waits for."""
+        return [worker for worker in self.by_name.values() if not worker.away]
 
     def is_gone(self) -> bool:
         """Whether no worker has a process."""
         return all(worker.down for worker in self.by_name.values())
 
     def are_current(self, version: int) -> bool:
-        """Whether every worker can generate with that version."""
-        return all(worker.version == version and not worker.loading for worker in self.by_name.values())
+        """Whether every worker that is not away can generate with that version."""
+        return all(worker.version == version and not worker.loading for worker in self.present())
 
     def placement(self, num_responses: int, at_least: int = -1) -> Placement | None:
         """Where that many responses would be placed, on workers of version `at_least` or newer; None if they find no room.

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
 from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, PartResult, Stage
+from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, Kept, Part, PartKey, PartResult, Stage
 from asyncrl_cli.loop.filtering import REASON, GroupFilter
+from asyncrl_cli.loop.fleet import Placement
 from asyncrl_cli.loop.ledger import LedgerState
 from asyncrl_cli.loop.ports import Feed, PartRequest
 from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
+from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
 from asyncrl_cli.safe_files import Count
 
 _FAILED_RATIO_FROM_TRAJECTORIES = 64
@@ -29,6 +33,24 @@ _FAILED_RATIO_FROM_TRAJECTORIES = 64
 class TryState(TypedDict):
     key: AttemptKey
     requeues: Count
+
+
+class EndedState(TypedDict):
+    """A part of a running group that has ended."""
+
+    indices: tuple[Count, ...]
+    version: Count
+    result: PartResult
+
+
+class RunningState(TryState):
+    """A running group. `kept`: by index, the responses that go on from what they had. Checkpoints up to 2026-11 have neither of
+    the further keys: their groups start again."""
+
+    deadline: NotRequired[Count]
+    num_parts: NotRequired[Count]
+    ended: NotRequired[list[EndedState]]
+    kept: NotRequired[dict[int, Kept]]
 
 
 FinishedState = TypedDict("FinishedState", {"deadline": Count, "try": TryState, "result": GroupResult})
@@ -42,7 +64,7 @@ class GroupsState(TypedDict):
     trajectories: tuple[Count, Count]
     ledger: LedgerState
     feed: dict[str, Any]
-    running: list[TryState]
+    running: list[RunningState]
     again: list[TryState]
     finished: list[FinishedState]
     failures: NotRequired[dict[str, Count]]
@@ -58,7 +80,9 @@ class Groups:
         self.tokens_trained = 0
         self.failures: Counter[str] = Counter()
         """Failed trajectories so far, by kind."""
-        self._profile = settings.profile
+        self.is_learning = False
+        """A critic apart learns from the groups that were taken last: it scores no others yet."""
+        self._profile, self._step_groups = settings.profile, settings.schedule.step_groups
         self._feed = feed
         self._event = event
         self._again: deque[Attempt] = deque()
@@ -73,14 +97,23 @@ class Groups:
         attempt = self.admission.first_lost()
         told = {"workers": dict(placement.responses), "version": placement.version}
         if attempt is not None:
-            parts = self.admission.place_again(attempt, placement)
-            self._event("replaced", key=attempt.key, **told, indices=sorted(index for part in parts for index in part.indices))
+            parts = self._place_again(attempt, placement, told)
         else:
             attempt = self._again.popleft() if self._again else Attempt(prompt=self._feed.next())
             parts = self.admission.admit(attempt, placement)
             self._tell(attempt, **told)
         item, seed = attempt.prompt.item, self._seed(attempt.key)
-        return [(part.worker, PartRequest(key=part.key, item=item, indices=part.indices, seed=seed)) for part in parts]
+        request = partial(PartRequest, item=item, seed=seed, so_far=attempt.so_far)
+        return [(part.worker, request(key=part.key, indices=part.indices, goes_on=part.goes_on)) for part in parts]
+
+    def _place_again(self, attempt: Attempt, placement: Placement, told: Mapping[str, Any]) -> list[Part]:
+        before = attempt.ended_tokens()
+        parts = self.admission.place_again(attempt, placement)
+        kept_tokens = sum(so_far.tokens for part in parts for so_far in part.goes_on.values())
+        self.tokens_discarded += before - attempt.ended_tokens() - kept_tokens
+        indices = sorted(index for part in parts for index in part.indices)
+        self._event("replaced", key=attempt.key, **told, indices=indices, **({"kept_tokens": kept_tokens} if kept_tokens else {}))
+        return parts
 
     def parts_ended(self, results: Sequence[PartResult]) -> bool:
         """Take in a worker's results; true if a group has ended with them. The tokens of groups that were given up in the meantime
@@ -107,14 +140,19 @@ class Groups:
         result = GroupResult.of(attempt.key, attempt.ended_parts())
         self._count_failures(result)
         too_few = len(result.trajectories) < least_trajectories(self._profile)
-        if reason := "failed" if too_few else REASON if self.filter.leaves_out(result) else "":
-            self.tokens_discarded += result.response_tokens
-            self._end(attempt, Stage.DROPPED, reason)
-            self.filter.check()
+        is_rewarded = REWARD not in self.admission.scorers
+        if reason := "failed" if too_few else REASON if is_rewarded and self.filter.leaves_out(result) else "":
+            self._drop(attempt, reason, result.response_tokens)
             return
         attempt.finish(result)
         self.admission.leave(attempt, Stage.FINISHED)
         self._tell(attempt)
+
+    def _drop(self, attempt: Attempt, reason: str, tokens: int) -> None:
+        """A group that is not worth training."""
+        self.tokens_discarded += tokens
+        self._end(attempt, Stage.DROPPED, reason)
+        self.filter.check()
 
     def takeable(self, num_groups: int, *, unscored: bool = False) -> bool:
         """Whether so many groups can be taken now or (`unscored`) could be if every finished group were scored."""
@@ -122,7 +160,17 @@ class Groups:
         return enough and len(self.admission.takeable(num_groups, unscored=unscored)) == num_groups
 
     def unscored(self, scorer: str) -> list[Attempt]:
-        """The finished groups without that scorer's column: those that could be taken now, then the others, as they finished."""
+        """The finished groups without that scorer's column: those that could be taken now, then the others, as they finished.
+
+        `prox` is of the weights that the window begins with: its groups are those that the window still takes. The critic is
+        another one after every train step: its groups are those that the next one takes.
+        """
+        if scorer in (PROX, CRITIC):
+            if scorer == CRITIC and self.is_learning:
+                return []
+            most = self.admission.takes_left if scorer == PROX else self._step_groups
+            could = self.admission.takeable(most, unscored=True)
+            return [attempt for attempt in could if scorer not in attempt.columns]
         missing = [attempt for attempt in self.ledger.finished.values() if scorer not in attempt.columns]
         if len(missing) < 2:
             return missing
@@ -130,15 +178,33 @@ class Groups:
         return sorted(missing, key=lambda attempt: attempt not in first)
 
     def scored(self, scorer: str, columns: Mapping[AttemptKey, Any]) -> None:
-        """Take in a scorer's columns. A group that was given up meanwhile needs none."""
+        """Take in a scorer's columns. A group that was given up meanwhile needs none. Rewards may leave a group out."""
         for key, column in columns.items():
-            if (attempt := self.ledger.finished.get(key)) is not None:
-                attempt.columns[scorer] = column
-                self._event("scored", key=key, scorer=scorer)
+            if (attempt := self.ledger.finished.get(key)) is None:
+                continue
+            attempt.columns[scorer] = column
+            self._event("scored", key=key, scorer=scorer)
+            if scorer == REWARD and self.filter.leaves_out(result := self._rewarded(attempt)):
+                self._drop(attempt, REASON, result.response_tokens)
+
+    def columns_lost(self, scorer: str) -> None:
+        """Forget a scorer's columns of groups that wait to be taken."""
+        for attempt in self.ledger.finished.values():
+            attempt.columns.pop(scorer, None)
 
     def columns(self) -> dict[AttemptKey, Mapping[str, Any]]:
-        """What scorers have computed for the groups in training, by scorer."""
-        return {key: attempt.columns for key, attempt in self.ledger.training.items()}
+        """What scorers have computed for the sampled tokens of the groups in training, by scorer."""
+        names = [name for name in self.admission.scorers if name != REWARD]
+        return {key: {name: attempt.columns[name] for name in names} for key, attempt in self.ledger.training.items()}
+
+    def _rewarded(self, attempt: Attempt) -> GroupResult:
+        """The group with what the reward model adds to its rewards, if there is one."""
+        result, weight = attempt.outcome(), self._profile.reward_model.weight
+        scores = attempt.columns.get(REWARD, (None,) * len(result.trajectories))
+        trajectories = tuple(
+            meta if score is None else meta.judged(score, weight) for meta, score in zip(result.trajectories, scores, strict=True)
+        )
+        return replace(result, trajectories=trajectories)
 
     def take(self, num_groups: int) -> tuple[GroupResult, ...]:
         attempts = self.admission.takeable(num_groups)
@@ -146,7 +212,9 @@ class Groups:
         for attempt in attempts:
             self.admission.take(attempt)
             self._tell(attempt)
-        return tuple(attempt.outcome() for attempt in attempts)
+        self.columns_lost(CRITIC)  # another train step, with another critic
+        self.is_learning = CRITIC in self.admission.scorers
+        return tuple(self._rewarded(attempt) for attempt in attempts)
 
     def trained(self) -> None:
         """The train step that took the last groups has ended."""
@@ -159,6 +227,7 @@ class Groups:
     def publish(self) -> list[tuple[str, AttemptKey]]:
         """Raise the version, and give up groups past their deadline if `on_stale` says so. Returns (worker, group) to abort."""
         late, training = self.admission.publish(), self._profile.async_training
+        self.columns_lost(PROX)  # another window, with other weights at its beginning
         if training.on_stale not in ("drop", "requeue"):
             return []
         aborts = dict.fromkeys((part.worker, attempt.key) for attempt in late for part in attempt.running_parts())
@@ -172,42 +241,59 @@ class Groups:
             )
         return list(aborts)
 
-    def running_tokens(self) -> int:
-        """The tokens of the parts that have ended, in groups that still run."""
-        return sum(attempt.ended_tokens() for attempt in self.ledger.running.values())
-
-    def state(self) -> GroupsState:
-        """Everything as JSON, except payloads, the prompts' items and what follows from the run's step."""
+    def state(self, kept: Mapping[PartKey, Mapping[int, Kept]]) -> GroupsState:
+        """Everything as JSON, except payloads, the prompts' items and what follows from the run's step. `kept`: what running parts
+        had a moment ago."""
         return {
             "tokens_discarded": self.tokens_discarded,
             "tokens_trained": self.tokens_trained,
             "trajectories": (self._trajectories, self._failed_trajectories),
             "ledger": self.ledger.state(),
             "feed": self._feed.state(),
-            "running": [_encode(attempt) for attempt in self.ledger.running.values()],
+            "running": [_encode_running(attempt, kept) for attempt in self.ledger.running.values()],
             "again": [_encode(attempt) for attempt in self._again],
             "finished": [_encode_finished(attempt) for attempt in self.ledger.finished.values()],
             "failures": dict(self.failures),
         }
 
-    def restore(self, state: GroupsState, payloads: Sequence[Any], running_tokens: int) -> None:
-        """Continue from `state`. Groups that were running start again as new attempts, and their tokens count as discarded."""
-        self.tokens_discarded = state["tokens_discarded"] + running_tokens
+    def payloads(self) -> tuple[tuple[Any, ...], ...]:
+        """Handles of all arrays that are here, in the order of `state`: each finished group's parts, then each ended part."""
+        finished = [attempt.outcome().payload for attempt in self.ledger.finished.values()]
+        ended = [(part.payload,) for attempt in self.ledger.running.values() for part in attempt.ended_parts()]
+        return (*finished, *ended)
+
+    def restore(self, state: GroupsState, payloads: Iterable[tuple[Any, ...]], lost_tokens: int) -> None:
+        """Continue from `state`. What ran at the cut has to be placed again, as if all workers had been lost; responses go on from
+        what was kept of them, and `lost_tokens` count as discarded. `payloads`: those of `Groups.payloads`, then of kept groups."""
+        self.tokens_discarded = state["tokens_discarded"] + lost_tokens
         self.tokens_trained = state["tokens_trained"]
         self._trajectories, self._failed_trajectories = state["trajectories"]
         self.failures = Counter(state.get("failures", {}))
         self._feed.restore(state["feed"])
-        running = [self._decode(entry) for entry in state["running"]]
+        handles = iter(payloads)
         finished = [self._decode(entry["try"]) for entry in state["finished"]]
-        for attempt, entry, payload in zip(finished, state["finished"], payloads, strict=True):
+        for attempt, entry in zip(finished, state["finished"], strict=True):
             attempt.stage, attempt.deadline = Stage.FINISHED, entry["deadline"]
-            attempt.result = replace(entry["result"], payload=payload)
-        self.ledger.restore(state["ledger"], [*running, *finished])
+            attempt.result = replace(entry["result"], payload=next(handles))
+        running = [self._decode_running(entry, handles) for entry in state["running"]]
         for attempt in running:
-            self.ledger.move(attempt, Stage.REQUEUED, "resumed")
-            self._tell(attempt, reason="resumed")
-            self._again.append(attempt.next(requeues=attempt.requeues))
+            (attempt.so_far,) = next(handles) if attempt.kept else (None,)
+        self.ledger.restore(state["ledger"], [*running, *finished])
+        self.admission.note_unplaced()
         self._again.extend(self._decode(entry) for entry in state["again"])
+
+    def arrays_lost(self, worker: str) -> None:
+        """The worker's node is gone, and with it the arrays of parts that had ended there: these responses are made again."""
+        for attempt in [attempt for attempt in self.ledger.finished.values() if worker in attempt.made_on]:
+            self.tokens_discarded += attempt.ended_tokens()
+            self._end(attempt, Stage.REQUEUED, "arrays lost")
+            self._again.append(attempt.next(requeues=attempt.requeues))
+        for attempt in self.ledger.running.values():
+            for part in [*attempt.parts.values()]:
+                if part.worker == worker and part.result is not None:
+                    self.tokens_discarded += part.result.response_tokens
+                    attempt.lose(part.key.number)
+        self.admission.note_unplaced()
 
     def _give_up(self, attempt: Attempt) -> None:
         """A group has passed its deadline: requeue its prompt, or drop it for good.
@@ -250,6 +336,18 @@ class Groups:
         digest = hashlib.blake2b(f"{self._profile.run.seed}/{key}".encode(), digest_size=4).digest()
         return int.from_bytes(digest) >> 1
 
+    def _decode_running(self, state: RunningState, handles: Iterator[tuple[Any, ...]]) -> Attempt:
+        attempt = self._decode(state)
+        attempt.deadline = state.get("deadline", self.admission.deadline_from(self.admission.version))
+        for entry in state.get("ended", ()):
+            (payload,), key = next(handles), entry["result"].key
+            result = replace(entry["result"], payload=payload)
+            attempt.parts[key.number] = Part(key=key, indices=entry["indices"], worker="", version=entry["version"], result=result)
+        attempt.num_parts, attempt.kept = state.get("num_parts", 0), dict(state.get("kept", {}))
+        ended = {index for part in attempt.parts.values() for index in part.indices}
+        attempt.unplaced = tuple(index for index in range(self._profile.rollout.n) if index not in ended)
+        return attempt
+
     def _decode(self, state: TryState) -> Attempt:
         key = state["key"]
         return Attempt(prompt=self._feed.find(key.uid, key.epoch), number=key.attempt, requeues=state["requeues"])
@@ -257,6 +355,23 @@ class Groups:
 
 def _encode(attempt: Attempt) -> TryState:
     return {"key": attempt.key, "requeues": attempt.requeues}
+
+
+def _encode_running(attempt: Attempt, kept: Mapping[PartKey, Mapping[int, Kept]]) -> RunningState:
+    """A part that runs has what `kept` says of it, and nothing if it began since then."""
+    running = [kept.get(part.key, {}) for part in attempt.running_parts()]
+    ended: list[Any] = [
+        {"indices": part.indices, "version": part.version, "result": asdict(replace(part.result, payload=None))}
+        for part in attempt.parts.values()
+        if part.result is not None
+    ]
+    return {
+        **_encode(attempt),
+        "deadline": attempt.deadline,
+        "num_parts": attempt.num_parts,
+        "ended": ended,
+        "kept": dict(sorted(chain(attempt.kept.items(), *(part.items() for part in running)))),
+    }
 
 
 def _encode_finished(attempt: Attempt) -> FinishedState:

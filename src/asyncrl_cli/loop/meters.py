@@ -166,7 +166,8 @@ class MeteredRewards:
 
 
 class ScorerMeter:
-    """How a scorer spends its time: busy in a call, starved between two. Thread-safe: calls and reports may have two threads."""
+    """How a scorer spends its time: busy while it scores, loading while it takes in weights, else starved. Thread-safe: calls
+    and reports may have two threads."""
 
     def __init__(self, name: str, now: Callable[[], float]) -> None:
         self._clock = StateClock(name, "scorer", now)
@@ -174,9 +175,9 @@ class ScorerMeter:
         self._lock = threading.Lock()
 
     @contextmanager
-    def scoring(self) -> Iterator[None]:
+    def doing(self, state: State, waiting_for: str = "") -> Iterator[None]:
         with self._lock:
-            self._clock.enter(State.BUSY)
+            self._clock.enter(state, waiting_for)
         try:
             yield
         finally:

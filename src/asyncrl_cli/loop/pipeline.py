@@ -20,8 +20,12 @@
                                                                                     load and eval, each bounded
     scorer             finished groups       a group that it has not scored         follow; then the scorer's call,
                        -                                                            rollout.call_timeout_s
+                       -                     prox: the window's version             publish; then its load, weights.timeout_s
+                       -                     critic: to have learned from the last  its call, which training makes beside the
+                       -                     train step                             trainer's, rollout.call_timeout_s
     training           R finished groups     R takeable groups                      follow; colocate: also the eval's end
                        -                     their columns                          scorer
+                       -                     after each step: a critic apart        the critic, rollout.call_timeout_s
                        -                     colocate: every worker to hand over    the workers, rollout.call_timeout_s; a stop
                        -                     one older version in loading at most   sync (before a gather)
                        -                     weights.mode = "sync": all workers to  sync (every worker's load)
@@ -36,8 +40,8 @@ closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by
 needs only groups that are admitted already: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a
 load, which waits for a publish and, under `drain`, for running groups). Responses whose worker has failed are placed before any new
 group; they need slots of workers as new as the rest of their group, which every load adds. A worker that fails is restarted
-(worker_tasks.py) while it has restarts left; without any, the failure stops the run in good order. A failed trainer fails the run
-at once.
+(worker_tasks.py) while it has restarts left; without any, the failure stops the run in good order. A failed trainer, or
+critic apart, fails the run at once.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, PartKey, PartResult, Prompt, TrajectoryMeta
+from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, Kept, PartKey, PartResult, Prompt, TrajectoryMeta
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Value
 from asyncrl_cli.profile.schema import Interrupt
@@ -26,12 +26,15 @@ class PartRequest:
     """Generate and reward some responses of a group, by their index in it (ascending).
 
     `seed` is the group's: response i uses the i-th number that it yields, so its sampling does not depend on where it runs.
+    `goes_on`: what responses of a resumed group go on from, by index; `so_far` is the handle of the tokens.
     """
 
     key: PartKey
     item: Mapping[str, Any]
     indices: tuple[int, ...]
     seed: int
+    goes_on: Mapping[int, Kept] = field(default_factory=dict)
+    so_far: Any = None
 
 
 class EvalTry(NamedTuple):
@@ -56,10 +59,11 @@ EvalOutcome = TrajectoryMeta | Failure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """`outcomes`: of the request's tries, in their order."""
+    """`outcomes`: of the request's tries, in their order. `payload`: handle of the tokens of those that have not failed."""
 
     version: int
     outcomes: tuple[EvalOutcome, ...]
+    payload: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,16 @@ class Progress:
     freed_slots: Mapping[PartKey, int]
     reports: tuple[ExecutorReport, ...]
     ended: tuple[PartResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoFar:
+    """What the running parts of a worker have so far. `kept`: by part and index, the responses that a resumed run can go on with;
+    `rest_tokens`: of those that would start again; `handle`: of the tokens."""
+
+    kept: Mapping[PartKey, Mapping[int, Kept]] = field(default_factory=dict)
+    rest_tokens: int = 0
+    handle: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +157,9 @@ class RolloutWorker(Protocol):
         """Begin a part, which runs to its end through any number of weight loads; `progress` brings its result. Returns at once; if
         the worker has failed, `progress` says so."""
 
+    async def so_far(self) -> SoFar:
+        """What its running parts have, for a checkpoint; answered within seconds or not at all."""
+
     async def abort(self, key: AttemptKey) -> None:
         """Stop all parts of a group; their results come soon after, without trajectories. Unknown keys are ignored."""
 
@@ -174,30 +191,56 @@ class RolloutWorker(Protocol):
     async def resume(self) -> None:
         """Colocate: take the resources back."""
 
+    async def node_is_gone(self) -> bool:
+        """Whether this worker, which was lost, was lost with its node, and with it the arrays of all parts that had ended there."""
+
     async def restart(self) -> None:
         """End this worker for good and start another in its place: same name and slots, nothing runs, nothing is paused.
 
-        Calls to the old worker fail. The new one holds initial weights, which the loop replaces before it asks for anything.
+        Calls to the old worker fail. The new one holds initial weights, which the loop replaces before it asks for anything. Raises
+        NoRoom if there is no place for it; it may be called again later.
         """
 
 
 class Scorer(Protocol):
     """All processes of one scorer as one. It computes a number for every sampled token of finished groups, its column, while others
-    are trained. Its weights never change.
+    are trained; `reward` a number for every trajectory.
 
-    `name` is the executor's and the column's: `ref`. `call_tokens`: how many tokens, of prompts and responses, fill it.
+    `name` is the executor's and the column's: `ref`, `prox`, `critic`, `reward`. `call_tokens`: how many tokens, of prompts and
+    responses, fill it.
     """
 
     name: str
     call_tokens: int
 
-    async def score(self, groups: Sequence[GroupResult]) -> tuple[Sequence[Any], ExecutorReport]:
-        """Handles of the groups' columns, in order."""
+    async def load(self, published: Published) -> None:
+        """`prox`: take a version's weights; it scores with these from now on. The weights of others never change."""
+
+    async def score(
+        self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Any], ExecutorReport]:
+        """Handles of the groups' columns, in order; of `reward` the scores themselves, a tuple per group. `items`: the groups'
+        prompts."""
 
     async def report(self) -> ExecutorReport: ...
 
     async def restart(self) -> None:
         """End this scorer's processes for good and start others in their place. Calls to the old ones fail."""
+
+
+class RewardModel(Scorer, Protocol):
+    """The scorer that also judges evals."""
+
+    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        """The scores of an eval's trajectories that have not failed, in their order. `items`: their prompts."""
+
+
+class Critic(Scorer, Protocol):
+    """The scorer that also learns. What it has learned is in the trainer's checkpoints, and is lost with its process: it is never
+    restarted."""
+
+    async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
+        """Its optimizer steps on the groups that the trainer trains. What is scored later is scored by what it has learned."""
 
 
 class Trainer(Protocol):
@@ -213,12 +256,11 @@ class Trainer(Protocol):
         """Hand out the gathered buckets; runs beside training."""
 
     async def snapshot(self, step: int) -> float:
-        """Copy what a checkpoint needs to the host (stalls training). Returns seconds."""
+        """Copy what a checkpoint needs to the host, also of a critic apart (stalls training). Returns seconds."""
 
-    async def write(self, step: int, directory: Path, payloads: Sequence[tuple[Any, ...]], with_published: bool) -> None:
-        """Write the snapshot of `step` beside training: trainer state, the groups' arrays in the order of `payloads` (each
-        a tuple of the group's parts), and (`with_published`) the weights of the last gathered version as they were at the
-        snapshot."""
+    async def write(self, directory: Path, cut: Cut) -> None:
+        """Write the snapshot of the cut's step beside training: trainer state, the arrays of `cut.payloads` and `cut.kept`, and,
+        within a window, the weights of the last gathered version as they were at the snapshot."""
 
     async def report(self) -> ExecutorReport: ...
 
@@ -247,8 +289,9 @@ class CheckpointWriter(Protocol):
 class Cut:
     """The run between an optimizer step and the next take, frozen in one turn of the event loop.
 
-    `loop_state` is JSON, with all that the driver knows of the finished, untrained groups; `payloads` holds the handles of each
-    one's parts, in the same order, pinned until written.
+    `loop_state` is JSON, with all that the driver knows of the untrained groups. Handles are pinned until written. `payloads`: of
+    each finished group's parts, then of each ended part of a running group, in the same order. `kept`: the running groups with
+    responses that a resumed run goes on with, whose tokens are among those of `so_far`.
     """
 
     step: int
@@ -256,3 +299,5 @@ class Cut:
     at_window_boundary: bool
     loop_state: Mapping[str, Any]
     payloads: tuple[tuple[Any, ...], ...] = ()
+    kept: tuple[AttemptKey, ...] = ()
+    so_far: tuple[Any, ...] = ()

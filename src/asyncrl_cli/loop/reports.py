@@ -115,15 +115,18 @@ class ReportBook:
 
     def lost(self, worker: str, now_s: float) -> int:
         """The worker's process is gone: its executors count as failed from now on. Returns the tokens of what was running there."""
-        running_tokens = 0.0
+        running_tokens = self.running_tokens(worker)
         for executor in self._of(worker):
             report = executor.report
-            running_tokens += report.gauges.get("running_tokens", 0)
             gauges = {gauge: amount if gauge == "slots" else 0.0 for gauge, amount in report.gauges.items()}
             executor.report = replace(report, state=State.FAILED, waiting_for=WAITS_FOR_RESTART, spans=(), gauges=gauges)
             executor.process = _Process.LOST
         self.advance_lost(now_s)
-        return int(running_tokens)
+        return running_tokens
+
+    def running_tokens(self, worker: str) -> int:
+        """Tokens of what runs in the worker's process, as last reported."""
+        return int(sum(executor.report.gauges.get("running_tokens", 0) for executor in self._of(worker)))
 
     def advance_lost(self, now_s: float) -> None:
         for executor in self._executors.values():

@@ -3,7 +3,8 @@
     failed ──> down: tasks that wait for it are cancelled, what it had is taken back ──> restart ──> its tasks begin again
 
 However many of its calls fail at once, that is one failure: the first one makes the executor `down`, and while it is down further
-failures are ignored. Without a restart left, the failure ends the run in good order (`Board.stop`).
+failures are ignored. Without a restart left, the failure ends the run in good order (`Board.stop`), unless enough others are there:
+then the executor is away. One that is away for lack of room is asked for again and again: it comes back when there is some.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
-from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.errors import ExecutorFailed, ExecutorLost, NoRoom
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 
 RESTARTS_KEY = "rollout.max_restarts"
+LOOK_EVERY_S = 10.0
+"""How often somebody looks for room for an executor that is away."""
 
 
 class Restartable(Protocol):
@@ -47,6 +50,10 @@ class RestartableTasks(ABC):
         """The process is gone, or (false) a new one has taken its place."""
         self.is_down = is_down
 
+    def _can_be_away(self) -> bool:
+        """Whether the run may go on without the executor."""
+        return False
+
     @abstractmethod
     def _lose(self) -> None:
         """Take back what the process was doing; its tasks may still run."""
@@ -71,7 +78,7 @@ class RestartableTasks(ABC):
         board, name = self._board, self._executor.name
         if self.is_down:
             return
-        if not self._restarts_left:
+        if not self._restarts_left and not self._can_be_away():
             if not board.profile.rollout.max_restarts and not board.stopping:
                 board.warn(f"{name} is not replaced: {RESTARTS_KEY} = 0")
             board.stop(error)
@@ -82,7 +89,10 @@ class RestartableTasks(ABC):
             return
         board.groups.tokens_discarded += board.reports.lost(name, board.now_s())
         self._lose()
-        self._use_restart(error)
+        if self._restarts_left:
+            self._use_restart(error)
+        else:
+            self._go_away(error, f"{RESTARTS_KEY} = {board.profile.rollout.max_restarts} are used up")
         ending = [task for task in self._running if task is not asyncio.current_task()]
         for task in ending:
             task.cancel()
@@ -98,6 +108,15 @@ class RestartableTasks(ABC):
         board.event("lost", worker=name, error=str(error), restarts_left=left)
         board.warn(f"{str(error).rstrip('.')}; it is restarted ({allowed - left} of {RESTARTS_KEY} = {allowed})")
 
+    def _go_away(self, error: ExecutorFailed, why: str) -> None:
+        board, name = self._board, self._executor.name
+        board.restarting.pop(name, None)
+        if name not in board.away:
+            board.event("away", worker=name, error=str(error), why=why)
+            board.warn(f"{str(error).rstrip('.')}; the run goes on without it: {why}")
+        board.away[name] = why
+        board.changes.notify()
+
     async def _restart(self, ending: list[asyncio.Task[None]]) -> None:
         """Replace a lost process. Waits for its cancelled tasks, which end at once, then for its start, which the port bounds."""
         board, name = self._board, self._executor.name
@@ -105,17 +124,19 @@ class RestartableTasks(ABC):
             await asyncio.wait(ending)
         self._give_back()
         began_s = board.now_s()
-        if not await self._replace():
+        if name in board.away or not await self._replace():
             return
         self._set_down(False)
-        del board.restarting[name]
+        board.restarting.pop(name, None)
+        board.away.pop(name, None)
         board.reports.returned(name, board.now_s())
         board.event("restarted", worker=name, restart_s=board.now_s() - began_s, restarts_left=self._restarts_left)
         self.begin()
         board.changes.notify()
 
     async def _replace(self) -> bool:
-        """Start a new process; a failed start is tried again while restarts are left. False at a stop."""
+        """Start a new process; a failed start is tried again while restarts are left, and one without room for as long as the run
+        can do without the executor. False at a stop, and if the executor stays away."""
         board, who = self._board, f"{self._executor.name} (restart)"
         while True:
             lender = "the trainer to give the resources back"
@@ -127,6 +148,13 @@ class RestartableTasks(ABC):
                     await self._executor.restart()
                 return True
             except ExecutorFailed as error:
-                if not self._restarts_left:
+                if isinstance(error, NoRoom) and self._can_be_away():
+                    self._go_away(error, "no room")
+                    await asyncio.sleep(LOOK_EVERY_S)
+                elif self._restarts_left:
+                    self._use_restart(error)
+                elif self._can_be_away():
+                    self._go_away(error, "no restart is left")
+                    return False
+                else:
                     raise
-                self._use_restart(error)

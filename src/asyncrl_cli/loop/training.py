@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop import causes
@@ -12,7 +13,7 @@ from asyncrl_cli.loop.bands import Bands
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.cuts import Checkpointer
-from asyncrl_cli.loop.ports import TrainBatch, TrainReport
+from asyncrl_cli.loop.ports import Critic, TrainBatch, TrainReport
 from asyncrl_cli.loop.rollouts import Publishing, Rollouts
 from asyncrl_cli.loop.states import State, StepTimes
 from asyncrl_cli.loop.values import shown
@@ -22,6 +23,9 @@ from asyncrl_cli.loop.watching import StepRecord
 class Training:
     def __init__(self, board: Board, tasks: asyncio.TaskGroup, rollouts: Rollouts, checkpointer: Checkpointer) -> None:
         self._board = board
+        self._tasks = tasks
+        self._learning: asyncio.Task[TrainReport] | None = None
+        """What the critic apart learns from the last train step."""
         self._rollouts = rollouts
         self._checkpointer = checkpointer
         self._times = StepTimes(board.now_s, lambda: board.evaluator.active_s)
@@ -52,29 +56,31 @@ class Training:
 
     async def _next_groups(self) -> tuple[GroupResult, ...] | None:
         """Wait for R takeable groups and take them; None on a stop."""
-        board, may_take = self._board, (Change.GROUPS, Change.LOADED)
-        with self._times.waiting("wait_data"):
-            await board.changes.until(lambda: board.stopping or self._may_take(), "trainer", self._missing, may_take)
-        if board.scorers:
-            await self._scored()
+        board, may_take, num_groups = self._board, (Change.GROUPS, Change.LOADED), self._board.schedule.step_groups
+        while True:
+            with self._times.waiting("wait_data"):
+                await board.changes.until(lambda: board.stopping or self._may_take(), "trainer", self._missing, may_take)
+            if board.scorers:
+                await self._scored()
+            if board.stopping or not board.scorers or board.groups.takeable(num_groups):
+                break  # else the reward model has left groups out
         if self._needs_resources and not board.stopping:
             await self._rollouts.hand_over(to_trainer=True)
         if board.stopping:
             return None
-        groups = board.groups.take(board.schedule.step_groups)
+        groups = board.groups.take(num_groups)
         self._warn_of_stale(groups)
         return groups
 
     async def _scored(self) -> None:
-        """Wait until R groups can be taken that have every scorer's column: as many have finished already."""
+        """Wait until R groups can be taken that have every scorer's column, or so many have not finished any more."""
         board, num_groups = self._board, self._board.schedule.step_groups
+
+        def ended() -> bool:
+            return board.stopping or board.groups.takeable(num_groups) or not self._may_take()
+
         with self._times.waiting("wait_scores"):
-            await board.changes.until(
-                lambda: board.stopping or board.groups.takeable(num_groups),
-                "trainer",
-                lambda: causes.scores_wait(board),
-                (Change.GROUPS,),
-            )
+            await board.changes.until(ended, "trainer", lambda: causes.scores_wait(board), (Change.GROUPS,))
 
     @property
     def _needs_resources(self) -> bool:
@@ -113,6 +119,8 @@ class Training:
             groups=groups,
             columns=board.groups.columns(),
         )
+        if board.critic is not None:
+            self._learning = self._tasks.create_task(self._learn(board.critic, batch), name=f"the critic in step {batch.step}")
         with board.calling_trainer(State.BUSY):
             report, executor_report = await board.trainer.train(batch)
         board.step += 1
@@ -121,25 +129,46 @@ class Training:
         self._times.add("train", report.train_s)
         for part, seconds in {"old_logprob": report.old_logprob_s, **report.column_s}.items():
             self._times.add(part, seconds)
-        self._warn_of_skipped(report)
-        for warning in self._bands.left(shown(report.metrics)):
+        self._warn_of_skipped(report, "trainer", "trainer.lr")
+        rewards = [meta.reward for group in groups for meta in group.trajectories]
+        for warning in (*self._bands.left(shown(report.metrics)), *self._bands.flat(rewards)):
             board.warn(f"step {board.step}: {warning}")
         board.changes.notify()
         return report
 
-    def _warn_of_skipped(self, report: TrainReport) -> None:
+    async def _learn(self, critic: Critic, batch: TrainBatch) -> TrainReport:
+        """Let the critic apart learn, beside the policy. Only then it scores the groups of the next step."""
+        board = self._board
+        with board.changes.waiting(f"{critic.name} (learning)", f"what it learns in step {batch.step}"):
+            report, executor_report = await critic.learn(batch)
+        board.reports.add(executor_report, board.now_s(), critic.name)
+        board.groups.is_learning = False
+        board.changes.notify(Change.GROUPS)
+        return report
+
+    async def _with_critic(self, report: TrainReport) -> TrainReport:
+        """The step's report, with what a critic apart tells of it."""
+        if self._learning is None:
+            return report
+        board, name = self._board, "trainer (critic)"
+        with self._times.waiting("wait_scores"), board.changes.waiting(name, f"the critic to learn from step {board.step}"):
+            learned = await self._learning
+        self._warn_of_skipped(learned, "critic", "critic.lr")
+        return replace(report, metrics={**report.metrics, **learned.metrics})
+
+    def _warn_of_skipped(self, report: TrainReport, who: str, rate_key: str) -> None:
         """A step without a finite gradient leaves weights and optimizer as they were. Its groups count as trained all the same:
         they were consumed, and training them again would very likely fail the same way."""
         board, limit = self._board, self._board.profile.trainer.max_skipped_steps
         if report.skipped_steps:
             skipped = f"{report.skipped_steps} optimizer step{'s' if report.skipped_steps > 1 else ''} of step {board.step} skipped"
-            board.warn(f"{skipped}: the gradient is not finite ({report.skipped_in_a_row} in a row)")
+            board.warn(f"{who}: {skipped}: the gradient is not finite ({report.skipped_in_a_row} in a row)")
         if report.skipped_in_a_row > limit:
             board.stop(
                 AsyncrlError(
-                    f"trainer: the last {report.skipped_in_a_row} optimizer steps had no finite gradient, "
+                    f"{who}: the last {report.skipped_in_a_row} optimizer steps had no finite gradient, "
                     f"trainer.max_skipped_steps is {limit}; the weights are those of the step before",
-                    hint="resume with a lower trainer.lr, or look at correction/ratio_max and at the samples of these steps",
+                    hint=f"resume with a lower {rate_key}, or look at correction/ratio_max and at the samples of these steps",
                 )
             )
 
@@ -151,6 +180,7 @@ class Training:
         board, window = self._board, self._board.version
         if board.settings.ends_window(board.step):
             await self._publishing.end_window()
+        report = await self._with_critic(report)
         is_last = board.step == board.schedule.train_steps
         if is_last:
             await self._publishing.finish()

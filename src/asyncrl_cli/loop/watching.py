@@ -19,7 +19,7 @@ ENDED = ("done", "failed", "stopped")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One line of events.jsonl. `name` is a ledger state or one of: replaced, published, loaded, checkpointed, failed, resumed,
-    warning, eval, lost, restarted, tools_again. `fields` are further JSON values."""
+    warning, eval, lost, away, restarted, tools_again. `fields` are further JSON values."""
 
     time_s: float
     name: str
@@ -91,7 +91,8 @@ class Snapshot:
     ("" if open): stopping, end, window, restart, loading, slots, deadlines; `admission_cause`: the cause, in words.
     `window_taken`, `window_groups` (W) and `window_budget` are numbers of groups. `reports`: states and waits as the loop knows
     them now (causes.py). `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
-    process at the moment, by name, with "1 of 3": the first of the three restarts that each worker may have.
+    process at the moment, by name, with "1 of 3": the first of the three restarts that each worker may have, or with why the run
+    goes on without it.
     """
 
     phase: str

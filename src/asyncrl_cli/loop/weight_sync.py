@@ -19,13 +19,17 @@ class WeightSync:
 
     def __init__(self, workers: Collection[WorkerSlots]) -> None:
         self.newest: Published | None = None
+        self.withdrawn = -1
+        """The last version that was published, and given up for a newer one before every worker began it."""
         self.summary: dict[str, float | int | None] = {}
-        """The last version that every worker has loaded or skipped, with maxima over the workers that loaded it. `gather_s` is None
-        if the version came from a checkpoint, `loaded_share` is the share farthest from 1, and `unclear_loads` counts loads whose
-        probes could not tell the version from the one before. Empty before the first such version."""
+        """The last version that every worker has loaded or skipped, with maxima over the workers that loaded it. `bytes` are what
+        each was sent; `gather_s` is None if the version came from a checkpoint, `loaded_share` is the share farthest from 1, and
+        `unclear_loads` counts loads whose probes could not tell the version from the one before. Empty before the first such
+        version."""
         self._summarised = -1
         self._workers = workers
         self._gather_s: dict[int, float] = {}
+        self._num_bytes: dict[int, int] = {}
         self._reports: dict[int, list[LoadReport]] = {}
 
     @property
@@ -43,7 +47,7 @@ class WeightSync:
         that would make three versions."""
         begun = self.begun.values()
         if begun and self.newest is not None and self.newest.version not in begun:
-            self.newest = None
+            self.withdrawn, self.newest = self.newest.version, None
 
     def gathered(self, version: int, gather_s: float) -> None:
         self._gather_s[version] = gather_s
@@ -51,6 +55,7 @@ class WeightSync:
     def offer(self, published: Published) -> None:
         assert self.newest is None or published.version > self.newest.version, "versions only rise"
         self.newest = published
+        self._num_bytes[published.version] = published.num_bytes
 
     def wanted(self, worker: WorkerSlots) -> Published | None:
         """The version that the worker should begin now, if any. After a restart it loads the newest version again, whose handle is
@@ -60,7 +65,7 @@ class WeightSync:
     def loaded(self, report: LoadReport) -> None:
         """Take in the report of a load. The worker's `version` must already be the loaded one."""
         self._reports.setdefault(report.version, []).append(report)
-        held_by_all = min([worker.version for worker in self._workers])
+        held_by_all = min([worker.version for worker in self._workers if not worker.away])
         version = max([version for version in self._reports if version <= held_by_all], default=-1)
         if version > self._summarised:
             self._summarise(version)
@@ -72,6 +77,7 @@ class WeightSync:
         verdicts = [report.verdict for report in reports if report.verdict is not None]
         self.summary = {
             "version": version,
+            "bytes": self._num_bytes.get(version) or None,
             "gather_s": self._gather_s.get(version),
             "send_s": max(report.send_s for report in reports),
             "load_s": max(report.load_s for report in reports),
@@ -82,3 +88,4 @@ class WeightSync:
         }
         self._reports = {later: reports for later, reports in self._reports.items() if later >= version}
         self._gather_s = {later: gather_s for later, gather_s in self._gather_s.items() if later >= version}
+        self._num_bytes = {later: num_bytes for later, num_bytes in self._num_bytes.items() if later >= version}

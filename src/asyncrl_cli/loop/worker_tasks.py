@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict, replace
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorLost
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.ports import LoadReport, Progress, Published, RolloutWorker
@@ -145,8 +145,26 @@ class WorkerTasks(RestartableTasks):
         super()._set_down(is_down)
         self.slots.set_down(is_down)
 
+    def _can_be_away(self) -> bool:
+        """Others that are being restarted count: they come back, or ask this in their turn."""
+        least, workers = self._board.profile.rollout.min_workers, self._board.admission.workers.values()
+        return least is not None and sum(not worker.away for worker in workers if worker is not self.slots) >= least
+
+    def _go_away(self, error: ExecutorFailed, why: str) -> None:
+        self.slots.away = True
+        super()._go_away(error, why)
+
     def _lose(self) -> None:
         self._board.admission.lose(self.worker.name)
+
+    async def _restart(self, ending: list[asyncio.Task[None]]) -> None:
+        board, name = self._board, self.worker.name
+        with board.changes.waiting(f"{name} (restart)", "word of its node"):
+            is_gone = await self.worker.node_is_gone()
+        if is_gone:
+            board.groups.arrays_lost(name)
+            board.warn(f"the node of {name} is gone: responses that had ended there are made again")
+        await super()._restart(ending)
 
     def _give_back(self) -> None:
         """Have the eval prompts of the lost process scored by others. Its responses were taken back at once (`_lose`)."""

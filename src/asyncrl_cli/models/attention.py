@@ -3,7 +3,8 @@
 In transformers every model has its own attention function, `eager`, that computes all the model defines. torch's `sdpa` is
 faster, but silently ignores what it does not implement: a soft-cap (Gemma-2), sinks (gpt-oss), and so on. No list says which
 models need what, so the two are compared before anything is sampled or trained: first each layer's own function and sdpa on the
-same tensors in one forward pass of the model (`_Comparison`), then the whole model's logprobs of the same tokens with each.
+same tensors in one forward pass of the model (`_Comparison`), then the whole model's logprobs of the same tokens with each (or
+its hidden states, if it has no head).
 
 Legend: B = sequences, T = tokens, V = vocabulary.
 """
@@ -49,7 +50,7 @@ def takes_attention(model: PreTrainedModel) -> bool:
 def choose_attention(model: PreTrainedModel) -> Attention:
     """Set the model's attention to `sdpa` if that computes what the model's own attention does, else to `eager`.
 
-    The model must be unsharded, in eval mode, and loaded with `attn_implementation="eager"`.
+    The model's parameters must be whole, and it must be in eval mode.
     """
     chosen: Attention = "sdpa" if _is_sdpa(model) else "eager"
     model.set_attn_implementation(chosen)
@@ -68,16 +69,21 @@ def _is_sdpa(model: PreTrainedModel) -> bool:
     comparison = _Comparison()
     AttentionInterface.register(COMPARISON, comparison.attend)
     AttentionMaskInterface.register(COMPARISON, eager_mask)
-    own_BTV = _logprobs(model, sample_BT, COMPARISON)
+    own = _outcome(model, sample_BT, COMPARISON)
     if not comparison.num_calls or not comparison.largest_diff < MAX_LAYER_DIFF:
         return False
-    diff = (_logprobs(model, sample_BT, "sdpa") - own_BTV).gather(-1, sample_BT[..., None]).abs().mean()
+    diff = (_outcome(model, sample_BT, "sdpa") - own).abs().mean()
     return bool(diff < MAX_ATTENTION_DIFF[model.dtype])
 
 
-def _logprobs(model: PreTrainedModel, sample_BT: torch.Tensor, implementation: str) -> torch.Tensor:
+def _outcome(model: PreTrainedModel, sample_BT: torch.Tensor, implementation: str) -> torch.Tensor:
+    """Logprobs of the sample's tokens; of a decoder its hidden states, with a mean size of 1."""
     model.set_attn_implementation(implementation)
-    return torch.log_softmax(model(input_ids=sample_BT, use_cache=False).logits.float(), dim=-1)
+    result = model(input_ids=sample_BT, use_cache=False)
+    if "logits" in result:
+        return torch.log_softmax(result.logits.float(), dim=-1).gather(-1, sample_BT[..., None])
+    hidden_BTH: torch.Tensor = result.last_hidden_state.float()
+    return hidden_BTH / hidden_BTH.abs().mean().clamp(min=1e-30)
 
 
 class _Comparison:

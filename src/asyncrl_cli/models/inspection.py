@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypeVar
@@ -100,7 +101,8 @@ def _read_json(path: Path, kind: type[T]) -> T:
 def check_model(profile: Profile, directory: Path) -> int:
     """Check class, positions and shapes; returns the vocabulary's size.
 
-    Raises PreflightError for a model that cannot be opened, ConfigError if prompt and response may exceed its positions.
+    Raises PreflightError for a model that cannot be opened, ConfigError if prompt and response may exceed its positions, or its
+    attention heads cannot be divided as the profile wants.
     """
     from asyncrl_cli.models.saved_form import skeleton
 
@@ -111,7 +113,8 @@ def check_model(profile: Profile, directory: Path) -> int:
         hint = "asyncrl trains causal language models that this transformers knows, as written by save_pretrained"
         raise refused(f"{directory} cannot be opened: {first_line(error)}", hint) from error
     config = model.config.get_text_config()
-    check_positions(profile, _positions(config))
+    check_positions(profile, positions_of(config))
+    check_heads(config, profile.trainer.sequence_parallel_size)
     _check_shapes(directory, model)
     return int(config.vocab_size)
 
@@ -154,7 +157,17 @@ def check_positions(profile: Profile, positions: int | None) -> None:
         )
 
 
-def _positions(config: Any) -> int | None:
+def check_heads(config: Any, sequence_size: int) -> None:
+    """ConfigError unless ranks that divide a sequence (`trainer.sequence_parallel_size`) can divide the attention heads."""
+    heads = getattr(config, "num_attention_heads", 1)
+    if heads % sequence_size:
+        raise ConfigError(
+            f"trainer.sequence_parallel_size = {sequence_size} does not divide the model's {heads} attention heads",
+            hint=f"--set trainer.sequence_parallel_size={math.gcd(sequence_size, heads)}",
+        )
+
+
+def positions_of(config: Any) -> int | None:
     """How many positions the model has; None if rope scaling (YaRN and the like) stretches them, or there is no limit."""
     rope = getattr(config, "rope_parameters", None) or {}
     positions = getattr(config, "max_position_embeddings", None)

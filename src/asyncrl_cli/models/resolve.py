@@ -38,7 +38,7 @@ from asyncrl_cli.storage import appearing_directory, naming, storage_error
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BUILTIN = "builtin:"
+BUILTIN, REWARD_MODEL = "builtin:", "reward_model.path"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 RECIPE_VERSION = 3
 """Increase this when the code would build another model from the same inputs."""
@@ -68,9 +68,11 @@ def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda
 
 
 def further_model(profile: Profile, key: str, model_dir: Path) -> Path:
-    """The directory of another model of the run, `ref.path` or `critic.path`: that of the policy, `model_dir`, if none is given.
+    """The directory of another model of the run, `ref.path`, `critic.path` or `reward_model.path`: that of the policy, `model_dir`,
+    if none is given.
 
-    Raises PreflightError if it is missing or incomplete, or does not know all tokens of the policy.
+    Raises PreflightError if it is missing or incomplete, or does not know all tokens of the policy, which only a reward model, with
+    its own tokenizer, need not.
     """
     section, name = key.split(".")
     path = getattr(getattr(profile, section), name)
@@ -79,11 +81,12 @@ def further_model(profile: Profile, key: str, model_dir: Path) -> Path:
     other = profile.model_copy(update={"model": profile.model.model_copy(update={"path": path})})
     try:
         if is_builtin(other):
-            raise refused("it is a directory or a hub name", f"leave {key} out: it is the run's initial model then")
+            then = "" if key == REWARD_MODEL else ": it is the run's initial model then"
+            raise refused("it is a directory or a hub name", f"leave {key} out{then}")
         directory = model_here(other) or from_hub(path, HUB_PATTERNS, trust_remote_code=profile.model.trust_remote_code)
         check_model_directory(directory)
         own, theirs = map(_vocabulary, (model_dir, directory))
-        if own > theirs:
+        if own > theirs and key != REWARD_MODEL:
             raise refused(f"{directory} knows {theirs} tokens, the policy {own}", "take a model of the policy's family")
     except PreflightError as error:
         raise PreflightError(error.message.replace("model.path", key, 1), hint=error.hint) from error
@@ -91,9 +94,9 @@ def further_model(profile: Profile, key: str, model_dir: Path) -> Path:
 
 
 def further_models(profile: Profile, model_dir: Path) -> dict[str, str]:
-    """Directories of the reference and the critic, if the run has them, by their names in `Place`."""
-    algorithm = profile.algorithm
-    wanted = {"ref.path": algorithm.has_reference, "critic.path": algorithm.has_critic}
+    """Directories of the reference, the critic and the reward model, if the run has them, by their names in `Place`."""
+    algorithm, rewards = profile.algorithm, profile.reward_model.path is not None
+    wanted = {"ref.path": algorithm.has_reference, "critic.path": algorithm.has_critic, REWARD_MODEL: rewards}
     keys = [key for key, is_wanted in wanted.items() if is_wanted]
     return {f"{key.split('.')[0]}_dir": str(further_model(profile, key, model_dir).absolute()) for key in keys}
 
@@ -131,13 +134,18 @@ def looks_like_a_path(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith("/") or "\\" in path
 
 
+def is_on_hub(path: str) -> bool:
+    """Whether a model's path is a name on the hub: no builtin, and nothing here."""
+    return not (path.startswith(BUILTIN) or looks_like_a_path(path) or os.path.exists(path))
+
+
 def fetch_config(profile: Profile) -> None:
     """Download the config.json of a model on the hub, a few kB: `shape_of` finds it then. Nothing to do for any other model.
 
     Raises PreflightError if the hub has no such model or cannot be asked.
     """
     path = profile.model.path
-    if not is_builtin(profile) and not looks_like_a_path(path) and not os.path.exists(path):
+    if is_on_hub(path):
         from_hub(path, ["config.json"], trust_remote_code=False)
 
 

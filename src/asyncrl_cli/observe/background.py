@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -40,7 +39,7 @@ class Background(Sink):
 
     def __init__(self) -> None:
         self._last: Mapping[str, Any] = {}
-        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(maxsize=QUEUED_LINES)
+        self._queue: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._started: Future[None] = Future()
         self._dropped = 0
         self._is_left = False
@@ -65,24 +64,27 @@ class Background(Sink):
         raise NotImplementedError
 
     def line(self, line: Mapping[str, Any]) -> None:
-        try:
-            self._queue.put_nowait(dict(line))
-        except queue.Full:
+        if self._queue.qsize() < QUEUED_LINES:
+            self._queue.put(dict(line))
+        else:
             self._dropped += 1
 
-    def close(self, status: Mapping[str, Any]) -> None:
-        """Wait until all queued lines are written, within a limit that is short unless the run is `done`."""
-        limit_s = CLOSE_TIMEOUT_S if status.get("phase") == "done" else EARLY_CLOSE_TIMEOUT_S
-        until_s = time.monotonic() + limit_s
+    def end(self, status: Mapping[str, Any]) -> None:
+        """Let the thread finish, while the other sinks do: all of them together have the limit, which is short unless the run is
+        `done`."""
         self._last = status
+        self._limit_s = CLOSE_TIMEOUT_S if status.get("phase") == "done" else EARLY_CLOSE_TIMEOUT_S
+        self._until_s = time.monotonic() + self._limit_s
         if self._dropped:
             log.warning("%s was too slow: %d lines are in metrics.jsonl only", self.service, self._dropped)
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=limit_s)
-        self._thread.join(max(0.0, until_s - time.monotonic()))
+        self._queue.put(None)
+
+    def close(self, status: Mapping[str, Any]) -> None:
+        """Wait until all queued lines are written, or the limit has passed."""
+        self._thread.join(max(0.0, self._until_s - time.monotonic()))
         if self._thread.is_alive():
             self._is_left = True
-            log.warning("%s did not finish within %g s; it is left behind", self.service, limit_s)
+            log.warning("%s did not finish within %g s; it is left behind", self.service, self._limit_s)
 
     def _work(self) -> None:
         try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
+from pydantic import AfterValidator
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import ConfigError
@@ -19,6 +20,9 @@ Spans = dict[str, list[tuple[str, float, float]]]
 Counts = dict[str, list[tuple[float, float]]]
 LISTS = frozenset({"staleness/histogram", "staleness/span_histogram", "response_tokens/quantiles"})
 """The keys whose values are lists; all others hold single numbers."""
+
+PLACE = ("step", "time_s", "groups_trained")
+"""What every line has."""
 
 
 @OPEN
@@ -60,7 +64,14 @@ def read_metrics(path: Path) -> list[Line]:
 
 def metrics_of(path: Path) -> Iterator[Line]:
     """`read_metrics`, line by line."""
-    return map(_finite, lines_of(path, dict[str, Figure | list[Figure]]))
+    return map(_finite, lines_of(path, Annotated[dict[str, Figure | list[Figure]], AfterValidator(_with_its_place)]))
+
+
+def _with_its_place(line: dict[str, Any]) -> dict[str, Any]:
+    """The line, if it says where in the run it belongs: all that is made of lines needs that."""
+    if missing := [key for key in PLACE if not is_number(line.get(key))]:
+        raise ValueError(f"a line of metrics without {', '.join(missing)}")
+    return line
 
 
 def read_events(path: Path) -> list[EventLine]:

@@ -105,6 +105,7 @@ class Observers(Observer):
         """The run has ended with `phase` `done`, `stopped` or `failed`. Closes the sinks and returns the last status."""
         self.live.phase(phase, error)
         status = self.live.picture()
+        self._each("end", status)
         self._each("close", status)
         for sink in self._left_out:  # try again: a full disk may have room now that a failed checkpoint was removed
             with contextlib.suppress(OSError):
@@ -161,8 +162,11 @@ class Sink:
     def status(self, status: Mapping[str, Any]) -> None:
         """The run at a glance, once a second."""
 
+    def end(self, status: Mapping[str, Any]) -> None:
+        """The run has ended with this status. All sinks are told so before any is closed."""
+
     def close(self, status: Mapping[str, Any]) -> None:
-        """The run has ended with this status."""
+        """Finish. The only call that may take time."""
 
 
 class LineFile(Sink):

@@ -20,7 +20,7 @@ from asyncrl_cli.checkpoint.sealed import checkpoints_in
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.format import NOTHING, number, share
 from asyncrl_cli.observe.render import PHASE_STYLES
-from asyncrl_cli.observe.status import RunStatus, StillStarting, UnreadableStatus, read_status
+from asyncrl_cli.observe.status import RunStatus, StillStarting, UnreadableStatus, no_runs, read_status
 from asyncrl_cli.safe_files import UnsafeFile, open_regular
 
 MOST_ROWS = 20
@@ -56,7 +56,7 @@ def overview(runs_dir: Path) -> list[Row]:
     """A row for each run, the newest first. Raises ConfigError if there are none."""
     rows = [_row(runs_dir / name, runs_dir) for name in run_names(runs_dir)]
     if not rows:
-        raise ConfigError(f"there are no runs in {runs_dir}", hint="start one with `asyncrl train`")
+        raise no_runs(runs_dir)
     return rows
 
 

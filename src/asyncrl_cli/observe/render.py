@@ -1,4 +1,4 @@
-"""One status as lines of coloured text: the live screen, `asyncrl status` and its `--watch` all show these.
+"""One status as lines of coloured text: the live screen, `asyncrl status` and `asyncrl watch` show these.
 
 The most important figures come first: how full the slots are, who idles and why, how stale the data is. A rule above each block
 says which time its figures cover. Some sections stand side by side on a wide terminal and below each other on a narrow one. If the
@@ -51,7 +51,7 @@ RANKS = {"trainer": 0, "rollout": 1, "scorer": 2}
 LEAST_ROWS = 4
 """So many of their rows are kept before any block below them."""
 SYNC_PARTS = ("gather", "send", "load", "pause")
-STEP_PARTS = ("step", "train", "wait_data", "wait_scores", "old_logprob", "ref", "values", "gather", "checkpoint", "eval", "other")
+STEP_PARTS = ("step", "train", "wait_data", "wait_scores", "old_logprob", "ref", "critic", "gather", "checkpoint", "eval", "other")
 
 Status = Mapping[str, Any]
 

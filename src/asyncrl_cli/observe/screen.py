@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.observe.format import clock, event_text, step_text, summary_rows
 from asyncrl_cli.observe.observers import Sink
 from asyncrl_cli.observe.render import render, render_summary
-from asyncrl_cli.observe.status import RunStatus, StillStarting
+from asyncrl_cli.observe.status import RunStatus
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
 REDRAWS_PER_S = 2
@@ -127,16 +128,12 @@ def print_status(found: RunStatus, console: Console, *, error: str = "", go_on: 
         console.print(Text(f"next: {go_on}"), soft_wrap=True)
 
 
-def watch_status(read: Callable[[], RunStatus], console: Console, *, every_s: float = 1.0) -> RunStatus:
-    """`asyncrl status --watch`: redraw until the run has ended or died. The caller handles Ctrl-C."""
+@contextmanager
+def watching(console: Console) -> Iterator[Callable[[RunStatus | str], None]]:
+    """What shows each status of `asyncrl watch`, or why there is none yet: a live picture, without a terminal plain lines."""
+    if not console.is_terminal:
+        plain = Plain(console.file)
+        yield lambda found: None if isinstance(found, str) else plain.status(found.status)
+        return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while True:
-            try:
-                found = read()
-            except StillStarting as not_yet:
-                live.update(not_yet.message, refresh=True)
-            else:
-                live.update(_on(console, found.status, found.remark), refresh=True)
-                if found.liveness in ("ended", "dead"):
-                    return found
-            time.sleep(every_s)
+        yield lambda found: live.update(found if isinstance(found, str) else _on(console, found.status, found.remark), refresh=True)

@@ -18,7 +18,7 @@ from annotated_types import Interval, Len
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.checkpoint.find import find_run, is_locked, run_names
+from asyncrl_cli.checkpoint.find import find_run, is_locked
 from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
@@ -132,6 +132,10 @@ class RunStatus:
         return ""
 
     @property
+    def is_over(self) -> bool:
+        return self.liveness in ("ended", "dead")
+
+    @property
     def is_resuming(self) -> bool:
         """A driver holds the run, and has not yet written a status."""
         return self.liveness == "live" and self.status["phase"] in ENDED
@@ -139,6 +143,12 @@ class RunStatus:
     @property
     def name(self) -> str:
         return self.directory.name
+
+    @classmethod
+    def from_json(cls, directory: Path, text: str) -> RunStatus:
+        """The inverse of `to_json`. Raises ValueError for anything else."""
+        status = parse_status(text)
+        return cls(directory=directory, status=status, liveness=status.pop("liveness"), age_s=status.pop("age_s"))
 
     def to_json(self) -> dict[str, Any]:
         return {**self.status, "liveness": self.liveness, "age_s": round(self.age_s, 3)}
@@ -174,17 +184,8 @@ def read_status(run: str, runs_dir: Path) -> RunStatus:
     return RunStatus(directory=directory, status=status, liveness=_liveness(directory, status, age_s), age_s=age_s)
 
 
-def newest_status(runs_dir: Path) -> tuple[RunStatus, list[str]]:
-    """Status of the newest run whose status can be read, and what is wrong with newer ones. Raises as `read_status`."""
-    wrong: list[str] = []
-    for name in run_names(runs_dir):
-        try:
-            return read_status(str(runs_dir / name), runs_dir), wrong
-        except UnreadableStatus as error:
-            wrong.append(error.message)
-    if wrong:
-        raise RefusedError(f"no run in {runs_dir} has a status that can be read: {wrong[0]}", hint="asyncrl status RUN")
-    raise ConfigError(f"there are no runs in {runs_dir}", hint="start one with `asyncrl train`")
+def no_runs(runs_dir: Path) -> ConfigError:
+    return ConfigError(f"there are no runs in {runs_dir}", hint="start one with `asyncrl train`")
 
 
 def _liveness(directory: Path, status: Mapping[str, Any], age_s: float) -> Liveness:

@@ -75,6 +75,9 @@ def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
         "response_tokens/mean": Ratio(sum(lengths), len(lengths)),
         "response_tokens/max": Max(lengths[-1] if lengths else None),
     }
+    scores = [trajectory.model_score for trajectory in trajectories if trajectory.model_score is not None]
+    if scores:
+        values["reward/model_mean"] = Ratio(sum(scores), len(scores))
     if lengths:
         values["response_tokens/median"] = Last((lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) / 2)
         values["response_tokens/quantiles"] = Quantiles.of(lengths)

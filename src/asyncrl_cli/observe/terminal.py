@@ -5,9 +5,16 @@ Also the building blocks of the screen as coloured text: labels, meters, wrapped
 
 from __future__ import annotations
 
+import os
 import re
+import select
+import sys
+import termios
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+import time
+import tty
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -50,6 +57,25 @@ class SafeConsole(Console):
         shapes = {} if "utf" in self.encoding.lower() else _IN_ASCII
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(neutral(segment.text.translate(shapes)), segment.style)
+
+
+@contextmanager
+def key_presses() -> Iterator[Callable[[float], str]]:
+    """Yields a function that waits so many seconds for a key and returns it, or "". A key needs no Enter; Ctrl-C works as ever. It
+    just waits if stdin is not our terminal, or we are in its background."""
+    if not sys.stdin.isatty() or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
+        yield lambda seconds: time.sleep(seconds) or ""
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield lambda seconds: os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") if _is_readable(seconds) else ""
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _is_readable(seconds: float) -> bool:
+    return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
 def label(name: str) -> Text:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.profile.nodes import asked_ranks, asked_workers, shape_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
-from asyncrl_cli.profile.sharing import REF, ROLLOUT, TRAIN, is_apart, share_of
+from asyncrl_cli.profile.sharing import ROLLOUT, TRAIN, share_of, tasks_apart
 
 LOOPBACK = "127.0.0.1"
 """The address of a local session's node."""
@@ -26,11 +28,17 @@ Counts = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResources:
-    """One node. On a local session `cpus` are cores; Ray gets as many logical CPUs as the plan needs."""
+    """One node. On a local session `cpus` are cores; Ray gets as many logical CPUs as the plan needs. `id`: Ray's, unique."""
 
     name: str
     cpus: int
     gpus: int = 0
+    id: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return self.id or self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def with_logical_gpus(cluster: ClusterResources, gpus: int) -> ClusterResources:
+    """This machine's session with at least so many logical GPUs (`placement.gpu_bundles`)."""
+    (node,) = cluster.nodes
+    return replace(cluster, nodes=(replace(node, gpus=max(node.gpus, gpus)),))
+
+
 def _visible_gpus() -> int:
     devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -118,22 +132,28 @@ def cpu_counts(profile: Profile) -> Counts:
     return (ranks + workers, ranks + workers) if profile.placement.colocate else (ranks, workers)
 
 
-def ref_processes(profile: Profile, cluster: ClusterResources, device: str) -> int:
-    """How many processes the reference has of its own: on GPUs the share of all that `placement.ratios` gives it."""
-    if not is_apart(profile, REF):
-        return 0
-    share, ratios = share_of(profile, REF), profile.placement.ratios or ()
+def scorer_processes(profile: Profile, cluster: ClusterResources, device: str) -> dict[str, int]:
+    """How many processes each task apart has: on GPUs the share of all that `placement.ratios` gives it."""
+    return {task: _scorer_processes(profile, cluster, device, task) for task in tasks_apart(profile)}
+
+
+def _scorer_processes(profile: Profile, cluster: ClusterResources, device: str, task: str) -> int:
+    share, ratios = share_of(profile, task), profile.placement.ratios or ()
     if device == "cpu":
         return share or 1
     if share is None:
+        tasks = profile.placement.tasks
+        given = "placement.tasks without placement.ratios" if tasks and (task,) in tasks else f"no placement.tasks with {task}"
+        name = f'--set placement.tasks=[["train"],["{task}"],["rollout"]] ' if tasks is None else ""
         raise ConfigError(
-            "placement.tasks without placement.ratios: nothing says how many GPUs the reference has of its own",
-            hint=f"--set placement.ratios=[{','.join('1' * len(profile.placement.tasks or ()))}]",
+            f"{given}: nothing says how many GPUs {task} has of its own",
+            hint=f"{name}--set placement.ratios=[{','.join('1' * len(tasks or (1, 1, 1)))}]",
         )
     total = _total(profile, cluster)
     gpus, remainder = divmod(total * share, sum(ratios))
     if remainder:
-        fitting = total - total % sum(ratios) or sum(ratios)
+        there = _there(cluster, total)
+        fitting = there - there % sum(ratios) or sum(ratios)
         raise ConfigError(
             f"GPUs not divisible: placement.ratios = {list(ratios)} of {counted(total, 'GPU')}",
             hint=f"--set placement.gpus={fitting}",
@@ -142,30 +162,46 @@ def ref_processes(profile: Profile, cluster: ClusterResources, device: str) -> i
 
 
 def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
-    """Explicit counts win; the rest comes from `placement.gpus` (or all of the cluster's) and `placement.ratio`. What the reference
-    has of its own is not theirs."""
+    """Explicit counts win; the rest comes from `placement.gpus` (or all of the cluster's) and `placement.ratio`. What scorers have
+    of their own is not theirs."""
     if profile.placement.colocate:
         return _colocated_counts(profile, cluster)
-    refs = ref_processes(profile, cluster, "cuda")
+    scorers = sum(scorer_processes(profile, cluster, "cuda").values())
     per_worker = profile.placement.gpus_per_rollout_worker
-    ranks, workers = profile.placement.trainer_workers, profile.rollout.workers
+    ranks, workers = asked_ranks(profile), asked_workers(profile)
     if ranks is None and workers is None:
-        ranks, workers = _by_ratio(profile, _total(profile, cluster) - refs)
+        ranks, workers = _by_ratio(profile, cluster, scorers)
     elif ranks is None:
         assert workers is not None
-        total = _total(profile, cluster) - refs
-        ranks = _rest(total, workers * per_worker, 1, "rollout.workers", (total - 1) // per_worker)
+        ranks = _rest(profile, cluster, scorers, ROLLOUT, workers * per_worker)
     elif workers is None:
-        total = _total(profile, cluster) - refs
-        workers = _rest(total, ranks, per_worker, "placement.trainer_workers", total - per_worker)
-    needed = ranks + workers * per_worker + refs
-    if profile.placement.gpus is not None and needed > profile.placement.gpus:
+        workers = _rest(profile, cluster, scorers, "trainer", ranks)
+    needed = ranks + workers * per_worker + scorers
+    too_many = profile.placement.gpus is not None and needed > profile.placement.gpus
+    if too_many and needed <= _there(cluster, needed):  # else what fits the cluster is told later
         raise ConfigError(
             f"placement.gpus = {profile.placement.gpus}, but {ranks} trainer ranks and {workers} rollout workers "
-            f"of {per_worker}{f' beside {refs} for the reference' if refs else ''} need {needed}",
+            f"of {per_worker}{f' beside {scorers} for scorers' if scorers else ''} need {needed}",
             hint=f"--set placement.gpus={needed}",
         )
     return ranks, workers
+
+
+def _unit(profile: Profile, role: str) -> tuple[str, int]:
+    """The key that gives a role's number of processes, and the GPUs that one more of it takes."""
+    shape = shape_of(getattr(profile, role))
+    if shape is not None:
+        return f"{role}.n_gpus_per_node", shape.nodes
+    return ("rollout.workers", profile.placement.gpus_per_rollout_worker) if role == ROLLOUT else ("placement.trainer_workers", 1)
+
+
+def asked_gpus(profile: Profile) -> int:
+    """How many GPUs a profile's placement asks for; 0 if it names no number."""
+    placement = profile.placement
+    if total := placement.gpus or sum(placement.ratios or ()):
+        return total
+    ranks, workers = asked_ranks(profile) or 0, asked_workers(profile) or 0
+    return max(ranks, workers) if placement.colocate else ranks + workers * placement.gpus_per_rollout_worker
 
 
 def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
@@ -177,7 +213,7 @@ def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
             hint="--set placement.gpus_per_rollout_worker=1",
         )
     asked = {
-        "placement.trainer_workers": placement.trainer_workers,
+        "placement.trainer_workers": asked_ranks(profile),
         "rollout.workers": profile.rollout.workers,
         "placement.gpus": placement.gpus,
     }
@@ -200,6 +236,8 @@ def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
 
 def _total(profile: Profile, cluster: ClusterResources) -> int:
     total = profile.placement.gpus or cluster.gpus
+    if total == 0 and profile.placement.gpu_bundles:
+        raise PreflightError("placement.gpu_bundles: nothing says how many logical GPUs the job has", hint="--set placement.gpus=8")
     if total == 0:
         needs_gpus = profile.weights.transport in DIRECT_TRANSPORTS
         without = "--set placement.device=cpu" + (" --set weights.transport=object-store" if needs_gpus else "")
@@ -210,9 +248,15 @@ def _total(profile: Profile, cluster: ClusterResources) -> int:
     return total
 
 
-def _by_ratio(profile: Profile, total: int) -> Counts:
+def _there(cluster: ClusterResources, gpus: int) -> int:
+    """How many of so many GPUs the cluster has, for a hint that fits at once; all of them if it has none."""
+    return min(gpus, cluster.gpus or gpus)
+
+
+def _by_ratio(profile: Profile, cluster: ClusterResources, scorers: int) -> Counts:
     """Divide GPUs by `placement.ratio` (trainer:rollout), or these two of `placement.ratios`, into whole GPUs and whole rollout
     workers."""
+    total = _total(profile, cluster) - scorers
     per_worker = profile.placement.gpus_per_rollout_worker
     left, right = map(int, profile.placement.ratio.split(":"))
     left, right = share_of(profile, TRAIN) or left, share_of(profile, ROLLOUT) or right
@@ -222,7 +266,7 @@ def _by_ratio(profile: Profile, total: int) -> Counts:
         return not remainder and (gpus - ranks) % per_worker == 0
 
     if not divides(total):
-        fitting = next((gpus for gpus in range(total, 0, -1) if divides(gpus)), None)
+        fitting = next((gpus for gpus in range(_there(cluster, total), 0, -1) if divides(gpus)), None)
         hint = "--set placement.trainer_workers=N --set rollout.workers=M" if fitting is None else f"--set placement.gpus={fitting}"
         raise ConfigError(
             f'GPUs not divisible: placement.ratio = "{left}:{right}" of {counted(total, "GPU")} '
@@ -233,13 +277,14 @@ def _by_ratio(profile: Profile, total: int) -> Counts:
     return ranks, (total - ranks) // per_worker
 
 
-def _rest(total: int, taken: int, each: int, key: str, fitting: int) -> int:
-    """How many workers of `each` GPUs fit into what `key` leaves; `fitting`: the largest value of `key` that leaves enough."""
-    rest = total - taken
+def _rest(profile: Profile, cluster: ClusterResources, scorers: int, role: str, taken: int) -> int:
+    """How many workers of the other role fit into what `role`, which takes so many GPUs, leaves."""
+    total, each = _total(profile, cluster) - scorers, 1 if role == ROLLOUT else profile.placement.gpus_per_rollout_worker
+    rest, (key, _) = total - taken, _unit(profile, role)
     if rest < each:
         raise PreflightError(
             f"{key} takes {taken} of {total} GPUs, which leaves {max(rest, 0)} for the other side; it needs {each}",
-            hint=f"--set {key}={fitting}" if fitting >= 1 else "--set placement.device=cpu",
+            hint=_leaving(profile, cluster, scorers, role, each),
         )
     if rest % each:
         raise ConfigError(
@@ -247,3 +292,15 @@ def _rest(total: int, taken: int, each: int, key: str, fitting: int) -> int:
             hint=f"--set placement.gpus={taken + rest // each * each}",
         )
     return rest // each
+
+
+def _leaving(profile: Profile, cluster: ClusterResources, scorers: int, role: str, each: int) -> str:
+    """The `--set`s by which a role takes as much as it can where the other side needs `each` GPUs."""
+    total = _total(profile, cluster)
+    there = _there(cluster, total)
+    (key, step), shape = _unit(profile, role), shape_of(getattr(profile, role))
+    num_nodes = min(step, len(cluster.nodes)) if shape else 1
+    fitting = (there - scorers - each) // (num_nodes if shape else step)
+    sets = [f"--set {role}.nnodes={num_nodes}"] if shape and num_nodes != step else []
+    sets += [f"--set {key}={fitting}", *([f"--set placement.gpus={there}"] if there < total else [])]
+    return " ".join(sets) if fitting >= 1 else "--set placement.device=cpu"

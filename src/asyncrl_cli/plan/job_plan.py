@@ -1,8 +1,8 @@
 """Compiles a profile into a JobPlan: roles, their workers, devices and bundles. Pure: it reads nothing and starts nothing.
 
-    placement group   bundles                                 what runs in a bundle
+    placement group   bundles                                 what runs in a bundle (of `nnodes`: all of a node's share)
     trainer           one per rank: 1 device, c CPUs          that rank
-    ref               one per process: likewise               that process of the reference, if it has resources of its own
+    ref, prox, critic, reward: one per process, likewise      that process of the scorer, if it has resources of its own
     rollout           one per worker: g GPUs, c CPUs          that worker
     colocated         one per place, instead of both          a rank and a worker, in turns
 
@@ -12,29 +12,30 @@ half of the GPU each, and each computes with all of the bundle's cores while the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import gcd
 from pathlib import Path
 
-from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.plan.cluster import ClusterResources, counted, cpu_counts, cuda_counts, ref_processes
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.plan.cluster import (
+    ClusterResources,
+    asked_gpus,
+    counted,
+    cpu_counts,
+    cuda_counts,
+    scorer_processes,
+    with_logical_gpus,
+)
+from asyncrl_cli.plan.node_fit import ANYWHERE, COLOCATED, ROLLOUT, TRAINER, Bundle, Spot, check_fit
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
+from asyncrl_cli.profile.nodes import shape_of
 from asyncrl_cli.profile.schema import Place, Profile
-
-TRAINER, REF, ROLLOUT, COLOCATED = "trainer", "ref", "rollout", "colocated"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Bundle:
-    """What one bundle of a placement group reserves on one node."""
-
-    gpus: int = 0
-    cpus: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """One role's workers: worker i is in bundle i of the placement group. `threads` are per worker."""
+    """One role's workers; `JobPlan.bundle_of` says where in the placement group. `threads` are per worker."""
 
     role: str
     workers: int
@@ -47,8 +48,8 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """Everything placement needs. On CPUs `gpus_per_rollout_worker` is 0. `engine`: the rollout engine's name. `ref_workers`: the
-    processes that the reference has of its own. `warnings`: one line each, for people."""
+    """Everything placement needs. Without GPUs, logical ones included, `gpus_per_rollout_worker` is 0. `engine`: the rollout
+    engine's name. `scorers`: the processes of each task that has some of its own. `warnings`: one line each, for people."""
 
     device: str
     trainer_workers: int
@@ -57,33 +58,55 @@ class JobPlan:
     cpus_per_worker: int
     colocate: bool
     engine: str = "transformers"
-    ref_workers: int = 0
+    scorers: Mapping[str, int] = field(default_factory=dict)
+    trainer_spot: Spot = ANYWHERE
+    rollout_spot: Spot = ANYWHERE
+    disjoint_nodes: bool = False
+    autoscaler: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> int:
         """GPUs of the whole job."""
-        has_gpus_apart = self.gpus_per_rollout_worker and not self.colocate
-        return self.rollout_workers * self.gpus_per_rollout_worker + (
-            self.trainer_workers + self.ref_workers if has_gpus_apart else 0
-        )
+        apart = self._one_device_each if self.gpus_per_rollout_worker and not self.colocate else 0
+        return self.rollout_workers * self.gpus_per_rollout_worker + apart
 
     @property
     def cpus(self) -> int:
         """CPUs of the whole job. Colocated on CPUs, a rank and a worker share their cores."""
         shared = self.colocate and not self.gpus
-        return self.cpus_per_worker * (self.trainer_workers + self.ref_workers + (0 if shared else self.rollout_workers))
+        return self.cpus_per_worker * (self._one_device_each + (0 if shared else self.rollout_workers))
+
+    @property
+    def _one_device_each(self) -> int:
+        """Trainer ranks and scorers' processes."""
+        return self.trainer_workers + sum(self.scorers.values())
 
     @property
     def groups(self) -> dict[str, list[Bundle]]:
-        """Bundles by placement group. A colocated bundle has one rank and one worker."""
-        ranks, cpus = self.trainer_workers, self.cpus_per_worker
+        """Bundles by placement group: one for each process or, with `Spot.nodes`, one for all processes on a node."""
         if self.colocate:
-            return {COLOCATED: [Bundle(cpus=self.cpus // ranks, gpus=self.gpus // ranks)] * ranks}
-        rank = Bundle(cpus=cpus, gpus=min(self.gpus_per_rollout_worker, 1))
-        rollout = Bundle(cpus=cpus, gpus=self.gpus_per_rollout_worker)
-        refs = {REF: [rank] * self.ref_workers} if self.ref_workers else {}
-        return {TRAINER: [rank] * ranks, **refs, ROLLOUT: [rollout] * self.rollout_workers}
+            return {COLOCATED: self._bundles(COLOCATED, self.trainer_workers)}
+        scorers = {task: self._bundles(task, processes) for task, processes in self.scorers.items()}
+        rollout = {ROLLOUT: self._bundles(ROLLOUT, self.rollout_workers)}
+        return {TRAINER: self._bundles(TRAINER, self.trainer_workers), **scorers, **rollout}
+
+    def _bundles(self, group: str, processes: int) -> list[Bundle]:
+        num_bundles = self.spot(group).nodes or processes
+        return [self._each(group).times(processes // num_bundles)] * num_bundles
+
+    def _each(self, group: str) -> Bundle:
+        """What one process reserves. A colocated rank and worker share theirs."""
+        if group == COLOCATED:
+            return Bundle(cpus=self.cpus // self.trainer_workers, gpus=self.gpus // self.trainer_workers)
+        gpus = self.gpus_per_rollout_worker
+        return Bundle(cpus=self.cpus_per_worker, gpus=gpus if group == ROLLOUT else min(gpus, 1))
+
+    def spot(self, group: str) -> Spot:
+        """What the trainer's nodes are is true of colocated processes, too, and of others apart, which may be on any of them."""
+        if group == ROLLOUT:
+            return self.rollout_spot
+        return self.trainer_spot if group not in self.scorers else replace(self.trainer_spot, nodes=0, strategy="pack")
 
     @property
     def bundles(self) -> list[Bundle]:
@@ -91,16 +114,16 @@ class JobPlan:
 
     @property
     def roles(self) -> tuple[RolePlan, ...]:
-        return tuple(self.role(name) for name in (TRAINER, *((REF,) if self.ref_workers else ()), ROLLOUT))
+        return tuple(self.role(name) for name in (TRAINER, *self.scorers, ROLLOUT))
 
     def role(self, name: str) -> RolePlan:
         group = COLOCATED if self.colocate else name
-        bundle = self.groups[group][0]
+        bundle = self._each(group)
         # Where both share cores, the rank reserves them for both.
         shares_cores = self.colocate and not self.gpus and name == ROLLOUT
         return RolePlan(
             role=name,
-            workers={TRAINER: self.trainer_workers, REF: self.ref_workers, ROLLOUT: self.rollout_workers}[name],
+            workers={TRAINER: self.trainer_workers, **self.scorers, ROLLOUT: self.rollout_workers}[name],
             device=self.device,
             gpus_per_worker=bundle.gpus / 2 if self.colocate else bundle.gpus,
             cpus_per_worker=0 if shares_cores else self.cpus_per_worker,
@@ -108,9 +131,13 @@ class JobPlan:
             placement_group=group,
         )
 
+    def bundle_of(self, role: RolePlan, index: int) -> int:
+        """The index of a worker's bundle."""
+        return index * len(self.groups[role.placement_group]) // role.workers
+
     def __str__(self) -> str:
-        refs = f"{self.ref_workers} {REF} + " if self.ref_workers else ""
-        sides = f"{self.trainer_workers} {TRAINER} + {refs}{self.rollout_workers} {ROLLOUT} with {self.engine}"
+        scorers = "".join(f"{processes} {task} + " for task, processes in self.scorers.items())
+        sides = f"{self.trainer_workers} {TRAINER} + {scorers}{self.rollout_workers} {ROLLOUT} with {self.engine}"
         return f"{sides} ({'colocated' if self.colocate else 'apart'}): {self.gpus} GPUs and {self.cpus} CPUs"
 
 
@@ -119,24 +146,44 @@ def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
     small."""
     device, placement = device_of(profile, cluster), profile.placement
     tensor_parallel_size(profile, device)
-    ranks, workers = cuda_counts(profile, cluster) if device == "cuda" else cpu_counts(profile)
+    if placement.gpu_bundles and cluster.elastic_cpus and len(cluster.nodes) == 1:
+        cluster = with_logical_gpus(cluster, asked_gpus(profile))
+    claims = "cuda" if placement.gpu_bundles else device
+    ranks, workers = cuda_counts(profile, cluster) if claims == "cuda" else cpu_counts(profile)
+    if ranks % (sharing := profile.trainer.sequence_parallel_size):
+        raise ConfigError(
+            f"trainer.sequence_parallel_size = {sharing} does not divide {counted(ranks, 'trainer rank')}",
+            hint=f"--set trainer.sequence_parallel_size={gcd(ranks, sharing)}",
+        )
     plan = JobPlan(
         device=device,
         trainer_workers=ranks,
         rollout_workers=workers,
-        gpus_per_rollout_worker=placement.gpus_per_rollout_worker if device == "cuda" else 0,
+        gpus_per_rollout_worker=placement.gpus_per_rollout_worker if claims == "cuda" else 0,
         cpus_per_worker=placement.cpus_per_worker,
         colocate=placement.colocate,
         engine=profile.rollout.engine,
-        ref_workers=ref_processes(profile, cluster, device),
+        scorers=scorer_processes(profile, cluster, claims),
+        trainer_spot=_spot(profile, TRAINER, claims),
+        rollout_spot=_spot(profile, ROLLOUT, claims),
+        disjoint_nodes=placement.disjoint_nodes,
+        autoscaler=placement.autoscaler,
     )
     check_fit(plan, cluster)
     return replace(plan, warnings=tuple(_warnings(profile, plan, cluster)))
 
 
+def _spot(profile: Profile, role: str, claims: str) -> Spot:
+    shape = shape_of(getattr(profile, role)) if claims == "cuda" else None
+    placement = profile.placement
+    strategy = "strict_spread" if shape else getattr(placement, f"{role}_strategy")
+    return Spot(strategy=strategy, labels=getattr(placement, f"{role}_labels"), nodes=shape.nodes if shape else 0)
+
+
 def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
     """One row per role, for `asyncrl plan`: plain values, ready for a table or for JSON."""
-    return [asdict(role) | {"bundles": " ".join(map(str, range(role.workers)))} for role in plan.roles]
+    bundles = {role.role: {plan.bundle_of(role, index) for index in range(role.workers)} for role in plan.roles}
+    return [asdict(role) | {"bundles": " ".join(map(str, sorted(bundles[role.role])))} for role in plan.roles]
 
 
 def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> Place:
@@ -154,77 +201,27 @@ def device_of(profile: Profile, cluster: ClusterResources) -> str:
 
 def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Iterator[str]:
     on_cpus, rollout = plan.device == "cpu", plan.role(ROLLOUT)
-    if on_cpus and profile.placement.gpus is not None:
+    if not plan.gpus and profile.placement.gpus is not None:
         yield f"placement.gpus = {profile.placement.gpus} is not used: the job runs on CPUs"
+    placement = profile.placement
+    counts = {
+        "placement.colocate": placement.colocate,
+        "placement.trainer_workers": placement.trainer_workers,
+        "rollout.workers": profile.rollout.workers,
+        "trainer.n_gpus_per_node": profile.trainer.n_gpus_per_node,
+        "rollout.n_gpus_per_node": profile.rollout.n_gpus_per_node,
+    }
+    if plan.gpus and placement.ratio != "1:1" and (key := next((key for key, count in counts.items() if count), "")):
+        yield f'placement.ratio = "{placement.ratio}" is not used: {key} says who gets what'
     if on_cpus and profile.model.dtype == "bfloat16" and cluster.cpu_bfloat16 is False:
         yield (
             "model.dtype = bfloat16: this CPU has no instructions for it and emulates every matrix product, several times "
             "slower than in float32 (--set model.dtype=float32)"
         )
+    if on_cpus and profile.trainer.offload_optimizer:
+        yield "trainer.offload_optimizer changes nothing on CPUs: the optimizer's moments are in the host's memory already"
     # On CPUs each of the processes that share a model computes with all of its worker's threads.
     more = rollout.workers * rollout.threads * (tensor_parallel_size(profile, plan.device) - 1) if on_cpus else 0
     if cluster.elastic_cpus and plan.cpus + more > cluster.cpus:
         cores = counted(cluster.cpus, "core")
         yield f"the job's workers compute with {plan.cpus + more} threads on {cores} and slow each other down"
-
-
-def fits(bundles: Sequence[Bundle], cluster: ClusterResources) -> bool:
-    """True if the bundles can be packed into the cluster's nodes; a local session's CPUs never run out.
-
-    First-fit, largest first: exact for a plan's one or two bundle sizes on equal nodes, a good guess otherwise. Ray's placement
-    groups decide in the end, within `placement.timeout_s`.
-    """
-    free = [[node.gpus, node.cpus] for node in cluster.nodes]
-    for bundle in sorted(bundles, reverse=True):
-        cpus = 0 if cluster.elastic_cpus else bundle.cpus
-        node = next((node for node in free if node[0] >= bundle.gpus and node[1] >= cpus), None)
-        if node is None:
-            return False
-        node[0] -= bundle.gpus
-        node[1] -= cpus
-    return True
-
-
-def check_fit(plan: JobPlan, cluster: ClusterResources) -> None:
-    """Raises PreflightError with what the plan needs, what the cluster has, and the `--set` that would fit."""
-    if not fits(plan.bundles, cluster):
-        raise PreflightError(f"the cluster is too small: {asked(plan)}; it has {cluster}", hint=fitting_hint(plan, cluster))
-
-
-def asked(plan: JobPlan) -> str:
-    largest = max(plan.bundles)
-    return (
-        f"{counted(plan.trainer_workers, 'trainer rank')}"
-        f"{f', {plan.ref_workers} of the reference' if plan.ref_workers else ''} and "
-        f"{counted(plan.rollout_workers, 'rollout worker')} "
-        f"ask for {counted(plan.gpus, 'GPU')} and {counted(plan.cpus, 'CPU')}, "
-        f"at most {counted(largest.gpus, 'GPU')} and {counted(largest.cpus, 'CPU')} of one node at a time"
-    )
-
-
-def fitting_hint(plan: JobPlan, cluster: ClusterResources) -> str:
-    """The largest smaller job that fits, as `--set`s."""
-    for smaller, sets in _smaller_jobs(plan):
-        if fits(smaller.bundles, cluster):
-            return sets
-    if plan.gpus and cluster.cpus:
-        return "--set placement.device=cpu"
-    return f"the smallest job of this profile needs {2 * plan.cpus_per_worker} CPUs"
-
-
-def _smaller_jobs(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
-    """Smaller plans and their `--set`s: first fewer CPUs per worker, then fewer workers, divided between the roles as before."""
-    for cpus in range(plan.cpus_per_worker - 1, 0, -1):
-        yield replace(plan, cpus_per_worker=cpus), f"--set placement.cpus_per_worker={cpus}"
-    if plan.ref_workers:  # how many of each there are is for placement.ratios to say
-        return
-    total = plan.trainer_workers + plan.rollout_workers
-    for workers in range(total - 1, 1, -1):
-        ranks = min(max(1, round(workers * plan.trainer_workers / total)), workers - 1)
-        rollouts = ranks if plan.colocate else workers - ranks
-        for cpus in dict.fromkeys((plan.cpus_per_worker, 1)):
-            smaller = replace(plan, trainer_workers=ranks, rollout_workers=rollouts, cpus_per_worker=cpus)
-            sets = f"--set placement.trainer_workers={ranks} --set rollout.workers={rollouts}"
-            sets += f" --set placement.gpus={smaller.gpus}" if smaller.gpus else ""
-            sets += f" --set placement.cpus_per_worker={cpus}" if cpus != plan.cpus_per_worker else ""
-            yield smaller, sets

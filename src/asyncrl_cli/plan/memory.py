@@ -6,12 +6,15 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
                    step     what FSDP2 gathers (GPU: root group and two layers; CPU: all of it), gradients not yet reduced (GPU: the
                             root group's; CPU: all, in float32), on GPUs float32 gradients 4P/r, what the layers keep of one
                             microbatch, and a chunk of its logits with the head's gradient, or one layer that is computed again
-                   update   on CPUs float32 gradients 4P/r, which replace the whole ones
+                   update   on CPUs float32 gradients 4P/r, which replace the whole ones; with trainer.offload_optimizer, on GPUs,
+                            the moments and gradients (the moments are then on the host always)
                    host     the window's first weights 4P/r (recompute, K > 1), a checkpoint's copy; rank 0: published buckets
     reference      always   float32 weights 4P/r of its own P (algorithm.use_kl_loss, use_kl_in_reward)
+    ref, prox      always   apart (placement.tasks): 4P/r by their own r; prox receives eP at a sync
+    reward         always   eP of its own P in each process
     critic         always   weights and moments 12P/r of its own P, without the language model's head. Its step takes turns with the
-                            policy's and has no logits: it is not counted
-                   host     a checkpoint's copy; at the start the whole float32 model
+                            policy's and has no logits: it is not counted; apart (placement.tasks) as a rank's, by its own r
+                   host     a checkpoint's copy
     rollout worker always   weights eP, KV cache of all slots at full length
                    step     a prefill's activations, the logits that are sampled from
                    host     the second buffer eP: a version that waits to be loaded; none with weights.dual_buffer = false
@@ -21,6 +24,7 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     wire buffers            of nccl and ipc, on the GPUs at both ends; w = weights.load_bucket_size_mb, m the largest tensor:
                             nccl 3 (w + m) at rank 0 during training, 2 (w + m) in each process of vLLM; ipc max(w, m) at both
 
+A microbatch's tokens are those of one rank: trainer.sequence_parallel_size of them divide a longer trajectory.
 With LoRA (`lora.rank`) moments, gradients, the window's first weights and a checkpoint's copy are those of the adapters alone.
 
 A process's peak is what it always holds plus its most expensive phase. Not counted: Python, torch and a GPU's context
@@ -31,7 +35,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -39,9 +43,10 @@ from asyncrl_cli.engines.port import EngineMemory, kind_of
 from asyncrl_cli.engines.transformers import PAGE_TOKENS, PREFILL_TOKENS_PACKED
 from asyncrl_cli.models.shape import FAMILY, ModelShape, shape_of
 from asyncrl_cli.plan.cluster import cache_bytes_left
-from asyncrl_cli.plan.job_plan import REF, ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, ActivationCheckpointing, Profile
+from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD, is_apart
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES
 
 MASTER_BYTES = 4
@@ -153,41 +158,59 @@ def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
 
 
 def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
-    ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
-    shard, longest = -(-shape.parameters // ranks), max_context_tokens(profile)
-    adapters = adapter_parameters(profile, shape)
+    ranks, adapters = plan.role(TRAINER).workers, adapter_parameters(profile, shape)
+    sharing = profile.trainer.sequence_parallel_size
+    yield from _trained(TRAINER, ranks, profile, plan, shape, adapters=adapters, sharing=sharing, has_logits=True)
+    yield from _wires(profile, shape, TRAINER, 1)
+
+
+def _trained(
+    role: str,
+    ranks: int,
+    profile: Profile,
+    plan: JobPlan,
+    shape: ModelShape,
+    *,
+    adapters: int = 0,
+    sharing: int = 1,
+    has_logits: bool = False,
+) -> Iterator[MemoryItem]:
+    """A model in training on the devices of `ranks` processes, `sharing` of which divide a sequence."""
+    e, shard, longest = BYTES_OF[profile.model.dtype], -(-shape.parameters // ranks), max_context_tokens(profile)
     trained = -(-adapters // ranks) if adapters else shard
-    tokens = max(profile.trainer.max_tokens_per_microbatch, longest - 1)  # a longer trajectory is a microbatch of its own
+    tokens = max(profile.trainer.max_tokens_per_microbatch, -(-(longest - 1) // sharing))  # a longer one has its own microbatch
     over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
     recompute = profile.trainer.activation_checkpointing
     kept = tokens * shape.num_layers * kept_bytes_per_token(shape, e, recompute)
-    item = partial(MemoryItem, TRAINER, ranks, "device")
+    item = partial(MemoryItem, role, ranks, "device")
     yield item("always", "parameters", MASTER_BYTES * shard, f"float32 master weights, {over}")
     lora = f"LoRA of rank {profile.lora.rank}, float32, {over}"
     yield item("always", "adapters", MASTER_BYTES * trained if adapters else 0, lora)
-    yield item("always", "optimizer", 2 * MASTER_BYTES * trained, f"AdamW's two moments, float32, {over}")
+    if is_offloaded(profile, plan):
+        yield item("update", "optimizer's step", 3 * MASTER_BYTES * trained, f"AdamW's two moments and the gradients, {over}")
+    else:
+        yield item("always", "optimizer", 2 * MASTER_BYTES * trained, f"AdamW's two moments, float32, {over}")
     # On CPUs the whole gradients stay until the last backward pass, and are then replaced group by group.
     yield item("update" if plan.device == "cpu" else "step", "gradients", MASTER_BYTES * trained, f"float32, {over}")
     yield item("step", "gathered", *_gathered(plan, shape, profile.model.dtype))
     yield item("step", "whole gradients", *_whole_gradients(plan, shape, e, adapters))
     yield item("step", "activations", kept, f"{tokens} tokens of a microbatch; trainer.activation_checkpointing = {recompute}")
-    logits, how = _logits(tokens, shape, e)
+    logits, how = _logits(tokens, shape, e, trains_head=not adapters) if has_logits else (0, "")
     again = 0 if recompute == "none" else tokens * activation_bytes_per_token(shape, e)
     if logits >= again:  # the head's backward pass comes before the layers'
         yield item("step", "logits", logits, how)
     else:
         yield item("step", "recomputed layer", again, f"{tokens} tokens in one layer, while its backward pass runs")
-    yield from _wires(profile, shape, TRAINER, 1)
 
 
-def _logits(tokens: int, shape: ModelShape, value_bytes: int) -> tuple[int, str]:
+def _logits(tokens: int, shape: ModelShape, value_bytes: int, *, trains_head: bool) -> tuple[int, str]:
     """Logits of a chunk, and the head's gradient: of one chunk, and if there are several their float32 sum."""
-    head, values = shape.vocab_size * shape.hidden_size, tokens * shape.vocab_size
+    head, values = shape.vocab_size * shape.hidden_size * trains_head, tokens * shape.vocab_size
     if values <= LOGITS_CHUNK_ELEMENTS:
         return LOGITS_COPIES * MASTER_BYTES * values + value_bytes * head, f"{tokens} tokens * {shape.vocab_size} of vocabulary"
     copies = LOGITS_COPIES * MASTER_BYTES * LOGITS_CHUNK_ELEMENTS
     chunk = f"{LOGITS_CHUNK_ELEMENTS // shape.vocab_size} tokens * {shape.vocab_size} of vocabulary"
-    return copies + (MASTER_BYTES + value_bytes) * head, f"{chunk} at a time, and the head's gradient"
+    return copies + (MASTER_BYTES + value_bytes) * head, f"{chunk} at a time{', and the gradient of the head' * trains_head}"
 
 
 def _gathered(plan: JobPlan, shape: ModelShape, dtype: str) -> tuple[int, str]:
@@ -196,6 +219,11 @@ def _gathered(plan: JobPlan, shape: ModelShape, dtype: str) -> tuple[int, str]:
         return BYTES_OF[dtype] * shape.parameters, f"{dtype}: all parameters whole, for an optimizer step (FSDP2)"
     held = shape.root_parameters + 2 * shape.layer_parameters
     return BYTES_OF[dtype] * held, f"{dtype}: embedding, head and two layers whole (FSDP2)"
+
+
+def is_offloaded(profile: Profile, plan: JobPlan) -> bool:
+    """Whether AdamW's moments wait on the host between optimizer steps."""
+    return profile.trainer.offload_optimizer and plan.device != "cpu"
 
 
 def adapter_parameters(profile: Profile, shape: ModelShape) -> int:
@@ -221,7 +249,8 @@ def _whole_gradients(plan: JobPlan, shape: ModelShape, value_bytes: int, adapter
 def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
     ranks, e, bucket_mb = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype], profile.weights.gather_bucket_size_mb
     trained = -(-(adapter_parameters(profile, shape) or shape.parameters) // ranks)
-    keeps_first = profile.algorithm.old_logprobs == "recompute" and profile.async_training.trigger_parameter_sync_step > 1
+    recomputes = profile.algorithm.old_logprobs == "recompute" and not is_apart(profile, PROX)
+    keeps_first = recomputes and profile.async_training.trigger_parameter_sync_step > 1
     holders = {"disk": "; the run's directory holds as much again", "object-store": "; Ray's object store holds as much again"}
     buckets = -(-e * shape.parameters // (bucket_mb * BYTES_PER_MB))
     published = (
@@ -229,38 +258,74 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
         f"new and previous version{holders.get(profile.weights.transport, '')}"
     )
     item = partial(MemoryItem, TRAINER, ranks, "host")
-    if shape.model_type not in FAMILY:
-        yield item(
-            "start", "whole model", MASTER_BYTES * shape.parameters, f"float32, if {shape.model_type} joins tensors of its files"
-        )
+    yield item("start", "whole model", *_read_whole(shape))
+    if is_offloaded(profile, plan):
+        yield item("always", "optimizer", 2 * MASTER_BYTES * trained, "AdamW's two moments, float32, between optimizer steps")
     if keeps_first:
         yield item("always", "window's first weights", MASTER_BYTES * trained, "float32, for the old-logprob pass")
     yield MemoryItem(TRAINER, 1, "host", "sync", "published weights", 2 * e * shape.parameters, published)
     yield item("sync", "checkpoint", (4 if keeps_first else 3) * MASTER_BYTES * trained, "the snapshot that is being written")
 
 
+def _read_whole(shape: ModelShape) -> tuple[int, str]:
+    """What a rank may read at once on its host; of a model whose files have the tensors of memory, its rows alone."""
+    num_bytes = 0 if shape.model_type in FAMILY else MASTER_BYTES * shape.parameters
+    return num_bytes, f"float32, if {shape.model_type} joins tensors of its files"
+
+
 def _further(profile: Profile, plan: JobPlan, policy: ModelShape) -> Iterator[MemoryItem]:
-    """The reference and the critic, divided between the ranks as the policy is. ShapeUnknown if `ref.path` or `critic.path` is not
-    known here."""
+    """The reference and the critic, divided between the ranks as the policy is, and what scorers have in processes of their own.
+    ShapeUnknown if the path of one of them is not known here."""
     ranks, algorithm = plan.role(TRAINER).workers, profile.algorithm
     item = partial(MemoryItem, TRAINER, ranks)
-    if algorithm.has_reference:
+    if algorithm.has_reference and REF not in plan.scorers:
         shape = shape_of(profile.ref.path) if profile.ref.path else policy
-        role, processes = (REF, plan.ref_workers) if plan.ref_workers else (TRAINER, ranks)
-        of_reference, num_bytes = partial(MemoryItem, role, processes, "device"), MASTER_BYTES * -(-shape.parameters // processes)
-        yield of_reference("always", "reference", num_bytes, "float32 weights, never trained")
-        if plan.ref_workers:
-            yield of_reference("start", "whole model", MASTER_BYTES * shape.parameters, "float32, read before it is sharded")
-            yield of_reference("step", "gathered", *_gathered(plan, shape, profile.model.dtype))
-    if algorithm.has_critic:
-        shape = shape_of(profile.critic.path) if profile.critic.path else policy
-        embedding = shape.vocab_size * shape.hidden_size
-        has_head = shape.root_parameters > 2 * embedding  # untied: the critic has its own head in its place
-        shard = -(-(shape.parameters - has_head * embedding) // ranks)
+        yield item("device", "always", "reference", MASTER_BYTES * -(-shape.parameters // ranks), "float32 weights, never trained")
+    for task, processes in plan.scorers.items():
+        yield from _scorer(profile, plan, policy, task, processes)
+    if algorithm.has_critic and CRITIC not in plan.scorers:
+        shape = _critic_shape(profile, policy)
+        shard = -(-shape.parameters // ranks)
         yield item("device", "always", "critic", MASTER_BYTES * shard, "float32 master weights")
-        yield item("device", "always", "critic's optimizer", 2 * MASTER_BYTES * shard, "AdamW's two moments, float32")
-        yield item("host", "start", "whole critic", MASTER_BYTES * shape.parameters, "float32, read before it is divided")
+        where: Place = "host" if is_offloaded(profile, plan) else "device"
+        yield item(where, "always", "critic's optimizer", 2 * MASTER_BYTES * shard, "AdamW's two moments, float32")
+        yield item("host", "start", "whole critic", *_read_whole(shape))
         yield item("host", "sync", "critic's checkpoint", 3 * MASTER_BYTES * shard, "the snapshot that is being written")
+
+
+def _critic_shape(profile: Profile, policy: ModelShape) -> ModelShape:
+    """The critic's, whose own head takes the place of the language model's, and no memory to speak of."""
+    shape = shape_of(profile.critic.path) if profile.critic.path else policy
+    embedding = shape.vocab_size * shape.hidden_size
+    head = embedding if shape.root_parameters > 2 * embedding else 0  # else it is tied to the embedding
+    return replace(shape, parameters=shape.parameters - head, root_parameters=shape.root_parameters - head)
+
+
+def _critic_apart(profile: Profile, plan: JobPlan, policy: ModelShape, processes: int) -> Iterator[MemoryItem]:
+    shape, item = _critic_shape(profile, policy), partial(MemoryItem, CRITIC, processes, "host")
+    shard = -(-shape.parameters // processes)
+    yield from _trained(CRITIC, processes, profile, plan, shape)
+    yield item("start", "whole model", *_read_whole(shape))
+    if is_offloaded(profile, plan):
+        yield item("always", "optimizer", 2 * MASTER_BYTES * shard, "AdamW's two moments, float32, between optimizer steps")
+    yield item("sync", "checkpoint", 3 * MASTER_BYTES * shard, "the snapshot that is being written")
+
+
+def _scorer(profile: Profile, plan: JobPlan, policy: ModelShape, task: str, processes: int) -> Iterator[MemoryItem]:
+    if task == CRITIC:
+        yield from _critic_apart(profile, plan, policy, processes)
+        return
+    path, dtype = {REF: profile.ref.path, REWARD: profile.reward_model.path}.get(task), profile.model.dtype
+    shape, item = shape_of(path) if path else policy, partial(MemoryItem, task, processes)
+    if task == REWARD:
+        yield item("device", "always", "reward model", BYTES_OF[dtype] * shape.parameters, f"{dtype}, whole in each process")
+        return
+    whose = "of the window's start" if task == PROX else "never trained"
+    yield item("device", "always", "weights", MASTER_BYTES * -(-shape.parameters // processes), f"float32 weights, {whose}")
+    yield item("host", "start", "whole model", *_read_whole(shape))
+    yield item("device", "step", "gathered", *_gathered(plan, shape, dtype))
+    if task == PROX:
+        yield item("host", "sync", "received version", BYTES_OF[dtype] * shape.parameters, "until each process has its part of it")
 
 
 def _wires(profile: Profile, shape: ModelShape, role: str, processes: int) -> Iterator[MemoryItem]:
@@ -282,7 +347,7 @@ def _rollout(
     profile: Profile, plan: JobPlan, shape: ModelShape, engine: EngineMemory | None, available_bytes: int | None
 ) -> Iterator[MemoryItem]:
     rollout, workers, e = profile.rollout, plan.role(ROLLOUT).workers, BYTES_OF[profile.model.dtype]
-    gpus = max(plan.gpus_per_rollout_worker, 1)
+    gpus = max(plan.gpus_per_rollout_worker, 1) if plan.device == "cuda" else 1
     batch_tokens = engine.batch_tokens if engine else rollout.slots + max(PREFILL_TOKENS_PACKED, rollout.max_prompt_tokens)
     # Without gradients: a layer's three inner products and its float32 norm, of all tokens of the batch.
     prefill = batch_tokens * (3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e)) // gpus

@@ -157,7 +157,10 @@ def _remedy(need: DeviceNeed, estimate: MemoryEstimate) -> str:
     else:
         items = [item for role in need.roles for item in estimate.of(role, "device") if item.phase != "start"]
         largest = max(items, key=lambda item: item.num_bytes)
-        fallback = "take more trainer ranks" if largest.role == TRAINER else "take a smaller model or model.dtype = bfloat16"
+        offloaded = ", or trainer.offload_optimizer = true" if largest.what == "optimizer" else ""
+        fallback = (
+            f"take more trainer ranks{offloaded}" if largest.role == TRAINER else "take a smaller model or model.dtype = bfloat16"
+        )
     return f"the largest part is {largest.what}: {REMEDIES.get(largest.what, fallback)}"
 
 

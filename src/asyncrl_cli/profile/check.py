@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl_cli.errors import ConfigError, combine
 from asyncrl_cli.plugins import ENGINES, engine_kind
-from asyncrl_cli.profile import sharing
+from asyncrl_cli.profile import nodes, sharing
 from asyncrl_cli.profile.arithmetic import Schedule, groups_ahead, train_steps_of, window_groups_of
 from asyncrl_cli.profile.clashes import CLASHES, DUAL_BUFFER, ETA, PARTIAL, TRANSPORT, Clash, direct, given
 from asyncrl_cli.profile.keys import values_of
@@ -59,7 +59,14 @@ def check(profile: Profile) -> list[str]:
     length = _raised(train_steps_of, profile)
     name = [] if profile.run.name is None else _raised(check_name, profile.run.name)
     wrong = [clash.error(values) for clash in clashes if clash.is_in(values)]
-    found = [*(length or _head_start(profile)), *name, *_sizes(profile), *_limits(profile), *sharing.conflicts(profile)]
+    found = [
+        *(length or _head_start(profile)),
+        *name,
+        *_sizes(profile),
+        *_limits(profile),
+        *sharing.conflicts(profile),
+        *nodes.conflicts(profile),
+    ]
     if problems := [*found, *wrong, *conflicts]:
         raise combine(problems)
     return list(_warnings(profile))
@@ -96,7 +103,7 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
             f"{PARTIAL} = true with {too_small}: nothing is running at a weight sync, so no rollout can be partial",
             hint=f"--set {ETA}={_least_eta(profile)} or more, or {PARTIAL.rpartition('.')[2]}=false",
         )
-    spread = rollout.workers or 1 if rollout.placement == "response" else 1
+    spread = nodes.asked_workers(profile) or 1 if rollout.placement == "response" else 1
     if rollout.slots * spread < rollout.n:
         where = f" on {spread} workers" if spread > 1 else ""
         yield ConfigError(

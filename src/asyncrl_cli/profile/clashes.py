@@ -119,6 +119,11 @@ CLASHES = (
         "trainer and rollout take turns on the same resources, so nothing can be generated ahead",
         "--set async_training.staleness_threshold=0, or placement.colocate=false",
     ),
+    Clash(
+        {COLOCATE: True, "rollout.min_workers": given},
+        "a worker shares its resources with a rank of the trainer, which all are needed",
+        "leave rollout.min_workers out, or placement.colocate=false",
+    ),
     *(
         Clash(
             {"async_training.use_rollout_log_probs": alias, "algorithm.old_logprobs": _other_than(name)},
@@ -173,6 +178,12 @@ CLASHES = (
         "only the loss vanilla has a dual clip",
         "--set algorithm.loss_mode=vanilla, or leave algorithm.clip_ratio_c out",
     ),
+    Clash(
+        {"task.reward": "none", "reward_model.path": None},
+        "nothing gives a reward",
+        "--set reward_model.path=..., or another task.reward",
+    ),
+    *_unused("reward_model.weight", {"reward_model.path": None}, "there is no reward model", "--set reward_model.path=..."),
     *_unused(
         "critic.path critic.lr critic.grad_clip critic.cliprange_value critic.head_start_steps algorithm.gamma algorithm.lam",
         {ADVANTAGES: _other_than("gae")},
@@ -253,6 +264,25 @@ CLASHES = (
         "the bytes go from GPU memory to GPU memory",
         "--set placement.device=cuda, or --set weights.transport=object-store",
     ),
+    *_unused(
+        "rollout.nnodes rollout.n_gpus_per_node placement.rollout_strategy placement.rollout_labels placement.disjoint_nodes",
+        {COLOCATE: True},
+        "rollout workers are where the trainer's ranks are",
+        "--set placement.colocate=false",
+    ),
+    *(
+        Clash(
+            {f"placement.{role}_strategy": _other_than("pack"), f"{role}.n_gpus_per_node": given},
+            "so many GPUs of each node already say how they are spread",
+            f"leave placement.{role}_strategy out",
+        )
+        for role in ("trainer", "rollout")
+    ),
+    Clash(
+        {"placement.gpu_bundles": True, "placement.device": _other_than("cpu")},
+        "they are logical GPUs, for a rehearsal on CPUs",
+        "--set placement.device=cpu, or leave placement.gpu_bundles out",
+    ),
     Clash(
         {TRANSPORT: "nccl", COLOCATE: True},
         "NCCL connects GPUs, and the trainer and its rollout worker share one",
@@ -272,6 +302,22 @@ CLASHES = (
         {"weights.probe_sequences": 0, TRANSPORT: direct},
         "no fingerprint is compared on a GPU, so wrong weights would go unnoticed",
         "--set weights.probe_sequences=4, or --set weights.transport=object-store",
+    ),
+    *_unused(
+        "lora.alpha lora.target_modules lora.sync",
+        {"lora.rank": 0},
+        "without a rank there are no adapters",
+        "--set lora.rank=8",
+    ),
+    Clash(
+        {"lora.sync": "adapter", TRANSPORT: direct},
+        "the bytes go into the engine's own processes, which have no base model to merge adapters into",
+        "--set lora.sync=merged, or weights.transport=object-store",
+    ),
+    Clash(
+        {"lora.sync": "adapter", "weights.keep_versions": _other_than(0)},
+        "versions are kept as whole models, and rank 0 makes none",
+        "--set lora.sync=merged, or leave weights.keep_versions out; `asyncrl export` merges checkpoints",
     ),
     Clash(
         {DUAL_BUFFER: False, TRANSPORT: "disk"},

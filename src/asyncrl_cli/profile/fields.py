@@ -42,6 +42,8 @@ def _path(text: str) -> str:
     return text
 
 
+LABEL = r"^!?(in\([\w.-]+(, ?[\w.-]+)*\)|[\w.-]+)$"
+"""A value, or `in(a, b)`, and `!` before either for none of them."""
 MOST, MOST_PROCESSES, MOST_DECIMALS = 10**9, 4096, 12
 """Upper limits, to catch typing errors: of steps, tokens, sizes and seconds; of processes; of decimal places of eta."""
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
@@ -65,6 +67,8 @@ Eta = Annotated[
 Betas = Annotated[tuple[Ratio, Ratio], BeforeValidator(_plain_tuple)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_plain_tuple)]
 Params = Annotated[dict[str, Any], BeforeValidator(_plain)]
+Labels = dict[str, Annotated[str, Field(pattern=LABEL)]]
+"""Selectors of nodes by Ray's labels."""
 Sources = dict[str, PathText]
 """Files by name."""
 

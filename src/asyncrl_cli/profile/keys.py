@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
+from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean, nearest
 from asyncrl_cli.profile.fields import Section
 from asyncrl_cli.profile.peers import Row, counterpart
 from asyncrl_cli.profile.schema import Profile
@@ -78,7 +78,15 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _meant(key: str, value: Any) -> Iterator[str]:
     """The keys in an unknown key's table that are another trainer's or named as ours; the key itself if there are none."""
     leaves = islice(_leaves(key, value), MOST_PROBLEMS + 1)
-    yield from [leaf for leaf in leaves if foreign(leaf) or leaf.rpartition(".")[2] in _last_parts()] or [key]
+    yield from [leaf for leaf in leaves if foreign(leaf) or _joined(leaf) or leaf.rpartition(".")[2] in _last_parts()] or [key]
+
+
+def _joined(key: str) -> str | None:
+    """The key that was meant by one with a dot too many: placement.rollout_labels by `placement.rollout.label`."""
+    section, _, name = key.partition(".")
+    own = {known.partition(".")[2]: known for known in keys() if known.startswith(f"{section}.")} if "." in name else {}
+    found = nearest(name.replace(".", "_"), own)
+    return own[found] if found else None
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
@@ -105,7 +113,7 @@ def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
     section = key.partition(".")[0]
     names = [name.removeprefix(f"{section}.") for name in known if name.startswith(f"{section}.")]
     there_are = f"keys of [{section}]: {', '.join(names)}" if names else f"sections: {', '.join(sections())}"
-    return ConfigError(f"{where}: unknown key {shortened(key)}", hint=did_you_mean(key, known, there_are))
+    return ConfigError(f"{where}: unknown key {shortened(key)}", hint=did_you_mean(_joined(key) or key, known, there_are))
 
 
 def validate(values: Mapping[str, Any], origins: Mapping[str, str], named: Mapping[str, Any], origin: str) -> Profile:

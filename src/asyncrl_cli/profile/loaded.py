@@ -37,6 +37,8 @@ ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"
 SCHEMA_VERSION = 1
 """The format version of `config.resolved.json`."""
+MODELS = ("model.path", "ref.path", "critic.path", "reward_model.path")
+"""Each is a directory, or a name on the hub."""
 ALIAS, ALIASED = "async_training.use_rollout_log_probs", "algorithm.old_logprobs"
 
 CLEARS = {
@@ -178,7 +180,7 @@ def set_layer(sets: Sequence[str]) -> Layer:
 
 def _anchored(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Make paths absolute, so that they survive a resume. A relative path is relative to the file (or the shell) that gives it."""
-    paths = ("task.source", "task.eval_path", "model.path", "model.cache_dir")
+    paths = ("task.source", "task.eval_path", "model.cache_dir", *MODELS)
     found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
     anchored: dict[str, Any] = {key: _anchor(key, value, directory) for key, value in found.items()}
     if isinstance(sets := values.get("eval.sets"), Mapping):
@@ -192,7 +194,7 @@ def _anchor(key: str, value: str, directory: Path) -> str:
     if key == "task.source":
         return f"{scheme}:{directory / expand(rest)}" if colon and scheme in ("jsonl", "parquet") and rest else value
     path = directory / expand(value)
-    if key == "model.path" and not os.path.exists(path) and not value.startswith((".", "~")):
+    if key in MODELS and not os.path.exists(path) and not value.startswith((".", "~")):
         return value
     return str(path)
 

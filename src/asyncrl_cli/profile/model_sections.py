@@ -1,4 +1,4 @@
-"""The sections [ref] and [critic]: further models in the trainer."""
+"""The sections [ref], [critic] and [reward_model]: further models of a run."""
 
 from __future__ import annotations
 
@@ -28,3 +28,15 @@ class CriticSection(Section):
     """How far a value may go from that at the train step's start before the larger of both losses counts."""
     head_start_steps: NonNegativeInt = 0
     """Optimizer steps at the run's beginning in which only the critic learns (verl's `critic_warmup`)."""
+
+
+class RewardModelSection(Section):
+    """The reward model: a sequence classifier that scores finished responses, and those of evals, in processes of its own (`reward`
+    in `placement.tasks`). Its score is the first logit, of the conversation in its own chat template; without a template, of prompt
+    and response end to end. For tasks of one turn."""
+
+    path: PathText | None = None
+    """A local Hugging Face directory or a hub name; no reward model if not given. Alone it gives the whole reward; what a
+    `task.reward` that you name gives is added."""
+    weight: PositiveFloat = 1.0
+    """How many times its score counts."""

@@ -18,10 +18,10 @@ async_training.use_rollout_log_probs | async_training.use_rollout_log_probs | an
 async_training.compute_prox_log_prob | algorithm.old_logprobs | true is "recompute"
 rollout.total_rollout_steps | run.total_rollout_steps | groups in both; a multiple of require_batches * ppo_mini_batch_size
 rollout.test_freq | eval.every_versions | versions in both: a version is a parameter update
-rollout.nnodes | rollout.workers | workers of placement.gpus_per_rollout_worker GPUs each
-rollout.n_gpus_per_node | rollout.workers | workers of placement.gpus_per_rollout_worker GPUs each
-trainer.nnodes | placement.trainer_workers | ranks: nodes x GPUs per node; or placement.gpus with placement.ratio
-trainer.n_gpus_per_node | placement.trainer_workers | ranks: nodes x GPUs per node; or placement.gpus with placement.ratio
+rollout.nnodes | rollout.nnodes | the same; or rollout.workers
+rollout.n_gpus_per_node | rollout.n_gpus_per_node | the same
+trainer.nnodes | trainer.nnodes | the same; or placement.trainer_workers, or placement.gpus with placement.ratio
+trainer.n_gpus_per_node | trainer.n_gpus_per_node | the same
 data.train_files | task.source | "parquet:<file>"; several by a pattern, "parquet:train-*.parquet"
 data.val_files | eval.sets and task.eval_path | sets by name; or one file in place of the held-out prompts
 data.prompt_key | task.prompt_key | the same; text or messages
@@ -39,12 +39,14 @@ actor_rollout_ref.hybrid_engine | placement.colocate | true there is true here
 actor_rollout_ref.async_pipeline | - | generation, training and weight transfer always overlap
 actor_rollout_ref.model.path | model.path
 actor_rollout_ref.model.enable_gradient_checkpointing | trainer.activation_checkpointing | true is "full"
-actor_rollout_ref.model.lora_rank | lora.rank | merged at each sync: engines get whole weights
+actor_rollout_ref.model.lora_rank | lora.rank | merged at each sync, or sent alone (`lora.sync`)
 actor_rollout_ref.model.lora_alpha | lora.alpha
 actor_rollout_ref.model.target_modules | lora.target_modules | a list of names; all-linear is an empty list
 actor_rollout_ref.actor.ppo_mini_batch_size | trainer.ppo_mini_batch_size | groups over all ranks in both
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu | trainer.max_tokens_per_microbatch | microbatches are always packed by tokens
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu | trainer.max_tokens_per_microbatch | padded tokens of one rank
+actor_rollout_ref.actor.ulysses_sequence_parallel_size | trainer.sequence_parallel_size | the same
+actor_rollout_ref.actor.fsdp_config.optimizer_offload | trainer.offload_optimizer | moments only; the step is made on the GPU
 actor_rollout_ref.actor.use_dynamic_bsz | trainer.max_tokens_per_microbatch | microbatches are always packed by tokens
 actor_rollout_ref.actor.ppo_epochs | - | every group is trained once
 actor_rollout_ref.actor.strategy | - | always FSDP2
@@ -93,7 +95,8 @@ critic.model.path | critic.path | the policy's initial weights if not given
 critic.optim.lr | critic.lr | trainer.lr if not given
 critic.ppo_mini_batch_size | trainer.ppo_mini_batch_size | policy and critic see the same microbatches
 trainer.critic_warmup | critic.head_start_steps | optimizer steps, not train steps
-reward_model.enable | - | no reward model; task.reward is a function
+reward_model.enable | reward_model.path | a path switches it on; a task.reward that you name is added
+reward_model.model.path | reward_model.path
 reward_model.overlong_buffer.len | algorithm.overlong_buffer_tokens
 reward_model.overlong_buffer.penalty_factor | algorithm.overlong_penalty_factor
 custom_reward_function.path | task.reward | module:function, called with (item, response)
@@ -111,7 +114,7 @@ trainer.default_local_dir | - | `--runs-dir`, with the run's directory below it
 trainer.resume_mode | - | `asyncrl resume RUN` goes on from the newest checkpoint; `train` always begins a new run
 trainer.rollout_data_dir | logging.samples_every_steps | in the run's samples/; `logging.samples_per_step = 0` dumps all
 trainer.generate_ahead_steps | async_training.staleness_threshold | the same number if each step syncs; 1: profile one-step-off
-trainer.sperated_node_tasks | placement.tasks | train, prox (logp), ref (ref_logp), rollout (generate); prox is with train
+trainer.sperated_node_tasks | placement.tasks | train, prox (logp), ref (ref_logp), critic, reward (rm), rollout (generate)
 trainer.sperated_node_ratios | placement.ratios | whole numbers, in the order of placement.tasks, like [2, 1, 1]
 [SkyRL]
 trainer.fully_async.max_staleness_steps | async_training.staleness_threshold | the same number if each step syncs; strict here
@@ -124,12 +127,13 @@ trainer.micro_forward_batch_size_per_gpu | trainer.max_tokens_per_microbatch | m
 trainer.use_sample_packing | trainer.max_tokens_per_microbatch | microbatches are always packed by tokens
 trainer.placement.colocate_all | placement.colocate | false if not given, true in SkyRL
 trainer.placement.colocate_policy_ref | placement.tasks | true if not given; false: ["ref"] is a list of its own
-trainer.placement.policy_num_nodes | placement.trainer_workers | ranks: nodes x GPUs per node
-trainer.placement.policy_num_gpus_per_node | placement.trainer_workers | ranks: nodes x GPUs per node
+trainer.placement.policy_num_nodes | trainer.nnodes
+trainer.placement.policy_num_gpus_per_node | trainer.n_gpus_per_node
 trainer.placement.ref_num_gpus_per_node | placement.ratios | with placement.tasks
-trainer.policy.model.lora.rank | lora.rank | merged at each sync: engines get whole weights
+trainer.policy.model.lora.rank | lora.rank | merged at each sync, or sent alone (`lora.sync`)
 trainer.policy.model.lora.alpha | lora.alpha
 trainer.strategy | - | always FSDP2
+trainer.policy.sequence_parallel_size | trainer.sequence_parallel_size | the same
 trainer.policy.optimizer_config.adam_betas | trainer.betas | [0.9, 0.99] if not given, [0.9, 0.999] in SkyRL
 trainer.policy.optimizer_config.max_grad_norm | trainer.grad_clip
 trainer.policy.optimizer_config.num_warmup_steps | trainer.warmup_steps | optimizer steps in both
@@ -239,7 +243,7 @@ scale_rewards | algorithm.normalize_advantages | group is true, none is false
 mask_truncated_completions | algorithm.mask_truncated
 num_iterations | - | every group is trained once
 use_vllm | rollout.engine | true is "vllm"
-lora_r | lora.rank | merged at each sync: engines get whole weights
+lora_r | lora.rank | merged at each sync, or sent alone (`lora.sync`)
 lora_alpha | lora.alpha
 lora_target_modules | lora.target_modules | a list of names; all-linear is an empty list
 eval_steps | eval.every_versions | in versions, not in steps: divide by trigger_parameter_sync_step

@@ -27,6 +27,10 @@ class RolloutSection(Section):
     """The inference engine in each rollout worker: `transformers`, `vllm`, or one that an installed package adds."""
     workers: Processes | None = None
     """Rollout workers; if not given, what `placement` yields (1 on a CPU)."""
+    nnodes: Processes | None = None
+    """Nodes of the rollout workers; 1 if not given."""
+    n_gpus_per_node: Processes | None = None
+    """GPUs of rollout workers on each of their nodes, in place of rollout.workers or a ratio."""
     slots: PositiveInt = 64
     """Sequences that one worker generates at once."""
     n: Processes = 8
@@ -73,6 +77,9 @@ class RolloutSection(Section):
     max_restarts: NonNegativeInt = 0
     """How often each worker may be restarted after a failure (its process or its engine died, or it was silent for too long);
     at 0 the first failure ends the run. A resumed run counts from zero."""
+    min_workers: Processes | None = None
+    """With how many workers the run goes on when others have no restart left, or no room (`placement.timeout_s`): these come back
+    when there is room. By default the run needs all of its workers."""
 
 
 class AsyncTrainingSection(Section):

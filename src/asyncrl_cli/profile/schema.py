@@ -1,7 +1,7 @@
 """The keys of a profile. A field's docstring is its help, its schema description and its reference: written once.
 
-`[rollout]`, `[async_training]` and `[weights]` are in rollout_sections.py, `[algorithm]` in algorithm_section.py, `[ref]` and
-`[critic]` in model_sections.py, `[env]` in env_section.py.
+`[rollout]`, `[async_training]` and `[weights]` are in rollout_sections.py, `[algorithm]` in algorithm_section.py, `[ref]`,
+`[critic]` and `[reward_model]` in model_sections.py, `[env]` in env_section.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.env_section import EnvSection
 from asyncrl_cli.profile.fields import (
     Betas,
+    Labels,
     NonNegativeFloat,
     NonNegativeInt,
     Params,
@@ -27,7 +28,7 @@ from asyncrl_cli.profile.fields import (
     Sources,
     Strings,
 )
-from asyncrl_cli.profile.model_sections import CriticSection, RefSection
+from asyncrl_cli.profile.model_sections import CriticSection, RefSection, RewardModelSection
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, RolloutSection, WeightsSection
 
 Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
@@ -53,6 +54,9 @@ class RunSection(Section):
     """Length of the run in trained groups (verl's meaning); a multiple of require_batches * ppo_mini_batch_size."""
     stop_grace_s: PositiveFloat = 60.0
     """Seconds a stop may take to finish the train step and write a checkpoint."""
+    ship: Strings = ()
+    """Files and directories in the working directory that `asyncrl submit` takes along, as `["data/*.parquet", "helpers.py"]`; the
+    modules that a key names as `module:name` go along by themselves."""
     stall_timeout_s: PositiveFloat | None = None
     """Seconds without any progress after which the watchdog fails the run and names who waits for whom. If not given, one minute
     more than the longest limit of any single wait, so that a hanging call meets its own limit first, which names the call and
@@ -111,9 +115,9 @@ class TaskSection(Section):
     """`module:function`, an `async def episode(client, item)` that plays each prompt through an OpenAI client and returns the
     reward, instead of an environment (docs/agents.md)."""
     reward: str = "auto"
-    """`dataset` (its own verifier, which may forgive: number_sorting's accepts numbers 1 off), `exact-match`, `math-verify`
-    or `module:function` (in TRL's signature, if the environment is a class of yours). `auto` is the class's `get_reward`,
-    `dataset` for reasoning-gym, and `exact-match` for files and for the worked form."""
+    """`dataset` (its own verifier, which may forgive: number_sorting's accepts numbers 1 off), `exact-match`, `math-verify`,
+    `module:function` (in TRL's signature, if the environment is a class of yours), or `none`. `auto` is the class's `get_reward`,
+    `none` beside a reward model, `dataset` for reasoning-gym, and `exact-match` for files and for the worked form."""
     reward_timeout_s: PositiveFloat = 10.0
     """Seconds one reward may take before its trajectory counts as failed; importing its module may take as long, at least 10 s."""
     reward_workers: Annotated[int, Field(ge=1, le=256)] | None = None
@@ -133,12 +137,23 @@ class TrainerSection(Section):
 
     ppo_mini_batch_size: PositiveInt = 16
     """B: groups per optimizer step, over all ranks."""
+    nnodes: Processes | None = None
+    """Nodes of the trainer; 1 if not given. Colocated, they are the rollout's, too."""
+    n_gpus_per_node: Processes | None = None
+    """GPUs, and so ranks, on each of its nodes, in place of placement.trainer_workers or a ratio."""
     max_tokens_per_microbatch: PositiveInt = 8192
-    """Token budget of one forward/backward on one rank (padded tokens)."""
+    """Token budget of one forward/backward on one rank, with padding where rows have it."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """What a layer's backward pass computes again instead of keeping it: nothing; all but its matrix products and attention
     (`selective`: about half of the memory, little time); or all from the layer's input (`full`: a third more time). Long
     responses of large models need `full`: `asyncrl plan` shows the memory."""
+    sequence_parallel_size: Processes = 1
+    """Ranks that divide the tokens of each trajectory (Ulysses): neighbours have the same trajectories, a microbatch has up to
+    `max_tokens_per_microbatch` tokens of each, and attention's heads are exchanged between them. For responses too long for one
+    GPU; must divide the trainer ranks and the model's attention heads."""
+    offload_optimizer: bool = False
+    """AdamW's moments wait on the host between optimizer steps, for the price of two copies per step. On CPUs they are there
+    anyway."""
     lr: PositiveFloat = 2e-4
     """Peak learning rate of AdamW."""
     betas: Betas = (0.9, 0.99)
@@ -154,10 +169,13 @@ class TrainerSection(Section):
     max_skipped_steps: NonNegativeInt = 3
     """How many optimizer steps in a row may be skipped because their gradient is not finite; one more ends the run, with a
     checkpoint. A resumed run counts from zero."""
+    meeting_timeout_s: PositiveFloat = 120.0
+    """Longest wait of the ranks for each other before they load the model. Missing ones are named, with their nodes."""
 
 
-Task = Literal["train", "prox", "ref", "critic", "rollout"]
-"""What processes can be for: training, the old-logprob pass, the reference's logprobs, the critic's values, generation."""
+Task = Literal["train", "prox", "ref", "critic", "reward", "rollout"]
+"""What processes can be for: training, the old-logprob pass, the reference's logprobs, the critic's values, the reward model,
+generation."""
 
 
 def _tuples(value: Any) -> Any:
@@ -176,6 +194,12 @@ class LoraSection(Section):
     """An adapter's product counts alpha / rank times."""
     target_modules: Strings = ()
     """Linear layers that get one, by the last part of their name, as `["q_proj", "v_proj"]`; all but the head if not given."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What a weight sync sends: whole weights with the adapters merged in, or the adapters alone, which each rollout worker merges
+    into the base model's files (a small part of the bytes; each node reads the files at each sync)."""
+
+
+Strategy = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
 
 class PlacementSection(Section):
@@ -183,6 +207,9 @@ class PlacementSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if the Ray cluster has GPUs, else cpu."""
+    gpu_bundles: bool = False
+    """With `device = "cpu"`: count and place ranks and workers as on GPUs, in bundles that claim Ray's logical GPUs, but compute on
+    CPUs. A rehearsal of a profile for GPUs; a session on this machine then has as many logical GPUs as the job asks for."""
     colocate: bool = False
     """Trainer and rollout share all resources in turns (the baseline)."""
     trainer_workers: Processes | None = None
@@ -192,8 +219,9 @@ class PlacementSection(Section):
     ratio: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$", examples=["1:1"])] = "1:1"
     """trainer : rollout share of `gpus`."""
     tasks: Tasks | None = None
-    """Which tasks share resources, as [["train", "prox"], ["ref"], ["rollout"]]; what is not named is done by the trainer. Only
-    `ref`, the reference's logprobs, may be alone beside `rollout`: its processes score finished groups while others are trained."""
+    """Which tasks share resources, as [["train", "prox"], ["ref"], ["critic"], ["rollout"]]; what is not named is done by the
+    trainer. `ref` (the reference's logprobs), `prox` (the old-logprob pass), `critic` (values, and its own training) and `reward`
+    (the reward model, never the trainer's) may each be alone: its processes score finished groups while others are trained."""
     ratios: Annotated[tuple[Processes, ...], BeforeValidator(_tuples)] | None = None
     """The share of `gpus` of each of `tasks`, in place of `ratio`, as [2, 1, 1]; on CPUs the number of processes of each, 1 if not
     given."""
@@ -201,8 +229,21 @@ class PlacementSection(Section):
     """GPUs of one rollout worker (tensor parallel size)."""
     cpus_per_worker: Processes = 1
     """CPU cores (and compute threads) of each trainer rank and rollout worker."""
+    trainer_strategy: Strategy = "pack"
+    """How the trainer's ranks are spread over nodes: `pack`: on few; `spread`: on many; `strict_pack`: all on one; `strict_spread`:
+    each on another. With trainer.n_gpus_per_node that says it."""
+    rollout_strategy: Strategy = "pack"
+    """Likewise of rollout workers; the GPUs of one worker are on one node in any case."""
+    trainer_labels: Labels = Field(default_factory=dict)
+    """Labels that the trainer's nodes must have, in Ray's syntax: `{"ray.io/accelerator-type" = "in(H100, H200)", zone = "!b"}`."""
+    rollout_labels: Labels = Field(default_factory=dict)
+    """Labels that the rollout workers' nodes must have."""
+    disjoint_nodes: bool = False
+    """Trainer and rollout workers share no node."""
+    autoscaler: bool = False
+    """The cluster has an autoscaler: a job that does not fit its nodes waits for others, instead of being refused at once."""
     timeout_s: PositiveFloat = 60.0
-    """Longest wait for the placement groups."""
+    """Longest wait for room on the cluster. An autoscaler may need minutes."""
 
 
 class CheckpointSection(Section):
@@ -236,7 +277,7 @@ class LoggingSection(Section):
     """What is written beside metrics.jsonl and events.jsonl."""
 
     samples_every_steps: NonNegativeInt = 20
-    """Dump trajectories of every so many train steps, for `asyncrl samples` and the report; 0 is off."""
+    """Dump trajectories of every so many train steps, the first and the last, for `asyncrl samples` and the report; 0 is off."""
     samples_per_step: NonNegativeInt = 16
     """Trajectories of a dumped step, group by group; 0 dumps all, but not what probability the trainer gives to their tokens."""
     samples_max_mb: PositiveInt = 256
@@ -269,6 +310,7 @@ class Profile(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     ref: RefSection = RefSection()
     critic: CriticSection = CriticSection()
+    reward_model: RewardModelSection = RewardModelSection()
     trainer: TrainerSection = TrainerSection()
     lora: LoraSection = LoraSection()
     rollout: RolloutSection = RolloutSection()
@@ -284,11 +326,12 @@ class Profile(Section):
 class Place:
     """Where one process of a role computes, which a job's plan adds to the profile. The role has `workers` processes, each with
     `device` and `threads`; `model_dir` holds the model, whose weights are `version`. `ref_dir` and `critic_dir` hold the first
-    weights of these models of the trainer, if they are not those of `model_dir`."""
+    weights of these models, if they are not those of `model_dir`; `reward_model_dir` holds the reward model, if there is one."""
 
     model_dir: str
     ref_dir: str = ""
     critic_dir: str = ""
+    reward_model_dir: str = ""
     device: str = "cpu"
     threads: int = 1
     workers: int = 1

@@ -6,21 +6,25 @@ from collections import Counter
 from collections.abc import Iterator
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.toml_files import toml_value
 
-TRAIN, REF, ROLLOUT = "train", "ref", "rollout"
+TRAIN, PROX, REF, CRITIC, REWARD, ROLLOUT = "train", "prox", "ref", "critic", "reward", "rollout"
+SCORERS = (REF, PROX, REWARD, CRITIC)
+"""Tasks that can have processes of their own, which score finished groups while others are trained."""
 KEY, RATIOS = "placement.tasks", "placement.ratios"
-BOUND_TO_TRAIN = {
-    "prox": "it needs the weights of its window's start, and the groups that are trained in a window are known when they are taken",
-    "critic": "it learns from every group that is trained",
-}
-"""Tasks that only the trainer's processes can do, and why."""
+
+
+def tasks_apart(profile: Profile) -> tuple[str, ...]:
+    """The scorers that have processes of their own. The reward model always has."""
+    alone = [sharing[0] for sharing in profile.placement.tasks or () if len(sharing) == 1]
+    implied = [REWARD] if profile.reward_model.path is not None else []
+    return tuple(dict.fromkeys(task for task in (*alone, *implied) if task in SCORERS))
 
 
 def is_apart(profile: Profile, task: str) -> bool:
     """Whether the task has resources of its own."""
-    return any(tuple(sharing) == (task,) for sharing in profile.placement.tasks or ())
+    return task in tasks_apart(profile)
 
 
 def share_of(profile: Profile, task: str) -> int | None:
@@ -35,6 +39,9 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
     """What is wrong with `placement.tasks` and `placement.ratios`."""
     placement = profile.placement
     tasks, ratios = placement.tasks, placement.ratios
+    if placement.colocate and tasks is None and tasks_apart(profile):
+        because = "trainer and rollout workers take turns on all resources, and it needs some of its own"
+        yield ConfigError(f"placement.colocate = true with a reward model: {because}", hint="--set placement.colocate=false")
     if tasks is None:
         if ratios is not None:
             yield ConfigError(
@@ -52,9 +59,7 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
     if not all(tasks):
         yield ConfigError(f"{shown} has an empty list", hint="leave it out")
     yield from _wrong_lists(profile, shown)
-    if is_apart(profile, REF) and not profile.algorithm.has_reference:
-        hint = "--set algorithm.use_kl_loss=true (or use_kl_in_reward), or leave ref out"
-        yield ConfigError(f"{shown}: nothing asks for the reference's logprobs", hint=hint)
+    yield from _without_use(profile, shown)
     if placement.colocate:
         yield ConfigError(
             f"{shown} with placement.colocate = true: everything shares all resources there", hint="leave one of the two out"
@@ -75,12 +80,44 @@ def _wrong_lists(profile: Profile, shown: str) -> Iterator[ConfigError]:
         if ROLLOUT in sharing and others:
             hint = "--set placement.colocate=true, or a list of its own for rollout"
             yield ConfigError(f"{shown}: {others[0]} and rollout share resources only if they take turns", hint=hint)
-        for task in (task for task in sharing if task in BOUND_TO_TRAIN and TRAIN not in sharing):
-            yield ConfigError(
-                f"{shown}: {task} is for the trainer: {BOUND_TO_TRAIN[task]}", hint=f"name it beside train: {_example(profile)}"
-            )
+        elif TRAIN in sharing and REWARD in sharing:
+            hint = f"give it a list of its own: {_example(profile)}"
+            yield ConfigError(f"{shown}: rewards are needed before groups are taken to be trained", hint=hint)
+        elif TRAIN not in sharing and len(sharing) > 1:
+            hint = f"a list of its own for each: {_example(profile)}"
+            yield ConfigError(f"{shown}: {' and '.join(sharing)} share resources only with train", hint=hint)
+
+
+def _without_use(profile: Profile, shown: str) -> Iterator[ConfigError]:
+    """Tasks apart that there are none of, or that cannot be done there."""
+    algorithm, weights = profile.algorithm, profile.weights
+    if is_apart(profile, REF) and not algorithm.has_reference:
+        hint = "--set algorithm.use_kl_loss=true (or use_kl_in_reward), or leave ref out"
+        yield ConfigError(f"{shown}: nothing asks for the reference's logprobs", hint=hint)
+    if is_apart(profile, CRITIC) and not algorithm.has_critic:
+        yield ConfigError(f"{shown}: nothing asks for values", hint="--set algorithm.adv_estimator=gae, or leave critic out")
+    elif is_apart(profile, CRITIC) and algorithm.use_kl_in_reward and not is_apart(profile, REF):
+        because = "the critic's returns need the reference's logprobs, which the trainer would keep to itself"
+        yield ConfigError(f"{shown} with algorithm.use_kl_in_reward = true: {because}", hint="give ref a list of its own, too")
+    if REWARD in tasks_apart(profile) and profile.reward_model.path is None:
+        yield ConfigError(f"{shown}: there is no reward model", hint="--set reward_model.path=..., or leave reward out")
+    if not is_apart(profile, PROX):
+        return
+    if algorithm.old_logprobs != "recompute":
+        hint = "--set algorithm.old_logprobs=recompute, or leave prox out"
+        yield ConfigError(f'{shown}: algorithm.old_logprobs = "{algorithm.old_logprobs}" has no pass for it', hint=hint)
+    if weights.transport in DIRECT_TRANSPORTS:
+        because = "versions go from the trainer's GPU memory into that of rollout workers, and reach nobody else"
+        hint = "--set weights.transport=object-store, or name prox beside train"
+        yield ConfigError(f'{shown} with weights.transport = "{weights.transport}": {because}', hint=hint)
+    if profile.lora.rank and profile.model.dtype == "bfloat16":
+        because = "prox would compute with merged weights, which bfloat16 rounds by more than adapters change them"
+        hint = "name prox beside train, or --set model.dtype=float32"
+        yield ConfigError(f"{shown} with lora.rank = {profile.lora.rank} in bfloat16: {because}", hint=hint)
 
 
 def _example(profile: Profile) -> str:
-    apart = [["ref"]] if profile.algorithm.has_reference else []
+    algorithm = profile.algorithm
+    wanted = {REF: algorithm.has_reference, CRITIC: algorithm.has_critic, REWARD: profile.reward_model.path is not None}
+    apart = [[task] for task, is_wanted in wanted.items() if is_wanted]
     return f"{KEY} = {toml_value([['train', 'prox'], *apart, ['rollout']])}"

@@ -148,6 +148,9 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
     known = shipped_profiles()
     if reference in known:
         return known[reference].resolve()
+    if reference in shipped_templates():
+        hint = f"it is a template: `asyncrl init {reference} DIR`, and then --profile DIR/profile.toml"
+        raise ConfigError(f"{asked_by}: there is no profile '{reference}'", hint=hint)
     hint = did_you_mean(reference, known, f"known profiles: {', '.join(known)}.", "`{}`".format)
     raise ConfigError(
         f"{asked_by}: there is no profile '{shortened(reference)}'", hint=f"{hint} A file is given with its path or .toml"

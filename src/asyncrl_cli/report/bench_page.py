@@ -15,7 +15,10 @@ from asyncrl_cli.report.page import card, table
 from asyncrl_cli.safe_files import MIB, read_bytes
 
 RESULTS = "results.json"
-PICTURES = {"speedup.png": "Groups per second, and the bound", "timeline.png": "Where the time goes, in the middle of the run"}
+PICTURES = {
+    "speedup.png": "Groups per second, and the bound if it was measured",
+    "timeline.png": "Where the time goes, in the middle of the run",
+}
 MOST_PICTURE_BYTES = 4 * MIB
 LATER_RUN = re.compile(r".*-r[1-9][0-9]*")
 """Real runs are named by profile and repeat; of simulated ones only the first of each profile is recorded."""
@@ -36,10 +39,11 @@ def runs_in(directory: Path) -> list[Recorded]:
 def bench_html(directory: Path) -> str:
     """Raises RefusedError if its results cannot be read."""
     comparison = read_results(directory / RESULTS)
-    notes = [*long_notes(comparison), *comparison.remarks, *(f"Not finished: {name}." for name in comparison.missing)]
+    notes = [*long_notes(comparison), *comparison.remarks]
+    missing = "".join(f"<p><b>Not finished: {escape(name)}.</b></p>" for name in comparison.missing)
     listed = "".join(f"<li>{escape(note.replace('`', ''))}</li>" for note in notes)
     reading = f"<details><summary>how to read it</summary><ul>{listed}</ul></details>"
-    parts = [f"<p>{escape(heading_of(comparison))}</p>", _table(comparison), reading]
+    parts = [f"<p>{escape(heading_of(comparison))}</p>", missing, _table(comparison), reading]
     parts += [_picture(directory / name, words) for name, words in PICTURES.items() if (directory / name).is_file()]
     return card("Comparison" if not comparison.simulated else "SIMULATED comparison", "".join(parts))
 
@@ -54,4 +58,4 @@ def _table(comparison: Comparison) -> str:
 
 def _picture(path: Path, words: str) -> str:
     content = base64.b64encode(read_bytes(path, max_bytes=MOST_PICTURE_BYTES)).decode("ascii")
-    return f'<h3>{escape(words)}</h3><img alt="{escape(words)}" src="data:image/png;base64,{content}">'
+    return f'<h3>{escape(words)}</h3><div class="scroll"><img alt="{escape(words)}" src="data:image/png;base64,{content}"></div>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Kind = Literal["lines", "reward", "parts", "histogram", "quantiles", "any", "timeline", "detail"]
+Kind = Literal["lines", "reward", "parts", "histogram", "quantiles", "any", "timeline"]
 Unit = Literal["share", "seconds", "", "tokens/s", "tokens", "nats"]
 
 
@@ -55,12 +55,6 @@ CHARTS = (
         note="Of the policy, per sampled token.",
         unit="nats",
         series=(("train/entropy", "entropy"),),
-    ),
-    Chart(
-        section=LEARNING,
-        title="Gradient norm",
-        note="Before clipping, mean over the step's optimizer steps.",
-        series=(("train/grad_norm", "gradient norm"),),
     ),
     Chart(
         section=IDLE,
@@ -191,13 +185,6 @@ CHARTS = (
     ),
     Chart(
         section=CORRECTION,
-        title="Probability ratio",
-        note="Of the policy in training to the proximal one, per token.",
-        log=True,
-        series=(("correction/ratio_mean", "mean"), ("correction/ratio_max", "max")),
-    ),
-    Chart(
-        section=CORRECTION,
         title="Importance weights",
         note="Effective sample size: 1 means that all tokens weigh the same.",
         series=(("correction/weight_mean", "mean weight"), ("correction/effective_ratio", "effective size")),
@@ -208,12 +195,6 @@ CHARTS = (
         note="KL(policy, reference) per sampled token.",
         unit="nats",
         series=(("ref/kl", "KL"),),
-    ),
-    Chart(
-        section=CORRECTION,
-        title="Critic",
-        note="Explained variance: 1 is a critic that foresees every return, 0 one that knows nothing.",
-        series=(("critic/explained_variance", "explained variance"), ("critic/loss", "loss")),
     ),
     Chart(
         section=WORK,
@@ -228,35 +209,14 @@ CHARTS = (
     ),
     Chart(
         section=WORK,
-        title="Tokens discarded",
-        note="Sampled and never trained, so far.",
-        unit="tokens",
-        series=(("waste/tokens_discarded", "discarded"),),
-    ),
-    Chart(
-        section=WORK,
-        title="Turns",
-        note="Answers of the model per trajectory.",
-        series=(("env/turns_mean", "mean"), ("env/turns_max", "max")),
-    ),
-    Chart(
-        section=WORK,
-        title="Tools",
-        note="Seconds that a trajectory waited for its environment.",
-        unit="seconds",
-        series=(("env/tool_s", "mean"),),
-    ),
-    Chart(
-        section=WORK,
-        title="KV cache",
-        note="Used share of the fullest worker's cache.",
-        unit="share",
-        series=(("rollouter/kv_cache_usage", "used"),),
+        title="Turns and tool calls",
+        note="Answers of the model per trajectory, and its tool calls that failed.",
+        series=(("env/turns_mean", "turns"), ("env/turns_max", "max"), ("env/failed_calls", "failed calls")),
     ),
     Chart(
         section=WORK,
         title="Any figure",
-        note="Every figure of metrics.jsonl that is a number; docs/metrics.md says what each means.",
+        note="Any figure of metrics.jsonl that is a number.",
         kind="any",
     ),
     Chart(
@@ -264,12 +224,6 @@ CHARTS = (
         title="What every executor did",
         note="Drag to zoom, double-click to see all again. Dotted: a new version was published.",
         kind="timeline",
-    ),
-    Chart(
-        section="Timeline",
-        title="In the middle of the run",
-        note="Some windows with every stay. Dotted: a new version was published.",
-        kind="detail",
     ),
 )
 

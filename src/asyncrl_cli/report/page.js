@@ -56,7 +56,7 @@ function layout(chart, height, more) {
     height, autosize: true, margin: { l: 48, r: 10, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: css("--ink"), size: 12, family: getComputedStyle(document.body).fontFamily },
     xaxis: { ...line, ...aligned(chart), title: { text: AXES[axis][1], standoff: 6 } },
-    yaxis: { ...line, ...percent, title: { text: unit, standoff: 4 }, type: chart.log ? "log" : "linear", exponentformat: "power" },
+    yaxis: { ...line, ...percent, title: { text: unit, standoff: 4 }, type: chart.log ? "log" : "linear", dtick: chart.log ? 1 : null, exponentformat: "power" },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     showlegend: false, hovermode: "x unified",
     hoverlabel: { bgcolor: css("--card"), font: { color: css("--ink") } }, ...more,
@@ -65,7 +65,7 @@ function layout(chart, height, more) {
 
 /* Plots of one run each have the same range, so that they can be compared by eye. */
 function aligned(chart) {
-  if (!several || !perRun(chart) || chart.kind === "detail") return {};
+  if (!several || !perRun(chart)) return {};
   const ends = runs.map((run) => (isTimeline(chart) ? run.columns.time_s : xs(run)).at(-1));
   return { range: [0, Math.max(...ends)] };
 }
@@ -239,9 +239,8 @@ function figureOf(chart, shown) {
     }
     case "quantiles":
       return [[...quantileTraces(chart, run), ...marked], layout(chart, height, more)];
-    case "timeline":
-    case "detail": {
-      const timeline = run[chart.kind];
+    case "timeline": {
+      const timeline = run.timeline;
       const names = Object.keys(timeline.executors);
       const made = layout(chart, names.length * rowHeight(names) + 60, { hovermode: "closest", shapes: [] });
       const ticks = { tickvals: names.map((_, row) => row), ticktext: names, range: [names.length - 0.3, -0.7], fixedrange: true, showgrid: false };
@@ -260,12 +259,12 @@ function figureOf(chart, shown) {
 
 function hasData(chart, run) {
   if (chart.kind === "any") return true;
-  if (isTimeline(chart)) return Object.keys(run[chart.kind].executors).length > 0;
+  if (isTimeline(chart)) return Object.keys(run.timeline.executors).length > 0;
   if (chart.kind === "parts") return partsOf(run, chart).length > 0;
   return chart.series.some(([key]) => has(run, key)) || (chart.kind === "reward" && run.evals.length > 0);
 }
 
-const isTimeline = (chart) => ["timeline", "detail"].includes(chart.kind);
+const isTimeline = (chart) => chart.kind === "timeline";
 const perRun = (chart) => ["parts", "histogram", "quantiles"].includes(chart.kind) || isTimeline(chart);
 
 function element(tag, attributes, ...children) {
@@ -279,9 +278,8 @@ function noteOf(chart, shown) {
   const joined = shown.filter((run) => run.steps_per_point > 1);
   const merged = shown.filter((run) => run.timeline.merged_s > 0);
   if (chart.kind === "timeline") {
-    return merged.map((run) => ` ${run.name}: merged within cells of ${run.timeline.merged_s.toPrecision(2)} s, shares kept.`).join("");
+    return merged.map((run) => ` ${run.name}: merged within cells of ${run.timeline.merged_s.toPrecision(2)} s, shares kept; asyncrl trace has every stay.`).join("");
   }
-  if (isTimeline(chart)) return "";
   return joined.length ? ` Each point is the mean of ${joined[0].steps_per_point} train steps.` : "";
 }
 
@@ -301,7 +299,7 @@ function build() {
       const card = element("div", { class: "chart card" + (isWide ? " wide" : "") });
       const panels = element("div", { class: apart && !isTimeline(chart) ? "beside" : "" });
       card.append(element("h3", {}, chart.title), element("p", {}, chart.note + noteOf(chart, shown)), panels);
-      if (chart.kind === "any") panels.before(chooser());
+      if (chart.kind === "any") panels.before(...chooser());
       for (const group of perRun(chart) ? shown.map((run) => [run]) : [shown]) {
         const div = element("div", { class: "plot", "data-title": chart.title });
         const name = apart ? [element("div", { class: "panel-name" }, group[0].name)] : [];
@@ -315,14 +313,20 @@ function build() {
   return plots;
 }
 
+/* A list of all figures, and what the chosen one means. */
 function chooser() {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.columns)))].sort();
   const numbers = keys.filter((key) => runs.some((run) => (run.columns[key] || []).some((value) => typeof value === "number")));
   if (!numbers.includes(anyKey)) anyKey = numbers[0];
   const select = element("select", { "aria-label": "figure" }, ...numbers.map((key) => element("option", { value: key }, key)));
   select.value = anyKey;
-  select.addEventListener("change", () => { anyKey = select.value; draw(plots.filter(([chart]) => chart.kind === "any")); });
-  return select;
+  const meaning = element("p", {}, report.meanings[anyKey] || "");
+  select.addEventListener("change", () => {
+    anyKey = select.value;
+    meaning.textContent = report.meanings[anyKey] || "";
+    draw(plots.filter(([chart]) => chart.kind === "any"));
+  });
+  return [select, meaning];
 }
 
 /* A zoom of one chart is a zoom of all with the same axis. */
@@ -330,19 +334,18 @@ function zoom(changed, from) {
   const all = "xaxis.autorange" in changed;
   if (zooming || !(all || "xaxis.range[0]" in changed)) return;
   zooming = true;
-  if (from[0].kind === "detail") { zooming = false; return; }
   const isTime = (chart) => isTimeline(chart) || axis === "time";
   const range = all ? { "xaxis.autorange": true } : { "xaxis.range": [changed["xaxis.range[0]"], changed["xaxis.range[1]"]] };
-  const others = plots.filter(([chart, , div]) => div !== from[2] && chart.kind !== "detail" && isTime(chart) === isTime(from[0]));
+  const others = plots.filter(([chart, , div]) => div !== from[2] && isTime(chart) === isTime(from[0]));
   Promise.all(others.map(([, , div]) => Plotly.relayout(div, range))).then(() => { zooming = false; });
 }
 
 const SWATCHES = { solid: "solid", dash: "dashed", dot: "dotted" };
 
 /* What a trace's name stands for; a click hides it. */
-function legend(div) {
+function legend(div, least) {
   const named = div.data.map((trace, number) => [trace, number]).filter(([trace]) => trace.name && trace.type !== "heatmap" && trace.mode !== "markers");
-  div.nextSibling.replaceChildren(...(named.length < 2 ? [] : named).map(([trace, number]) => {
+  div.nextSibling.replaceChildren(...(named.length < least ? [] : named).map(([trace, number]) => {
     const tint = trace.fillcolor || trace.line.color;
     const isArea = trace.fillcolor || trace.line.width > 4;
     const swatch = element("i", { class: isArea ? "area" : "line" });
@@ -365,7 +368,7 @@ async function draw(which) {
     const isNew = !div.data;
     const [data, made] = figureOf(chart, shown);
     await Plotly.react(div, data, made, config);
-    legend(div);
+    legend(div, chart.series.length > 1 ? 1 : 2);
     if (isNew) div.on("plotly_relayout", (changed) => zoom(changed, plot));
   }
 }

@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from asyncrl_cli import __version__
+from asyncrl_cli.observe.meanings import meaning_of
 from asyncrl_cli.observe.side_by_side import SideBySide
 from asyncrl_cli.profile.loaded import DEFAULT
 from asyncrl_cli.profile.toml_files import toml_value
@@ -74,7 +75,8 @@ def _own(name: str) -> str:
 
 def _embedded(runs: Sequence[RunData]) -> str:
     """The data as JSON that cannot end its script element."""
-    data = {"charts": charts_json(), "runs": [run.to_json() for run in runs]}
+    metrics = sorted({key for run in runs for key in run.columns.values})
+    data = {"charts": charts_json(), "meanings": {key: meaning_of(key) for key in metrics}, "runs": [run.to_json() for run in runs]}
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -15,6 +15,7 @@ from asyncrl_cli.observe.status import read_status
 from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.keys import entries_of
+from asyncrl_cli.profile.schema import PlacementSection
 from asyncrl_cli.report.columns import Columns, columns_of, rounded
 from asyncrl_cli.report.timeline import Timeline
 from asyncrl_cli.report.totals import Totals
@@ -32,15 +33,13 @@ MARKS = {
 }
 """Event -> its word on the page."""
 PUBLISHED = "published"
-DETAIL_WINDOWS = 6
 MOST_MARKS = 100
 """Of one kind. The first and the last are among those that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """`facts`: (label, text). `values` and `origins` are the configuration by dotted key. `detail`: some windows in the middle of
-    the timeline, exact, if the whole is merged."""
+    """`facts`: (label, text). `values` and `origins` are the configuration by dotted key."""
 
     name: str
     purpose: str
@@ -50,7 +49,6 @@ class RunData:
     findings: list[Finding]
     columns: Columns
     timeline: Timeline
-    detail: Timeline | None
     evals: list[dict[str, Any]]
     marks: list[dict[str, Any]]
     published_s: list[float]
@@ -68,7 +66,6 @@ class RunData:
             "marks": self.marks,
             "published_s": self.published_s,
             "timeline": self.timeline.to_json(),
-            "detail": self.detail.to_json() if self.detail else {"merged_s": 0, "executors": {}},
             "limits": self.limits,
         }
 
@@ -97,19 +94,11 @@ def run_data(recorded: Recorded) -> RunData:
         findings=[*_outcome(recorded, totals, events), *verdict_of(totals, settings, settings.schedule.mode)],
         columns=columns,
         timeline=timeline,
-        detail=_middle(recorded, num_steps, settings.schedule.window_steps) if timeline.merged_s else None,
         evals=evals,
         marks=[event for name in MARKS for event in _thinned([event for event in events if event["event"] == name])],
         published_s=[event["time_s"] for event in events if event["event"] == PUBLISHED],
         limits={"staleness": settings.schedule.max_staleness, "logprob_diff": settings.max_logprob_diff},
     )
-
-
-def _middle(recorded: Recorded, num_steps: int, window_steps: int) -> Timeline:
-    """The timeline of `DETAIL_WINDOWS` windows, in so far as a page can hold it."""
-    first = max(1, num_steps // 2)
-    lines = recorded.timeline(first, first + DETAIL_WINDOWS * window_steps - 1)
-    return Timeline(roles=recorded.roles, length_s=_length_s(recorded)).read(lines)
 
 
 def _length_s(recorded: Recorded) -> float:
@@ -140,21 +129,23 @@ def _thinned(items: list[Any]) -> list[Any]:
 
 def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[tuple[str, str]]:
     profile, schedule = settings.profile, settings.schedule
-    roles = list(recorded.roles.values())
-    device = f", {profile.placement.device}" if profile.placement.device != "auto" else ""
     rollouts = "partial" if profile.async_training.partial_rollout else "whole"
-    own = f"eta {schedule.eta}, K {schedule.window_steps}, {rollouts} rollouts"
+    own = f"{counted(schedule.window_steps, 'train step')} per version (K), eta {schedule.eta}, {rollouts} rollouts"
+    kinds = {kind: getattr(profile.task, kind) for kind in ("environment", "reward")}
+    task = [profile.task.source, *(f"{kind} {name}" for kind, name in kinds.items() if name != "auto")]
+    is_strict, oldest = profile.async_training.on_stale == "wait", counted(schedule.max_staleness, "version")
     return [
         ("state", _state(recorded)),
-        ("mode", f"{schedule.mode} ({own})"),
+        ("mode", f"{schedule.mode}: {own}"),
         ("profile", str(recorded.status.get("profile", profile.name))),
         ("model", f"{profile.model.path}, {profile.model.dtype}"),
-        ("task", f"{profile.task.source}, environment {profile.task.environment}, reward {profile.task.reward}"),
+        ("task", ", ".join(task)),
         ("engine", profile.rollout.engine),
-        ("placement", f"{roles.count('trainer')} trainer, {roles.count('rollout')} rollout{device}"),
+        ("placement", _placement(recorded, profile.placement)),
         (
             "schedule",
-            f"R {schedule.step_groups} groups of {profile.rollout.n}, W {schedule.window_groups}, bound {schedule.max_staleness}",
+            f"{schedule.step_groups} groups of {profile.rollout.n} responses per train step, {schedule.window_groups} per version"
+            + (f"; no token older than {oldest}" if is_strict else ""),
         ),
         (
             "trained",
@@ -162,6 +153,15 @@ def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[t
         ),
         ("time", f"{clock(totals.last.get('time_s'))} of training, {counted(max(len(recorded.attempts), 1), 'attempt')}"),
     ]
+
+
+def _placement(recorded: Recorded, placement: PlacementSection) -> str:
+    """The trainer is one executor, however many ranks it has: their logs tell. A simulated run has none."""
+    ranks = sum(1 for attempt in recorded.attempts[-1:] for _ in attempt.glob("trainer-*.log"))
+    trainer = counted(ranks, "trainer rank") if ranks else "trainer"
+    both = f"{trainer} and {counted(list(recorded.roles.values()).count('rollout'), 'rollout worker')}"
+    device = f", {placement.device}" if placement.device != "auto" else ""
+    return f"{both}, {'in turns on the same resources' if placement.colocate else 'apart'}{device}"
 
 
 def _state(recorded: Recorded) -> str:

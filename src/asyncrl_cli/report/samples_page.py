@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from html import escape
-from itertools import islice
+from itertools import chain, islice
 
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.samples_text import AGE_COLOURS
 from asyncrl_cli.report.trajectories import Sampled, Stretch, trajectories_of
@@ -17,13 +18,7 @@ MAX_CHARACTERS = 1_000_000
 """Of all trajectories on a page together: it is for reading, `asyncrl samples` has the rest."""
 NOTABLE_CHANGE = 0.2
 """A token is marked if the trainer's probability of it differs by this much from the sampler's."""
-STYLE = (
-    ".turn { display: grid; grid-template-columns: 84px 1fr; gap: 2px 10px; margin: 4px 0; }"
-    ".turn > b { font-weight: 400; color: var(--dim); } .turn > div { white-space: pre-wrap; overflow-wrap: anywhere; }"
-    ".told { color: var(--dim); } .by sup, .load { font-size: 11px; color: var(--dim); } .load::before { content: '▸ load '; }"
-    ".by mark { background: none; color: inherit; outline: 1px dashed var(--bad); }"
-    "@media (max-width: 600px) { .turn { grid-template-columns: 1fr; } }"
-) + "".join(
+AGES = "".join(
     f".age{age} {{ background: color-mix(in srgb, {colour} 22%, transparent); border-bottom: 2px solid {colour}; }}"
     for age, colour in enumerate(AGE_COLOURS)
 )
@@ -39,21 +34,28 @@ LEGEND = (
 
 
 def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MAX_CHARACTERS) -> str:
-    """A section with some trajectories of dumped steps, spread over the run; empty if there are none. Raises ConfigError for a
-    malformed dump."""
+    """A section with some trajectories of dumped steps, spread over the run; empty if there are none. A malformed dump is said to
+    be one, and the others are shown."""
     dumped = run.sampled_steps
     steps = sorted({dumped[round(index * (len(dumped) - 1) / (MAX_STEPS - 1))] for index in range(MAX_STEPS)}) if dumped else []
     parts, room = [], max_characters
-    for one in (one for step in steps for one in islice(trajectories_of(run, step), PER_STEP)):
-        text = "".join(_folded(one))
+    for text in chain.from_iterable(_of_step(run, step) for step in steps):
         if (room := room - len(text)) < 0:
             parts.append('<p class="dim">More than fits here: asyncrl samples shows them.</p>')
             break
         parts.append(text)
     if not parts:
         return ""
-    head = f'<style>{STYLE}</style><h2>{escape(title)}</h2><p class="dim">{LEGEND}</p>'
+    head = f'<style>{AGES}</style><h2>{escape(title)}</h2><p class="dim">{LEGEND}</p>'
     return f'<section class="samples">{head}{"".join(parts)}</section>'
+
+
+def _of_step(run: Recorded, step: int) -> Iterator[str]:
+    try:
+        for one in islice(trajectories_of(run, step), PER_STEP):
+            yield "".join(_folded(one))
+    except ConfigError as error:
+        yield f'<p class="dim">{escape(error.message)}</p>'
 
 
 def _folded(one: Sampled) -> Iterator[str]:
@@ -65,7 +67,7 @@ def _folded(one: Sampled) -> Iterator[str]:
     told += [f"mean probability {sampler:.3f}" + (f", trainer's {trainer:.3f}" if trainer is not None else "")] if sampler else []
     yield f'<details class="sample"><summary>{escape(" · ".join(told))}</summary>'
     for whose, stretches in one.turns:
-        yield f'<div class="turn"><b>{whose}</b><div>{"".join(_marked(one, stretch) for stretch in stretches)}</div></div>'
+        yield f'<div class="turn {whose}"><b>{whose}</b><div>{"".join(_marked(one, stretch) for stretch in stretches)}</div></div>'
     yield "</details>"
 
 

@@ -7,7 +7,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl_cli.report.trajectories import Sampled, Stretch
+from asyncrl_cli.report.trajectories import CALL, Sampled, Stretch
 from asyncrl_cli.samples import NOT_SAMPLED
 
 AGE_COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
@@ -68,4 +68,6 @@ def _coloured(one: Sampled, stretch: Stretch) -> Text:
     if stretch.version == NOT_SAMPLED:
         return Text(one.text(stretch), "dim")
     style, mark = colour(stretch.version, one.window), (LOAD if stretch.is_load else MARK).format(stretch.version)
-    return Text().append(mark, f"dim {style}").append(one.text(stretch), style)
+    said = Text(one.text(stretch), style)
+    said.highlight_regex(CALL, "bold")
+    return Text().append(mark, f"dim {style}").append_text(said)

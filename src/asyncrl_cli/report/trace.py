@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.lines import Line, add_span
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.overwriting import check_out
@@ -42,7 +43,8 @@ def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = No
     """Write the train steps from `first` to `last` (None: to the end) to `path`, gzipped if it ends with .gz. Returns how many
     entries there are of each kind.
 
-    Raises ConfigError for a malformed file of the run, OSError if `path` cannot be written, and as `check_out`.
+    Raises ConfigError for a range without a train step or a malformed file of the run, OSError if `path` cannot be written, and as
+    `check_out`.
     """
     check_out(path, GENERATOR, "trace")
     head = json.dumps({"generator": GENERATOR, "run": run.name})
@@ -55,6 +57,11 @@ def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = No
                 counted[entry.get("cat", entry["ph"]) if entry["ph"] in "Xi" else entry["ph"]] += 1
                 file.write((",\n" if index else "") + json.dumps(entry, separators=(",", ":")))
             file.write("\n]}\n")
+        if (first > 1 or last is not None) and not counted["step"]:
+            raise ConfigError(
+                f"run '{run.name}' has trained no step of --steps {first}:{'' if last is None else last}",
+                hint=f"'asyncrl status {run.name}' says how far it has come",
+            )
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

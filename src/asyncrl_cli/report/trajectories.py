@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby, islice
@@ -13,6 +14,9 @@ from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.samples import NOT_SAMPLED
 
 Sort = Literal["staleness", "reward", "length", "span"]
+MODEL, CALLS = "model", "calls"
+CALL = re.compile(r"(?:<call>|<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<.tool.calls?.begin.>).*", re.DOTALL)
+"""A tool call in the text of an answer, as chat templates write it (envs/answers.py)."""
 
 
 class Stretch(NamedTuple):
@@ -30,7 +34,7 @@ class Stretch(NamedTuple):
 def speaker(stretch: Stretch) -> str:
     """Who says it. What begins a segment that is not the first one was rewritten, and is told again."""
     if stretch.version != NOT_SAMPLED:
-        return "model"
+        return MODEL
     if not stretch.is_first:
         return "told"
     return f"segment {stretch.segment + 1}" if stretch.segment else "prompt"
@@ -94,9 +98,11 @@ class Sampled:
 
     @property
     def turns(self) -> Iterator[tuple[str, list[Stretch]]]:
-        """Who speaks, and what."""
-        for (_, whose), stretches in groupby(self.stretches, key=lambda stretch: (stretch.segment, speaker(stretch))):
-            yield whose, list(stretches)
+        """Who speaks, and what. The model `calls` where it has written a tool call."""
+        for (_, whose), grouped in groupby(self.stretches, key=lambda stretch: (stretch.segment, speaker(stretch))):
+            stretches = list(grouped)
+            is_call = whose == MODEL and any(CALL.search(self.text(stretch)) for stretch in stretches)
+            yield CALLS if is_call else whose, stretches
 
     def text(self, stretch: Stretch) -> str:
         return "".join(self.texts[stretch.start : stretch.end])
@@ -158,7 +164,10 @@ def choose(run: Recorded, step: int | None, group: str, sort: Sort | None, most:
     figure first if they are sorted. `group`: the beginning of its key. Raises ConfigError if there are none."""
     steps = run.sampled_steps
     if not steps:
-        raise ConfigError(f"run '{run.name}' has no samples", hint="every 20th step: --set logging.samples_every_steps=1 dumps all")
+        raise ConfigError(
+            f"run '{run.name}' has no samples",
+            hint="--set logging.samples_every_steps=20 dumps every 20th, the first and the last step",
+        )
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda known: abs(known - step))[:8])
         raise ConfigError(f"step {step} of run '{run.name}' was not dumped", hint=f"dumped near it: {', '.join(map(str, near))}")

@@ -26,6 +26,8 @@ DEAR = 0.05
 """A part of a step (a checkpoint, gathering) above this share of the time is worth a change."""
 CLIPPED = 0.2
 """Share of clipped tokens above which much of a batch teaches nothing."""
+FAILED_CALLS = 0.2
+"""Failed tool calls per trajectory above which it is worth a look: a model that learns a tool makes a few."""
 SIGNS = {
     "correction/kl": ("too stale?", "The policy was {} nats per token from what had sampled the data"),
     "correction/effective_ratio": ("importance weights", "The weights' effective sample size was {} of the tokens"),
@@ -73,7 +75,7 @@ def _idle(totals: Totals, mode: str) -> Iterator[Finding]:
         text = f"Both: {figures} They wait for each other: {_waits(totals)}"
         yield Finding("who idled", "bad", text, _looser(mode))
     elif trainer > rollout:
-        yield _generation_limits(figures, slots, totals)
+        yield _generation_limits(figures, slots, totals, mode)
     else:
         text = f"Mostly the rollout workers: {figures} Training limits the run; workers stand still because no group may start yet."
         yield Finding("who idled", "bad", text, MORE_TRAINING)
@@ -85,16 +87,16 @@ MORE_TRAINING = (
 )
 
 
-def _generation_limits(figures: str, slots: float | None, totals: Totals) -> Finding:
+def _generation_limits(figures: str, slots: float | None, totals: Totals, mode: str) -> Finding:
     text = f"Mostly the trainer: {figures} Generation limits the run; {_waits(totals)}"
     if slots is not None and slots < EMPTY:
         text += f" Only {share(slots)} of the slots were used: the longest responses keep workers busy with small batches."
-        return Finding("who idled", "bad", text, LONG_TAIL)
+        return Finding("who idled", "bad", text, f"{LONG_TAIL}{_or_partial(mode)}.")
     used = "" if slots is None else f" {share(slots)} of the slots were used, so the workers themselves are the limit."
     return Finding("who idled", "bad", text + used, MORE_GENERATION)
 
 
-LONG_TAIL = "Let more groups run at once: a larger async_training.staleness_threshold, or async_training.partial_rollout = true."
+LONG_TAIL = "Let more groups run at once: a larger async_training.staleness_threshold"
 MORE_GENERATION = (
     "Give rollout a larger share of the resources (placement.ratio or rollout.workers), or ask for shorter responses "
     "(rollout.max_response_tokens)."
@@ -108,7 +110,11 @@ def _waits(totals: Totals) -> str:
 def _looser(mode: str) -> str:
     if mode in ("on-policy-pipeline", "stream-off-policy"):
         return "Allow staleness (async_training.staleness_threshold = 0.5 or 1), so that both can work at the same time."
-    return "Allow more to be generated ahead (async_training.staleness_threshold), or use partial rollouts."
+    return f"Allow more to be generated ahead (async_training.staleness_threshold){_or_partial(mode)}."
+
+
+def _or_partial(mode: str) -> str:
+    return "" if mode == "partial-rollout" else ", or async_training.partial_rollout = true"
 
 
 def _beside(totals: Totals) -> Iterator[Finding]:
@@ -199,6 +205,9 @@ def _losses(totals: Totals) -> Iterator[Finding]:
     if skipped := totals.mean("train/skipped_steps"):
         text = f"On average {number(skipped, 3)} optimizer steps per train step were skipped: their gradient was not finite."
         yield Finding("gradients", "bad", text, 'A smaller trainer.lr, or model.dtype = "float32".')
+    if (failed_calls := totals.mean("env/failed_calls") or 0.0) > FAILED_CALLS:
+        text = f"On average {number(failed_calls)} tool calls per trajectory raised, named no tool, or could not be read."
+        yield Finding("tool calls", "note", text, "`asyncrl samples RUN` shows what the model called, and what it was told.")
     failed = {key.removeprefix("env/failed/"): value for key, value in totals.last.items() if key.startswith("env/failed/")}
     if failed:
         kinds = ", ".join(f"{kind} {value:.0f}" for kind, value in failed.items())

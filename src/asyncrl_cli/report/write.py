@@ -55,9 +55,11 @@ def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) 
 
     asked = Asked(reference=str(recorded.files.path), profile=None, sets=(), gpus=None, bound=None, runs_dir=runs_dir, out=None)
     tuned = tune(asked, progress)
-    best, speedup = tuned.found.best, tuned.found.speedup
+    best, speedup, heading = tuned.found.best, tuned.found.speedup, f"SIMULATED: what would be faster than {recorded.name}"
+    if best == tuned.found.current:
+        return card(heading, f"<p>Nothing that was tried: its own setting is the fastest one; {escape(tuned.bound)}.</p>")
     against = "" if speedup is None else f", {speedup:.2f} times as fast as the simulated run with its own setting"
     window = f"{best.window_time_s:.4g} s per {tuned.window_groups} groups"
-    text = f"{best.setting.split} trainer:rollout, {window}{against}; {tuned.bound}."
+    text = f"{best.setting.split} {best.setting.split_names}, {window}{against}; {tuned.bound}."
     keys = "".join(f"<li><code>--set {escape(entry)}</code></li>" for entry in tuned.recommended_sets)
-    return card(f"SIMULATED: what would be faster than {recorded.name}", f"<p>{escape(text)}</p><ul>{keys}</ul>")
+    return card(heading, f"<p>{escape(text)}</p><ul>{keys}</ul>")

@@ -3,6 +3,7 @@
     decode step     its mean batch over tokens/s while busy, against that mean batch                     -> [decoding]
     train step      timing/train_s                    against trained tokens                             -> [training]
     old logprobs    timing/old_logprob_s              over train/old_logprob_tokens
+    scorers         their busy time                   over the tokens that they scored
     sync            medians of `published` and `loaded`                                                  -> [syncing]
 
 The first two are fitted by straight lines (`observed.py`), with an interference ratio for a machine that both sides share. Prompts
@@ -22,17 +23,20 @@ from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.lines import Line, read_events, read_metrics, spent_s
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
 from asyncrl_cli.profile.loaded import Layer, load, read_document
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD, SCORERS
 from asyncrl_cli.profile.toml_files import shipped_profiles
 from asyncrl_cli.safe_files import first_of
+from asyncrl_cli.simulate.costs import LEARNING
 from asyncrl_cli.simulate.observed import (
     Fit,
     decode_points,
     fit_line,
     lengths_of,
     old_logprob_s_per_token,
+    scorer_s_per_token,
     train_points,
     turns_of,
     undisturbed,
@@ -90,7 +94,9 @@ def _calibrated(run_directory: Path) -> Workload:
     _enough(decoded, run_directory, "train steps have decoding beside them")
     _enough(trained, run_directory, "train steps have trained tokens")
     decoding, training, syncing = fit_line(decoded), fit_line(trained), _syncing(run_directory, lines, profile)
-    scored_s, turns = old_logprob_s_per_token(lines, training), turns_of(lines)
+    apart = _of_scorers(lines, job)
+    within = apart[CRITIC] if profile.algorithm.has_critic and CRITIC not in job.scorers else None  # its values alone
+    scored_s, turns = old_logprob_s_per_token(lines, training) or apart[PROX], turns_of(lines)
     return Workload(
         name=run_directory.name,
         purpose=f"Calibrated from the run {run_directory.name} ({profile.name}).",
@@ -107,8 +113,11 @@ def _calibrated(run_directory: Path) -> Workload:
         ),
         training=Training(
             step_s=training.constant / profile.async_training.require_batches,
-            s_per_token=training.slope,
+            s_per_token=max(0.0, training.slope - LEARNING * (within or 0.0)),
             old_logprob_s_per_token=scored_s or 0.0,
+            ref_s_per_token=apart[REF],
+            reward_s_per_token=apart[REWARD],
+            critic_s_per_token=apart[CRITIC] if within is None else (1 + LEARNING) * within,
             reference_gpus=job.role(TRAINER).workers,
             step_overhead_s=max(0.0, median(spent_s(line, "other") for line in lines)),
             interference_ratio=training.interference,
@@ -116,6 +125,13 @@ def _calibrated(run_directory: Path) -> Workload:
         syncing=syncing,
         references=(_reference(lines, profile, run_directory),),
     )
+
+
+def _of_scorers(lines: Sequence[Line], job: JobPlan) -> dict[str, float | None]:
+    """Seconds per token of each scorer on as many devices as the trainer has."""
+    ranks = job.role(TRAINER).workers
+    found = {task: scorer_s_per_token(lines, task) for task in SCORERS}
+    return {task: s and s * job.scorers.get(task, ranks) / ranks for task, s in found.items()}
 
 
 def _enough(found: Sequence[Any], run_directory: Path, what: str) -> None:

@@ -3,6 +3,8 @@
     optimizer step     fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent
     old logprobs       old_logprob_fixed_step_s + tokens * old_logprob_s_per_token * (likewise), per mini-batch
     reference          tokens * ref_s_per_token * (likewise), in the trainer or in processes of its own
+    critic             tokens * critic_s_per_token * (likewise), values and learning, in the trainer or in processes of its own
+    reward model       tokens * reward_s_per_token * (likewise), in processes of its own
 
 Tokens are those of prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of all mini-batches but
 the window's first are computed before training (as in `train/policy_update.py`: the first mini-batch's own forward yields both).
@@ -11,8 +13,9 @@ the window's first are computed before training (as in `train/policy_update.py`:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from asyncrl_cli.errors import ConfigError
@@ -22,6 +25,7 @@ from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD
 from asyncrl_cli.simulate.capacities import Capacities
 from asyncrl_cli.simulate.episodes import Episodes
 from asyncrl_cli.simulate.kv_cache import DEFAULT_BLOCK_TOKENS, CacheSize, prefix_tokens
@@ -31,6 +35,8 @@ from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
 GIB = 2**30
+LEARNING = 3.0
+"""What the critic learns from a group takes so many times as long as its values: forward and backward against forward."""
 _POLL_RATIO = 1.5
 """After how long a worker reports that nothing has changed, as a share of a mean response's time: such reports only cost time."""
 
@@ -46,8 +52,8 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Costs:
-    """The costs of one run of `profile` with `ranks` trainer ranks, `workers` rollout workers and, for the reference, `refs`
-    processes of its own.
+    """The costs of one run of `profile` with `ranks` trainer ranks, `workers` rollout workers and, by task, `scorers`: processes of
+    their own.
 
     The run records here how fast its workers are (`speeds`, drawn at random) and what its trainer has done: `spent[i]` is the total
     after i train steps.
@@ -57,7 +63,7 @@ class Costs:
     profile: Profile
     ranks: int
     workers: int
-    refs: int = 0
+    scorers: Mapping[str, int] = field(default_factory=dict)
     speeds: Sequence[float] = ()
     spent: list[Spent] = field(default_factory=lambda: [Spent()])
 
@@ -68,15 +74,21 @@ class Costs:
             train_s=self._train_s,
             old_logprob_s=self._old_logprob_s,
             old_logprob_tokens=self._old_logprob_tokens if self._recomputes else None,
-            ref_s=self._ref_s if self.profile.algorithm.has_reference and not self.refs else None,
+            column_s={task: partial(self._own_scoring_s, task) for task in self._own_columns},
             overhead_s=self.workload.training.step_overhead_s,
             gather_s=syncing.colocated_s if self._is_colocated else gather_s,
         )
 
-    def scorer_times(self) -> ScorerTimes:
-        """Times of the reference in processes of its own."""
-        call_tokens = self.refs * self.profile.trainer.max_tokens_per_microbatch
-        return ScorerTimes(score_s=lambda groups: self._scoring_s(groups, self.refs), call_tokens=call_tokens)
+    def scorer_times(self, task: str) -> ScorerTimes:
+        """Times of a scorer in processes of its own."""
+        processes, syncing = self.scorers[task], self.workload.syncing
+        load_s = syncing.parameter_bytes / syncing.send_bytes_per_s + syncing.parameter_bytes / syncing.load_bytes_per_s
+        return ScorerTimes(
+            score_s=lambda groups: self._scoring_s(task, groups, processes),
+            learn_s=lambda groups: LEARNING * self._scoring_s(task, groups, processes),
+            call_tokens=processes * self.profile.trainer.max_tokens_per_microbatch,
+            load_s=load_s,
+        )
 
     def worker_times(self) -> WorkerTimes:
         """Times of rollout workers. Colocated, sending and loading cost nothing: `colocated_s` is counted in the gather instead.
@@ -142,8 +154,16 @@ class Costs:
         return self.profile.placement.colocate
 
     @property
+    def _own_columns(self) -> list[str]:
+        """The columns, besides `prox`, that the trainer computes itself."""
+        algorithm = self.profile.algorithm
+        wanted = {REF: algorithm.has_reference, CRITIC: algorithm.has_critic}
+        return [task for task, is_wanted in wanted.items() if is_wanted and task not in self.scorers]
+
+    @property
     def _recomputes(self) -> bool:
-        return self.profile.algorithm.old_logprobs == "recompute"
+        """Whether the trainer has an old-logprob pass."""
+        return self.profile.algorithm.old_logprobs == "recompute" and PROX not in self.scorers
 
     @property
     def _prompt_tokens(self) -> int:
@@ -189,9 +209,11 @@ class Costs:
         response_tokens, tokens = _tokens(batch.groups)
         shared_s = mini_batches * training.step_s + tokens * training.s_per_token
         seconds = mini_batches * training.fixed_step_s + shared_s * self._share(training.scaling_exponent)
+        columns_s = {task: self._own_scoring_s(task, batch) for task in self._own_columns}
+        seconds += LEARNING * columns_s.get(CRITIC, 0.0)
         before = self.spent[-1]
         spent = Spent(
-            seconds=before.seconds + (0.0 if self.refs else self._ref_s(batch)) + self._old_logprob_s(batch) + seconds,
+            seconds=before.seconds + sum(columns_s.values()) + self._old_logprob_s(batch) + seconds,
             response_tokens=before.response_tokens + response_tokens,
             trajectories=before.trajectories + sum(len(group.trajectories) for group in batch.groups),
             prompt_tokens=before.prompt_tokens + tokens - response_tokens,
@@ -205,15 +227,21 @@ class Costs:
         shared_s = _tokens(scored)[1] * training.old_logprob_s_per_token
         return fixed_s + shared_s * self._share(training.old_logprob_scaling_exponent)
 
-    def _ref_s(self, batch: TrainBatch) -> float:
-        return self._scoring_s(batch.groups, self.ranks)
+    def _own_scoring_s(self, task: str, batch: TrainBatch) -> float:
+        """The time of a column in the trainer."""
+        return self._scoring_s(task, batch.groups, self.ranks)
 
-    def _scoring_s(self, groups: Sequence[GroupResult], devices: int) -> float:
-        """The reference's time for these groups, on that many devices; 0 if there is none."""
+    def _scoring_s(self, task: str, groups: Sequence[GroupResult], devices: int) -> float:
+        """A scorer's time for these groups, on that many devices; of the critic, for its values."""
         training = self.workload.training
-        each_s = training.s_per_token / 3 if training.ref_s_per_token is None else training.ref_s_per_token
-        amount_s = _tokens(groups)[1] * each_s if self.profile.algorithm.has_reference else 0.0
-        return amount_s * self._share(training.old_logprob_scaling_exponent, devices)
+        costs = {
+            PROX: training.old_logprob_s_per_token,
+            REF: training.ref_s_per_token,
+            REWARD: training.reward_s_per_token,
+            CRITIC: None if training.critic_s_per_token is None else training.critic_s_per_token / (1 + LEARNING),
+        }
+        each_s = training.s_per_token / 3 if (known := costs[task]) is None else known
+        return _tokens(groups)[1] * each_s * self._share(training.old_logprob_scaling_exponent, devices)
 
     def _old_logprob_tokens(self, batch: TrainBatch) -> int:
         return _tokens(self._scored(batch))[0]

@@ -38,7 +38,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from asyncrl_cli.loop.stays import SlotStays, Stay
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize, KvCache
@@ -103,10 +103,11 @@ class SimulatedEngine:
         """The stays of sequences in slots that ended since the last call, if they are recorded."""
         return self._stays.take() if self._stays is not None else ()
 
-    def submit(self, sequences: Iterable[SimulatedSequence]) -> None:
-        """Queue sequences; each begins when it gets a slot."""
+    def submit(self, sequences: Collection[SimulatedSequence]) -> None:
+        """Queue sequences; each begins, or goes on with what it kept, when it gets a slot."""
         self._advance()
         self._waiting.extend(sequences)
+        self._kept_tokens += sum([sequence.kept_tokens for sequence in sequences])
         self._go_on(self.running)
         self._retime()
 
@@ -142,6 +143,11 @@ class SimulatedEngine:
     def version_tokens(self, sequence: SimulatedSequence) -> VersionTokens:
         """Tokens per version of an ended or aborted sequence."""
         return tokens_per_version(sequence, sequence.tokens, self._loads)
+
+    def version_tokens_so_far(self, sequence: SimulatedSequence) -> VersionTokens:
+        """Whole tokens per version of a sequence that has not ended."""
+        self._advance()
+        return tokens_per_version(sequence, sequence.whole_tokens(self._steps), self._loads) if sequence.order else sequence.kept
 
     def drained(self) -> asyncio.Future[None]:
         """Begin no new sequence until `thaw`. The returned future is done once all that have begun have ended."""

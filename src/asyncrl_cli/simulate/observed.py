@@ -141,6 +141,16 @@ def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
     return seconds / scored if scored else None
 
 
+def scorer_s_per_token(lines: Sequence[Line], task: str) -> float | None:
+    """Seconds per sampled token of a scorer, in processes of its own or (`ref`, `critic`) in the trainer; None without one."""
+    if spent := sum(spent_s(line, task) for line in lines):
+        return spent / sum(sampled_tokens(line) for line in lines)
+    of_task = [line for line in lines if f"{task}/tokens_per_s" in line]
+    scored = sum(line[f"{task}/tokens_per_s"] * spent_s(line, "step") for line in of_task)
+    busy_s = sum((1 - line[f"{task}/idle_ratio"]) * spent_s(line, "step") for line in of_task)
+    return busy_s / scored if scored else None
+
+
 def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
     """Observed lengths of a turn: LENGTHS_PER_STEP from each step, then at most LENGTHS_KEPT of them, evenly spaced when sorted.
 

@@ -20,7 +20,7 @@ from itertools import zip_longest
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-from asyncrl_cli.loop.attempts import Failure, PartResult, TrajectoryMeta
+from asyncrl_cli.loop.attempts import Failure, Kept, PartResult, TrajectoryMeta
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalResult, PartRequest
 from asyncrl_cli.simulate.decoding import SimulatedEngine
@@ -134,7 +134,8 @@ def fates(seed: int | str, indices: Sequence[int], times: WorkerTimes) -> list[F
 class Responses:
     """Trajectories of one part or eval call. `on_slot` is called as each one ends (and, unless slots are held, as it makes a turn),
     `on_waiting(name, for_what)` as it begins to wait for a tool and, with "", as it goes on; `on_done(self)` once: after the last
-    reward, or by `abort`. `prompt`: what they have in common, None if nothing. `names`: for people."""
+    reward, or by `abort`. `prompt`: what they have in common, None if nothing. `names`: for people. `goes_on`: what they had in the
+    run that is resumed; `indices`: in their group, for a part."""
 
     def __init__(
         self,
@@ -146,6 +147,8 @@ class Responses:
         on_waiting: Callable[[str, str], None] = lambda name, for_what: None,
         prompt: object = None,
         names: Sequence[str] = (),
+        goes_on: Sequence[Kept | None] = (),
+        indices: Sequence[int] = (),
     ) -> None:
         self.aborted = self.is_done = False
         self.num_ended = 0
@@ -163,11 +166,29 @@ class Responses:
             )
             for (tokens, reward_s, luck, calls), name in zip_longest(fates, names, fillvalue="")
         ]
-        engine.submit(self._responses)
+        self._indices = indices
+        for response, kept in zip(self._responses, goes_on, strict=False):
+            if kept is not None:
+                response.kept, response.kept_tokens, response.has_ended = kept.version_tokens, kept.tokens, kept.is_whole
+        for response in [response for response in self._responses if response.has_ended]:
+            self._loop.call_soon(self._ended, response)
+        engine.submit([response for response in self._responses if not response.has_ended])
 
     @property
     def num_without_slot(self) -> int:
         return self.num_ended + (0 if self._times.hold_slots else self.num_at_tools)
+
+    def so_far(self) -> tuple[dict[int, Kept], int]:
+        """By index, what they can go on from in a resumed run, and the tokens of those that cannot."""
+        kept, rest_tokens = dict[int, Kept](), 0
+        for index, response in zip(self._indices, self._responses, strict=True):
+            engine, ended = self._engine, response.has_ended
+            versions = engine.version_tokens(response) if ended else engine.version_tokens_so_far(response)
+            if self._times.tool_calls is not None:  # as the real runner: episodes with turns start again
+                rest_tokens += sum([count for _, count in versions])
+            elif versions:
+                kept[index] = Kept(versions, is_whole=ended)
+        return kept, rest_tokens
 
     def abort(self) -> None:
         """Cut running trajectories short; tools and rewards under way are lost."""
@@ -223,6 +244,8 @@ class Responses:
             self._engine.go_on(response)
 
     def _ended(self, response: SimulatedSequence) -> None:
+        if self.aborted:
+            return
         self.num_ended += 1
         self.ended_tokens += response.tokens
         response.rewarded_s = self._loop.time() + response.reward_s

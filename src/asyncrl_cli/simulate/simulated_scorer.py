@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.loop.meters import ScorerMeter
-from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.loop.ports import EvalResult, Published, TrainBatch, TrainReport
+from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.profile.sharing import REWARD
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerTimes:
-    """Seconds of a call, on a machine of its own, and of a restart. `call_tokens`: how many tokens fill the scorer."""
+    """Seconds of a call, on a machine of its own, of what a critic learns, of a load, and of a restart. `call_tokens`: how many
+    tokens fill the scorer."""
 
     score_s: Callable[[Sequence[GroupResult]], float]
+    learn_s: Callable[[Sequence[GroupResult]], float] = lambda groups: 0.0
     call_tokens: int
+    load_s: float = 0.0
     restart_s: float = 0.0
 
 
 class SimulatedScorer:
-    """Implements `loop.ports.Scorer`. A column's handle is (the scorer's name, the group's key)."""
+    """Implements `loop.ports.Critic` and `RewardModel`. A column's handle is (the scorer's name, the group's key); a reward model's
+    scores are 0."""
 
     def __init__(self, name: str, times: ScorerTimes, machine: SharedMachine | None = None) -> None:
         self.name = name
@@ -35,11 +41,28 @@ class SimulatedScorer:
     def _begin(self) -> None:
         self._meter = ScorerMeter(self.name, asyncio.get_running_loop().time)
 
-    async def score(self, groups: Sequence[GroupResult]) -> tuple[Sequence[Any], ExecutorReport]:
-        with self._meter.scoring():
+    async def load(self, published: Published) -> None:
+        with self._meter.doing(State.LOADING, "weights"):
+            await asyncio.sleep(self._times.load_s)
+
+    async def score(
+        self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Any], ExecutorReport]:
+        with self._meter.doing(State.BUSY):
             await self._machine.compute(self._times.score_s(groups))
             self._meter.scored(sum(group.response_tokens for group in groups))
-        return [(self.name, group.key) for group in groups], self._meter.report()
+        return [self._column(group) for group in groups], self._meter.report()
+
+    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        return [0.0] * len(items)
+
+    async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
+        with self._meter.doing(State.BUSY):
+            train_s = await self._machine.compute(self._times.learn_s(batch.groups))
+        return TrainReport(train_s=train_s, old_logprob_s=0.0, tokens=0, metrics={}), self._meter.report()
+
+    def _column(self, group: GroupResult) -> Any:
+        return (0.0,) * len(group.trajectories) if self.name == REWARD else (self.name, group.key)
 
     async def report(self) -> ExecutorReport:
         return self._meter.report()

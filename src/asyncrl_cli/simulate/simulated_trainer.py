@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from asyncrl_cli.loop.ports import Published, TrainBatch, TrainReport
+from asyncrl_cli.loop.ports import Cut, Published, TrainBatch, TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.loop.values import Sum
 from asyncrl_cli.simulate.decoding import SimulatedEngine
@@ -83,12 +82,12 @@ class SharedMachine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
     """Seconds, on a machine of its own. `overhead_s` is part of a train call but not of its reported parts: the loop's timing shows
-    it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; None if there is no such pass. `ref_s`: of
-    the reference's pass, if the trainer has one."""
+    it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; None if there is no such pass. `column_s`:
+    of the reference's and the critic's passes, by name, if the trainer has them."""
 
     train_s: Callable[[TrainBatch], float]
     old_logprob_s: Callable[[TrainBatch], float] = lambda batch: 0.0
-    ref_s: Callable[[TrainBatch], float] | None = None
+    column_s: Mapping[str, Callable[[TrainBatch], float]] = field(default_factory=dict)
     old_logprob_tokens: Callable[[TrainBatch], int] | None = None
     overhead_s: float = 0.0
     gather_s: float = 0.0
@@ -109,7 +108,7 @@ class SimulatedTrainer:
         began_s = self._loop.time()
         self._clock.enter(State.BUSY)
         await asyncio.sleep(self._times.overhead_s)
-        column_s = {"ref": await self._machine.compute(self._times.ref_s(batch))} if self._times.ref_s else {}
+        column_s = {name: await self._machine.compute(cost_s(batch)) for name, cost_s in self._times.column_s.items()}
         old_logprob_s = await self._machine.compute(self._times.old_logprob_s(batch))
         train_s = await self._machine.compute(self._times.train_s(batch))
         self._clock.enter(State.STARVED, "groups")
@@ -117,7 +116,8 @@ class SimulatedTrainer:
         self._clock.add("busy_s", self._loop.time() - began_s)
         self._clock.add("trained_tokens", tokens)
         self._clock.gauges["step"] = batch.step
-        metrics = {"train/old_logprob_tokens": Sum(self._times.old_logprob_tokens(batch))} if self._times.old_logprob_tokens else {}
+        scored = self._times.old_logprob_tokens(batch) if self._times.old_logprob_tokens else 0
+        metrics = {"train/old_logprob_tokens": Sum(scored)} if scored else {}
         report = TrainReport(train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics=metrics, column_s=column_s)
         return report, self._clock.report()
 
@@ -134,7 +134,7 @@ class SimulatedTrainer:
     async def snapshot(self, step: int) -> float:
         return 0.0
 
-    async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
+    async def write(self, directory: Path, cut: Cut) -> None:
         """Takes no time."""
 
     async def report(self) -> ExecutorReport:

@@ -15,7 +15,7 @@ import random
 from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.loop.attempts import AttemptKey, PartKey, PartResult
 from asyncrl_cli.loop.meters import LongPoll, RolloutMeter
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress, Published
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress, Published, SoFar
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.responses import Responses, WorkerTimes, fates
@@ -77,7 +77,14 @@ class SimulatedWorker:
             on_waiting=self._meter.waiting,
             prompt=attempt,
             names=[f"{attempt}/{index}" for index in request.indices],
+            goes_on=[request.goes_on.get(index) for index in request.indices],
+            indices=request.indices,
         )
+
+    async def so_far(self) -> SoFar:
+        found = {key: part.so_far() for key, part in self._parts.items()}
+        kept = {key: kept for key, (kept, _) in found.items() if kept}
+        return SoFar(kept=kept, rest_tokens=sum(rest_tokens for _, rest_tokens in found.values()), handle=self.name)
 
     async def abort(self, key: AttemptKey) -> None:
         for part in [part for running, part in self._parts.items() if running.attempt == key]:
@@ -147,6 +154,9 @@ class SimulatedWorker:
 
     async def resume(self) -> None:
         self._meter.pause(False)
+
+    async def node_is_gone(self) -> bool:
+        return False
 
     async def restart(self) -> None:
         for responses in [*self._parts.values(), *self._evals]:

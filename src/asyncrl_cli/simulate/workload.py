@@ -116,6 +116,11 @@ class Training(Section):
     ref_s_per_token: NonNegativeFloat | None = None
     """Seconds per token of the reference's logprobs (`algorithm.use_kl_loss`, `use_kl_in_reward`), on `reference_gpus`, which the
     old-logprob pass's exponent scales; a third of `s_per_token` if not given: forward without backward."""
+    reward_s_per_token: NonNegativeFloat | None = None
+    """The same for the reward model's scores (`reward_model.path`), which are of whole sequences."""
+    critic_s_per_token: NonNegativeFloat | None = None
+    """The same for the critic (`algorithm.adv_estimator = "gae"`), a quarter of it for values and the rest for what it learns; four
+    thirds of `s_per_token` if not given."""
     reference_gpus: PositiveInt = 1
     """Devices of the trainer at which the figures hold; ranks count as devices on CPUs."""
     scaling_exponent: NonNegativeFloat = 1.0

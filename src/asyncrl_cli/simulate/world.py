@@ -21,8 +21,8 @@ from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
-from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import REF, ROLLOUT, compile_job
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources, asked_gpus
+from asyncrl_cli.plan.job_plan import ROLLOUT, compile_job
 from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
@@ -58,7 +58,7 @@ def simulate(
     run that fails is returned in `error`.
     """
     job, settings = compile_job(profile, virtual_cluster(profile)), _settings(profile, seed, groups)
-    costs = Costs(workload=workload, profile=profile, ranks=job.trainer_workers, workers=job.rollout_workers, refs=job.ref_workers)
+    costs = Costs(workload=workload, profile=profile, ranks=job.trainer_workers, workers=job.rollout_workers, scorers=job.scorers)
     recorder = _Recorder(settings.schedule.window_steps)
 
     async def run() -> AsyncrlError | None:
@@ -76,14 +76,8 @@ def simulate(
 
 def virtual_cluster(profile: Profile) -> ClusterResources:
     """One node with what the profile's placement asks for: a simulated job is never short of anything."""
-    placement, on_cpu = profile.placement, profile.placement.device == "cpu"
-    gpus = 0 if on_cpu else placement.gpus or sum(placement.ratios or ()) or _asked_gpus(profile)
+    gpus = 0 if profile.placement.device == "cpu" else asked_gpus(profile)
     return ClusterResources(nodes=(NodeResources(name="simulated", cpus=1, gpus=gpus),), elastic_cpus=True)
-
-
-def _asked_gpus(profile: Profile) -> int:
-    ranks, workers = profile.placement.trainer_workers or 0, profile.rollout.workers or 0
-    return max(ranks, workers) if profile.placement.colocate else ranks + workers * profile.placement.gpus_per_rollout_worker
 
 
 def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
@@ -102,7 +96,7 @@ def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWork
     generation_ratio, training_ratio = workload.decoding.interference_ratio, workload.training.interference_ratio
     machine = SharedMachine(generation_ratio=generation_ratio, training_ratio=training_ratio)
     workers = [SimulatedWorker(f"rollout-{index}", slots, times, seed, machine) for index in range(costs.workers)]
-    scorers = [SimulatedScorer(REF, costs.scorer_times(), machine)] if costs.refs else []
+    scorers = [SimulatedScorer(task, costs.scorer_times(task), machine) for task in costs.scorers]
     return SimulatedTrainer(costs.trainer_times(), machine), workers, scorers
 
 

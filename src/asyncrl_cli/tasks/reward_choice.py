@@ -11,7 +11,7 @@ from asyncrl_cli.tasks.code_records import try_out, user_code
 from asyncrl_cli.tasks.scoring import Adapter, RewardSpec, check_function
 from asyncrl_cli.tasks.user_code import is_user_code
 
-BUILT_IN = ("auto", "dataset", "exact-match", "math-verify")
+BUILT_IN = ("auto", "dataset", "exact-match", "math-verify", "none")
 
 
 def resolve_reward(

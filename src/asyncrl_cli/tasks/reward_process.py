@@ -8,6 +8,7 @@ import mmap
 import os
 import pickle
 import tempfile
+import time
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +18,7 @@ from asyncrl_cli.tasks.scoring import RewardSpec
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 2.0
+END_LOOK_S = 0.005
 MAX_WATCH_PERIOD_S = 0.25
 MAX_DEATHS_OF_REWARD = 2
 """A reward fails if this many processes died while computing it. A single death may have another cause."""
@@ -143,18 +145,28 @@ class RewardProcess:
         return number, Failed(*outcome) if isinstance(outcome, list) else outcome
 
     async def _watch(self) -> None:
-        """Kill the process if a reward runs too long, or if rewards are due but neither running nor answered for long."""
-        block_s = self._rules.block_s
-        period_s = min(MAX_WATCH_PERIOD_S, block_s / 4)
-        while not self._killed_for:
+        """Kill the process if a reward runs too long, or if rewards are due but neither running nor answered for long. Once it has
+        ended, end `serve` too: a process that the reward has started may still hold the pipe open."""
+        assert self._process.stdout is not None
+        period_s = min(MAX_WATCH_PERIOD_S, self._rules.block_s / 4)
+        while self._process.returncode is None:
+            seen = self._board.read()[0]
             await asyncio.sleep(period_s)
-            seen, (running, ran_s) = self._board.read()[0], self._board.read()
-            silent_s = asyncio.get_running_loop().time() - self._last_news_s
-            if running != IDLE and running == seen and ran_s > block_s:
-                self._killed_for = Failed("blocked", f"took longer than {block_s:g} s and was killed")
-            elif running == IDLE and self._asked and silent_s > 2 * self._rules.timeout_s + START_TIMEOUT_S:
-                self._killed_for = Failed("timed-out", f"its process gave no sign of life for {silent_s:.0f} s and was killed")
-        kill_group(self.pid)
+            if not self._killed_for and (reason := self._reason_to_kill(seen)):
+                self._killed_for = reason
+                kill_group(self.pid)
+        await asyncio.sleep(period_s)  # until its last answers have been read
+        self._process.stdout.feed_eof()
+
+    def _reason_to_kill(self, seen: int) -> Failed | None:
+        """`seen`: what was running a while ago."""
+        (running, ran_s), rules = self._board.read(), self._rules
+        silent_s = asyncio.get_running_loop().time() - self._last_news_s
+        if running != IDLE and running == seen and ran_s > rules.block_s:
+            return Failed("blocked", f"took longer than {rules.block_s:g} s and was killed")
+        if running == IDLE and self._asked and silent_s > 2 * rules.timeout_s + START_TIMEOUT_S:
+            return Failed("timed-out", f"its process gave no sign of life for {silent_s:.0f} s and was killed")
+        return None
 
     async def end(self) -> str:
         """End the process. An idle one exits when its stdin closes; a busy one, or one that stays, is killed. Returns how it ended
@@ -163,16 +175,23 @@ class RewardProcess:
         self._process.stdin.close()
         culprit = self._board.read()[0]
         try:
-            async with asyncio.timeout(END_TIMEOUT_S if culprit == IDLE else 0):
-                await self._process.wait()
-        except TimeoutError:
-            pass
+            if culprit == IDLE:
+                await self._ends_soon()
         finally:
             kill_group(self.pid)
-            await self._process.wait()
-        how = how_it_ended(self._process.returncode)
-        self._give_back(culprit, how)
+            try:
+                await self._ends_soon()
+            finally:
+                self._process._transport.close()  # the pipes, which a process that a reward has started may hold open
+                how = how_it_ended(self._process.returncode)
+                self._give_back(culprit, how)
         return how if culprit == IDLE and not (self._killed_for or self._num_results) else ""
+
+    async def _ends_soon(self) -> None:
+        """Wait for the end of the process, END_TIMEOUT_S at most. (`Process.wait` waits for that of its pipes, too.)"""
+        limit_s = time.monotonic() + END_TIMEOUT_S
+        while self._process.returncode is None and time.monotonic() < limit_s:  # noqa: ASYNC110
+            await asyncio.sleep(END_LOOK_S)
 
     def _give_back(self, culprit: int, how: str) -> None:
         """Leave what was not answered to another process, but for a reward that hung, or that has cost too many processes."""

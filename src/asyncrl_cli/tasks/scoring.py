@@ -30,10 +30,10 @@ class RewardSpec:
     `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how the answer is found
     in a response. `agent`: the function plays items and gives their rewards (agents.py); `verifiers`: so does the environment
     `dataset` of the package verifiers, in the Python `python` ("": in ours). `episode`: the environment gives the reward, and
-    responses are not scored.
+    responses are not scored. `none`: 0, to which a reward model adds its score.
     """
 
-    kind: Literal["dataset", "exact-match", "math-verify", "function", "agent", "verifiers", "episode"]
+    kind: Literal["dataset", "exact-match", "math-verify", "function", "agent", "verifiers", "episode", "none"]
     dataset: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter = "plain"
@@ -62,6 +62,8 @@ def build_scorer(spec: RewardSpec) -> Scorer:
         from asyncrl_cli.tasks import verifiers_player
 
         return verifiers_player.player(spec.dataset, spec.params)
+    if spec.kind == "none":
+        return lambda item, response: 0.0
     if spec.function is None:
         raise ValueError("the episode itself gives the reward")
     return load_function(spec.function)

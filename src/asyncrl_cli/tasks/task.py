@@ -113,7 +113,8 @@ def _reward(
     task, file, note = profile.task, None, ""
     if has_tool_class(profile) and (task.reward == "auto" or is_user_code(task.reward)):
         return RewardSpec(kind="episode", dataset=dataset, params=params, adapter=adapter), ()
-    what, name = ("agent", task.agent) if task.agent else ("reward", task.reward)
+    is_alone = task.reward == "auto" and profile.reward_model.path is not None
+    what, name = ("agent", task.agent) if task.agent else ("reward", "none" if is_alone else task.reward)
     if run_dir is not None and name not in BUILT_IN:
         file, note = recorded_file(run_dir, what, name)
     resolve, timeout_s = resolve_reward, task.reward_timeout_s

@@ -76,19 +76,19 @@ class Player:
 
     def _calls(self, calls: Sequence[tuple[str, Any]]) -> Any:
         for name, arguments in calls:
-            text = self._call(name, arguments)
-            yield {"text": text, "done": bool(getattr(self._environment, "done", False))}
+            told = self._call(name, arguments)
+            yield {**told, "done": bool(getattr(self._environment, "done", False))}
 
-    def _call(self, name: str, arguments: Any) -> str:
-        """What the model is told: the tool's result, or the error that it raised, as TRL puts it."""
+    def _call(self, name: str, arguments: Any) -> Line:
+        """What the model is told, and whether the call failed: the tool's result, or the error that it raised, as TRL puts it."""
         try:
             if name not in tool_names(self._environment):
                 raise ValueError(f"Tool {name} not found.")
-            return _bounded(str(self._value(getattr(self._environment, name)(**arguments))))
+            return {"text": _bounded(str(self._value(getattr(self._environment, name)(**arguments)))), "raised": False}
         except TooLong:
             raise
         except (Exception, SystemExit) as error:
-            return str({"error": _bounded(str(error))})
+            return {"text": str({"error": _bounded(str(error))}), "raised": True}
 
     def _rewarded(self, completion: list[Any]) -> Sequence[Line]:
         rewards, facts = list[Any](), dict[str, float]()

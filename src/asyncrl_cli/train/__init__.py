@@ -5,5 +5,5 @@
 
 LOGITS_CHUNK_ELEMENTS = 2**25
 """Logits that exist at a time (train/chunked_logprobs.py): 128 MiB in float32."""
-LOGITS_COPIES = 4
-"""How many float32 copies of them are alive at the worst moment: log-probabilities, and three gradients on their way back."""
+LOGITS_COPIES = 3
+"""How many float32 copies of them are alive at the worst moment: log-probabilities, and two gradients on their way back."""

@@ -40,10 +40,12 @@ class OptimizerStepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """What one rank does in a train step. `window`: the version that was the newest when the step began, which dates its tokens."""
+    """What one rank does in a train step. `window`: the version that was the newest when the step began, which dates its tokens.
+    `critic_only`: in how many of its first optimizer steps the policy waits for the critic's head start."""
 
     optimizer_steps: tuple[OptimizerStepPlan, ...]
     window: int
+    critic_only: int = 0
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -65,14 +67,22 @@ def training_order(groups: Sequence[GroupResult], *, num_minibatches: int, seed:
     return [groups[index] for start in range(0, len(groups), size) for index in sorted(dealt[start : start + size])]
 
 
-def plan_train_step(groups: Sequence[GroupResult], profile: Profile, *, ranks: int, window: int) -> list[RankPlan]:
-    """Plan `require_batches` optimizer steps on a train step's groups, in order. ValueError if the groups do not divide evenly."""
+def plan_train_step(groups: Sequence[GroupResult], profile: Profile, *, ranks: int, step: int, window: int) -> list[RankPlan]:
+    """Plan `require_batches` optimizer steps on the groups of train step `step` (from 1), in order. ValueError if the groups do not
+    divide evenly.
+
+    Ranks that divide sequences between them (`trainer.sequence_parallel_size`) have the same share.
+    """
     num_minibatches = profile.async_training.require_batches
     if not groups or len(groups) % num_minibatches:
         raise ValueError(f"{len(groups)} groups do not divide into {num_minibatches} mini-batches")
-    size = len(groups) // num_minibatches
-    per_step = [_plan_optimizer_step(groups, range(start, start + size), profile, ranks) for start in range(0, len(groups), size)]
-    return [RankPlan(optimizer_steps=tuple(step[rank] for step in per_step), window=window) for rank in range(ranks)]
+    size, sharing = len(groups) // num_minibatches, profile.trainer.sequence_parallel_size
+    starts = range(0, len(groups), size)
+    per_step = [_plan_optimizer_step(groups, range(start, start + size), profile, ranks // sharing) for start in starts]
+    ahead = profile.critic.head_start_steps - (step - 1) * num_minibatches
+    critic_only = min(max(ahead, 0), num_minibatches)
+    shares = [tuple(share[rank // sharing] for share in per_step) for rank in range(ranks)]
+    return [RankPlan(optimizer_steps=share, window=window, critic_only=critic_only) for share in shares]
 
 
 def split_by_tokens(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -102,6 +112,18 @@ def microbatches(lengths: Sequence[int], max_tokens: int, split_cost_tokens: int
         else:
             cut.append([index])
     return [sorted(part) for rows in cut for part in _split_padding(rows, lengths, split_cost_tokens)]
+
+
+def packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Row indices per microbatch for rows that lie end to end, without padding: longest first, as many as the budget allows."""
+    cut, used = list[list[int]](), max_tokens
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if used + lengths[index] > max_tokens:
+            cut.append([])
+            used = 0
+        cut[-1].append(index)
+        used += lengths[index]
+    return [sorted(rows) for rows in cut]
 
 
 def _split_padding(rows: list[int], lengths: Sequence[int], split_cost_tokens: int) -> list[list[int]]:

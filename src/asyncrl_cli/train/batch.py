@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from asyncrl_cli.samples import GroupPayload, Segment
-from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches
+from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches, packed
 
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
 """Cost of one more microbatch in padded tokens: on a CPU 8 ms of overhead at 65 us a token (0.75 M parameters); on a GPU
@@ -22,7 +22,8 @@ high, because full microbatches are more efficient."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """Right-padded rows. Position t predicts token t + 1, so a row of T + 1 tokens takes T positions.
+    """Right-padded rows. Position t predicts token t + 1, so a row of T + 1 tokens takes T positions. `lengths`: positions of each
+    row without padding.
 
     `select_N` points into the flattened (B, T), to the positions that predict a sampled token. `staleness_N`: versions from the
     one that sampled the token to the one at the window's start. `trajectory_tokens_N`: sampled tokens of the whole trajectory
@@ -31,6 +32,7 @@ class Microbatch:
     """
 
     inputs_BT: torch.Tensor
+    lengths: tuple[int, ...]
     select_N: torch.Tensor
     targets_N: torch.Tensor
     rows_N: torch.Tensor
@@ -65,8 +67,10 @@ def build_microbatches(
     window: int,
     max_tokens: int,
     device: torch.device,
+    are_packed: bool = False,
 ) -> list[Microbatch]:
-    """Microbatches of this rank's share of an optimizer step; all segments of a trajectory share its advantage."""
+    """Microbatches of this rank's share of an optimizer step; all segments of a trajectory share its advantage. `max_tokens`
+    counts padding unless rows `are_packed` (unpadded.py)."""
     rows, num_before = [], 0
     for planned in plan.trajectories:
         segments = payloads[planned.group].trajectories[planned.trajectory].segments
@@ -76,7 +80,7 @@ def build_microbatches(
                 rows.append(Row(segment, planned.advantage, sum(counts), num_before))
             num_before += count
     lengths = [len(row.segment.tokens_T) - 1 for row in rows]
-    parts = microbatches(lengths, max_tokens, SPLIT_COST_TOKENS[device.type]) if rows else []
+    parts = packed(lengths, max_tokens) if are_packed else microbatches(lengths, max_tokens, SPLIT_COST_TOKENS[device.type])
     return [build_microbatch([rows[i] for i in part], window, device) for part in parts]
 
 
@@ -100,6 +104,7 @@ def build_microbatch(rows: Sequence[Row], window: int, device: torch.device) -> 
     trajectory_tokens_N = np.array([row.trajectory_tokens for row in rows])[rows_N]
     return Microbatch(
         inputs_BT=torch.from_numpy(tokens_BT[:, :-1].copy()).to(device),
+        lengths=tuple(len(segment.tokens_T) - 1 for segment, *_ in rows),
         rows_N=torch.from_numpy(rows_N).to(device),
         select_N=torch.from_numpy(rows_N * predicted_BT.shape[1] + positions_N).to(device),
         targets_N=torch.from_numpy(tokens_BT[:, 1:][predicted_BT]).to(device),

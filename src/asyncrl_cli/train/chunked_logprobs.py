@@ -48,11 +48,12 @@ class Head(NamedTuple):
         whole_NV = logprobs_NV.detach()
         return Scored(
             logprobs_N=logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).sum(-1),  # of one; FSDP does not want the view of squeeze
-            entropy_N=-(whole_NV.exp() * whole_NV).sum(-1),
+            entropy_N=-whole_NV.exp().mul_(whole_NV).sum(-1),
         )
 
     def scaled_logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        return self.logits_of(hidden_NH).float() / self.temperature
+        logits_NV = self.logits_of(hidden_NH).float()
+        return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature  # a copy of 128 MiB takes a while
 
 
 class _Chunks(torch.autograd.Function):

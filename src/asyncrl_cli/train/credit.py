@@ -20,21 +20,24 @@ Legend: F = sampled tokens of a rank's share of an optimizer step, trajectory by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl_cli.loop.values import Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
+from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.advantages import advantages_of
 from asyncrl_cli.train.balance import OptimizerStepPlan
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.kl import kl_of
 from asyncrl_cli.train.losses import Metric
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.scores import REF, VALUES, deal, joined
+from asyncrl_cli.train.reduction import reduced
+from asyncrl_cli.train.scores import REF, VALUES, deal, joined, sampled_tokens
 
 ADVANTAGES, RETURNS = "advantages", "returns"
 _PENALTIES = "penalties"
@@ -69,6 +72,22 @@ def credit(
     if not algorithm.use_kl_in_reward:
         return {}
     return {"reward/kl_penalty": Metric(kind="mean", amount=_to_device(sums_P, ranks).sum(), weight=len(sums_P))}
+
+
+def credited(
+    steps: Sequence[OptimizerStepPlan],
+    work: Sequence[list[Microbatch]],
+    payloads: Mapping[int, GroupPayload],
+    *,
+    algorithm: AlgorithmSection,
+    ranks: Ranks,
+) -> dict[str, Value]:
+    """`credit` for all optimizer steps of a train step, with their metrics. A collective."""
+    seen = [
+        credit(step, parts, sampled_tokens(step, payloads), algorithm=algorithm, ranks=ranks)
+        for step, parts in zip(steps, work, strict=True)
+    ]
+    return reduced(ranks, seen) if seen[0] else {}
 
 
 def gae(rewards_F: Floats, values_F: Floats, ends_P: NDArray[np.int64], gamma: float, lam: float) -> Floats:

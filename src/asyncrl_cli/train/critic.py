@@ -13,43 +13,43 @@ What it is not: it shares no layer with the policy; its value of a state knows t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from asyncrl_cli.loop.values import Ratio, Value
-from asyncrl_cli.models.attention import choose_attention
+from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.train.balance import OptimizerStepPlan
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.credit import RETURNS
 from asyncrl_cli.train.losses import Metric, mean_of, sum_of
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.reduction import optimizer_metrics, reduced
+from asyncrl_cli.train.reduction import aggregated, optimizer_metrics, reduced
 from asyncrl_cli.train.scores import VALUES
-from asyncrl_cli.train.sharded_model import divide
+from asyncrl_cli.train.sharded_model import choose_computation, sharded
+from asyncrl_cli.train.trainer_state import CRITIC
+from asyncrl_cli.train.unpadded import Divide, is_packed, padded
 
-MOMENTS = ("returns", "squared returns", "errors", "squared errors")
+RETURN_SUMS = ("returns", "squared returns", "errors", "squared errors")
 """Sums from which `critic/explained_variance` is made; they are not metrics of their own."""
-
-Aggregate = Callable[[torch.Tensor, Microbatch], torch.Tensor]
-"""Adds up the losses of a microbatch's tokens."""
 
 
 class CriticModel:
     """One rank's part of the critic. `parameters` are its sharded float32 master weights by name."""
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation="eager", trust_remote_code=profile.model.trust_remote_code
-        )
-        model.eval()
-        choose_attention(model)  # on the host: the whole model may be too large for a GPU, to which `divide` takes its shards
+        model, empty = (skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code) for _ in range(2))
         self._valuer = _Valuer(model)
-        self._gathered = divide(model, self._valuer, profile, ranks)
+        self._gathered = sharded(model, self._valuer, model_dir, profile, SavedForm(empty), ranks)
+        decoder = self._valuer.model
+        _, self._valuer.divide = choose_computation(self._gathered, decoder, decoder, ranks)
+        self.is_packed = is_packed(self._valuer.divide)
         self.parameters = cast(dict[str, DTensor], dict(self._valuer.named_parameters()))
 
     def valued_N(self, microbatch: Microbatch) -> torch.Tensor:
@@ -79,36 +79,45 @@ class Critic:
         self.model = CriticModel(profile, model_dir, ranks)
         section = trainer.model_copy(update={"lr": own.lr or trainer.lr, "grad_clip": own.grad_clip})
         self.optimizer = PolicyOptimizer(section, ranks, self.model.parameters, total_optimizer_steps=total_optimizer_steps)
-        self._clip, self._head_start = own.cliprange_value, own.head_start_steps
-        self._ranks = ranks
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the policy waits while the critic has its head start."""
-        return self.optimizer.steps_made < self._head_start
+        self._profile, self._ranks = profile, ranks
 
     def values_N(self, microbatch: Microbatch) -> torch.Tensor:
         """Values of the states in which the tokens were sampled, without gradient. A collective."""
         return self.model.values_N(microbatch)
 
-    def step(self, parts: Sequence[Microbatch], aggregate: Aggregate, seen: list[dict[str, Metric]]) -> tuple[float, float]:
-        """An optimizer step on microbatches with the columns of values and returns. A collective. Adds the metrics of each to
-        `seen`. Returns the gradient's norm and the learning rate."""
+    def state_parameters(self) -> dict[str, DTensor]:
+        """Its parameters by their names in the trainer's state."""
+        return {f"{CRITIC}{name}": parameter for name, parameter in self.model.parameters.items()}
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's live shards of weights and moments, by `<kind>/<parameter>`."""
+        tensors = {f"weight/{name}": local for name, local in self.model.locals().items()} | self.optimizer.moments()
+        return {key.replace("/", f"/{CRITIC}", 1): local for key, local in tensors.items()}
+
+    def learn(self, steps: Sequence[OptimizerStepPlan], work: Sequence[Sequence[Microbatch]]) -> tuple[dict[str, Value], int]:
+        """The optimizer steps of a train step, on microbatches with the columns of values and returns. A collective. Returns its
+        metrics, and how many steps were skipped because their gradient was not finite."""
+        seen = list[dict[str, Metric]]()
+        made = [self._step(step, parts, seen) for step, parts in zip(steps, work, strict=True)]
+        return _metrics(self._ranks, seen, made), sum(not math.isfinite(norm) for norm, _ in made)
+
+    def _step(self, plan: OptimizerStepPlan, parts: Sequence[Microbatch], seen: list[dict[str, Metric]]) -> tuple[float, float]:
+        """Adds the metrics of each microbatch to `seen`. Returns the gradient's norm and the learning rate."""
         for part in parts:
             self.model.before_backward(is_last=part is parts[-1])
             old_N, returns_N = part.columns[VALUES], part.columns[RETURNS]
-            loss_N, is_clipped_N = value_loss(self.model.valued_N(part), old_N, returns_N, self._clip)
-            loss = aggregate(loss_N, part)
+            loss_N, is_clipped_N = value_loss(self.model.valued_N(part), old_N, returns_N, self._profile.critic.cliprange_value)
+            loss = aggregated(loss_N, part, plan, self._profile)
             (loss * self._ranks.world_size).backward()  # as in policy_update.py
             errors_N = returns_N - old_N
-            moments = (returns_N, returns_N.square(), errors_N, errors_N.square())
+            sums = (returns_N, returns_N.square(), errors_N, errors_N.square())
             seen.append(
                 {
                     "critic/loss": sum_of(loss),
                     "critic/clipped_ratio": mean_of(is_clipped_N),
                     "critic/value_mean": mean_of(old_N),
                     "critic/return_mean": mean_of(returns_N),
-                    **{name: sum_of(values_N.double()) for name, values_N in zip(MOMENTS, moments, strict=True)},
+                    **{name: sum_of(values_N.double()) for name, values_N in zip(RETURN_SUMS, sums, strict=True)},
                 }
             )
         return self.optimizer.step()
@@ -123,11 +132,11 @@ def value_loss(
     return torch.maximum(plain_N, cut_N) / 2, cut_N > plain_N
 
 
-def critic_metrics(ranks: Ranks, seen: Sequence[Mapping[str, Metric]], steps: Sequence[tuple[float, float]]) -> dict[str, Value]:
-    """Of a train step, from what `Critic.step` has added to `seen` and returned. A collective."""
+def _metrics(ranks: Ranks, seen: Sequence[Mapping[str, Metric]], steps: Sequence[tuple[float, float]]) -> dict[str, Value]:
+    """Of a train step, from what `Critic._step` has added to `seen` and returned. A collective."""
     found = reduced(ranks, seen)
     number = found["critic/value_mean"].whole
-    total, squares, error, squared_error = (found.pop(name).value for name in MOMENTS)
+    total, squares, error, squared_error = (found.pop(name).value for name in RETURN_SUMS)
     spread, unexplained = squares - total * total / max(number, 1), squared_error - error * error / max(number, 1)
     return (
         found
@@ -141,13 +150,14 @@ class _Valuer(torch.nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = getattr(model, model.base_model_prefix)
-        self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        self.model: PreTrainedModel = getattr(model, model.base_model_prefix)
+        self.divide: Divide = padded
+        self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, microbatch: Microbatch) -> torch.Tensor:
-        hidden_BTH = self.model(input_ids=microbatch.inputs_BT, use_cache=False).last_hidden_state
-        hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, microbatch.select_N)
-        values_N: torch.Tensor = self.head(hidden_NH).sum(-1).float()
-        return values_N
+        part = self.divide(microbatch)
+        hidden_BTH = self.model(**part.inputs, use_cache=False).last_hidden_state
+        hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, part.select_n)
+        return part.joined(self.head(hidden_NH).sum(-1).float(), len(microbatch.targets_N))

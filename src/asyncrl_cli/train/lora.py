@@ -2,9 +2,9 @@
 
     y = W x + alpha / rank * B A x        A: rank x in, uniform at random.  B: out x rank, 0 at the start
 
-Names are peft's: beside `...q_proj.weight` there are `...q_proj.lora_A.weight` and `...q_proj.lora_B.weight`. What a publish sends
-is W + alpha / rank * B A, under W's name, so engines need not know of it. peft's own layers are not used: they rename W to
-`base_layer.weight`, and all that is needed of them is these few lines (tests hold both against each other).
+Names are peft's: beside `...q_proj.weight` there are `...q_proj.lora_A.weight` and `...q_proj.lora_B.weight`. Engines get
+W + alpha / rank * B A under W's name, merged here or by the workers (weights/adapters.py). peft's own layers are not used: they
+rename W to `base_layer.weight`, and all that is needed of them is these few lines (tests hold both against each other).
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from torch.nn.functional import linear
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import LoraSection
+from asyncrl_cli.weights.adapters import merged, scale_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ADAPTER = ".lora_"
-"""In the name of every adapter's parameter, and of no other."""
 
 
 class LoraLinear(torch.nn.Linear):
@@ -48,21 +46,21 @@ class LoraLinear(torch.nn.Linear):
         return merged(weight, a, b, self.scale)
 
 
-def scale_of(lora: LoraSection) -> float:
-    return lora.alpha / lora.rank
-
-
-def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + scale * B A, in float32."""
-    return torch.addmm(weight.float(), b, a, alpha=scale)
-
-
 def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
     """Freeze the model, and put a `LoraLinear` in the place of each chosen layer. The same seed gives the same adapters.
 
-    Raises ConfigError if no linear layer has one of `lora.target_modules` as the last part of its name.
+    ConfigError as by `chosen`.
     """
-    head, generator = model.get_output_embeddings(), torch.Generator().manual_seed(seed)
+    generator, layers = torch.Generator().manual_seed(seed), chosen(model, lora)
+    model.requires_grad_(False)
+    for name, base in layers.items():
+        parent, _, end = name.rpartition(".")
+        setattr(model.get_submodule(parent), end, LoraLinear(base, lora, generator))
+
+
+def chosen(model: PreTrainedModel, lora: LoraSection) -> dict[str, torch.nn.Linear]:
+    """The layers that get an adapter, by name. ConfigError if none of them has one of `lora.target_modules`."""
+    head = model.get_output_embeddings()
     linears = {name: m for name, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head}
     ends = {name.rpartition(".")[2] for name in linears}
     if unknown := [end for end in lora.target_modules if end not in ends]:
@@ -70,8 +68,4 @@ def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
             f"lora.target_modules: the model has no linear layer {', '.join(unknown)}",
             hint=f"it has {', '.join(sorted(ends))}; without the key all of them get an adapter",
         )
-    model.requires_grad_(False)
-    for name, base in linears.items():
-        parent, _, end = name.rpartition(".")
-        if not lora.target_modules or end in lora.target_modules:
-            setattr(model.get_submodule(parent), end, LoraLinear(base, lora, generator))
+    return {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in (lora.target_modules or ends)}

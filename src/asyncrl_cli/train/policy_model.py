@@ -9,7 +9,7 @@ Legend: B = rows, T = positions, H = hidden size, N = sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -19,23 +19,25 @@ import transformers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from asyncrl_cli.models.attention import choose_attention
 from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
 from asyncrl_cli.models.shape import LAYER
 from asyncrl_cli.profile.schema import LoraSection, Profile
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.chunked_logprobs import Head, Scored
-from asyncrl_cli.train.lora import ADAPTER, LoraLinear, add_adapters
+from asyncrl_cli.train.lora import LoraLinear, add_adapters
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.sharded_model import sharded
+from asyncrl_cli.train.sharded_model import choose_computation, fill, sharded
+from asyncrl_cli.train.unpadded import Divide, is_packed, padded
+from asyncrl_cli.weights.adapters import ADAPTER
 from asyncrl_cli.weights.buckets import Spec, dtype_name, torch_dtype
 
 
 class PolicyModel:
     """One rank's part of the model. `parameters` are the sharded float32 master weights by first name; with LoRA the adapters'.
 
+    `is_packed`: its microbatches' budget of tokens needs no room for padding.
     `specs` describe the tensors that a publish sends, under their names in the model's files: every parameter once, in the
-    engine's dtype, then persistent buffers in their own dtype.
+    engine's dtype, then persistent buffers in their own dtype; with `lora.sync = "adapter"` the adapters alone, in float32.
     """
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
@@ -46,9 +48,9 @@ class PolicyModel:
         if profile.lora.rank:
             add_adapters(model, profile.lora, profile.run.seed)
         self._gathered = sharded(model, model, model_dir, profile, self.form, ranks)
-        self.attention = self._gathered(partial(choose_attention, model))
-        self._gathered.release()
-        self._scorer = Scorer(model, profile.rollout.temperature)
+        self.attention, divide = choose_computation(self._gathered, model, getattr(model, model.base_model_prefix), ranks)
+        self.is_packed = is_packed(divide)
+        self._scorer = Scorer(model, profile.rollout.temperature, divide)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         every = cast(dict[str, DTensor], dict(model.named_parameters()))
         self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
@@ -57,6 +59,9 @@ class PolicyModel:
         self._buffers = persistent_buffers(model)
         self._aliases = _aliases(model)
         self._wire_dtype = torch_dtype(profile.model.dtype)
+        if profile.lora.sync == "adapter":
+            self._weights, self._adapted, self._buffers, self._aliases = self.parameters, {}, {}, {}
+            self._wire_dtype = torch.float32
         self._parts = self._whole_parts()
         self.specs = self._make_specs()
 
@@ -79,6 +84,14 @@ class PolicyModel:
     def locals(self) -> dict[str, torch.Tensor]:
         """This rank's shards; writing to them in place changes the weights."""
         return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take the weights of a version without adapters; tensors by their names in files. ValueError if they do not fit."""
+        self.form.check(tensors, version)
+        whole = self.form.to_memory(tensors)
+        with torch.no_grad():
+            for name, tensor in {**self._weights, **self._buffers}.items():
+                fill(tensor, whole[name].__getitem__)
 
     def full(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield whole tensors on the device, by their names in memory, for one part of the model at a time. `form.to_files` of the
@@ -128,21 +141,24 @@ def reference_model(profile: Profile, model_dir: str, ranks: Ranks) -> PolicyMod
 class Scorer:
     """A model as a function from a microbatch to its `Scored`."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, divide: Divide = padded) -> None:
         self._model = model
+        self._divide = divide
         self._decoder_name = model.base_model_prefix
         self._temperature = temperature
 
     def __call__(self, microbatch: Microbatch) -> Scored:
-        decoded = getattr(self._model, self._decoder_name)(input_ids=microbatch.inputs_BT, use_cache=False)
-        hidden_NH = decoded.last_hidden_state.flatten(0, 1).index_select(0, microbatch.select_N)
+        part = self._divide(microbatch)
+        decoded = getattr(self._model, self._decoder_name)(**part.inputs, use_cache=False)
+        hidden_NH = decoded.last_hidden_state.flatten(0, 1).index_select(0, part.select_n)
         head = Head(
             logits_of=partial(self._logits, replace(decoded, last_hidden_state=None)),
             parameters=tuple(self._model.get_output_embeddings().parameters()),
             vocab_size=int(self._model.config.get_text_config().vocab_size),
             temperature=self._temperature,
         )
-        return head.score(hidden_NH, microbatch.targets_N)
+        scored = head.score(hidden_NH, part.of(microbatch.targets_N))
+        return Scored(*(part.joined(values_N, len(microbatch.targets_N)) for values_N in scored))
 
     def _logits(self, decoded: Any, hidden_NH: torch.Tensor) -> torch.Tensor:
         """The model's own forward pass, with the decoder's result given: some models scale or cap their logits."""

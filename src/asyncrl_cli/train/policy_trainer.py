@@ -28,23 +28,23 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.profile.schema import Place, Profile
-from asyncrl_cli.profile.sharing import is_apart
+from asyncrl_cli.profile.sharing import CRITIC, is_apart
 from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.train.batch import scoring_microbatch
-from asyncrl_cli.train.critic import Critic, CriticModel
+from asyncrl_cli.train.critic import Critic
 from asyncrl_cli.train.policy_model import PolicyModel, reference_model
 from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
 from asyncrl_cli.train.scores import REF, Column, Scores, score
 from asyncrl_cli.train.trainer_state import (
     ANOTHER_MODEL,
-    CRITIC,
     PUBLISHED_FILE,
     HostState,
     SavedState,
-    read_state,
+    random_state,
+    restore,
     to_host,
     write_state,
 )
@@ -77,15 +77,8 @@ class PolicyTrainer:
 
     def __init__(self, profile: Profile, place: Place, *, rank: int, init_method: str, total_optimizer_steps: int) -> None:
         self.profile = profile
-        if place.device == "cpu":
-            torch.set_num_threads(place.threads)
-        self.ranks = Ranks(
-            rank=rank,
-            world_size=place.workers,
-            device=torch.device(place.device),
-            init_method=init_method,
-            timeout_s=profile.rollout.call_timeout_s,
-        )
+        sequence_size = profile.trainer.sequence_parallel_size
+        self.ranks = Ranks.of(profile, place, rank=rank, init_method=init_method, sequence_size=sequence_size)
         self.model = PolicyModel(profile, place.model_dir, self.ranks)
         algorithm, head_start = profile.algorithm, profile.critic.head_start_steps
         self.optimizer = PolicyOptimizer(
@@ -94,9 +87,8 @@ class PolicyTrainer:
         ref_dir, critic_dir = place.ref_dir or place.model_dir, place.critic_dir or place.model_dir
         is_mine = algorithm.has_reference and not is_apart(profile, REF)
         self.reference = reference_model(profile, ref_dir, self.ranks) if is_mine else None
-        self.critic = (
-            Critic(profile, critic_dir, self.ranks, total_optimizer_steps=total_optimizer_steps) if algorithm.has_critic else None
-        )
+        has_critic = algorithm.has_critic and not is_apart(profile, CRITIC)
+        self.critic = Critic(profile, critic_dir, self.ranks, total_optimizer_steps=total_optimizer_steps) if has_critic else None
         self._update = PolicyUpdate(profile, self.ranks, self.model, self.optimizer, self.reference, self.critic)
         self._publication: Publication | None = None
         self._layout = plan_layout(self.model.specs, profile.weights.gather_bucket_size_mb * BYTES_PER_MB)
@@ -128,9 +120,8 @@ class PolicyTrainer:
 
     def logprobs(self, payloads: Mapping[int, GroupPayload]) -> Column:
         """Logprobs of the groups' sampled tokens by the current weights, at the sampling temperature. A collective."""
-        return score(
-            "now", self.model.logprobs_N, payloads, max_tokens=self.profile.trainer.max_tokens_per_microbatch, ranks=self.ranks
-        )
+        model, max_tokens = self.model, self.profile.trainer.max_tokens_per_microbatch
+        return score("now", model.logprobs_N, payloads, max_tokens=max_tokens, ranks=self.ranks, are_packed=model.is_packed)
 
     def gather(self, version: int, on_full: Callable[[Packing, int], None] = lambda packing, index: None) -> float:
         """Copy the full parameters, in the engine's dtype, into fresh host buckets on rank 0, and score the probes.
@@ -185,7 +176,7 @@ class PolicyTrainer:
         }
         if self.critic is not None:
             counters["critic_steps"] = self.critic.optimizer.steps_made
-        state = to_host(self.ranks, self._parameters(), self._state_tensors())
+        state = to_host(self._parameters(), self._state_tensors()) | random_state(self.ranks)
         self._snapshots[step] = (state, counters, self._publication)
         return time.monotonic() - started_s
 
@@ -222,13 +213,10 @@ class PolicyTrainer:
                 hint="resume with the profile that wrote it",
             )
         live = self._state_tensors()
-        state = to_host(self.ranks, self._parameters(), live)
-        read_state(state, saved)
-        for key, tensor in live.items():
-            tensor.copy_(state[key].tensor)
+        restore(self._parameters(), live, saved, random_state(self.ranks))
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.critic is not None:
-            self.critic.optimizer.restore_steps(counters.get("critic_steps", 0))
+            self.critic.optimizer.restore_steps(saved.critic_steps)
         if self.ranks.rank == 0:
             self._publication = _load_published(directory / PUBLISHED_FILE, self._layout)
 
@@ -255,21 +243,14 @@ class PolicyTrainer:
 
     def _parameters(self) -> dict[str, DTensor]:
         """Of the policy and the critic, by their names in the state."""
-        own = self.critic.model.parameters if self.critic is not None else {}
-        return self.model.parameters | {f"{CRITIC}{name}": parameter for name, parameter in own.items()}
+        return self.model.parameters | (self.critic.state_parameters() if self.critic is not None else {})
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         """This rank's live shards by `<kind>/<parameter>`."""
-        tensors = _trained(self.model, self.optimizer)
-        if self.critic is not None:
-            of_critic = _trained(self.critic.model, self.critic.optimizer)
-            tensors |= {key.replace("/", f"/{CRITIC}", 1): local for key, local in of_critic.items()}
+        weights = {f"weight/{name}": local for name, local in self.model.locals().items()}
+        tensors = weights | self.optimizer.moments() | (self.critic.state_tensors() if self.critic is not None else {})
         tensors |= {f"window_first/{name}": local for name, local in (self._update.window_first or {}).items()}
         return tensors
-
-
-def _trained(model: PolicyModel | CriticModel, optimizer: PolicyOptimizer) -> dict[str, torch.Tensor]:
-    return {f"weight/{name}": local for name, local in model.locals().items()} | optimizer.moments()
 
 
 def _load_published(path: Path, layout: Sequence[tuple[Entry, ...]]) -> Publication | None:

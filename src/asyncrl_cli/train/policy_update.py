@@ -1,6 +1,7 @@
 """One train step on one rank.
 
-    microbatches -> [ref] -> [values] -> [prox] -> [advantages] -> per optimizer step: [critic], forward, loss, backward, AdamW
+    microbatches -> [ref] -> [critic] -> [prox] -> [advantages] -> [the critic learns]
+                 -> per optimizer step: forward, loss, backward, AdamW
 
 A token's loss (losses/) is multiplied by its importance weight (corrections.py); an optimizer step's loss is a mean over the
 sampled tokens, or the trajectories, of all ranks (`algorithm.loss_agg_mode`). Ranks may need different numbers of microbatches;
@@ -13,7 +14,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 
 import torch
@@ -21,19 +21,20 @@ import torch
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.loop.values import Ratio, Sum, Value
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.sharing import is_apart
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.advantages import needs_columns
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.corrections import WEIGHT_SQUARES, WEIGHTS, correct, importance_weights, loglinear_prox, signals
-from asyncrl_cli.train.credit import ADVANTAGES, credit
-from asyncrl_cli.train.critic import Critic, critic_metrics
+from asyncrl_cli.train.credit import ADVANTAGES, credited
+from asyncrl_cli.train.critic import Critic
 from asyncrl_cli.train.kl import kl_of
 from asyncrl_cli.train.losses import LossBatch, Metric, find_loss, mean_of, sum_of
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.reduction import optimizer_metrics, reduced
-from asyncrl_cli.train.scores import PROX, REF, VALUES, Scores, fill, sampled_tokens, step_microbatches
+from asyncrl_cli.train.reduction import aggregated, finite, optimizer_metrics, reduced
+from asyncrl_cli.train.scores import PROX, REF, VALUES, Scores, fill, step_microbatches
 
 
 class PolicyUpdate:
@@ -56,12 +57,15 @@ class PolicyUpdate:
         self._profile = profile
         self._ranks = ranks
         self._model = model
+        models = (model, reference, critic and critic.model)  # all have the same microbatches
+        self._are_packed = all(each.is_packed for each in models if each is not None)
         self._optimizer = optimizer
 
     @property
     def needs_window_first(self) -> bool:
         """Whether later steps of a window need its first weights for prox."""
-        return self._algorithm.old_logprobs == "recompute" and self._profile.async_training.trigger_parameter_sync_step > 1
+        is_mine = self._algorithm.old_logprobs == "recompute" and not is_apart(self._profile, PROX)
+        return is_mine and self._profile.async_training.trigger_parameter_sync_step > 1
 
     def run(
         self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload], scores: Scores | None = None
@@ -69,22 +73,21 @@ class PolicyUpdate:
         """Make the train step's optimizer steps. A collective."""
         started_s, steps = time.monotonic(), plan.optimizer_steps
         max_tokens = self._profile.trainer.max_tokens_per_microbatch
-        work = step_microbatches(steps, payloads, scores, window=plan.window, max_tokens=max_tokens, ranks=self._ranks)
+        work = step_microbatches(
+            steps, payloads, scores, window=plan.window, max_tokens=max_tokens, ranks=self._ranks, are_packed=self._are_packed
+        )
         column_s, num_scored = self._columns(work, step_in_window)
         metrics = self._credit(steps, work, payloads)
-        seen, seen_by_critic = list[dict[str, Metric]](), list[dict[str, Metric]]()
-        made, made_by_critic = list[tuple[float, float]](), list[tuple[float, float]]()
-        for index, (step, parts) in enumerate(zip(steps, work, strict=True)):
-            is_critic_ahead = self._critic is not None and self._critic.is_ahead
-            if self._critic is not None:
-                made_by_critic.append(self._critic.step(parts, partial(self._aggregated, plan=step), seen_by_critic))
-            if not is_critic_ahead:
-                made.append(self._optimizer_step(step, parts, step_in_window * len(steps) + index, seen))
+        skipped = 0
+        if self._critic is not None:
+            of_critic, skipped = self._critic.learn(steps, work)
+            metrics |= of_critic
+        seen, made = list[dict[str, Metric]](), list[tuple[float, float]]()
+        for index in range(plan.critic_only, len(steps)):
+            made.append(self._optimizer_step(steps[index], work[index], step_in_window * len(steps) + index, seen))
         if made:
             metrics |= self._policy_metrics(seen, made, sum(step.num_loss_tokens for step in steps[-len(made) :]))
-        if made_by_critic:
-            metrics |= critic_metrics(self._ranks, seen_by_critic, made_by_critic)
-        if self._algorithm.old_logprobs == "recompute":
+        if num_scored:
             scored = sum(step.num_loss_tokens for step in steps[len(steps) - num_scored :])
             metrics["train/old_logprob_tokens"] = Sum(float(scored))
         self._ranks.synchronize()
@@ -94,8 +97,8 @@ class PolicyUpdate:
             old_logprob_s=column_s.pop(PROX),
             column_s=column_s,
             tokens=sum(step.num_loss_tokens for step in steps),
-            metrics={name: value for name, value in metrics.items() if value.value is not None and math.isfinite(value.value)},
-            skipped_steps=sum(not math.isfinite(norm) for norm, _ in [*made, *made_by_critic]),
+            metrics=finite(metrics),
+            skipped_steps=skipped + sum(not math.isfinite(norm) for norm, _ in made),
             skipped_in_a_row=max(optimizer.skipped_in_a_row for optimizer in self._optimizers),
         )
 
@@ -133,11 +136,7 @@ class PolicyUpdate:
         """Advantages that follow from columns, before the first optimizer step changes anything. Returns their metrics."""
         if not needs_columns(self._algorithm):
             return {}
-        seen = [
-            credit(step, parts, sampled_tokens(step, payloads), algorithm=self._algorithm, ranks=self._ranks)
-            for step, parts in zip(steps, work, strict=True)
-        ]
-        return reduced(self._ranks, seen) if seen[0] else {}
+        return credited(steps, work, payloads, algorithm=self._algorithm, ranks=self._ranks)
 
     def _prox(self, work: list[list[Microbatch]], step_in_window: int) -> int:
         """Proximal logprobs as a column. Returns how many optimizer steps, of the last ones, it took a forward pass for. Where the
@@ -185,13 +184,13 @@ class PolicyUpdate:
             batch = self._loss_batch(microbatch, scored.logprobs_N, steps_done)
             loss_N, metrics = self._loss(batch, self._algorithm)
             factors_N, corrections = correct(batch, self._algorithm)
-            loss = self._aggregated(loss_N * (factors_N * normalizer), microbatch, plan)
+            loss = aggregated(loss_N * (factors_N * normalizer), microbatch, plan, self._profile)
             if REF in microbatch.columns:
                 log_ratios_N = microbatch.columns[REF] - batch.logp_theta_N
                 corrections["ref/kl"] = mean_of(kl_of("k3", log_ratios_N))
                 if self._algorithm.use_kl_loss:
                     kl_N = kl_of(self._algorithm.kl_loss_type, log_ratios_N)
-                    loss = loss + self._algorithm.kl_loss_coef * self._aggregated(kl_N, microbatch, plan)
+                    loss = loss + self._algorithm.kl_loss_coef * aggregated(kl_N, microbatch, plan, self._profile)
             # FSDP averages gradients over ranks, but the loss is a mean over what all ranks have: hence `world_size`.
             (loss * self._ranks.world_size).backward()
             entropy = Metric(kind="mean", amount=scored.entropy_N.sum(), weight=len(scored.entropy_N))
@@ -218,19 +217,6 @@ class PolicyUpdate:
             rows_N=microbatch.rows_N,
             num_rows=len(microbatch.inputs_BT),
         )
-
-    def _aggregated(self, loss_N: torch.Tensor, microbatch: Microbatch, plan: OptimizerStepPlan) -> torch.Tensor:
-        """The microbatch's part of the optimizer step's loss, as `loss_agg_mode` adds it up."""
-        match self._algorithm.loss_agg_mode:
-            case "token-mean":
-                return loss_N.sum() / max(plan.num_loss_tokens, 1)
-            case "seq-mean-token-mean":
-                total = (loss_N / microbatch.trajectory_tokens_N).sum()
-            case "seq-mean-token-sum":
-                total = loss_N.sum()
-            case "seq-mean-token-sum-norm":
-                total = loss_N.sum() / self._profile.rollout.max_response_tokens
-        return total / max(plan.num_trajectories, 1)
 
     def _weight_normalizer(self, microbatches: list[Microbatch]) -> float:
         """`rollout_is_batch_normalize`: 1 / the mean of all ranks' importance weights in this optimizer step."""

@@ -1,18 +1,22 @@
 """torch.distributed for the trainer (process groups, device meshes, sums over ranks), and AdamW on sharded parameters with global
-gradient clipping and a learning rate schedule."""
+gradient clipping, a learning rate schedule, and moments that may wait on the host."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from asyncrl_cli.profile.schema import TrainerSection
+from asyncrl_cli.profile.schema import Place, Profile, TrainerSection
+from asyncrl_cli.train.first_meeting import first_collective, met
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CLIP_EPSILON = 1e-6
@@ -22,28 +26,70 @@ CLIP_EPSILON = 1e-6
 class Ranks:
     """This rank's place among the others. One per process; `close` it before another is made.
 
-    `mesh` is where parameters are sharded (gloo on CPU, nccl on CUDA).
+    Ranks wait `meeting_s` at most for each other at first, and `timeout_s` later. `mesh` is where parameters are sharded (gloo on
+    CPU, nccl on CUDA): over all ranks. Neighbours, `sequence_size` at a time, have the same trajectories and divide their tokens
+    (unpadded.py); `sequence` is this rank's group of them, None if it is alone.
     """
 
-    def __init__(self, *, rank: int, world_size: int, device: torch.device, init_method: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        init_method: str,
+        timeout_s: float,
+        meeting_s: float = 120.0,
+        sequence_size: int = 1,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = indexed(device)
         if device.type == "cuda":
             torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        store = met(init_method, rank=rank, world_size=world_size, timeout_s=meeting_s)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        # gloo connects all ranks here, NCCL in the first collective.
+        first_s = timeout_s if backend == "nccl" else min(meeting_s, timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=first_s))
+        first_collective(self.device, meeting_s)
+        _set_pg_timeout(timedelta(seconds=timeout_s))
         world = dist.group.WORLD
         assert world is not None
         self.mesh = DeviceMesh.from_group(world, device.type, mesh=list(range(world_size)))
+        self.sequence_size = sequence_size
+        self.sequence: dist.ProcessGroup | None = None
+        self._data = world
+        if sequence_size > 1:
+            grid = torch.arange(world_size).view(-1, sequence_size)
+            groups = DeviceMesh(device.type, grid, mesh_dim_names=("data", "sequence"))
+            self._data, self.sequence = groups.get_group("data"), groups.get_group("sequence")
+            for group in (self._data, self.sequence):
+                _set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+    @classmethod
+    def of(cls, profile: Profile, place: Place, *, rank: int, init_method: str, sequence_size: int = 1) -> Ranks:
+        """One process of a role that has `place.workers` of them; on a CPU, torch computes with `place.threads` from here on."""
+        if place.device == "cpu":
+            torch.set_num_threads(place.threads)
+        return cls(
+            rank=rank,
+            world_size=place.workers,
+            device=torch.device(place.device),
+            init_method=init_method,
+            timeout_s=profile.rollout.call_timeout_s,
+            meeting_s=profile.trainer.meeting_timeout_s,
+            sequence_size=sequence_size,
+        )
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place."""
+        """Sum of what ranks found in their trajectories, in place: over one of each that have the same ones."""
+        if self.world_size > self.sequence_size:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._data)
+        return tensor
+
+    def sum_shards(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of what ranks found in their shards of the parameters, in place."""
         if self.world_size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
         return tensor
@@ -109,6 +155,11 @@ class PolicyOptimizer:
                 "step": torch.zeros((), dtype=torch.float32, device=ranks.device),
                 **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
             }
+        self._on_host: dict[str, torch.Tensor] | None = None
+        if _offloads(section, ranks):
+            live = self._live_moments()
+            self._on_host = {key: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for key, t in live.items()}
+            self._offload(self._on_host)
 
     def step(self) -> tuple[float, float]:
         """Clip, step, clear the gradients. Returns (global gradient norm before clipping, learning rate).
@@ -118,7 +169,7 @@ class PolicyOptimizer:
         gradients = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self._ranks.world_size > 1:  # with one rank keep the plain norm: squaring would change its last bit
-            norm = self._ranks.sum(norm.square()).sqrt()
+            norm = self._ranks.sum_shards(norm.square()).sqrt()
         norm_value = norm.item()
         rate = learning_rate(self._section, self.steps_made, self._total_steps)
         if not math.isfinite(norm_value):
@@ -128,25 +179,52 @@ class PolicyOptimizer:
         torch._foreach_mul_(gradients, (self._section.grad_clip / (norm + CLIP_EPSILON)).clamp(max=1.0))
         for group in self._adamw.param_groups:
             group["lr"] = rate
-        self._adamw.step()
+        with self._moments_on_device():
+            self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         self.steps_made += 1
         self.skipped_in_a_row = 0
         return norm_value, rate
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of both moments, by `<moment>/<parameter>`."""
+        """This rank's shards of both moments, by `<moment>/<parameter>`, where they wait for the next step."""
+        return self._live_moments() if self._on_host is None else self._on_host
+
+    def _live_moments(self) -> dict[str, torch.Tensor]:
         return {
             f"{moment}/{name}": _local(self._adamw.state[parameter][moment])
             for name, parameter in self._parameters.items()
             for moment in MOMENTS
         }
 
+    @contextmanager
+    def _moments_on_device(self) -> Iterator[None]:
+        if self._on_host is None:
+            yield
+            return
+        for key, local in self._live_moments().items():
+            local.untyped_storage().resize_(self._on_host[key].nbytes)
+            local.copy_(self._on_host[key])
+        yield
+        self._offload(self._on_host)
+
+    def _offload(self, on_host: dict[str, torch.Tensor]) -> None:
+        """Copy the moments to the host, and give the device's memory back to all of its processes."""
+        for key, local in self._live_moments().items():
+            on_host[key].copy_(local)
+            local.untyped_storage().resize_(0)
+        if self._ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def restore_steps(self, steps_made: int) -> None:
         """Set the counters; the moments are written in place through `moments`."""
         self.steps_made = steps_made
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(steps_made))
+
+
+def _offloads(section: TrainerSection, ranks: Ranks) -> bool:
+    return section.offload_optimizer and ranks.device.type != "cpu"
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:

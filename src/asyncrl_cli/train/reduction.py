@@ -1,4 +1,4 @@
-"""Figures of microbatches -> the metrics of a train step, over all ranks."""
+"""Losses of tokens -> the loss of an optimizer step; figures of microbatches -> the metrics of a train step, over all ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,25 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from asyncrl_cli.loop.values import Last, Max, Ratio, Sum, Value
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.train.balance import OptimizerStepPlan
+from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.losses import Metric
 from asyncrl_cli.train.ranks import Ranks
+
+
+def aggregated(loss_N: torch.Tensor, microbatch: Microbatch, plan: OptimizerStepPlan, profile: Profile) -> torch.Tensor:
+    """The microbatch's part of the optimizer step's loss, as `algorithm.loss_agg_mode` adds it up."""
+    match profile.algorithm.loss_agg_mode:
+        case "token-mean":
+            return loss_N.sum() / max(plan.num_loss_tokens, 1)
+        case "seq-mean-token-mean":
+            total = (loss_N / microbatch.trajectory_tokens_N).sum()
+        case "seq-mean-token-sum":
+            total = loss_N.sum()
+        case "seq-mean-token-sum-norm":
+            total = loss_N.sum() / profile.rollout.max_response_tokens
+    return total / max(plan.num_trajectories, 1)
 
 
 def reduced(ranks: Ranks, seen: Sequence[Mapping[str, Metric]]) -> dict[str, Value]:
@@ -28,6 +45,11 @@ def reduced(ranks: Ranks, seen: Sequence[Mapping[str, Metric]]) -> dict[str, Val
         largest = ranks.max(torch.stack([amounts[name].max() for name in maxima])).tolist()
         values |= {name: Max(amount) for name, amount in zip(maxima, largest, strict=True)}
     return values
+
+
+def finite(metrics: Mapping[str, Value]) -> dict[str, Value]:
+    """Those that skipped steps have not spoiled."""
+    return {name: value for name, value in metrics.items() if value.value is not None and math.isfinite(value.value)}
 
 
 def optimizer_metrics(prefix: str, loss: Value, steps: Sequence[tuple[float, float]]) -> dict[str, Value]:

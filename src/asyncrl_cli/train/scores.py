@@ -2,7 +2,7 @@
 
     prox      its logprob by the weights at the window's start
     ref       its logprob by the reference
-    values    the critic's value of the state in which it was sampled
+    critic    the critic's value of the state in which it was sampled
 
 `score` turns groups into a column, in any process that has the stage's model; `PolicyTrainer.train` takes columns and does not
 compute them again. What is not handed in, the trainer computes for the microbatches that it trains (`fill`), once per token.
@@ -13,18 +13,20 @@ Legend: N = sampled tokens of a microbatch; F = those of a rank's share of an op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl_cli.profile import sharing
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import OptimizerStepPlan, PlannedTrajectory
 from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch
 from asyncrl_cli.train.ranks import Ranks
 
-PROX, REF, VALUES = "prox", "ref", "values"
+PROX, REF, VALUES = sharing.PROX, sharing.REF, sharing.CRITIC
 
 Column = Mapping[int, tuple[NDArray[np.float32], ...]]
 """By a group's index: an array per trajectory, a number per sampled token, all segments end to end."""
@@ -34,10 +36,12 @@ Score = Callable[[Microbatch], torch.Tensor]
 """The numbers of a microbatch's sampled tokens, (N); a collective."""
 
 
-def score(name: str, of: Score, payloads: Mapping[int, GroupPayload], *, max_tokens: int, ranks: Ranks) -> Column:
+def score(
+    name: str, of: Score, payloads: Mapping[int, GroupPayload], *, max_tokens: int, ranks: Ranks, are_packed: bool = False
+) -> Column:
     """A column of these groups. A collective; every rank may have groups of its own, or none."""
     plan = _everything(payloads)
-    (parts,) = step_microbatches([plan], payloads, window=0, max_tokens=max_tokens, ranks=ranks)
+    (parts,) = step_microbatches([plan], payloads, window=0, max_tokens=max_tokens, ranks=ranks, are_packed=are_packed)
     fill(name, of, parts)
     counts = sampled_tokens(plan, payloads)
     values_F = joined(name, parts, sum(counts)).float().cpu().numpy()
@@ -53,10 +57,13 @@ def step_microbatches(
     window: int,
     max_tokens: int,
     ranks: Ranks,
+    are_packed: bool = False,
 ) -> list[list[Microbatch]]:
-    """Microbatches of each optimizer step, with the columns of `scores`. Ranks with fewer than another add empty ones, because all
-    must take part in every FSDP collective."""
-    own = [build_microbatches(step, payloads, window=window, max_tokens=max_tokens, device=ranks.device) for step in steps]
+    """Microbatches of each optimizer step, with the columns of `scores`; `max_tokens`: those of one rank. Ranks with fewer than
+    another add empty ones, because all must take part in every FSDP collective."""
+    budget = max_tokens * ranks.sequence_size
+    build = partial(build_microbatches, window=window, max_tokens=budget, device=ranks.device, are_packed=are_packed)
+    own = [build(step, payloads) for step in steps]
     counts = ranks.max(torch.tensor([max(len(parts), 1) for parts in own], device=ranks.device)).tolist()
     work = [parts + _empty(count - len(parts), ranks) for parts, count in zip(own, counts, strict=True)]
     for name, column in (scores or {}).items():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.nn.attention.varlen
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,9 +21,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl_cli.models.attention import Attention, choose_attention
 from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers
 from asyncrl_cli.profile.schema import ActivationCheckpointing, Profile
 from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.unpadded import Divide, choose_division
 from asyncrl_cli.weights.model_files import tensor_files
 
 T = TypeVar("T")
@@ -40,6 +43,7 @@ EXPENSIVE = frozenset(
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
     }
 )
 """Operations whose results `selective` keeps: matrix products and attention, which take nearly all of a layer's time."""
@@ -86,17 +90,27 @@ def sharded(
     # In eval mode: with dropout, prox and theta would be different functions of the same weights.
     model.float().eval().tie_weights()
     added = {name: parameter.detach().clone() for name, parameter in content.named_parameters() if not parameter.is_meta}
-    gathered = divide(model, content, profile, ranks)
+    gathered = _divided(model, content, profile, ranks)
     gathered.to_empty(device=ranks.device)
     model.tie_weights()
     with torch.no_grad():
         _fill_from_files(model, content, added, model_dir, form, trusts=profile.model.trust_remote_code)
         for name, whole in added.items():
-            _fill(content.get_parameter(name), lambda rows, whole=whole: whole[rows])
+            fill(content.get_parameter(name), lambda rows, whole=whole: whole[rows])
     return gathered
 
 
-def divide(model: PreTrainedModel, content: torch.nn.Module, profile: Profile, ranks: Ranks) -> Gathered:
+def choose_computation(
+    gathered: Gathered, model: PreTrainedModel, decoder: PreTrainedModel, ranks: Ranks
+) -> tuple[Attention, Divide]:
+    """The attention function of a filled model, and how its decoder takes microbatches. A collective."""
+    attention = gathered(partial(choose_attention, model))
+    divide = gathered(partial(choose_division, decoder, attention, ranks))
+    gathered.release()
+    return attention, divide
+
+
+def _divided(model: PreTrainedModel, content: torch.nn.Module, profile: Profile, ranks: Ranks) -> Gathered:
     """Shard `content`, which is the model or has its layers."""
     policy, recompute = MixedPrecisionPolicy(), profile.trainer.activation_checkpointing
     if profile.model.dtype == "bfloat16":
@@ -122,10 +136,11 @@ def _fill_from_files(
     if form.converts or read is None:
         read = _rows_of_whole(model_dir, trust_remote_code=trusts)
     for name, tensor in parts.items():
-        _fill(tensor, partial(read, name))
+        fill(tensor, partial(read, name))
 
 
-def _fill(tensor: torch.Tensor, read: Callable[[slice], torch.Tensor]) -> None:
+def fill(tensor: torch.Tensor, read: Callable[[slice], torch.Tensor]) -> None:
+    """Write this rank's rows of a parameter, or a whole buffer; `read` gives rows of the whole tensor."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(read(WHOLE))
     elif len(local := tensor.to_local()):

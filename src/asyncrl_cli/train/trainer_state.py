@@ -2,6 +2,8 @@
 
     <directory>/  rank-00000.safetensors    one file per rank: its rows of weights, moments and the window's first weights; its RNG
                   trainer.json              counters, written by rank 0
+                  critic-00000.safetensors  likewise of the processes of a critic apart, which the ranks' files lack then;
+                  critic.json               read alike, so that a critic may go apart, and come back, at a resume
                   published.safetensors     the published version's weights, if it is not the trainer's own
 
 FSDP2 divides tensors between ranks by rows. The header of a file says which rows it has, so a checkpoint of N ranks loads on any
@@ -28,7 +30,7 @@ from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import first_row
 from asyncrl_cli.weights.model_files import write_weights
 
-COUNTERS_FILE = "trainer.json"
+COUNTERS_FILE, CRITIC_FILE = "trainer.json", "critic.json"
 PUBLISHED_FILE = "published.safetensors"
 CRITIC = "critic."
 """Prefix of the critic's parameters."""
@@ -51,6 +53,14 @@ class Counters(TypedDict):
     reference_logprob: NotRequired[Finite]
 
 
+class CriticCounters(TypedDict):
+    """`critic.json`: of a critic with processes of its own."""
+
+    schema_version: Literal[1]
+    processes: Count
+    critic_steps: Count
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of a tensor, on the host: from `first_row` of the `num_rows` that the whole tensor has."""
@@ -68,47 +78,74 @@ HostState = dict[str, Rows]
 """One rank's share: `<kind>/<parameter>`, and `rng/...`, the rank's random state."""
 
 
-def to_host(ranks: Ranks, like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor]) -> HostState:
-    """Copy this rank's shards and its random state to the host.
+def to_host(like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor]) -> HostState:
+    """Copy this rank's shards to the host.
 
     Keys of `local_tensors` are `<kind>/<parameter>`; shape and sharding are those of the parameter in `like`.
     """
-    state: HostState = {key: _host_rows(like[key.split("/", 1)[1]], local) for key, local in local_tensors.items()}
+    return {key: _host_rows(like[key.split("/", 1)[1]], local) for key, local in local_tensors.items()}
+
+
+def random_state(ranks: Ranks) -> HostState:
+    """This rank's random state."""
     random = {"cpu": torch.get_rng_state()}
     if ranks.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(ranks.device)
-    return state | {f"rng/{kind}/{ranks.rank}": Rows(values, 0, len(values)) for kind, values in random.items()}
+    return {f"rng/{kind}/{ranks.rank}": Rows(values, 0, len(values)) for kind, values in random.items()}
 
 
 def _host_rows(parameter: DTensor, local: torch.Tensor) -> Rows:
     return Rows(torch.empty(local.shape, dtype=local.dtype).copy_(local), first_row(parameter), parameter.shape[0])
 
 
-def rank_file(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank:05d}.safetensors"
+def rank_file(directory: Path, rank: int, role: str = "rank") -> Path:
+    return directory / f"{role}-{rank:05d}.safetensors"
 
 
 def write_state(ranks: Ranks, state: HostState, counters: Mapping[str, float], directory: Path) -> None:
     """Write this rank's file, on rank 0 the counters too, and fsync. Raises the system's OSError if that fails."""
     directory.mkdir(parents=True, exist_ok=True)
-    places = json.dumps({key: (rows.first_row, rows.num_rows) for key, rows in state.items()})
-    write_weights({key: rows.tensor for key, rows in state.items()}, rank_file(directory, ranks.rank), rows=places)
+    _write_rows(state, rank_file(directory, ranks.rank))
     if ranks.rank == 0:
         content = Counters(schema_version=2, ranks=ranks.world_size, **counters)
         (directory / COUNTERS_FILE).write_text(json.dumps(content, indent=1) + "\n")
     sync_files(directory)
 
 
+def write_critic(ranks: Ranks, state: HostState, critic_steps: int, directory: Path) -> None:
+    """The same for a process of a critic apart, beside the trainer's files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_rows(state, rank_file(directory, ranks.rank, "critic"))
+    if ranks.rank == 0:
+        content = CriticCounters(schema_version=1, processes=ranks.world_size, critic_steps=critic_steps)
+        (directory / CRITIC_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    sync_files(directory)
+
+
+def _write_rows(state: HostState, path: Path) -> None:
+    places = json.dumps({key: (rows.first_row, rows.num_rows) for key, rows in state.items()})
+    write_weights({key: rows.tensor for key, rows in state.items()}, path, rows=places)
+
+
 class SavedState:
-    """A trainer state on disk, opened. `shapes`: of the whole tensors. RefusedError unless all ranks' files are there and fit."""
+    """A trainer state on disk, opened, with that of a critic apart. `shapes`: of the whole tensors; `critic_steps`: the critic's
+    optimizer steps. RefusedError unless all files are there and fit."""
 
     def __init__(self, directory: Path) -> None:
         self.counters = load_json(directory / COUNTERS_FILE, Counters, hint=ANOTHER)
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._parts: dict[str, list[tuple[int, Any]]] = {}
-        for rank in range(self.counters["ranks"]):
-            path = rank_file(directory, rank)
+        self.critic_steps = self.counters.get("critic_steps", 0)
+        self._open("rank", self.counters["ranks"])
+        if (directory / CRITIC_FILE).exists():
+            of_critic = load_json(directory / CRITIC_FILE, CriticCounters, hint=ANOTHER)
+            self.critic_steps = of_critic["critic_steps"]
+            self._open("critic", of_critic["processes"])
+
+    def _open(self, role: str, num_files: int) -> None:
+        for number in range(num_files):
+            path = rank_file(self.directory, number, role)
             try:
                 self._add(path)
             except (SafetensorError, OSError, ValueError) as error:
@@ -138,6 +175,14 @@ class SavedState:
                 num_read += high - low
         if num_read != len(into):
             raise RefusedError(f"{self.directory} has {num_read} of {len(into)} rows of {key}", hint=ANOTHER)
+
+
+def restore(like: dict[str, DTensor], live: dict[str, torch.Tensor], saved: SavedState, random: HostState | None = None) -> None:
+    """Fill this rank's live shards from disk, keyed and shaped as in `to_host`, and set the random states that `random` names."""
+    state = to_host(like, live)
+    read_state(state | (random or {}), saved)
+    for key, tensor in live.items():
+        tensor.copy_(state[key].tensor)
 
 
 def read_state(state: HostState, saved: SavedState) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.loop.attempts import AttemptKey, PartKey
+from asyncrl_cli.loop.attempts import AttemptKey, Kept, PartKey
+from asyncrl_cli.loop.ports import SoFar
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.travel_book import TravelBook
 
@@ -36,19 +37,22 @@ class PartBook:
     version: int
     num_responses: int
     indices: tuple[int, ...] = ()
+    goes_on: dict[int, Kept] = field(default_factory=dict)
     has_ended: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class LiveAttempt:
     """An attempt that is running, finished or in training. `parts` by number, without those that were lost; `num_lost` responses of
-    these have not been placed again. `tokens`, `num_kept`, `rewards` and `payloads`: of what has ended. `columns` by scorer."""
+    these have not been placed again, and go on from what was `kept` of them. `tokens`, `num_kept`, `rewards` and `payloads`: of
+    what has ended. `columns` by scorer."""
 
     account: str
     deadline: int = -1
     parts: dict[int, PartBook] = field(default_factory=dict)
     num_parts: int = 0
     num_lost: int = 0
+    kept: dict[int, Kept] = field(default_factory=dict)
     num_kept: int = 0
     rewards: set[float] = field(default_factory=set)
     tokens: int = 0
@@ -59,6 +63,10 @@ class LiveAttempt:
     def began(self) -> int:
         """The oldest version that it started on."""
         return min(part.version for part in self.parts.values())
+
+    @property
+    def kept_tokens(self) -> int:
+        return sum(kept.tokens for kept in self.kept.values())
 
     @property
     def payload(self) -> tuple[Any, ...]:
@@ -74,8 +82,10 @@ class WorkerBook:
     loading: bool = True
     down: bool = False
     was_lost: bool = False
+    away: bool = False
     held_when_lost: int = -1
     running_tokens: int = 0
+    so_far: SoFar = field(default_factory=SoFar)
     unfinished: dict[PartKey, int] = field(default_factory=dict)
     eval_sequences: int = 0
 
@@ -161,6 +171,12 @@ class Books:
 
     def unscored(self, scorer: str) -> list[AttemptKey]:
         """What the scorer should compute next: what could be taken now, then the rest, in finish order."""
+        if scorer == "prox":  # of the window's weights: what the window still takes
+            of_window = self.takeable(self.takes_left, unscored=True)
+            return [key for key in sorted(of_window, key=self.finish_order.index) if scorer not in self.live[key].columns]
+        if scorer == "critic":  # after the train step before: what the next one takes
+            of_step = self.takeable(self.settings.schedule.step_groups, unscored=True)
+            return [key for key in sorted(of_step, key=self.finish_order.index) if scorer not in self.live[key].columns]
         could = self.takeable(len(self.finish_order), unscored=True)
         order = [*sorted(could, key=self.finish_order.index), *(key for key in self.finish_order if key not in could)]
         return [key for key in order if scorer not in self.live[key].columns]
@@ -247,17 +263,36 @@ class Books:
             "version": self.version,
             "taken_in_window": self.taken_in_window,
             "admitted": self.admitted,
-            "live": [[*key, live.account, live.deadline, live.tokens, live.payload] for key, live in self.live.items()],
+            "live": [self._live_state(key, live) for key, live in self.live.items()],
             "finish_order": [list(key) for key in self.finish_order],
             "ended": [[*key, account] for key, account in self.ended.items()],
             "waiting": [list(key) for key in self.waiting],
             "stale_requeues": [[*prompt, count] for prompt, count in self.stale_requeues.items()],
         }
 
+    def _live_state(self, key: AttemptKey, live: LiveAttempt) -> list[Any]:
+        """A running part survives as what its worker has just said of it."""
+        ended = [[number, part.version, part.indices] for number, part in live.parts.items() if part.has_ended]
+        kept = dict(live.kept)
+        for number, part in live.parts.items():
+            if live.account == "running" and not part.has_ended:
+                kept |= self.workers[part.worker].so_far.kept.get(PartKey(key, number), {})
+        told = [[index, one.version_tokens, one.is_whole] for index, one in kept.items()]
+        payloads, rewards = list(live.payloads.items()), sorted(live.rewards)
+        tokens = [live.account, live.deadline, live.tokens, payloads, live.num_kept, rewards]
+        return [*key, *tokens, ended, live.num_parts, told]
+
     def restore(self, state: Mapping[str, Any]) -> None:
         self.version, self.taken_in_window, self.admitted = state["version"], state["taken_in_window"], state["admitted"]
-        for *key, account, deadline, tokens, payload in state["live"]:
-            live = LiveAttempt(account=account, deadline=deadline, tokens=tokens, payloads=dict(enumerate(payload)))
+        for *key, account, deadline, tokens, payloads, num_kept, rewards, parts, num_parts, kept in state["live"]:
+            live = LiveAttempt(account=account, deadline=deadline, tokens=tokens, payloads=dict(payloads), num_parts=num_parts)
+            live.num_kept, live.rewards = num_kept, set(rewards)
+            for number, version, indices in parts:
+                part = PartBook(worker="", version=version, num_responses=len(indices), indices=tuple(indices), has_ended=True)
+                live.parts[number] = part
+            if account == "running":
+                live.num_lost = self.settings.profile.rollout.n - sum(part.num_responses for part in live.parts.values())
+            live.kept = {index: Kept(tuple((v, count) for v, count in versions), whole) for index, versions, whole in kept}
             self.live[AttemptKey(*key)] = live
         self.finish_order = [AttemptKey(*key) for key in state["finish_order"]]
         self.ended = {AttemptKey(*key): account for *key, account in state["ended"]}

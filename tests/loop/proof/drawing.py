@@ -9,8 +9,9 @@ from fractions import Fraction
 from typing import Literal
 
 from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD
 from tests.loop.keywords import changed, loop_settings
-from tests.loop.proof.faults import Fault, FaultKind, draw_faults, draw_worker_faults
+from tests.loop.proof.faults import Fault, FaultKind, draw_faults, draw_lack_of_room, draw_worker_faults
 
 MODES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off", "colocate")
 MAX_TOKENS = 300
@@ -46,8 +47,17 @@ class Scenario:
     tool_s: float = 0.0
     failing_tools: float = 0.0
     hanging_tools: float = 0.0
-    group_score_s: float | None = None
-    """Seconds that the scorer `ref` takes for a group; None: there is no scorer."""
+    scorers: tuple[str, ...] = ()
+    group_score_s: float = 0.0
+    """Seconds that a scorer takes for a group."""
+    learn_s: float = 0.0
+    """Seconds for which a critic learns from a train step."""
+
+    def workers_of(self, leg: int) -> int:
+        """A resumed run may have more workers or fewer, as long as a group finds room."""
+        least = -(-self.settings.profile.rollout.n // self.slots) if self.settings.profile.rollout.placement == "response" else 1
+        others = random.Random(f"workers {self.seed} {leg}").choice((self.num_workers, 1, 2, 4))
+        return max(others, least) if leg else self.num_workers
 
     def __str__(self) -> str:
         shown = [name for name in (field.name for field in fields(self)) if name != "settings"]
@@ -125,17 +135,31 @@ def _with_turns(scenario: Scenario, *, is_certain: bool) -> Scenario:
 
 
 def _with_scorer(scenario: Scenario, expected_s: float, *, is_certain: bool) -> Scenario:
-    """A scorer in a quarter of the scenarios in which it can have resources of its own: one that always waits, one that keeps up,
-    one that all wait for. In half of these it dies or hangs, once or as often as restarts are allowed."""
+    """Scorers in a quarter of the scenarios in which they can have resources of their own: some that always wait, some that keep
+    up, some that all wait for. In half of these one dies or hangs, once or as often as restarts are allowed."""
     rng = random.Random(f"scorer {scenario.seed}")
     if (rng.random() < 3 / 4 and not is_certain) or scenario.mode == "colocate":
         return scenario
     step_groups = scenario.settings.schedule.step_groups
+    scorers = tuple(rng.sample((REF, PROX, REWARD), rng.choice((1, 1, 2, 3))))
+    mortal = rng.choice(scorers)
     num_faults = rng.randint(1, max(1, scenario.settings.profile.rollout.max_restarts)) if rng.random() < 0.5 else 0
     kinds = (FaultKind.WORKER_DIES, FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS)
-    faults = [Fault(kind=rng.choice(kinds), executor="ref", at_s=rng.random() * expected_s) for _ in range(num_faults)]
+    faults = [Fault(kind=rng.choice(kinds), executor=mortal, at_s=rng.random() * expected_s) for _ in range(num_faults)]
     group_score_s = rng.choice((0.0, 0.5 * scenario.train_s, scenario.train_s, 2 * scenario.train_s + 0.5)) / step_groups
-    return replace(scenario, group_score_s=group_score_s, faults=(*scenario.faults, *faults))
+    with_scorers = replace(scenario, scorers=scorers, group_score_s=group_score_s, faults=(*scenario.faults, *faults))
+    return _with_critic(with_scorers, expected_s)
+
+
+def _with_critic(scenario: Scenario, expected_s: float) -> Scenario:
+    """A critic beside a third of them, whose faults end the run, as a trainer's."""
+    rng = random.Random(f"critic {scenario.seed}")
+    if rng.random() < 2 / 3:
+        return scenario
+    kind = rng.choice((FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS))
+    faults = [Fault(kind=kind, executor=CRITIC, at_s=rng.random() * expected_s)] if rng.random() < 0.2 else []
+    learn_s = rng.choice((0.0, 0.5, 2.0)) * scenario.train_s
+    return replace(scenario, scorers=(*scenario.scorers, CRITIC), learn_s=learn_s, faults=(*scenario.faults, *faults))
 
 
 def _with_placement(scenario: Scenario) -> Scenario:
@@ -162,6 +186,11 @@ def _with_restarts(scenario: Scenario, expected_s: float) -> Scenario:
         loads=settings.schedule.train_steps // settings.schedule.window_steps,
     )
     restart_s = rng.choice((0.0, 1.0, 20.0))
+    if not settings.profile.placement.colocate and (few := random.Random(f"away {scenario.seed}")).random() < 0.5:
+        names = worker_names(scenario.num_workers)
+        least = few.randint(1, scenario.num_workers)
+        settings = changed(settings, min_workers=least)
+        faults += draw_lack_of_room(few, workers=names, at_most=3) if least < scenario.num_workers else []
     return replace(scenario, settings=settings, faults=(*scenario.faults, *faults), restart_s=restart_s)
 
 

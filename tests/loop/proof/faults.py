@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import zlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.errors import ExecutorFailed, ExecutorLost, NoRoom
 from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, PartKey, PartResult
 from asyncrl_cli.loop.ports import (
     EvalRequest,
@@ -25,6 +26,7 @@ from asyncrl_cli.loop.ports import (
     PartRequest,
     Progress,
     Published,
+    SoFar,
     TrainBatch,
     TrainReport,
 )
@@ -37,7 +39,8 @@ from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTime
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 
 T = TypeVar("T")
-CALL_KEY, WEIGHTS_KEY = "rollout.call_timeout_s", "weights.timeout_s"
+CALL_KEY, WEIGHTS_KEY, SO_FAR = "rollout.call_timeout_s", "weights.timeout_s", "so far"
+SO_FAR_S, NO_ROOM_AFTER_S = 5.0, 3.0
 
 
 class FaultKind(StrEnum):
@@ -55,6 +58,8 @@ class FaultKind(StrEnum):
     """A transfer fails."""
     REPEATED_PREFETCH = "repeated prefetch"
     """A transfer arrives a second time, `seconds` later."""
+    NO_ROOM = "no room"
+    """There is no place for the process of a restart."""
     REWARD_RAISES = "reward raises"
     """The reward of one trajectory of a part raises."""
     STEP_FAILS = "train step fails"
@@ -172,7 +177,7 @@ class Mortal:
         if self._is_hung:
             task.cancel()
         task.add_done_callback(partial(_pass_on, answer))
-        limit_s = {"": None, CALL_KEY: self._call_timeout_s, WEIGHTS_KEY: self._weights_timeout_s}[key]
+        limit_s = {"": None, CALL_KEY: self._call_timeout_s, WEIGHTS_KEY: self._weights_timeout_s, SO_FAR: SO_FAR_S}[key]
         try:
             async with asyncio.timeout(limit_s):
                 return await answer
@@ -232,6 +237,9 @@ class FaultyWorker(Mortal, KeepingWorker):
             self._broken.add(request.key)
         super().submit(request)
 
+    async def so_far(self) -> SoFar:
+        return await self._ask(super().so_far(), "what its responses have so far", SO_FAR)
+
     async def abort(self, key: AttemptKey) -> None:
         await self._ask(super().abort(key), f"the abort of {key}", CALL_KEY)
 
@@ -263,6 +271,9 @@ class FaultyWorker(Mortal, KeepingWorker):
         await self._ask(super().resume(), "a resume", CALL_KEY)
 
     async def restart(self) -> None:
+        if self._meets(FaultKind.NO_ROOM) is not None:
+            await asyncio.sleep(NO_ROOM_AFTER_S)
+            raise NoRoom("simulated lack of room", executor=self.name)
         for repeat in self._repeats:
             repeat.cancel()
         await self._reborn(super().restart())
@@ -303,16 +314,45 @@ class FaultyScorer(Mortal, SimulatedScorer):
         self._face(faults, call_timeout_s)
         self._on_report = on_report
 
-    async def score(self, groups: Sequence[GroupResult]) -> tuple[Sequence[Any], ExecutorReport]:
-        return await self._ask(self._score(groups), f"the columns of {len(groups)} groups", CALL_KEY)
+    async def load(self, published: Published) -> None:
+        await self._ask(super().load(published), f"the load of version {published.version}", CALL_KEY)
+
+    async def score(
+        self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Any], ExecutorReport]:
+        return await self._ask(self._score(groups, items), f"the columns of {len(groups)} groups", CALL_KEY)
+
+    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        """Half a point for each."""
+        return await self._ask(self._judge(items), "the scores of an eval", CALL_KEY)
+
+    async def _judge(self, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        await asyncio.sleep(self._times.score_s(()))
+        return [0.5] * len(items)
+
+    async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
+        return await self._ask(self._learn(batch), f"what it learns in step {batch.step}", CALL_KEY)
 
     async def report(self) -> ExecutorReport:
         return await self._ask(self._report(), "a report", CALL_KEY)
 
-    async def _score(self, groups: Sequence[GroupResult]) -> tuple[Sequence[Any], ExecutorReport]:
-        columns, report = await super().score(groups)
+    def _column(self, group: GroupResult) -> Any:
+        """A reward model tells the trajectories of every second group apart."""
+        if self.name != "reward" or zlib.crc32(str(group.key).encode()) % 2:
+            return super()._column(group)
+        return tuple(index / 2 for index in range(len(group.trajectories)))
+
+    async def _score(
+        self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Any], ExecutorReport]:
+        columns, report = await super().score(groups, items)
         self._on_report(report)
         return columns, report
+
+    async def _learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
+        made, report = await super().learn(batch)
+        self._on_report(report)
+        return made, report
 
     async def _report(self) -> ExecutorReport:
         report = await super().report()
@@ -365,4 +405,13 @@ def draw_worker_faults(rng: random.Random, *, workers: Sequence[str], at_most: i
         Fault(kind=rng.choice(kinds), executor=worker, at_s=rng.random() * until_s, nth=rng.randint(1, max(1, loads)))
         for worker in workers
         for _ in range(rng.randint(0, at_most))
+    ]
+
+
+def draw_lack_of_room(rng: random.Random, *, workers: Sequence[str], at_most: int) -> list[Fault]:
+    """The first restarts of some workers find no room."""
+    return [
+        Fault(kind=FaultKind.NO_ROOM, executor=worker, nth=nth)
+        for worker in workers
+        for nth in range(1, 1 + rng.choice((0, 0, 1, at_most)))
     ]

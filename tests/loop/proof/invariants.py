@@ -12,6 +12,7 @@ hears every call to an executor. From both it keeps books of its own (`books.py`
     loads        versions rise, nothing starts in a load, at most two published versions are on their way
     sync         with weights.mode = "sync" a window is trained only when every worker holds its version
     time         every executor's states, and the parts of every step, sum to the time that passed
+    resume       what a checkpoint has of running responses is neither forgotten nor made again
     restarts     as many as allowed, of workers that are down; only their responses are lost, which are placed again before any new
                  group, and nothing starts before a load
     ends         at the right number of groups, with nothing left over, within the limits of a stop
@@ -74,7 +75,6 @@ class Invariants:
         """From now on the loop's own counters are compared, too."""
         groups, ledger = pipeline.board.groups, self.ledger
         self._loop = LoopWatch(groups, self.settings, self.books, self.check)
-        ledger.is_resuming = False
         tokens, mine = (groups.tokens_discarded, groups.tokens_trained), (ledger.discarded_tokens, ledger.trained_tokens)
         self.check(tokens == mine, "waste", f"{tokens} tokens are discarded and trained at the start, counted {mine}")
         self._compare_everything()
@@ -152,7 +152,8 @@ class Invariants:
         self.check(not books.live and not books.waiting, "ends", f"{totals} at the end, {books.waiting} wait to start again")
         num_windows = -(-settings.schedule.train_steps // settings.schedule.window_steps)
         self.check(books.version == num_windows, "ends", f"version {books.version} after {num_windows} windows")
-        held = {name: max(worker.version, worker.held_when_lost) for name, worker in books.workers.items()}
+        present = {name: worker for name, worker in books.workers.items() if not worker.away}
+        held = {name: max(worker.version, worker.held_when_lost) for name, worker in present.items()}
         self.check(set(held.values()) == {num_windows}, "ends", f"the workers held {held}, the last version is {num_windows}")
         outcomes = {key[:2]: account for key, account in books.ended.items() if account != "requeued"}
         num_fed = len(self.ledger.fed)
@@ -180,6 +181,8 @@ class Invariants:
         self.check(books.takes_left == 0, "steps", f"a window ends with {books.takes_left} groups to take")
         self.check(books.totals()["training"] == 0, "steps", "a window ends within a train step")
         books.version, books.taken_in_window = version, 0
+        for attempt in books.live.values():
+            attempt.columns.pop("prox", None)
         for name, worker in books.workers.items():
             if not worker.loading:
                 books.travel.set_out(name, worker.unfinished)
@@ -218,17 +221,31 @@ class Invariants:
         left = event.fields["restarts_left"]
         self.check(left == allowed - self.lost[name], "restarts", f"{name}: {left} restarts are said to be left")
         if name in self.books.scorers:
+            self.ledger.scorer_lost(name)
             return
+        self._lose(name)
+
+    def _lose(self, name: str) -> None:
         self.ledger.discarded_tokens += self.books.workers[name].lost()
         self.books.travel.lost(name)
         self.ledger.lost(name)
+
+    def _on_away(self, event: Event) -> None:
+        """The run goes on without a worker: enough others are there, or about to be."""
+        name, least = event.fields["worker"], self.settings.profile.rollout.min_workers
+        book, others = self.books.workers[name], [book for other, book in self.books.workers.items() if other != name]
+        here = sum(not other.away for other in others)
+        self.check(least is not None and here >= least, "restarts", f"{name} is away, {here} others are not, {least} are needed")
+        if not book.down:
+            self._lose(name)
+        book.away = True
 
     def _on_restarted(self, event: Event) -> None:
         if event.fields["worker"] in self.books.scorers:
             return
         book = self.books.workers[event.fields["worker"]]
         self.check(book.down and book.loading, "restarts", f"{event.fields['worker']} is back, and was not down")
-        book.down = False
+        book.down = book.away = False
 
     def _on_resumed(self, event: Event) -> None:
         self.check(event.fields["from_step"] == self.steps.number, "cut", f"resumed from step {event.fields['from_step']}")

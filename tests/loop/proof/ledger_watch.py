@@ -6,11 +6,12 @@ sampled.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult
-from asyncrl_cli.loop.ports import PartRequest
+from asyncrl_cli.loop.ports import PartRequest, SoFar
 from asyncrl_cli.loop.watching import Event
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books, LiveAttempt, PartBook
@@ -31,7 +32,9 @@ class LedgerWatch:
         self.in_training: tuple[GroupResult, ...] = ()
         self.must_go: set[AttemptKey] = set()
         self.computed: set[tuple[str, AttemptKey]] = set()
-        self.is_resuming = True
+        self.rewarded: dict[AttemptKey, tuple[float, ...]] = {}
+        """Rewards with the reward model's scores."""
+        self.asked: set[PartKey] = set()
         self.has_exhausted = False
         self.discarded_tokens = 0
         self.trained_tokens = 0
@@ -42,14 +45,16 @@ class LedgerWatch:
         handle(event.key, event)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: what runs at the cut is lost to a resumed run, whose tokens count as discarded."""
-        running = [live.tokens for live in self.books.live.values() if live.account == "running"]
-        generating = sum(worker.running_tokens for worker in self.books.workers.values())
-        return {
+        """For a checkpoint: what a worker says it cannot keep is lost to a resumed run, whose tokens count as discarded."""
+        lost_tokens = sum(worker.so_far.rest_tokens for worker in self.books.workers.values())
+        state = {
             "books": self.books.state(),
             "fed": [list(prompt) for prompt in self.fed],
-            "tokens": [self.discarded_tokens + sum(running) + generating, self.trained_tokens],
+            "tokens": [self.discarded_tokens + lost_tokens, self.trained_tokens],
         }
+        for worker in self.books.workers.values():
+            worker.so_far = SoFar()
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.books.restore(state["books"])
@@ -65,13 +70,13 @@ class LedgerWatch:
             self.check(False, "ledger", f"{request.key} was never placed")
             return
         check(part.worker == worker, "slots", f"{request.key} was placed on {part.worker}, and {worker} is asked")
-        check(not part.indices, "ledger", f"{request.key} is asked for twice")
+        check(request.key not in self.asked, "ledger", f"{request.key} is asked for twice")
         check(
             len(request.indices) == part.num_responses, "slots", f"{request.key}: {request.indices} for {part.num_responses} slots"
         )
-        others = {index for other in attempt.parts.values() for index in other.indices}
-        check(not others.intersection(request.indices), "ledger", f"{request.key}: {request.indices} run already: {others}")
-        part.indices = request.indices
+        check(request.indices == part.indices, "ledger", f"{request.key}: {request.indices} are asked for, not {part.indices}")
+        check(dict(request.goes_on) == part.goes_on, "resume", f"{request.key} goes on with {request.goes_on}, not {part.goes_on}")
+        self.asked.add(request.key)
 
     def part_ended(self, worker: str, result: PartResult) -> None:
         """A worker has returned a part: check its tokens, before the loop sees it."""
@@ -92,6 +97,7 @@ class LedgerWatch:
         attempt.payloads[number] = result.payload
         del self.books.workers[worker].unfinished[result.key]
         self._check_tokens(result, part.version, self.books.workers[worker].version)
+        self._check_kept(result, part)
 
     def _check_tokens(self, result: PartResult, began: int, newest: int) -> None:
         for meta in result.trajectories:
@@ -106,6 +112,17 @@ class LedgerWatch:
             )
             if self.settings.interrupt == "drain":
                 self.check(meta.span == 0, "spans", f"{result.key}: a span of {meta.span} without partial rollouts")
+
+    def _check_kept(self, result: PartResult, part: PartBook) -> None:
+        """What its responses went on from is among its tokens."""
+        if result.failures:
+            return
+        kept, has = Counter[int](), Counter[int]()
+        for one in part.goes_on.values():
+            kept.update(dict(one.version_tokens))
+        for meta in result.trajectories:
+            has.update(dict(meta.version_tokens))
+        self.check(kept <= has, "resume", f"{result.key} went on from tokens of {dict(kept)}, and has {dict(has)}")
 
     def lost(self, worker: str) -> None:
         """The worker's process is gone, and with it the parts that ran there; those that have ended stay."""
@@ -149,11 +166,26 @@ class LedgerWatch:
     def _place(self, key: AttemptKey, placed: Mapping[str, int]) -> None:
         attempt, workers = self.books.live[key], self.books.workers
         for name, num_responses in placed.items():
-            part = PartBook(worker=name, version=workers[name].version, num_responses=num_responses)
+            part = self._part_on(attempt, name, num_responses)
             attempt.parts[attempt.num_parts] = part
             workers[name].unfinished[PartKey(key, attempt.num_parts)] = num_responses
             attempt.num_parts += 1
+        self.check(not attempt.kept, "resume", f"{key}: what was kept of {list(attempt.kept)} is forgotten")
         attempt.deadline = attempt.began + self.settings.schedule.max_staleness
+
+    def _part_on(self, attempt: LiveAttempt, worker: str, num_responses: int) -> PartBook:
+        """The first responses that nobody has. Without partial rollouts an unfinished one goes on with its own version alone."""
+        version, placed = self.books.workers[worker].version, {i for part in attempt.parts.values() for i in part.indices}
+        indices = tuple(index for index in range(self.settings.profile.rollout.n) if index not in placed)[:num_responses]
+        part = PartBook(worker=worker, version=version, num_responses=num_responses, indices=indices)
+        for index in indices:
+            if (kept := attempt.kept.pop(index, None)) is None:
+                continue
+            if kept.is_whole or self.settings.interrupt != "drain" or {v for v, _ in kept.version_tokens} == {version}:
+                part.goes_on[index], part.version = kept, min(part.version, *(v for v, _ in kept.version_tokens))
+            else:
+                self.discarded_tokens += kept.tokens
+        return part
 
     def _check_prompt(self, key: AttemptKey) -> None:
         """A prompt starts once, or again right after it was requeued; requeued ones come first."""
@@ -171,13 +203,15 @@ class LedgerWatch:
         self._check_whole(key)
         kept = self.books.live[key].num_kept
         self.check(kept >= 2, "ledger", f"{key} finished with {kept} trajectories")
-        self.check(not self._is_equal(key), "filter", f"{key} finished, and its rewards are equal")
+        is_judged = "reward" not in self.books.scorers
+        self.check(not (is_judged and self._is_equal(key)), "filter", f"{key} finished, and its rewards are equal")
         self.books.live[key].account = "finished"
         self.books.finish_order.append(key)
 
     def _is_equal(self, key: AttemptKey) -> bool:
         """Whether the group is to be left out for equal rewards."""
-        return self.settings.profile.algorithm.filter_groups and len(self.books.live[key].rewards) == 1
+        rewards = set(self.rewarded.get(key, ())) or self.books.live[key].rewards
+        return self.settings.profile.algorithm.filter_groups and len(rewards) == 1
 
     def _check_whole(self, key: AttemptKey) -> None:
         """Every response of a running group has come back, exactly once."""
@@ -196,6 +230,19 @@ class LedgerWatch:
         self.check((scorer, key) in self.computed, "scores", f"{key} counts as scored, and {scorer} has not scored it")
         columns[scorer] = (scorer, key)
 
+    def taken(self) -> None:
+        """The next step's groups are chosen: other groups' values are of another critic than they will be trained with."""
+        self.computed = {(scorer, key) for scorer, key in self.computed if scorer != "critic"}
+        for attempt in self.books.live.values():
+            if attempt.account == "finished":
+                attempt.columns.pop("critic", None)
+
+    def scorer_lost(self, scorer: str) -> None:
+        """Its columns may be lost with it, but for rewards, which are values."""
+        for attempt in self.books.live.values():
+            if attempt.account == "finished" and scorer != "reward":
+                attempt.columns.pop(scorer, None)
+
     def _training(self, key: AttemptKey, event: Event) -> None:
         books = self.books
         self._expect(key, "finished")
@@ -203,6 +250,7 @@ class LedgerWatch:
         self.check(books.is_scored(key), "scores", f"{key} is taken with the columns {list(books.live[key].columns)}")
         earlier = books.finish_order[: books.finish_order.index(key)]
         first = next((other for other in earlier if books.is_scored(other) and books.may_take(other)), key)
+        self.check(not self._is_equal(key), "filter", f"{key} is taken, and its rewards are equal")
         self.check(first == key, "takes", f"{key} is taken before {first}, which finished earlier and may be taken")
         books.finish_order.remove(key)
         books.live[key].account = "training"
@@ -226,7 +274,10 @@ class LedgerWatch:
             self.check(kept < 2, "ledger", f"{key} is dropped with {kept} trajectories")
             self.discarded_tokens += self.books.live[key].tokens
         elif reason == "equal rewards":
-            self._check_whole(key)
+            if "reward" in self.books.scorers:
+                self._expect(key, "finished")
+            else:
+                self._check_whole(key)
             self.check(self._is_equal(key), "filter", f"{key} is left out with rewards {self.books.live[key].rewards}")
             self.discarded_tokens += self.books.live[key].tokens
         else:
@@ -244,7 +295,7 @@ class LedgerWatch:
             may_exhaust = not self.has_exhausted or self.settings.profile.async_training.on_exhausted == "fail"
             self.check(may_exhaust, "staleness", f"{key} was requeued {count} times")
         else:
-            self.check(self.is_resuming, "ledger", f"{key} is requeued ({reason}) in the middle of a run")
+            self.check(False, "ledger", f"{key} is requeued: {reason}")
         self._ends(key, "requeued")
         self.books.waiting.append(key)
 
@@ -256,7 +307,7 @@ class LedgerWatch:
             f"{key} is given up under {self.settings.profile.async_training.on_stale}",
         )
         self.check(attempt.deadline < self.books.version, "staleness", f"{key} is given up before its deadline {attempt.deadline}")
-        self.discarded_tokens += attempt.tokens
+        self.discarded_tokens += attempt.tokens + attempt.kept_tokens
 
     def _expect(self, key: AttemptKey, account: str) -> None:
         attempt = self.books.live.get(key)

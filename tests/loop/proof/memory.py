@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from asyncrl_cli.loop.board import ResumeFrom
+from asyncrl_cli.loop.ports import Cut
+
+
+def resume_from(cut: Cut, state: Mapping[str, Any]) -> ResumeFrom:
+    """What a checkpoint gives back: its arrays, and those of what running groups had."""
+    payloads = [*cut.payloads, *((f"so far of {key}",) for key in cut.kept)]
+    return ResumeFrom(loop_state=state, payloads=payloads)
 
 
 class MemoryCheckpoints:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, NoRoom, StallError
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.profile.sharing import CRITIC
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.sequences import ToolCall
 from asyncrl_cli.simulate.simulated_scorer import ScorerTimes
@@ -29,7 +30,7 @@ from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, TOOL_TIMEOUT_S, Scenario, draw, worker_names
 from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyScorer, FaultyWorker, KeepingTrainer
 from tests.loop.proof.invariants import InvariantError, Invariants
-from tests.loop.proof.memory import MemoryCheckpoints
+from tests.loop.proof.memory import MemoryCheckpoints, resume_from
 from tests.loop.proof.shuffled import loop_of
 from tests.loop.proof.watched import WatchedFeed, WatchedScorer, WatchedTrainer, WatchedWorker
 
@@ -55,14 +56,14 @@ class Outcome:
 def run(scenario: Scenario) -> Outcome:
     """Run a scenario; while it ends early, and once if it is drawn so, resume it from a checkpoint and run that."""
     outcome, faults = Outcome(scenario=scenario), Faults(scenario.faults)
-    resume_from: ResumeFrom | None = None
+    resumed: ResumeFrom | None = None
     try:
         for leg in range(_MAX_LEGS):
-            cuts, error = _leg(scenario, outcome, faults, leg, resume_from)
+            cuts, error = _leg(scenario, outcome, faults, leg, resumed)
             cut = _cut_to_resume(scenario, cuts, error, leg)
             if cut is None:
                 break
-            resume_from = ResumeFrom(loop_state=cut[1], payloads=cut[0].payloads)
+            resumed = resume_from(*cut)
     except Exception as error:
         outcome.broken = error
     outcome.faults.update({kind.value: count for kind, count in faults.happened.items()})
@@ -84,9 +85,8 @@ def _leg(
     """One run of the loop. Returns its checkpoints and what it raised, for a reason that the scenario explains."""
 
     async def main() -> tuple[list[Any], AsyncrlError | None]:
-        slots = dict.fromkeys(worker_names(scenario.num_workers), scenario.slots)
-        scorers = () if scenario.group_score_s is None else ("ref",)
-        invariants = Invariants(scenario.settings, slots, seed=scenario.seed, scorers=scorers)
+        slots = dict.fromkeys(worker_names(scenario.workers_of(leg)), scenario.slots)
+        invariants = Invariants(scenario.settings, slots, seed=scenario.seed, scorers=scenario.scorers)
         try:
             return await _run_leg(scenario, invariants, faults, leg, resume_from)
         finally:
@@ -120,7 +120,7 @@ async def _run_leg(
     happened = [fault for fault in pending if fault not in faults.pending]
     invariants.end(error, _stop_limit_s(scenario, happened))
     _check_explained(scenario, invariants, error, happened)
-    if error is not None and not any(fault.kind is FaultKind.STEP_FAILS for fault in happened):
+    if error is not None and not any(map(_has_no_restart, happened)):
         _check_last_cut(invariants, [cut.step for cut, _ in checkpoints.cuts], is_resumed=resume_from is not None)
     return checkpoints.cuts, error
 
@@ -135,7 +135,7 @@ def _stop_limit_s(scenario: Scenario, happened: Sequence[Fault]) -> float:
     if any(fault.kind is FaultKind.WORKER_HANGS for fault in happened):
         return scenario.settings.profile.run.stop_grace_s + 2
     stall_s = scenario.gather_s + 2 * scenario.publish_s + 2 * scenario.write_s
-    return scenario.train_s + stall_s + 0.1
+    return max(scenario.train_s, scenario.learn_s) + stall_s + 0.1
 
 
 def _check_explained(scenario: Scenario, invariants: Invariants, error: AsyncrlError | None, happened: Sequence[Fault]) -> None:
@@ -144,11 +144,13 @@ def _check_explained(scenario: Scenario, invariants: Invariants, error: AsyncrlE
     fatal = _not_mended(happened, settings.profile.rollout.max_restarts)
     message = f"{type(error).__name__}: {error}, after {happened}"
     if error is None or isinstance(error, Interrupted):
-        is_quiet = all(fault.kind is FaultKind.WORKER_HANGS or invariants.lost[fault.executor] for fault in fatal)
+        may_be_away = settings.profile.rollout.min_workers is not None
+        is_quiet = all(_goes_unnoticed(scenario, fault) or invariants.lost[fault.executor] or may_be_away for fault in fatal)
         invariants.check(is_quiet or error is not None, "ends", f"no error after {fatal}")
         holds = error is None or (invariants.stop_s is not None and not invariants.failed_with)
     elif isinstance(error, ExecutorFailed):
-        holds = error.executor in {fault.executor for fault in fatal}
+        no_room = {fault.executor for fault in happened if fault.kind is FaultKind.NO_ROOM} if isinstance(error, NoRoom) else set()
+        holds = error.executor in {fault.executor for fault in fatal} | no_room
     elif isinstance(error, StallError):
         holds = any(fault.kind is FaultKind.WORKER_HANGS for fault in fatal)
     else:
@@ -159,11 +161,24 @@ def _check_explained(scenario: Scenario, invariants: Invariants, error: AsyncrlE
     invariants.check(holds, "ends", f"nothing explains {message}")
 
 
+def _goes_unnoticed(scenario: Scenario, fault: Fault) -> bool:
+    """Whether a run may end without having heard of the fault. A scorer with nothing left to do is asked for a report once a
+    second."""
+    age_s = asyncio.get_running_loop().time() - fault.at_s
+    return fault.kind is FaultKind.WORKER_HANGS or (fault.executor in scenario.scorers and age_s <= 1.0)
+
+
 def _not_mended(happened: Sequence[Fault], max_restarts: int) -> list[Fault]:
-    """Fatal faults of executors that had more of them than restarts. (Two that come together cost a worker one restart.)"""
+    """Fatal faults of executors that had more of them than restarts, which a lack of room uses up, too. (Two that come together
+    cost a worker one restart.)"""
     fatal = [fault for fault in happened if fault.kind in FATAL]
-    counts = Counter(fault.executor for fault in fatal)
-    return [fault for fault in fatal if fault.kind is FaultKind.STEP_FAILS or counts[fault.executor] > max_restarts]
+    counts = Counter(fault.executor for fault in happened if fault.kind in FATAL or fault.kind is FaultKind.NO_ROOM)
+    return [fault for fault in fatal if _has_no_restart(fault) or counts[fault.executor] > max_restarts]
+
+
+def _has_no_restart(fault: Fault) -> bool:
+    """Whether it meets who has been trained: the run ends at once."""
+    return fault.kind is FaultKind.STEP_FAILS or fault.executor == CRITIC
 
 
 def _check_last_cut(invariants: Invariants, steps: Sequence[int], *, is_resumed: bool) -> None:
@@ -185,13 +200,13 @@ def _world(
     seed, limit_s = scenario.seed + 2**32 * leg, _load_limit_s(scenario)
     workers = [
         FaultyWorker(name, scenario.slots, times, seed, faults=faults, call_timeout_s=_CALL_TIMEOUT_S)
-        for name in worker_names(scenario.num_workers)
+        for name in worker_names(scenario.workers_of(leg))
     ]
     trainer = KeepingTrainer(_trainer_times(scenario), faults)
     return World(
         feed=WatchedFeed(NumberedFeed(), invariants),
         trainer=WatchedTrainer(trainer, invariants),
-        scorers=[WatchedScorer(_scorer(scenario, invariants, faults), invariants) for _ in invariants.books.scorers],
+        scorers=[WatchedScorer(_scorer(name, scenario, invariants, faults), invariants) for name in scenario.scorers],
         workers=[WatchedWorker(worker, invariants, on_the_way, limit_s) for worker in workers],
         eval_sets={"": [{"uid": f"e{i}", "prompt": str(i)} for i in range(scenario.num_eval_prompts)]},
         observers=[invariants],
@@ -200,10 +215,16 @@ def _world(
     )
 
 
-def _scorer(scenario: Scenario, invariants: Invariants, faults: Faults) -> FaultyScorer:
-    group_s = scenario.group_score_s or 0.0
-    times = ScorerTimes(score_s=lambda groups: len(groups) * group_s, call_tokens=60, restart_s=scenario.restart_s)
-    return FaultyScorer("ref", times, faults=faults, call_timeout_s=_CALL_TIMEOUT_S, on_report=invariants.times.check_report)
+def _scorer(name: str, scenario: Scenario, invariants: Invariants, faults: Faults) -> FaultyScorer:
+    group_s, load_s = scenario.group_score_s, scenario.load_lag_s
+    times = ScorerTimes(
+        score_s=lambda groups: len(groups) * group_s,
+        learn_s=lambda groups: scenario.learn_s,
+        call_tokens=60,
+        load_s=load_s,
+        restart_s=scenario.restart_s,
+    )
+    return FaultyScorer(name, times, faults=faults, call_timeout_s=_CALL_TIMEOUT_S, on_report=invariants.times.check_report)
 
 
 def _worker_times(scenario: Scenario) -> WorkerTimes:

@@ -53,9 +53,14 @@ class StepWatch:
             live = books.live[group.key]
             is_own = group.payload == live.payload and tokens == live.tokens
             self._check(is_own, "ledger", f"{group.key} is trained on what another group generated")
-            has_all = dict(batch.columns[group.key]) == live.columns and books.is_scored(group.key)
+            columns = {name: column for name, column in live.columns.items() if name != "reward"}
+            has_all = dict(batch.columns[group.key]) == columns and books.is_scored(group.key)
             self._check(has_all, "scores", f"{group.key} is trained with the columns {batch.columns[group.key]}")
+            rewards = tuple(meta.reward for meta in group.trajectories)
+            is_rewarded = rewards == self._ledger.rewarded.get(group.key, rewards)
+            self._check(is_rewarded, "scores", f"{group.key} is trained with the rewards {rewards}")
         self._ledger.in_training = groups
+        self._ledger.taken()
         self._check_staleness(groups, window)
 
     def record(self, record: StepRecord) -> None:

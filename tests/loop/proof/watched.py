@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, Prompt
+from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, Prompt
 from asyncrl_cli.loop.ports import (
+    Critic,
+    Cut,
     EvalRequest,
     EvalResult,
     Feed,
@@ -18,8 +21,10 @@ from asyncrl_cli.loop.ports import (
     PartRequest,
     Progress,
     Published,
+    RewardModel,
     RolloutWorker,
     Scorer,
+    SoFar,
     TrainBatch,
     Trainer,
     TrainReport,
@@ -55,6 +60,16 @@ class WatchedWorker:
         check(not self._book.down, "restarts", f"{request.key} starts on {self.name}, which is down")
         self._invariants.ledger.submitted(self.name, request)
         self._worker.submit(request)
+
+    async def so_far(self) -> SoFar:
+        try:
+            found = await self._worker.so_far()
+        except AsyncrlError:
+            self._book.so_far = SoFar(rest_tokens=self._book.running_tokens)
+            raise
+        self._book.so_far = found
+        self._invariants.counts["kept responses"] += sum(map(len, found.kept.values()))
+        return found
 
     async def abort(self, key: AttemptKey) -> None:
         self._invariants.note(f"abort {key} on {self.name}")
@@ -135,6 +150,9 @@ class WatchedWorker:
         await self._worker.resume()
         self._paused = False
 
+    async def node_is_gone(self) -> bool:
+        return await self._worker.node_is_gone()
+
     async def restart(self) -> None:
         check, book = self._invariants.check, self._book
         self._invariants.note(f"{self.name} is restarted")
@@ -163,24 +181,65 @@ class WatchedScorer:
         self.call_tokens = scorer.call_tokens
         self._scorer = scorer
         self._invariants = invariants
-        self._is_scoring = False
+        self._is_scoring = self._is_learning = False
+        self._held = -1
 
-    async def score(self, groups: Sequence[GroupResult]) -> tuple[Sequence[Any], ExecutorReport]:
+    async def load(self, published: Published) -> None:
+        version, current = published.version, self._invariants.books.version
+        self._invariants.note(f"{self.name} loads version {version}")
+        is_due = self.name == "prox" and self._held < version == current
+        self._invariants.check(is_due, "loads", f"{self.name} holds {self._held} and loads {version} in window {current}")
+        await self._scorer.load(published)
+        self._held = version
+
+    async def score(
+        self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Any], ExecutorReport]:
         check, asked = self._invariants.check, [group.key for group in groups]
         self._invariants.note(f"{self.name} scores {len(groups)} groups")
         check(not self._is_scoring, "scores", f"{self.name} has two calls at once")
+        check(not self._is_learning, "scores", f"{self.name} scores before it has learned from the last train step")
+        num_taken = self._num_taken()
         due = self._invariants.books.unscored(self.name)[: len(asked)]
         check(asked == due, "scores", f"{self.name} scores {asked}, should be {due}")
+        is_current = self.name != "prox" or self._held == self._invariants.books.version
+        check(is_current, "scores", f"{self.name} scores with the weights of version {self._held}")
+        check([item["prompt"] for item in items] == [key.uid[1:] for key in asked], "scores", f"{self.name} is given other prompts")
         tokens = [sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups]
         is_small = len(tokens) == 1 or sum(tokens) <= self.call_tokens
+        is_small &= len(tokens) <= self._invariants.settings.schedule.step_groups
         check(bool(tokens) and is_small, "scores", f"{self.name} is given groups of {tokens} tokens")
         self._is_scoring = True
         try:
-            columns, report = await self._scorer.score(groups)
+            columns, report = await self._scorer.score(groups, items)
         finally:
             self._is_scoring = False
-        self._invariants.ledger.computed.update((self.name, key) for key in asked)
+        if self.name == "reward":
+            for group, scores in zip(groups, columns, strict=True):
+                rewarded = tuple(meta.reward + score for meta, score in zip(group.trajectories, scores, strict=True))
+                self._invariants.ledger.rewarded[group.key] = rewarded
+        if self.name != "critic" or num_taken == self._num_taken():
+            self._invariants.ledger.computed.update((self.name, key) for key in asked)
         return columns, report
+
+    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        played = [outcome for outcome in result.outcomes if not isinstance(outcome, Failure)]
+        self._invariants.check(len(items) == len(played) > 0, "scores", f"{self.name} judges {len(items)} of {len(played)}")
+        return await cast(RewardModel, self._scorer).judge(result, items)
+
+    def _num_taken(self) -> int:
+        totals = self._invariants.books.totals()
+        return totals["trained"] + totals["training"]
+
+    async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
+        """All taken groups are those of this step and of those before it."""
+        self._invariants.note(f"{self.name} learns from step {batch.step}")
+        is_due = not self._is_learning and self._num_taken() == batch.step * self._invariants.settings.schedule.step_groups
+        self._invariants.check(is_due, "scores", f"{self.name} learns from step {batch.step} of {self._num_taken()} groups")
+        self._is_learning = True
+        made, report = await cast(Critic, self._scorer).learn(batch)
+        self._is_learning = False
+        return made, report
 
     async def report(self) -> ExecutorReport:
         return await self._scorer.report()
@@ -189,6 +248,7 @@ class WatchedScorer:
         self._invariants.note(f"{self.name} is restarted")
         self._invariants.check(not self._is_scoring, "restarts", f"{self.name} is restarted while it scores")
         self._invariants.times.restarted(self.name)
+        self._held = -1
         await self._scorer.restart()
 
 
@@ -223,8 +283,8 @@ class WatchedTrainer:
         with self._alone(f"snapshot {step}"):
             return await self._trainer.snapshot(step)
 
-    async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
-        await self._trainer.write(step, directory, payloads, with_published)
+    async def write(self, directory: Path, cut: Cut) -> None:
+        await self._trainer.write(directory, cut)
 
     async def report(self) -> ExecutorReport:
         report = await self._trainer.report()

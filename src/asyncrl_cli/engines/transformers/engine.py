@@ -130,7 +130,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         manager.register_result_handler(name, partial(self._on_result, track))
         try:
             how = {"max_new_tokens": track.tokens_left, "eos_token_id": sorted(self._sampler.eos_tokens)}
-            if manager.add_request(track.prompt_tokens, request_id=name, **how) is None:
+            if manager.add_request([*track.prompt_tokens, *track.tokens], request_id=name, **how) is None:
                 cause = manager.background_thread_status.fatal_error
                 raise ExecutorFailed(f"the rollout engine's generation thread has ended: {cause}")
             return await track.done

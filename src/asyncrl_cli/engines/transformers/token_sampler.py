@@ -43,7 +43,6 @@ class SampledTrack(Track):
     """The generation thread appends tokens; the event loop reads them when `done` is set."""
 
     done: asyncio.Future[FinishReason] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    finished: FinishReason | None = None
     stream: int = field(init=False)
     """Start of this response's random numbers."""
 

@@ -24,7 +24,7 @@ import contextlib
 import importlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,7 @@ from asyncrl_cli.engines.vllm.transfers import DIRECT, SharedMemory, paused
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, Place, Profile
+from asyncrl_cli.timeouts import timeout
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.held import SharedWeights
 from asyncrl_cli.weights.versions import RankZero
@@ -107,16 +108,25 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         for request_id in list(self._tracks):
             await self.abort(request_id)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_OUTPUTS_S):
+            async with timeout(LAST_OUTPUTS_S):
                 await self._gate.idle()
         self._llm = None
         await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
 
     async def generate(
-        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, *, first_version: int | None = None
+        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, **further: Any
     ) -> Completion:
         requests.check_logprobs_exist(sampling, truncated_sampling=is_truncated(self._profile))
-        return await super().generate(request_id, prompt_tokens, sampling, seed, first_version=first_version)
+        return await super().generate(request_id, prompt_tokens, sampling, seed, **further)
+
+    def so_far(self, request_id: str) -> Completion | None:
+        """None with stop strings: vLLM would not find one that begins in the tokens so far."""
+        track = self._tracks.get(request_id)
+        if track is None or track.sampling.stop:
+            return None
+        if not track.finished:
+            track.versions = requests.versions_so_far(track)
+        return super().so_far(request_id)
 
     async def abort(self, request_id: str) -> None:
         track = self._tracks.get(request_id)
@@ -175,7 +185,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         reason = None
         while reason is None:
             salted = self.version if track.first_version is None else track.first_version
-            prompt, params = requests.prompt(track.prompt_tokens, salted), requests.parameters(track.sampling, track.seed)
+            prompt, params = requests.prompt([*track.prompt_tokens, *track.tokens], salted), requests.parameters(track)
             with self._death_ends_it(self._running_llm()) as llm:
                 async with contextlib.aclosing(llm.generate(prompt, params, track.request_id)) as outputs:
                     reason = await self._sampled(llm, track, outputs, salted)
@@ -190,7 +200,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         async for output in outputs:
             part = output.outputs[0]
             requests.state_of(llm, track)  # noted while vLLM still has the request
-            is_first = track.first_version is None and not track.tokens
+            is_first = track.first_version is None and len(track.tokens) == track.num_kept
             if is_first and not track.aborted and requests.first_version(track, part) not in (None, salted):
                 track.state = None
                 return None
@@ -199,8 +209,9 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             if track.aborted and not output.finished:
                 await llm.abort(track.request_id)  # when `abort` was called, vLLM did not know the request yet
             if output.finished:
-                track.versions = requests.versions_of(part.weight_versions, len(track.tokens))
-                reason = requests.reason_of(part.finish_reason)
+                kept, num_new = track.versions[: track.num_kept], len(track.tokens) - track.num_kept
+                track.versions = kept + requests.versions_of(part.weight_versions, num_new)
+                reason = track.finished = requests.reason_of(part.finish_reason)
         return reason
 
     async def _swap(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> float:

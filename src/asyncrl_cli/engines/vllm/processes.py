@@ -25,6 +25,7 @@ from asyncrl_cli.engines.vllm.launch import check_engine_args, engine_arguments,
 from asyncrl_cli.engines.vllm.requests import VllmCounters
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.timeouts import timeout
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -126,7 +127,7 @@ async def end_processes(llm: AsyncLLM) -> None:
     for process in llm.engine_core.resources.engine_manager.processes:
         process.kill()
     try:
-        async with asyncio.timeout(END_TIMEOUT_S):
+        async with timeout(END_TIMEOUT_S):
             while not llm.errored:  # noqa: ASYNC110  (vLLM's own thread sets it)
                 await asyncio.sleep(LOOK_S)
     except TimeoutError:

@@ -99,17 +99,21 @@ def prompt(tokens: list[int], version: int) -> Any:
     return tokens_input(tokens, cache_salt=f"version {version}")
 
 
-def parameters(sampling: Sampling, seed: int) -> SamplingParams:
-    """vLLM's parameters: stream tokens with their logprobs; decode text only if stop strings must be found in it."""
+def parameters(track: VllmTrack) -> SamplingParams:
+    """vLLM's parameters: stream tokens with their logprobs; decode text only if stop strings must be found in it.
+
+    A response that goes on has another seed, lest its next tokens be drawn with the random numbers of its first ones.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    sampling = track.sampling
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_response_tokens,
-        seed=seed % 2**63,
+        max_tokens=sampling.max_response_tokens - track.num_kept,
+        seed=(track.seed + track.num_kept) % 2**63,
         stop=list(sampling.stop) or None,
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop),
@@ -133,6 +137,14 @@ def versions_of(spans: Iterable[Any] | None, num_tokens: int) -> list[int]:
     return versions
 
 
+def versions_so_far(track: VllmTrack) -> list[int]:
+    """Of a running response, as far as vLLM has reported them: one per token."""
+    starts, num_new = getattr(track.state, "weight_version_starts", ()), len(track.tokens) - track.num_kept
+    ends = [*(start for _, start in starts[1:]), num_new]
+    new = [int(version) for (version, start), end in zip(starts, ends, strict=False) for _ in range(start, min(end, num_new))]
+    return track.versions[: track.num_kept] + new
+
+
 def first_version(track: VllmTrack, part: CompletionOutput) -> int | None:
     """Version of the weights that sampled the response's first token; None if vLLM reports none."""
     spans = part.weight_versions or ()
@@ -143,7 +155,7 @@ def first_version(track: VllmTrack, part: CompletionOutput) -> int | None:
 def num_tokens_so_far(llm: AsyncLLM, track: VllmTrack) -> int:
     """Number of tokens so far, including those that are in this process but that vLLM has not delivered yet."""
     state = state_of(llm, track)
-    return len(track.tokens) if state is None else int(state.detokenizer.num_output_tokens())
+    return len(track.tokens) if state is None else track.num_kept + int(state.detokenizer.num_output_tokens())
 
 
 def state_of(llm: AsyncLLM, track: VllmTrack) -> Any:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.engines.vllm.processes import answer, told
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
+from asyncrl_cli.timeouts import timeout
 from asyncrl_cli.weights.buckets import BYTES_PER_MB
 from asyncrl_cli.weights.versions import TIMEOUT_KEY, WORKER_MARGIN_S, Meeting, RankZero
 
@@ -98,7 +99,7 @@ class Nccl(SharedMemory):
         """
         ends: dict[str, asyncio.Task[None]] = {}
         try:
-            async with asyncio.timeout(self._timeout_s + WORKER_MARGIN_S), asyncio.TaskGroup() as both:
+            async with timeout(self._timeout_s + WORKER_MARGIN_S), asyncio.TaskGroup() as both:
                 ends = {"rank 0": both.create_task(sends), "vLLM's processes": both.create_task(receives)}
         except BaseException as error:
             await _leave(self._rank_zero)
@@ -130,7 +131,7 @@ class Ipc(SharedMemory):
     async def _bring(self, llm: AsyncLLM, weights: Any, version: int, required: Collection[str]) -> None:
         what, names = f"the transfer of version {version} by CUDA IPC", {spec.name: name for name, spec in weights.chosen(required)}
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with timeout(self._timeout_s):
                 await self._parts(llm, version, names)
         except TimeoutError:
             raise _too_late(what, self._timeout_s, self._waits_for) from None

@@ -1,0 +1,142 @@
+"""`asyncrl init` for clusters: the same entrypoint in the words of SLURM, KubeRay, SkyPilot or Ray's cluster launcher.
+
+    profile ─> nodes that hold its job ─> values ─> each `{{name}}` in a template's files
+
+A template is asked for what its files name: an option that none of them names is refused, and so is the lack of one that they name.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from asyncrl_cli.checkpoint.run_directory import stem_of
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources, asked_gpus
+from asyncrl_cli.plan.job_plan import JobPlan, compile_job
+from asyncrl_cli.plan.node_fit import ROLLOUT, TRAINER
+from asyncrl_cli.profile.loaded import Loaded
+from asyncrl_cli.profile.schema import Profile
+
+LAUNCHERS = "kuberay", "ray-cluster", "skypilot", "slurm"
+GPUS_PER_NODE = 8
+VARIABLE = re.compile(r"\{\{(\w+)\}\}")
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?")
+"""What Kubernetes takes for a RayJob's name, and all the others do."""
+PLAIN = re.compile(r"[\w./:@+-]+")
+"""What needs quotes neither in a shell nor in YAML."""
+DAEMONS_CPUS = 2
+"""CPUs of a pod beyond its processes' own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The options of `init` for launchers. `words`: those of `asyncrl train` that name the profile. `shared`: the directory that
+    all nodes see. `nodes`: None for the fewest that hold the job."""
+
+    loaded: Loaded
+    words: Sequence[str]
+    shared: Path
+    nodes: int | None = None
+    gpus_per_node: int = GPUS_PER_NODE
+    image: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The run's."""
+        return self.loaded.profile.run.name or stem_of(self.loaded.profile.name)
+
+
+def rendered(template: Path, asked: Asked) -> dict[str, str]:
+    """The files of a launcher. Raises ConfigError for what does not go together, PreflightError for too few nodes."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(template.iterdir())}
+    named = {name for text in texts.values() for name in VARIABLE.findall(text)}
+    by_role = "trainer_nodes" in named
+    for refusal in _refusals(template.name, asked, named, by_role=by_role):
+        raise refusal
+    nodes, plan = _fewest(asked.loaded.profile, asked.gpus_per_node, asked.nodes)
+    values = _values(asked, nodes) | (_pods(asked, plan) if by_role else {})
+    return {file: VARIABLE.sub(lambda match: str(values[match[1]]), text) for file, text in texts.items()}
+
+
+def _refusals(launcher: str, asked: Asked, named: set[str], *, by_role: bool) -> Iterator[ConfigError]:
+    placement = asked.loaded.profile.placement
+    if not NAME.fullmatch(asked.name):
+        rule = "lower-case letters, digits and hyphens, a letter first, at most 47"
+        yield ConfigError(f"a job cannot be called '{asked.name}' on every cluster: {rule}", hint="--name my-run")
+    for option, value in {"--shared": str(asked.shared), "--image": "-" if asked.image is None else asked.image}.items():
+        if not PLAIN.fullmatch(value):
+            yield ConfigError(f"{option} {value}: the launchers' files take no spaces or quotes there", hint="another path or name")
+    if asked.image is None and "image" in named:
+        yield ConfigError(f"{launcher} starts containers, and nothing says of which image", hint="--image REGISTRY/NAME:TAG")
+    if asked.image is not None and "image" not in named:
+        yield ConfigError(f"{launcher} starts no containers: --image is not used", hint="leave --image out")
+    if by_role and asked.nodes is not None:
+        yield ConfigError(
+            f"{launcher} has pods for each role: --nodes is not used", hint="--gpus-per-node N is the most of one pod"
+        )
+    if by_role and (placement.trainer_labels or placement.rollout_labels):
+        keys = "placement.trainer_labels and placement.rollout_labels"
+        yield ConfigError(f"{launcher} has pods for each role, and sets {keys} itself", hint="leave them out of the profile")
+
+
+def _fewest(profile: Profile, gpus_per_node: int, nodes: int | None) -> tuple[int, JobPlan]:
+    """How many equal nodes hold the job, and its plan there; `nodes` if that is given."""
+    asked = asked_gpus(profile)
+    least = -(-asked // gpus_per_node) or 1
+    refusals: list[PreflightError] = []
+    for number in range(least, max(asked, least) + 1) if nodes is None else (nodes,):
+        try:
+            plan = compile_job(profile, ClusterResources(nodes=tuple(_nodes(profile, number, gpus_per_node))))
+        except PreflightError as error:
+            refusals.append(error)
+            continue
+        if plan.gpus:
+            return number, plan
+        hint = "--set placement.device=cuda, or --set placement.gpu_bundles=true for a rehearsal on CPUs"
+        raise ConfigError("the profile computes on CPUs and asks for no GPU, and launchers count GPUs", hint=hint)
+    raise refusals[0]
+
+
+def _nodes(profile: Profile, number: int, gpus: int) -> Iterator[NodeResources]:
+    """Nodes whose CPUs are enough for two processes at each GPU: colocated, a rank and a worker share one."""
+    for index in range(number):
+        yield NodeResources(name=f"node {index + 1}", cpus=2 * profile.placement.cpus_per_worker * gpus, gpus=gpus)
+
+
+def _values(asked: Asked, nodes: int) -> dict[str, object]:
+    runs_dir = asked.shared / "runs"
+    run = ["--name", asked.name, "--runs-dir", str(runs_dir)]
+    return {
+        "name": asked.name,
+        "nodes": nodes,
+        "num_workers": nodes - 1,
+        "workers": ", ".join(f"NODE-{index}" for index in range(2, nodes + 1)),
+        "gpus": asked.gpus_per_node,
+        "image": asked.image,
+        "ray": metadata.version("ray"),
+        "shared": asked.shared,
+        "runs_dir": runs_dir,
+        "train": shlex.join(["asyncrl", "train", *asked.words, *run, "--resume", "auto", "--ui", "plain"]),
+        "submit": shlex.join(["asyncrl", "submit", *asked.words, *run]),
+    }
+
+
+def _pods(asked: Asked, plan: JobPlan) -> dict[str, object]:
+    """Pods of the trainer, colocated rollout workers and scorers, and pods of other rollout workers; as many GPUs of each."""
+    values: dict[str, object] = {"rollout_labels": "{}" if plan.colocate else '{group = "rollout"}'}
+    for role in (TRAINER, ROLLOUT):
+        groups = {name: bundles for name, bundles in plan.groups.items() if (name == ROLLOUT) == (role == ROLLOUT)}
+        bundles = [bundle for own in groups.values() for bundle in own]
+        apart = sum(len(own) for name, own in groups.items() if plan.spot(name).strategy == "strict_spread")
+        largest = max((bundle.gpus for bundle in bundles), default=1)  # each is within one pod
+        total = -(-sum(bundle.gpus for bundle in bundles) // largest)  # in units of the largest
+        pods = max(-(-total // max(asked.gpus_per_node // largest, 1)), apart)
+        share = -(-total // max(pods, 1))
+        cpus = share * largest * asked.loaded.profile.placement.cpus_per_worker * (2 if plan.colocate else 1)
+        values |= {f"{role}_nodes": pods, f"{role}_gpus": share * largest, f"{role}_cpus": DAEMONS_CPUS + cpus}
+    return values

@@ -1,0 +1,203 @@
+"""The commands that look at a run from outside and end it: `asyncrl status`, `watch` and `stop`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from asyncrl_cli.cli import completion
+from asyncrl_cli.cli.console import (
+    RUNS_DIR,
+    JobAddressOption,
+    JsonOption,
+    RunArgument,
+    RunsDirOption,
+    print_json,
+    say,
+    stdout,
+)
+from asyncrl_cli.cli.submit import Take, Wait, followed_there, on_cluster, print_jobs
+from asyncrl_cli.errors import RefusedError
+
+if TYPE_CHECKING:
+    from asyncrl_cli.observe.status import RunStatus
+
+LOOK_EVERY_S = 1.0
+STATUS_EXAMPLES = """
+  asyncrl status                 all runs, the newest first, and what to do next
+  asyncrl status first           one run in depth
+  asyncrl status --json | jq '.[] | select(.state == "failed") | .error'
+  asyncrl status first --json | jq .progress"""
+WATCH_EXAMPLES = """
+  asyncrl watch                                      the newest run
+  asyncrl watch first
+  asyncrl watch first --address http://head:8265     a submitted run"""
+STOP_EXAMPLES = """
+  asyncrl stop first     finish the train step, checkpoint, end
+  asyncrl stop first     a second time: end at once"""
+
+
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run's name or directory; by default all runs, if there are several.",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
+    address: JobAddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the runs and what to do next, or how one run is doing: from any terminal, also after it has ended.
+
+    With --json: an array with an entry per run, or the whole status of RUN."""
+    if address is not None:
+        if run is None:
+            return print_jobs(address, as_json=as_json)
+        return on_cluster(address, ["status", run, *(["--json"] if as_json else [])], runs_dir)
+    if run is None:
+        return _print_overview(runs_dir, as_json=as_json)
+    from asyncrl_cli.observe.status import read_status
+
+    found = read_status(run, runs_dir)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print_in_depth(found)
+
+
+def _print_overview(runs_dir: Path, *, as_json: bool) -> None:
+    from asyncrl_cli.observe.overview import overview, table_of, to_json
+    from asyncrl_cli.observe.status import read_status
+
+    rows = overview(runs_dir)
+    if as_json:
+        print_json(to_json(rows))
+    elif len(rows) == 1:
+        _print_in_depth(read_status(rows[0].name, runs_dir))
+    else:
+        stdout().print(table_of(rows))
+
+
+def _print_in_depth(found: RunStatus) -> None:
+    from asyncrl_cli.observe.overview import last_error, next_command, state_of
+    from asyncrl_cli.observe.screen import print_status
+
+    state = state_of(found)
+    error = last_error(found.directory, found.status) if state in ("killed", "failed") else ""
+    print_status(found, stdout(), error=error, go_on=next_command(found.directory, state) if found.liveness == "ended" else "")
+
+
+def watch(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN]", help="A run's name or directory; by default the newest.", autocompletion=completion.runs),
+    ] = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
+    address: JobAddressOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole status once a second, a line of JSON each.")] = False,
+) -> None:
+    """Show the live screen of a run that goes on elsewhere: detached, submitted, or on another terminal.
+
+    q or Ctrl-C leaves the screen and does not touch the run."""
+    from asyncrl_cli.checkpoint.find import find_run
+
+    if address is not None:
+        name, follow = followed_there(address, run, runs_dir)
+    else:
+        directory = _newest(runs_dir) if run is None else find_run(run, runs_dir)
+        name, follow = directory.name, partial(_follow, directory)
+    if as_json:
+        follow(_print_line, time.sleep)
+    else:
+        _show(name, follow)
+
+
+def _newest(runs_dir: Path) -> Path:
+    from asyncrl_cli.checkpoint.find import run_names
+    from asyncrl_cli.observe.status import no_runs
+
+    if names := run_names(runs_dir):
+        return runs_dir / names[0]
+    raise no_runs(runs_dir)
+
+
+def _follow(directory: Path, take: Take, wait: Wait) -> None:
+    """Hand the run's status to `take`, once a second, until it is over."""
+    from asyncrl_cli.checkpoint.run_directory import detached_output
+    from asyncrl_cli.observe.status import StillStarting, read_status
+
+    while True:
+        if not directory.exists():
+            why = f"run '{directory.name}' ended while it started, and left nothing"
+            output = detached_output(directory)
+            raise RefusedError(why, hint=f"{output if output.exists() else 'the command that started it'} says why")
+        try:
+            found = read_status(str(directory), directory.parent)
+        except StillStarting as not_yet:
+            take(not_yet.message)
+        else:
+            take(found)
+            if found.is_over:
+                return
+        wait(LOOK_EVERY_S)
+
+
+def _print_line(found: RunStatus | str) -> None:
+    if not isinstance(found, str):
+        sys.stdout.write(json.dumps(found.to_json()) + "\n")
+        sys.stdout.flush()
+
+
+def _show(name: str, follow: Callable[[Take, Wait], None]) -> None:
+    """The live screen, until the run is over, q or Ctrl-C."""
+    from asyncrl_cli.observe.render import render_summary
+    from asyncrl_cli.observe.screen import watching
+    from asyncrl_cli.observe.terminal import key_presses
+
+    shown: deque[RunStatus | str] = deque([""], maxlen=1)
+    with suppress(KeyboardInterrupt), key_presses() as key, watching(stdout()) as show:
+
+        def take(found: RunStatus | str) -> None:
+            shown.append(found)
+            show(found)
+
+        def wait(seconds: float) -> None:
+            if key(seconds) == "q":
+                raise KeyboardInterrupt
+
+        follow(take, wait)
+    (last,) = shown
+    if isinstance(last, str) or not last.is_over:
+        say(f"run '{name}' goes on; `asyncrl watch {name}` shows it again, `asyncrl stop {name}` ends it")
+    elif last.liveness == "ended":
+        stdout().print(render_summary(last.status))
+
+
+def stop(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, address: JobAddressOption = None) -> None:
+    """Ask a run to finish its train step, write a checkpoint and end; asked twice, it ends at once."""
+    if address is not None:
+        return on_cluster(address, ["stop", run], runs_dir)
+    from asyncrl_cli.checkpoint.run_directory import request_stop
+    from asyncrl_cli.observe.status import read_status
+
+    found = read_status(run, runs_dir)
+    if found.is_over:
+        raise RefusedError(f"run '{found.name}' is not running", hint=f"`asyncrl status {found.name}` says how it ended")
+    if request_stop(found.directory) > 1:
+        say(f"asked run '{found.name}' to end at once")
+    elif "doing" in found.status:  # of a start; the loop's status has none
+        say(f"asked run '{found.name}' to end; it is still starting and has nothing new to write a checkpoint of")
+    else:
+        say(f"asked run '{found.name}' to finish its step, checkpoint and end; watch it with `asyncrl watch {found.name}`")

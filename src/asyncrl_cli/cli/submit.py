@@ -1,0 +1,183 @@
+"""`asyncrl submit`: a run as a job of a Ray cluster; and the other commands, where the files of such a run are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from asyncrl_cli.cli.console import (
+    RUNS_DIR,
+    JsonOption,
+    ProfileOption,
+    SetOption,
+    load_profile,
+    print_json,
+    print_text,
+    say,
+    stdout,
+    warn,
+)
+from asyncrl_cli.errors import AsyncrlError, Interrupted, RefusedError
+from asyncrl_cli.job.detaching import WATCHED_S
+
+if TYPE_CHECKING:
+    from asyncrl_cli.job.job_server import Job, JobServer
+    from asyncrl_cli.observe.status import RunStatus
+
+Take = Callable[["RunStatus | str"], None]
+"""Takes a run's status, or why there is none yet."""
+Wait = Callable[[float], object]
+EXAMPLES = """
+  asyncrl submit --address http://head:8265 -p my.toml --runs-dir /shared/runs
+  asyncrl submit --address http://head:8265 -p my.toml --wait
+  asyncrl submit --address http://head:8265 -p my.toml --dry-run
+
+Then, from anywhere, with the same [bold]--address[/]:
+asyncrl watch RUN, status RUN, logs RUN -f, stop RUN, resume RUN."""
+
+
+def submit(
+    profile: ProfileOption,
+    address: Annotated[
+        str,
+        typer.Option(
+            "--address", metavar="URL", envvar="RAY_API_SERVER_ADDRESS", help="Job server of the cluster: http://HEAD:8265."
+        ),
+    ],
+    sets: SetOption = None,
+    name: Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run; by default profile and time.")] = None,
+    runs_dir: Annotated[
+        Path,
+        typer.Option(
+            "--runs-dir", metavar="DIR", help="Directory that holds all runs, by its path on the cluster: one that all nodes share."
+        ),
+    ] = RUNS_DIR,
+    wait: Annotated[bool, typer.Option("--wait", help="Print the driver's lines until it ends, and exit with its code.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job as JSON; submit nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train on a Ray cluster, as a job that needs neither this terminal nor this machine.
+
+    The job takes along the profile as it is resolved here, the modules that it names, and what run.ship names."""
+    from asyncrl_cli.checkpoint.run_directory import fresh_name
+    from asyncrl_cli.job.job_server import Job, JobServer
+    from asyncrl_cli.job.shipping import PROFILE, cargo_of
+    from asyncrl_cli.safe_files import check_name
+
+    loaded = load_profile(profile, sets, name)
+    run = loaded.profile.run.name or fresh_name(loaded.profile.name, runs_dir)
+    check_name(run)
+    cargo = cargo_of(loaded, Path.cwd())
+    for note in (*loaded.warnings, *cargo.notes):
+        warn(note)
+    arguments = ["train", "--profile", PROFILE, "--name", run]
+    job = Job(arguments=arguments, run=run, runs_dir=runs_dir.absolute(), cargo=cargo)
+    if dry_run:
+        print_json(job.to_json())
+    else:
+        send(JobServer(address), job, wait=wait, as_json=as_json)
+
+
+def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = False) -> None:
+    """Submit the job, and say what to type next. Raises the error of one that ends within the first seconds."""
+    server.check_version()
+    server.submit(job)
+    if as_json:
+        print_json({"run": job.run, "job": job.id, "runs_dir": str(job.runs_dir), "address": server.address})
+    found = server.started(job.id, 0.0 if wait else WATCHED_S)
+    if found.status == "PENDING":
+        say(f"the job waits: {found.message}")
+    elif found.status == "FAILED" and not wait:
+        code = server.follow(job.id, say)
+        failed = AsyncrlError(
+            f"the job of run '{job.run}' has failed (exit {code})", hint=f"on the cluster, `ray job logs {job.id}`"
+        )
+        failed.exit_code = code
+        raise failed
+    say(f"run '{job.run}' is job {job.id} at {server.address}; its files: {job.runs_dir / job.run}")
+    say_next(job.run, f" --address {server.address}")
+    if wait:
+        _wait(server, job)
+
+
+def say_next(run: str, where: str) -> None:
+    """What to type next about a run that goes on elsewhere."""
+    for verb, what in {"watch": "its live screen", "logs": "what its processes say", "stop": "a checkpoint, and its end"}.items():
+        say(f"  asyncrl {verb} {run}{where}    {what}")
+
+
+def _wait(server: JobServer, job: Job) -> None:
+    try:
+        raise typer.Exit(server.follow(job.id, say))
+    except KeyboardInterrupt:
+        raise Interrupted(f"run '{job.run}' goes on; `asyncrl stop {job.run} --address {server.address}` ends it") from None
+
+
+def print_jobs(address: str, *, as_json: bool) -> None:
+    """`asyncrl status --address URL`: the runs that were submitted there, the newest first."""
+    from asyncrl_cli.job.job_server import RUN_KEY, RUNS_DIR_KEY, JobServer
+
+    jobs = JobServer(address).runs()
+    rows = [(job.metadata[RUN_KEY], job.status.lower(), job.submission_id, job.metadata[RUNS_DIR_KEY]) for job in jobs]
+    if as_json:
+        print_json([dict(zip(("run", "state", "job", "runs_dir"), row, strict=True)) for row in rows])
+    for run, state, job, runs_dir in () if as_json else rows:
+        print_text(f"{run:<32} {state:<10} {job}  {runs_dir}")
+    if not rows:
+        say(f"no run was submitted to {address}")
+
+
+def set_words(sets: Sequence[str] | None) -> list[str]:
+    return [word for text in sets or () for word in ("--set", text)]
+
+
+def resume_there(address: str, run: str, runs_dir: Path, sets: Sequence[str], *, as_json: bool) -> None:
+    """Submit a job that resumes the run."""
+    from asyncrl_cli.job.job_server import Job, JobServer
+
+    server = JobServer(address)
+    name, place = server.find(run, runs_dir)
+    send(server, Job(arguments=["resume", name, *set_words(sets)], run=name, runs_dir=place), as_json=as_json)
+
+
+def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, Callable[[Take, Wait], None]]:
+    """The run's name, by default the newest's, and what hands its status to `take`: a job there says it once a second."""
+    from asyncrl_cli.job.job_server import TIMED_OUT, JobServer
+    from asyncrl_cli.observe.status import RunStatus
+
+    server = JobServer(address)
+    name, place = server.find(run, runs_dir)
+
+    def follow(take: Take, wait: Wait) -> None:
+        said: list[str] = []
+
+        def write(line: str) -> None:
+            if line.startswith('{"'):  # a whole status; an error is told in several lines
+                take(RunStatus.from_json(place / name, line))
+                wait(0.0)
+            else:
+                said.append(line)
+
+        take(f"asking {address} for run '{name}'")
+        while (code := server.call(["watch", name, "--json", "--runs-dir", str(place)], write)) == TIMED_OUT:
+            said.clear()
+        if code:
+            why = next((line.removeprefix("error: ") for line in said if line.startswith("error: ")), "")
+            raise RefusedError(f"run '{name}' at {address} is followed no more (exit {code}): {why}")
+
+    return name, follow
+
+
+def on_cluster(address: str, arguments: Sequence[str], runs_dir: Path) -> None:
+    """Run a command on the run `arguments[1]` where its files are, print its output as it comes, and exit with its code."""
+    from asyncrl_cli.job.job_server import TIMED_OUT, JobServer
+
+    server = JobServer(address)
+    _, place = server.find(arguments[1], runs_dir)
+    code = server.call([*arguments, "--runs-dir", str(place)], print_text, columns=stdout().width)
+    if code == TIMED_OUT:
+        say("nothing is followed for longer on the cluster: call it again to go on")
+    raise typer.Exit(code)

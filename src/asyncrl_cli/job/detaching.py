@@ -1,0 +1,38 @@
+"""Starts a command of asyncrl in a session of its own, in which it outlives the terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+WATCHED_S = 5.0
+"""How long a detached command is looked at: what is missing here (an engine, a file, a module) is found by then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached:
+    """`exit_code` and `said`: how it ended, and its output, if that was within `WATCHED_S`; else None and nothing."""
+
+    pid: int
+    exit_code: int | None = None
+    said: str = ""
+
+
+def detach(arguments: Sequence[str], output: Path) -> Detached:
+    """Start `asyncrl ARGUMENTS` without a terminal. Returns when it has ended, after `WATCHED_S`, or at a Ctrl-C, which it does not
+    get. What it says goes to the file `output`, which is removed if the command has ended."""
+    command = [sys.executable, "-m", "asyncrl_cli", *arguments]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w+b") as file:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+        try:
+            exit_code = child.wait(WATCHED_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            return Detached(pid=child.pid)
+        file.seek(0)
+        said = file.read().decode(errors="replace")
+    output.unlink(missing_ok=True)
+    return Detached(pid=child.pid, exit_code=exit_code, said=said)

@@ -1,0 +1,275 @@
+"""Runs as jobs of a Ray cluster, by its job server, and commands that are run where the files of such a run are.
+
+    here                                      on the cluster's head
+    asyncrl submit ──> JobServer.submit ────> keep what was shipped; exec asyncrl train    a run's driver
+    asyncrl status, logs, stop, watch ──────> exec asyncrl status ...                      a short job: we print its output
+
+A run's job carries the run's name and directory in its metadata; by these it is found from anywhere. Every request has a limit, and
+a job that is followed is looked at while it says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli import __version__
+from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted, PreflightError, first_line
+from asyncrl_cli.job.session import is_job_server
+from asyncrl_cli.job.shipping import PROFILE, Cargo
+
+REQUEST_S = 30.0
+START_S = 120.0
+"""How long a command may wait for its job to start; the server needs some seconds for one."""
+LOOK_EVERY_S = 5.0
+GOES_ON = ("PENDING", "RUNNING")
+"""States of a job that has not ended."""
+LONGEST_COMMAND_S = 3600
+"""A command that follows a run ends after so long on the cluster: nobody may be listening any more."""
+TIMED_OUT = 124
+"""The exit code of timeout(1)."""
+MARK = "@asyncrl"
+"""The line in a job's log behind which what it says begins; before it are Ray's own."""
+COMMAND = "python3 -m asyncrl_cli"
+VARIABLES = {"RAY_JOB_STOP_WAIT_TIME_S": "3600"}
+"""Ray's job stop sends SIGTERM, and SIGKILL so much later (else 3 s). The driver itself keeps `run.stop_grace_s`."""
+RUN_KEY, RUNS_DIR_KEY = "asyncrl_run", "asyncrl_runs_dir"
+"""Keys of a job's metadata."""
+Write = Callable[[str], None]
+
+
+def new_id() -> str:
+    return f"asyncrl-{secrets.token_hex(5)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A driver to be submitted: `arguments` of asyncrl, the run's name, and the directory of runs on the cluster."""
+
+    arguments: Sequence[str]
+    run: str
+    runs_dir: Path
+    cargo: Cargo | None = None
+    id: str = field(default_factory=new_id)
+
+    @property
+    def entrypoint(self) -> str:
+        """A shell's line. Ray removes the files of a job's working directory when it ends: what a resume imports and reads again is
+        kept beside the runs."""
+        command = f"exec {COMMAND} {shlex.join([*self.arguments, '--runs-dir', str(self.runs_dir), '--ui', 'plain'])}"
+        kept = shlex.quote(str(self.runs_dir / ".shipped" / self.id))
+        keep = "" if self.cargo is None else f"mkdir -p {kept} && cp -R . {kept} && cd {kept} && "
+        return f"echo {MARK}; {keep}{command}"
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {RUN_KEY: self.run, RUNS_DIR_KEY: str(self.runs_dir), "asyncrl_version": __version__}
+
+    def to_json(self) -> dict[str, Any]:
+        """What `--dry-run` prints."""
+        shipped = self.cargo and {"files": [str(file) for file in self.cargo.files], PROFILE: self.cargo.profile_toml}
+        return {
+            "submission_id": self.id,
+            "entrypoint": self.entrypoint,
+            "metadata": self.metadata,
+            "runtime_env": {"env_vars": VARIABLES, "working_dir": shipped},
+        }
+
+
+class JobServer:
+    """The job server of a cluster. Methods raise PreflightError if it does not answer or refuses."""
+
+    def __init__(self, address: str) -> None:
+        """Raises ConfigError if `address` is not that of a job server."""
+        if not is_job_server(address):
+            raise ConfigError(
+                f"--address {address}: not the address of a job server",
+                hint="it is that of the cluster's dashboard, http://HEAD:8265; behind a firewall `ssh -L 8265:localhost:8265 HEAD`",
+            )
+        self.address = address
+        with self._asking():
+            from ray.dashboard.modules import dashboard_sdk
+            from ray.dashboard.modules.job import sdk
+            from ray.job_submission import JobSubmissionClient
+
+            for module in (sdk, dashboard_sdk):  # they tell each upload and each connection
+                module.logger.setLevel(logging.WARNING)
+            logging.getLogger("ray").setLevel(logging.WARNING)
+
+            class Bounded(JobSubmissionClient):
+                """Ray's client waits for ever for an answer."""
+
+                def _do_request(self, *words: Any, **more: Any) -> Any:
+                    return super()._do_request(*words, **{"timeout": REQUEST_S, **more})
+
+            self._client = Bounded(address)
+
+    def submit(self, job: Job) -> None:
+        with tempfile.TemporaryDirectory(prefix="asyncrl-job-") as directory:
+            environment: dict[str, Any] = {"env_vars": VARIABLES}
+            if job.cargo is not None:
+                job.cargo.write(Path(directory))
+                environment["working_dir"] = directory
+            self._submit(job.entrypoint, job.id, environment, job.metadata)
+
+    def started(self, job: str, watched_s: float) -> Any:
+        """Wait until the job runs, for `START_S` at most, and look at it for `watched_s`. Returns Ray's details of it."""
+        until_s = time.monotonic() + START_S
+        while (found := self.details(job)).status == "PENDING" and time.monotonic() < until_s:
+            time.sleep(0.5)
+        until_s = time.monotonic() + watched_s
+        while found.status == "RUNNING" and time.monotonic() < until_s:
+            time.sleep(0.5)
+            found = self.details(job)
+        return found
+
+    def details(self, job: str) -> Any:
+        with self._asking():
+            return self._client.get_job_info(job)
+
+    def runs(self) -> list[Any]:
+        """Ray's details of the jobs that are runs, the newest first."""
+        with self._asking():
+            jobs = [job for job in self._client.list_jobs() if job.metadata and RUN_KEY in job.metadata]
+        return sorted(jobs, key=lambda job: job.start_time or 0, reverse=True)
+
+    def find(self, run: str | None, otherwise: Path) -> tuple[str, Path]:
+        """A run's name, by default the newest's, and where it has its files: `otherwise`, if this cluster does not know it."""
+        of_runs = [(job.metadata[RUN_KEY], Path(job.metadata[RUNS_DIR_KEY])) for job in self.runs()]
+        found = [(name, place) for name, place in of_runs if run in (None, name)]
+        if not found and run is None:
+            raise PreflightError(f"no run was submitted to {self.address}", hint=f"asyncrl submit --address {self.address} -p NAME")
+        return found[0] if found else (str(run), otherwise.absolute())
+
+    def check_version(self) -> None:
+        """Raises PreflightError unless the cluster has this very version of asyncrl."""
+        said: list[str] = []
+        code = self.call(["--version"], said.append)
+        there = said[-1].strip() if said else "nothing"
+        if code != 0 or there != f"asyncrl {__version__}":
+            why = f"{self.address} has {there}" if code == 0 else f"asyncrl cannot be run at {self.address}: {there}"
+            hint = f"`pip install asyncrl-cli=={__version__}` into the Python with which `ray start` was called, on every node"
+            raise PreflightError(f"{why}; here is asyncrl {__version__}", hint=hint)
+
+    def call(self, arguments: Sequence[str], write: Write, *, columns: int = 100) -> int:
+        """Run `asyncrl ARGUMENTS` on the cluster, hand each line of its output to `write`, and return its exit code."""
+        entrypoint = f"echo {MARK}; exec timeout {LONGEST_COMMAND_S} {COMMAND} {shlex.join(arguments)}"
+        job = new_id()
+        self._submit(entrypoint, job, {"env_vars": {"COLUMNS": str(columns)}}, {"asyncrl_command": arguments[0]})
+        try:
+            found = self.started(job, 0.0)
+            if found.status == "PENDING":
+                raise PreflightError(
+                    f"{self.address} has not started the command within {START_S:g} s: {first_line(found.message)}"
+                )
+            return self.follow(job, write)
+        finally:
+            with contextlib.suppress(AsyncrlError), self._asking():  # what went wrong before is told
+                self._client.stop_job(job)
+                self._client.delete_job(job)  # only one that has ended leaves the list
+
+    def follow(self, job: str, write: Write) -> int:
+        """Hand each line that the job says to `write` until it ends. Returns its exit code."""
+        asyncio.run(self._follow(job, _without_rays_own(write)))
+        found = self.details(job)
+        if found.status == "STOPPED":  # Ray does not say how the driver has ended
+            return Interrupted.exit_code
+        if found.driver_exit_code is None:
+            raise PreflightError(
+                f"the job {job} could not be run: {first_line(found.message)}", hint=f"`ray job logs {job}` tells more"
+            )
+        return int(found.driver_exit_code)
+
+    async def _follow(self, job: str, write: Write) -> None:
+        """A log that closes while the job goes on (a proxy's time limit, a busy head) is opened again; one whose job has ended may
+        still owe its last lines."""
+        num_written = await self._tail(job, write, 0)
+        while await self._goes_on(job):
+            await asyncio.sleep(LOOK_EVERY_S)
+            num_written = await self._tail(job, write, num_written)
+        with self._asking():
+            log = await asyncio.to_thread(self._client.get_job_logs, job)
+        for line in log.removesuffix("\n").split("\n")[num_written:]:
+            write(line)
+
+    async def _goes_on(self, job: str) -> bool:
+        return (await asyncio.to_thread(self.details, job)).status in GOES_ON
+
+    async def _tail(self, job: str, write: Write, num_written: int) -> int:
+        """Write the whole lines of the log behind the first `num_written`, until it closes. Returns how many are written now.
+
+        The log's chunks may end within a line. A connection that is lost may never say so: the job is asked for meanwhile.
+        """
+        rest, num_read = "", 0
+        chunks = self._client.tail_job_logs(job)
+        coming = asyncio.ensure_future(anext(chunks, None))
+        try:
+            while True:
+                done, _ = await asyncio.wait({coming}, timeout=LOOK_EVERY_S)
+                if not done:
+                    if await self._goes_on(job):
+                        continue
+                    break
+                try:
+                    with self._asking():
+                        chunk = coming.result()
+                except PreflightError:
+                    if num_read == 0:
+                        raise
+                    break
+                if chunk is None:
+                    break
+                *lines, rest = (rest + chunk).split("\n")
+                for line in lines[max(num_written - num_read, 0) :]:
+                    write(line)
+                num_read += len(lines)
+                coming = asyncio.ensure_future(anext(chunks, None))
+        finally:
+            coming.cancel()
+        return max(num_written, num_read)
+
+    def _submit(self, entrypoint: str, job: str, runtime_env: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+        with self._asking():
+            self._client.submit_job(
+                entrypoint=entrypoint, submission_id=job, runtime_env=dict(runtime_env), metadata=dict(metadata)
+            )
+
+    @contextlib.contextmanager
+    def _asking(self) -> Any:
+        """Within the block the errors of Ray's client are in our words."""
+        import aiohttp
+        import requests
+        from ray.exceptions import AuthenticationError
+
+        try:
+            yield
+        except AuthenticationError as error:
+            hint = "the token of its user is in ~/.ray/auth_token there: bring it here, or set RAY_AUTH_TOKEN"
+            raise PreflightError(f"{self.address} refuses us: {first_line(error)}", hint=hint) from error
+        except (requests.RequestException, aiohttp.ClientError, OSError) as error:
+            hint = "is the dashboard up there (`ray start --head --dashboard-host 0.0.0.0`, with ray[default])?"
+            raise PreflightError(f"no job server answers at {self.address}: {first_line(error)}", hint=hint) from error
+        except (RuntimeError, ValueError) as error:
+            raise PreflightError(f"the job server at {self.address} fails: {first_line(error)}") from error
+
+
+def _without_rays_own(write: Write) -> Write:
+    """Leaves out what Ray writes into a job's log: lines before the mark, and the entrypoint, which may come behind it."""
+    is_behind = False
+
+    def write_behind(line: str) -> None:
+        nonlocal is_behind
+        if is_behind and not line.startswith("Running entrypoint for job "):
+            write(line)
+        is_behind = is_behind or line == MARK
+
+    return write_behind

@@ -1,0 +1,83 @@
+"""What a node of a cluster is like, found out there. The class is sent to the nodes by value and imports the standard library only:
+asyncrl may be missing there, or be another version."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module, metadata
+from typing import Any
+
+SOCKET_VARIABLES = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
+
+
+class Probe:
+    """An actor on one node."""
+
+    def look(self, packages: Sequence[str], directory: str, token: str, models: Mapping[str, str]) -> dict[str, Any]:
+        """Fields of `preflight.NodeFacts`. `token`: name and content of a file in `directory`. `models`: directories by keys."""
+        shared_memory = "/dev/shm"
+        return {
+            "python": platform.python_version(),
+            "versions": {name: self._version(name) for name in packages},
+            "shared_memory_bytes": shutil.disk_usage(shared_memory).free if os.path.isdir(shared_memory) else 0,
+            "directory_error": self._directory_error(directory, token),
+            "missing_models": tuple(key for key, path in models.items() if not os.path.isfile(os.path.join(path, "config.json"))),
+            "interfaces": tuple(name for _, name in socket.if_nameindex()),
+            "own_address": self._own_address(),
+            "variables": {name: os.environ[name] for name in SOCKET_VARIABLES if name in os.environ},
+        }
+
+    def clock(self) -> float:
+        return time.time()
+
+    def listen(self) -> int:
+        """A port on which this node accepts connections from now on."""
+        self._listening = socket.create_server(("", 0))
+        return int(self._listening.getsockname()[1])
+
+    def reach(self, host: str, port: int, timeout_s: float) -> str:
+        """Why the port cannot be reached from here; "" if it can."""
+        try:
+            socket.create_connection((host, port), timeout=timeout_s).close()
+        except OSError as error:
+            return f"{host}:{port}: {error}"
+        return ""
+
+    def fetch(self, name: str, trust_remote_code: bool) -> str:
+        """Download a model of the hub, and return its directory. Needs asyncrl."""
+        resolve = import_module("asyncrl_cli.models.resolve")
+        return str(resolve.from_hub(name, resolve.HUB_PATTERNS, trust_remote_code=trust_remote_code).absolute())
+
+    @staticmethod
+    def _version(package: str) -> str:
+        """ "" if the package is missing. One built for CPUs only may have another name."""
+        for name in (package, f"{package}-cpu"):
+            with suppress(ImportError):  # PackageNotFoundError is one
+                return str(import_module("asyncrl_cli").__version__) if name == "asyncrl" else metadata.version(name)
+        return ""
+
+    @staticmethod
+    def _directory_error(directory: str, token: str) -> str:
+        """Why the directory is not the one that `token` was written to, or cannot be written to; "" if all is well."""
+        path = os.path.join(directory, token)
+        try:
+            with open(path, encoding="ascii") as file:
+                told = file.read()
+            with open(f"{path}.{socket.gethostname()}.{os.getpid()}", "x", encoding="ascii") as file:
+                file.write(told)
+        except OSError as error:
+            return f"{error.strerror}: {error.filename}"
+        return "" if told == token else "it is another directory there"
+
+    @staticmethod
+    def _own_address() -> str:
+        try:
+            return socket.gethostbyname(socket.gethostname())
+        except OSError:
+            return ""

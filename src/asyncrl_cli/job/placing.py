@@ -1,0 +1,160 @@
+"""Reserves the bundles of a plan on the cluster: a placement group for each role, within `placement.timeout_s`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.job.lifeline import lost_session
+from asyncrl_cli.plan.cluster import LOOPBACK, ClusterResources, NodeResources
+from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan
+from asyncrl_cli.plan.node_fit import asked, check_fit, fitting_hint, node_lines
+from asyncrl_cli.timeouts import timeout
+
+logger = logging.getLogger(__name__)
+
+NODE_ID = "ray.io/node-id"
+"""The label that Ray gives to every node."""
+WAITING_S = 3.0
+"""A placement that takes longer says what it waits for."""
+RELEASE_S = 1.0
+"""How long Ray's view of free resources lags behind a removed placement group."""
+
+Say = Callable[[str], None]
+Options = Callable[[str, int], dict[str, Any]]
+"""Ray's options for the actor of a role with an index: its bundle, CPUs and GPUs."""
+
+
+@asynccontextmanager
+async def placed(plan: JobPlan, *, timeout_s: float, say: Say = lambda text: None) -> AsyncIterator[Options]:
+    """Reserve every bundle within `timeout_s` in total, else raise PreflightError; at once if the cluster is too small.
+
+    Leaving the block gives the bundles back and kills what still runs in them.
+    """
+    check_fit(plan, ray_cluster())
+    groups: dict[str, PlacementGroup] = {}
+
+    def options(role_name: str, index: int) -> dict[str, Any]:
+        """`num_gpus` is set although the bundle has the GPUs: else Ray leaves the actor's CUDA_VISIBLE_DEVICES empty."""
+        role = plan.role(role_name)
+        group, number = groups[role.placement_group], plan.bundle_of(role, index)
+        bundle = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
+        return {"num_cpus": role.cpus_per_worker, "num_gpus": role.gpus_per_worker, "scheduling_strategy": bundle}
+
+    try:
+        try:
+            async with timeout(timeout_s), _telling(plan, timeout_s, say):
+                await _reserve(plan, groups)
+        except TimeoutError:
+            _remove(groups)
+            await asyncio.sleep(RELEASE_S)
+            raise _no_room(plan, timeout_s) from None
+        yield options
+    finally:
+        _remove(groups)
+
+
+@asynccontextmanager
+async def _telling(plan: JobPlan, timeout_s: float, say: Say) -> AsyncIterator[None]:
+    """Say what the block waits for if it takes longer than `WAITING_S`."""
+
+    async def tell() -> None:
+        await asyncio.sleep(WAITING_S)
+        try:
+            say(await asyncio.to_thread(_waiting_for, plan, timeout_s))
+        except RayError as error:
+            logger.warning("what is free in the cluster is unknown: %s", error)
+
+    telling = asyncio.create_task(tell(), name="what a placement waits for")
+    try:
+        yield
+    finally:
+        telling.cancel()
+        await asyncio.wait([telling])
+
+
+async def _reserve(plan: JobPlan, groups: dict[str, PlacementGroup]) -> None:
+    """Add the placement groups to `groups`, and wait for them. Where rollout workers may not be is known once others are placed."""
+    for name in plan.groups:  # the rollout's is the last
+        taken = nodes_of(groups.values()) if plan.disjoint_nodes and name == ROLLOUT else ()
+        groups[name] = _create(plan, name, taken)
+        if plan.disjoint_nodes:
+            await _ready(groups[name])
+    await asyncio.gather(*(_ready(group) for group in groups.values()))
+
+
+def _create(plan: JobPlan, name: str, taken: Collection[str]) -> PlacementGroup:
+    """The placement group of that name, on none of the nodes `taken`."""
+    spot, bundles = plan.spot(name), plan.groups[name]
+    amounts = {"CPU": float(bundles[0].cpus), "GPU": float(bundles[0].gpus)}
+    each = {resource: amount for resource, amount in amounts.items() if amount}
+    selector = dict(spot.labels) | ({NODE_ID: f"!in({','.join(sorted(taken))})"} if taken else {})
+    strategy = spot.strategy.upper()
+    return placement_group(
+        [each] * len(bundles), strategy=strategy, bundle_label_selector=[selector] * len(bundles) if selector else None
+    )
+
+
+def is_local_session() -> bool:
+    """Whether this session's only node is this machine."""
+    return bool(ray.util.get_node_ip_address() == LOOPBACK)
+
+
+def used_nodes(plan: JobPlan, options: Options) -> dict[str, str]:
+    """Addresses, by their ids, of all nodes where the job is placed; the trainer's first."""
+    names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    groups = [options(role.role, 0)["scheduling_strategy"].placement_group for role in plan.roles]
+    return {node: names[node] for node in nodes_of(groups)}
+
+
+def nodes_of(groups: Collection[PlacementGroup]) -> list[str]:
+    """The ids of all nodes that these groups, which are ready, have bundles on."""
+    return list(dict.fromkeys(node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()))
+
+
+async def _ready(group: PlacementGroup) -> None:
+    """Wait in a thread, because `wait` blocks; for a second at a time, so that the thread ends soon after a timeout."""
+    while not await asyncio.to_thread(group.wait, 1):
+        pass
+
+
+def _waiting_for(plan: JobPlan, timeout_s: float) -> str:
+    whom = "an autoscaler, or other jobs' ends" if plan.autoscaler else "other jobs' ends"
+    free = ray_cluster(free=True)
+    return f"waiting for {whom}, {timeout_s:g} s at most (placement.timeout_s): {asked(plan)}; free are {free}"
+
+
+def _no_room(plan: JobPlan, timeout_s: float) -> PreflightError:
+    cluster, free = ray_cluster(), ray_cluster(free=True)
+    instead = "--set placement.timeout_s=... if the autoscaler needs longer" if plan.autoscaler else "wait until other jobs end"
+    return PreflightError(
+        f"no room within placement.timeout_s = {timeout_s:g} s: {asked(plan)}; "
+        f"the cluster has {cluster}, of which are free {free}:{node_lines(cluster, free)}",
+        hint=f"{instead}; now this would fit: {fitting_hint(plan, free)}",
+    )
+
+
+def ray_cluster(*, free: bool = False) -> ClusterResources:
+    """All resources of the connected cluster's living nodes; with `free`, only those that no job uses now."""
+    left = ray._private.state.available_resources_per_node() if free else {}
+    nodes = []
+    for node in (node for node in ray.nodes() if node["Alive"]):
+        has = left.get(node["NodeID"], {}) if free else node["Resources"]
+        name, cpus, gpus = node["NodeManagerAddress"], int(has.get("CPU", 0)), int(has.get("GPU", 0))
+        nodes.append(NodeResources(name=name, cpus=cpus, gpus=gpus, id=node["NodeID"], labels=node.get("Labels") or {}))
+    return ClusterResources(nodes=tuple(nodes))
+
+
+def _remove(groups: dict[str, PlacementGroup]) -> None:
+    """Give the bundles back, unless the session is lost: Ray would wait for a daemon that is gone."""
+    while groups and lost_session() is None:
+        remove_placement_group(groups.popitem()[1])

@@ -1,0 +1,291 @@
+"""Examines the nodes of a cluster before a run loads anything there: what they have in common with the driver, and what they see.
+
+    probes on all nodes at once ─> NodeFacts of each ─> findings: a line per node, or per problem, each with what to do
+
+The checks are functions of facts. Nothing here blocks the event loop, and every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from asyncrl_cli.errors import AsyncrlError, PreflightError
+from asyncrl_cli.job import node_probe
+from asyncrl_cli.job.calls import Limit, answer
+from asyncrl_cli.job.placing import ray_cluster
+from asyncrl_cli.job.session import connected
+from asyncrl_cli.models.resolve import BUILTIN, is_on_hub
+from asyncrl_cli.plan.machine import GIB, LEAST_SHARED_MEMORY_BYTES, Finding
+from asyncrl_cli.plan.node_fit import node_lines
+from asyncrl_cli.profile.schema import Profile
+
+ALIKE = "asyncrl", "ray", "torch", "transformers"
+"""Packages whose objects travel between the nodes, or whose numbers must be the same on all."""
+LOOK_LIMIT, DOWNLOAD_LIMIT = Limit(120.0), Limit(3600.0)
+"""A probe's process starts in a second or two, on a busy node in many."""
+REACH_S = 10.0
+MOST_SKEW_S = 5.0
+"""Logs of two nodes are hard to read together beyond that, and files of one are in the future of the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What a probe found. `error`: why it gave no answer. `ahead_s`: its clock minus the driver's. `directory_error`, `unreached`:
+    why the run's directory cannot be used, or the first node not be reached, from there; "" if it can. `not_fetched`: why the hub
+    did not give missing models there, by their keys."""
+
+    address: str
+    error: str = ""
+    python: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    shared_memory_bytes: int = 0
+    directory_error: str = ""
+    missing_models: Sequence[str] = ()
+    not_fetched: Mapping[str, PreflightError] = field(default_factory=dict)
+    interfaces: Sequence[str] = ()
+    own_address: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    ahead_s: float = 0.0
+    unreached: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the nodes are asked for: packages as here, the run's directory, the models' directories by their keys. `downloads`: hub
+    names of those that a node may fetch itself; `builtin`: the keys of those that asyncrl has made."""
+
+    directory: Path
+    packages: Sequence[str] = ALIKE
+    models: Mapping[str, str] = field(default_factory=dict)
+    downloads: Mapping[str, str] = field(default_factory=dict)
+    builtin: Collection[str] = ()
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, profile: Profile, model_dir: Path, further: Mapping[str, str], directory: Path) -> Wanted:
+        """`further`: what `further_models` found."""
+        models = {"model.path": str(model_dir.absolute())}
+        models |= {name.replace("_dir", ".path"): path for name, path in further.items()}
+        names = {key: attrgetter(key)(profile) or profile.model.path for key in models}
+        return cls(
+            directory=directory,
+            packages=tuple(dict.fromkeys((*ALIKE, profile.rollout.engine))),
+            models=models,
+            downloads={key: name for key, name in names.items() if is_on_hub(name)},
+            builtin={key for key, name in names.items() if name.startswith(BUILTIN)},
+            trust_remote_code=profile.model.trust_remote_code,
+        )
+
+
+async def examined(nodes: Mapping[str, str], wanted: Wanted, say: Callable[[str], None]) -> list[Finding]:
+    """Findings of all `nodes`, addresses by their ids."""
+    say(f"examining {len(nodes)} nodes" if len(nodes) > 1 else "examining the node")
+    here = await asyncio.to_thread(node_probe.Probe().look, wanted.packages, "", "", {})
+    return list(findings(NodeFacts(address="here", **here), await gathered(nodes, wanted, say), wanted))
+
+
+def cluster_findings(address: str, directory: Path, say: Callable[[str], None]) -> list[Finding]:
+    """Findings of all nodes of a cluster, for runs in `directory`; as long as that is missing, in what it would be made in."""
+    say(f"connecting to {address}")
+    directory = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.is_dir())
+    with connected(address) as cluster:
+        free = ray_cluster(free=True)
+        about = Finding("cluster", f"{cluster}:{node_lines(cluster, free)}", True)
+        nodes = {node.id: node.name for node in cluster.nodes}
+        return [about, *asyncio.run(examined(nodes, Wanted(directory=directory), say))]
+
+
+def refuse(found: Sequence[Finding]) -> list[str]:
+    """Warnings of the findings. Raises one PreflightError for all that forbid a run."""
+    if wrong := [finding for finding in found if finding.ok is False]:
+        lines = "".join(f"\n  - {finding.what}: {finding.found}" for finding in wrong)
+        problems = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
+        raise PreflightError(
+            f"{problems} on the nodes of the cluster:{lines}", hint="\n".join(dict.fromkeys(finding.hint for finding in wrong))
+        )
+    return [f"{finding.what}: {finding.found} ({finding.hint})" for finding in found if finding.ok is None]
+
+
+def findings(here: NodeFacts, there: Sequence[NodeFacts], wanted: Wanted) -> Iterator[Finding]:
+    """The problems of each node, or that it has none. `ok` is None for what a run can live with."""
+    is_apart = len({facts.address for facts in there}) > 1
+    for facts in there:
+        if facts.error:
+            yield Finding(facts.address, facts.error, False, "`ray status` and the node's raylet.err may say why")
+            continue
+        problems = [
+            *_versions(here, facts),
+            *_files(facts, wanted),
+            *_network(facts, is_apart=is_apart),
+            *_clock(facts),
+            *_shared_memory(facts),
+        ]
+        versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+        fine = f"python {facts.python}, {versions}; {facts.shared_memory_bytes / GIB:.1f} GiB free in /dev/shm"
+        yield from problems or [Finding(facts.address, fine, True)]
+
+
+def _versions(here: NodeFacts, there: NodeFacts) -> Iterator[Finding]:
+    """Patch versions of Python, and builds of a package (2.13.0+cpu), may differ."""
+    pairs = {"python": (_minor(here.python), _minor(there.python))}
+    pairs |= {name: (_public(ours), _public(there.versions.get(name, ""))) for name, ours in here.versions.items() if ours}
+    for name, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            fix = f"{name} {ours} in the environment of that node's `ray start`"
+            yield Finding(there.address, f"{name} {theirs or 'is missing'}, and {ours} on the driver's node", False, fix)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _public(version: str) -> str:
+    return version.split("+")[0]
+
+
+def _files(there: NodeFacts, wanted: Wanted) -> Iterator[Finding]:
+    if there.directory_error:
+        found = f"it does not see what the driver writes to {wanted.directory}, or cannot write there ({there.directory_error})"
+        yield Finding(there.address, found, False, "--runs-dir on a file system that all nodes mount at the same path")
+    for key in there.missing_models:
+        hint = f"a path below a file system that all nodes share: --set {key}=..."
+        if key in wanted.downloads:
+            hint = "HF_HOME on a file system that all nodes share, or at the same path on each"
+        elif key in wanted.builtin:
+            hint = "a directory of a file system that all nodes share: --set model.cache_dir=..."
+        yield Finding(there.address, f"{key}: there is no {wanted.models[key]}", False, hint)
+    for key, error in there.not_fetched.items():
+        why = error.message.removeprefix(f"the probe on {there.address}: model.path: ")
+        yield Finding(there.address, f"{key}: {wanted.downloads[key]} cannot be downloaded there: {why}", False, error.hint)
+
+
+def _network(there: NodeFacts, *, is_apart: bool) -> Iterator[Finding]:
+    if there.unreached:
+        hint = "open all ports between the nodes: Ray's workers, gloo and NCCL take any that is free"
+        yield Finding(there.address, f"it cannot reach {there.unreached}", False, hint)
+    known = ", ".join(own for own in there.interfaces if own != "lo")
+    for name, asked in there.variables.items():
+        wants = asked.lstrip("^=").split(",")
+        is_there = any(own.startswith(one.split(":")[0]) for one in wants for own in there.interfaces)
+        if not asked.startswith("^") and not is_there:
+            yield Finding(there.address, f"{name}={asked}, and there is no such interface", False, f"its interfaces are {known}")
+    if is_apart and there.own_address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in there.variables:
+        found = f"its own name means {there.own_address}, where gloo would listen and other nodes cannot reach it"
+        yield Finding(there.address, found, False, f"GLOO_SOCKET_IFNAME={known} in the environment of its `ray start`")
+
+
+def _clock(there: NodeFacts) -> Iterator[Finding]:
+    if abs(there.ahead_s) > MOST_SKEW_S:
+        direction = "ahead of" if there.ahead_s > 0 else "behind"
+        yield Finding(
+            there.address,
+            f"its clock is {abs(there.ahead_s):.0f} s {direction} the driver's",
+            None,
+            "run chrony or ntpd on all nodes",
+        )
+
+
+def _shared_memory(there: NodeFacts) -> Iterator[Finding]:
+    if there.shared_memory_bytes < LEAST_SHARED_MEMORY_BYTES:
+        found = f"{there.shared_memory_bytes / 2**20:.0f} MiB free in /dev/shm: Ray keeps its objects on disk then"
+        yield Finding(there.address, found, None, "docker run --shm-size=8g, or a memory-backed emptyDir at /dev/shm")
+
+
+def ahead_s(asked_s: float, told_s: float, answered_s: float) -> float:
+    """How far another clock is certainly ahead (or, negative, behind), by an answer between two times of this one; else 0."""
+    return max(told_s - answered_s, 0.0) or min(told_s - asked_s, 0.0)
+
+
+async def gathered(nodes: Mapping[str, str], wanted: Wanted, say: Callable[[str], None]) -> list[NodeFacts]:
+    """Facts of all nodes, from one probe on each. The first node is the one that the others try to reach."""
+    async with _token_in(wanted.directory) as token:
+        with _probes(nodes) as probes:
+            first, *_ = nodes
+            try:
+                port = await _ask(probes[first].listen, nodes[first])
+            except AsyncrlError:
+                port = None
+            meeting = (nodes[first], port)
+            looks = (
+                _facts(probe, nodes[node], wanted, token, None if node == first else meeting, say) for node, probe in probes.items()
+            )
+            return await asyncio.gather(*looks)
+
+
+async def _facts(
+    probe: Any, address: str, wanted: Wanted, token: str, meeting: tuple[str, int | None] | None, say: Callable[[str], None]
+) -> NodeFacts:
+    directory = str(wanted.directory.absolute())
+    try:
+        facts = NodeFacts(address=address, **await _ask(probe.look, address, wanted.packages, directory, token, wanted.models))
+        asked_s = time.time()
+        facts = replace(facts, ahead_s=ahead_s(asked_s, await _ask(probe.clock, address), time.time()))
+        if meeting is not None and meeting[1] is not None:
+            facts = replace(facts, unreached=await _ask(probe.reach, address, *meeting, REACH_S))
+        missing, not_fetched = list[str](), dict[str, PreflightError]()
+        for key in facts.missing_models:
+            try:
+                if not await _fetched(probe, address, key, wanted, say):
+                    missing.append(key)
+            except PreflightError as error:
+                not_fetched[key] = error
+        return replace(facts, missing_models=missing, not_fetched=not_fetched)
+    except AsyncrlError as error:
+        return NodeFacts(address=address, error=error.message)
+
+
+async def _fetched(probe: Any, address: str, key: str, wanted: Wanted, say: Callable[[str], None]) -> bool:
+    """Have a node download a model of the hub, if it may; whether it is then where the driver has it. Raises PreflightError if the
+    hub does not give it."""
+    if key not in wanted.downloads:
+        return False
+    name = wanted.downloads[key]
+    say(f"downloading {name} to {address}")
+    return bool(await _ask(probe.fetch, address, name, wanted.trust_remote_code, limit=DOWNLOAD_LIMIT) == wanted.models[key])
+
+
+async def _ask(method: Any, address: str, *args: Any, limit: Limit = LOOK_LIMIT) -> Any:
+    return await answer(method.remote(*args), executor=f"the probe on {address}", call="its look", limit=limit)
+
+
+@contextmanager
+def _probes(nodes: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """An actor on each node, which asks for no CPU: the job may have reserved them all."""
+    ray.cloudpickle.register_pickle_by_value(node_probe)
+    try:
+        on = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
+        made = {node: ray.remote(num_cpus=0)(node_probe.Probe).options(scheduling_strategy=on[node]).remote() for node in nodes}
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(node_probe)
+    try:
+        yield made
+    finally:
+        for actor in made.values():
+            ray.kill(actor)
+
+
+@asynccontextmanager
+async def _token_in(directory: Path) -> AsyncIterator[str]:
+    """A file for the nodes to read, with its name as content; and what they write beside it."""
+    token = f".preflight-{secrets.token_hex(8)}"
+
+    def remove() -> None:
+        for path in directory.glob(f"{token}*"):
+            path.unlink(missing_ok=True)
+
+    try:
+        await asyncio.to_thread((directory / token).write_text, token, encoding="ascii")
+        yield token
+    finally:
+        await asyncio.to_thread(remove)

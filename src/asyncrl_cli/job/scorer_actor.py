@@ -1,0 +1,196 @@
+"""A scorer with processes of its own (`ref`, `prox`, `critic`, the reward model): the actor of one of them, and all of them as the
+loop's.
+
+    group main     one thread: start, load, score. All processes get the same calls in the same order
+    group control  report, meeting_point: answered at once, whatever else runs
+
+Who waits for whom: collectives in `main` for the other processes' `main`; the driver for each call, rollout.call_timeout_s at most,
+for a load weights.timeout_s.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.job.adapters import CALL_KEY, START_LIMIT, WEIGHTS_KEY
+from asyncrl_cli.job.calls import Limit, all_of, answer
+from asyncrl_cli.job.meeting import meeting_point
+from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
+from asyncrl_cli.job.transports import arriving, merging
+from asyncrl_cli.loop.attempts import GroupResult
+from asyncrl_cli.loop.meters import ScorerMeter
+from asyncrl_cli.loop.ports import EvalResult, Published
+from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
+from asyncrl_cli.samples import GroupPayload, joined
+from asyncrl_cli.train.balance import split_by_tokens
+
+if TYPE_CHECKING:
+    from asyncrl_cli.weights.versions import Manifest
+
+CONCURRENCY_GROUPS = {"main": 1, "control": 1}
+
+logger = logging.getLogger(__name__)
+
+
+class ScorerActor:
+    """Methods mirror `loop.ports.Scorer`, per process; `RayScorer` calls them on all."""
+
+    def __init__(self, rank: int, task: str, profile: Profile, place: Place, *, log_path: Path) -> None:
+        set_up_process(threads=place.threads, log_path=log_path)
+        self._rank = rank
+        self._task = task
+        self._profile = profile
+        self._place = place
+        self._meter = ScorerMeter(task, time.monotonic)
+
+    def __repr__(self) -> str:
+        return f"{self._task}-{self._rank}"
+
+    @ray.method(concurrency_group="control")
+    def meeting_point(self) -> str:
+        return meeting_point()
+
+    @ray.method(concurrency_group="main")
+    def start(self, init_method: str) -> None:
+        with no_collection_while_starting():
+            self._scorer = self._made(init_method)
+        self._whole = merging(self._profile, self._place) if self._task == PROX else iter
+        logger.info("%r started at %s", self, self._place)
+
+    def _made(self, init_method: str) -> Any:
+        if self._task != REWARD:
+            from asyncrl_cli.train.critic_apart import CriticApart
+            from asyncrl_cli.train.ranks import Ranks
+            from asyncrl_cli.train.scorers import LogprobScorer
+
+            ranks = Ranks.of(self._profile, self._place, rank=self._rank, init_method=init_method)
+            if self._task == CRITIC:
+                return CriticApart(self._profile, self._place, ranks)
+            return LogprobScorer(self._task, self._profile, self._place, ranks)
+        from asyncrl_cli.envs.chat import load_tokenizer
+        from asyncrl_cli.train.reward_model import RewardModel
+
+        policys = load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code)
+        return RewardModel(self._profile, self._place, partial(policys.decode, skip_special_tokens=True))
+
+    @ray.method(concurrency_group="main")
+    def load(self, manifest: Manifest, bucket_refs: list[Any]) -> None:
+        """Fetch a version's buckets and take in this process's part of it."""
+        with self._meter.doing(State.LOADING, "weights"):
+            self._scorer.load(manifest, self._whole(arriving(manifest, bucket_refs)))
+
+    @ray.method(concurrency_group="main")
+    def score(self, num_tokens: int, items: Sequence[Mapping[str, Any]], *parts: GroupPayload) -> Any:
+        """This process's report, then the column of each group; each group is one or more of `parts`. `num_tokens`: sampled tokens
+        that all processes score in this call."""
+        with self._meter.doing(State.BUSY):
+            columns = self._scorer.score(joined(parts), items)
+            self._meter.scored(num_tokens)
+        report = self._meter.report()
+        return (report, *columns) if columns else report
+
+    @ray.method(concurrency_group="main")
+    def judge(self, items: Sequence[Mapping[str, Any]], groups: Sequence[GroupPayload]) -> list[float]:
+        """The reward model's scores of an eval's trajectories, each a group of its own."""
+        with self._meter.doing(State.BUSY):
+            return [score for (score,) in self._scorer.score(groups, items)]
+
+    @ray.method(concurrency_group="control")
+    def report(self) -> ExecutorReport:
+        return self._meter.report()
+
+    @ray.method(concurrency_group="main")
+    def stop(self) -> None:
+        self._scorer.close()
+
+
+class RayScorer:
+    """`loop.ports.Scorer` on all `ScorerActor`s. A column's handle is its ObjectRef: it goes to the trainer's ranks, never through
+    the driver, which owns it, so that it outlives the process that made it. (Rewards are what the driver needs.)"""
+
+    def __init__(self, name: str, make_actors: Callable[[], list[Any]], profile: Profile) -> None:
+        """`make_actors()` makes the actors of all processes in their bundles, now and at every restart."""
+        self.name = name
+        self.actors = make_actors()
+        self.call_tokens = len(self.actors) * profile.trainer.max_tokens_per_microbatch
+        self._make_actors = make_actors
+        self._num_judged = 0
+        self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
+        self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
+
+    async def load(self, published: Published) -> None:
+        manifest, bucket_refs = published.handle
+        await self._all("load", manifest, list(bucket_refs), call=f"the load of version {published.version}", limit=self._weights)
+
+    async def score(
+        self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Any], ExecutorReport]:
+        """The groups are divided between the processes by their tokens."""
+        lengths = [sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups]
+        shares = split_by_tokens(lengths, len(self.actors))
+        num_tokens = sum(group.response_tokens for group in groups)
+        reports, columns = [], dict[int, Any]()
+        for actor, share in zip(self.actors, shares, strict=True):
+            own = [items[index] for index in share] if self.name == REWARD else []
+            parts = chain.from_iterable(groups[index].payload for index in share)
+            made = actor.score.options(num_returns=1 + len(share)).remote(num_tokens, own, *parts)
+            report, *of_groups = made if share else [made]
+            reports.append(report)
+            columns |= dict(zip(share, of_groups, strict=True))
+        call = f"the scores of {len(groups)} groups"
+        told = await all_of(self._answer(report, call, rank) for rank, report in enumerate(reports))
+        handles = [columns[index] for index in range(len(groups))]
+        if self.name == REWARD:
+            handles = await all_of(self._answer(handle, call) for handle in handles)
+        return handles, told[0]
+
+    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        """`loop.ports.RewardModel`: one process after the other gets an eval's calls."""
+        self._num_judged += 1
+        index = self._num_judged % len(self.actors)
+        call = f"the scores of {len(items)} trajectories of an eval"
+        scores: list[float] = await self._answer(self.actors[index].judge.remote(items, result.payload), call, index)
+        return scores
+
+    async def report(self) -> ExecutorReport:
+        report: ExecutorReport = await self._answer(self.actors[0].report.remote(), "a report")
+        return report
+
+    async def restart(self) -> None:
+        """Kill all actors, dead or alive, and start others, which get their bundles once the old ones are gone."""
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = self._make_actors()
+        await self.start()
+
+    async def start(self) -> None:
+        init_method = await self._answer(self.actors[0].meeting_point.remote(), "its start", limit=START_LIMIT)
+        await self._all("start", init_method, call="its start", limit=START_LIMIT)
+
+    async def stop(self, timeout_s: float) -> None:
+        await self._all("stop", call="its end", limit=Limit(timeout_s))
+
+    async def _all(self, method: str, *args: Any, call: str, limit: Limit) -> None:
+        refs = [getattr(actor, method).remote(*args) for actor in self.actors]
+        await all_of(self._answer(ref, call, rank, limit) for rank, ref in enumerate(refs))
+
+    async def _answer(self, ref: Any, call: str, rank: int = 0, limit: Limit | None = None) -> Any:
+        """By default within `rollout.call_timeout_s`. A failure names the whole scorer, which is restarted as one: where a process
+        is lost, the others' collectives fail, and that may be heard of first."""
+        try:
+            return await answer(ref, executor=self.name, call=f"{call} (process {rank})", limit=limit or self._calls)
+        except ExecutorLost:
+            raise
+        except ExecutorFailed as error:
+            raise ExecutorLost(error.cause, hint=error.hint, executor=self.name) from error

@@ -1,0 +1,103 @@
+"""What a submitted run takes along to its cluster: files of the working directory, and the profile as it was resolved here.
+
+    asyncrl-job.toml         every value that a file, the environment or an option has set; paths of what is shipped are relative
+    my_rewards.py            the module of `task.reward = "my_rewards:score"`, if it lies in the working directory
+    my_package/...           likewise, for a module inside a package, the whole package
+    data/train.parquet       what a pattern of `run.ship` names
+
+The profile is not shipped as its chain of files: these may lie anywhere, and would not have the environment's values.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.loaded import Loaded, to_toml
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.user_code import is_user_code
+
+PROFILE = "asyncrl-job.toml"
+PATH = re.compile(r'"((?:jsonl|parquet):)?(/[^"]+)"')
+"""An absolute path as a profile's TOML has it: a directory, or a file behind the kind of its content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cargo:
+    """`files` are relative to `root`. `notes`: what the cluster must have, because it is not shipped."""
+
+    root: Path
+    files: tuple[Path, ...]
+    profile_toml: str
+    notes: tuple[str, ...]
+
+    def write(self, directory: Path) -> None:
+        """Copy everything to an empty directory."""
+        for file in self.files:
+            (directory / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.root / file, directory / file)
+        (directory / PROFILE).write_text(self.profile_toml, encoding="utf-8")
+
+
+def cargo_of(loaded: Loaded, root: Path) -> Cargo:
+    """What a run of this profile needs of the directory `root`. Raises ConfigError for a pattern of `run.ship` that names nothing,
+    or something outside."""
+    profile, notes = loaded.profile, []
+    files = {file for pattern in profile.run.ship for file in _matching(root, pattern)}
+    for module in sorted(_modules_of(profile)):
+        if not (found := set(_module_files(root, module))):
+            notes.append(f"the module {module} is not in {root}: it must be installed on the cluster")
+        files |= found
+    shipped = files | {parent for file in files for parent in file.parents}
+
+    def elsewhere(match: re.Match[str]) -> str:
+        kind, path = match[1] or "", Path(match[2])
+        below = str(path.relative_to(root)) if path.is_relative_to(root) else ""
+        named = list(root.glob(below)) if below not in ("", ".") else []  # it may be a pattern
+        if named and all(one.relative_to(root) in shipped for one in named):
+            return f'"{kind}./{below}"'
+        if named or path.exists():
+            notes.append(f"{path} is not shipped: the cluster must have it there, or run.ship must name it")
+        else:
+            notes.append(f"{path} is not on this machine: the cluster must have it there")
+        return match[0]
+
+    toml = PATH.sub(elsewhere, to_toml(profile, loaded.origins))
+    return Cargo(root=root, files=tuple(sorted(files)), profile_toml=toml, notes=tuple(notes))
+
+
+def _modules_of(profile: Profile) -> set[str]:
+    """Top-level modules of the user's own code."""
+    names = (profile.task.reward, profile.task.environment, profile.task.agent or "")
+    return {name.partition(":")[0].partition(".")[0] for name in names if is_user_code(name)}
+
+
+def _module_files(root: Path, module: str) -> Iterator[Path]:
+    if (root / f"{module}.py").is_file():
+        yield Path(f"{module}.py")
+    else:
+        yield from _files(root, f"{module}/**/*")
+
+
+def _matching(root: Path, pattern: str) -> list[Path]:
+    parts = PurePosixPath(pattern).parts
+    if not parts or pattern.startswith("/") or ".." in parts:
+        raise ConfigError(f'run.ship names "{pattern}", which is not within {root}', hint="call `asyncrl submit` further up")
+    found = list(_files(root, f"{pattern}/**/*" if (root / pattern).is_dir() else pattern))
+    if not found:
+        raise ConfigError(
+            f'run.ship names "{pattern}", and no file in {root} is called so', hint='ship = ["data/*.parquet", "helpers.py"]'
+        )
+    return found
+
+
+def _files(root: Path, pattern: str) -> Iterator[Path]:
+    """Regular files, without what Python leaves behind."""
+    for path in root.glob(pattern):
+        if path.is_file() and "__pycache__" not in path.parts:
+            yield Path(os.path.relpath(path, root))

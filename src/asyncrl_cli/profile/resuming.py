@@ -1,0 +1,72 @@
+"""`asyncrl resume --set`: a resumed run may compute elsewhere and with other numbers of workers, but it stays the same run.
+
+What may change says where and how the run computes, what it writes, and how long it waits. What its checkpoint holds (weights,
+groups, their deadlines) was made under the other keys: each is refused with that reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl_cli.errors import ConfigError, combine
+from asyncrl_cli.profile.check import check
+from asyncrl_cli.profile.keys import entries_of, validate
+from asyncrl_cli.profile.loaded import Layer, Loaded, merge, set_layer
+from asyncrl_cli.profile.schema import Profile
+
+MAY_CHANGE = frozenset({
+    *("placement", "weights", "checkpoint", "logging"),
+    *("run.stop_grace_s", "run.stall_timeout_s", "run.ship"),
+    *("trainer.max_tokens_per_microbatch", "trainer.activation_checkpointing", "trainer.max_skipped_steps"),
+    *("trainer.offload_optimizer", "trainer.sequence_parallel_size", "trainer.meeting_timeout_s"),
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "rollout.nnodes", "rollout.n_gpus_per_node"),
+    *("rollout.engine", "rollout.workers", "rollout.slots", "rollout.placement", "rollout.prefetch_groups", "rollout.hold_slots"),
+    *("rollout.interrupt", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization", "rollout.max_model_len"),
+    *("rollout.enforce_eager", "rollout.engine_args", "rollout.call_timeout_s", "rollout.max_restarts", "rollout.min_workers"),
+    *("env.tool_timeout_s", "env.episode_timeout_s", "eval.every_versions", "eval.timeout_s"),
+    *("task.reward_timeout_s", "task.reward_workers", "task.max_failed_ratio", "task.python"),
+})  # fmt: skip
+"""Keys, and sections of which every key may change but those in `FIXED`."""
+FIXED = {
+    "placement.colocate": "the checkpoint's groups were admitted for trainer and workers that take turns, or that do not",
+    "run": "prompts, windows and the learning rate's schedule follow from it",
+    "model": "the checkpoint's weights are that model's",
+    "lora": "the checkpoint's weights are those of its adapters",
+    "task": "the checkpoint's groups were made and rewarded by it",
+    "env": "the checkpoint's groups were made within it",
+    "rollout": "the checkpoint's responses were sampled with it",
+    "async_training": "the checkpoint's groups were admitted under it, and their deadlines follow from it",
+    "eval": "later evals could not be compared with earlier ones",
+}
+"""Why a key, or the rest of a section, stays as it is."""
+ELSE = "the steps before the checkpoint were trained with it"
+
+
+def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
+    """The profile of a resumed run, changed by `--set`s. ConfigError for keys that must stay, and for any other mistake in them."""
+    if not sets:
+        return loaded
+    before, layer = entries_of(loaded.profile), set_layer(sets)
+    values, origins = merge([Layer(origin="default", values=before, origins=loaded.origins), layer])
+    named = {"name": loaded.profile.name, "purpose": loaded.profile.purpose}
+    profile = validate(values, origins, named, loaded.origins.get("name", "default"))
+    _refuse_fixed(loaded.profile, profile)
+    told = {**loaded.origins} | {key: "--set (resume)" for key in layer.values}
+    return Loaded(profile=profile, origins=told, warnings=tuple(check(profile)))
+
+
+def _refuse_fixed(before: Profile, after: Profile) -> None:
+    old, new = entries_of(before), entries_of(after)
+    moved = [key for key in new | old if new.get(key) != old.get(key) and not may_change(key)]
+    hint = "start another run for that (`asyncrl export`, then --set model.path=...), or leave it out"
+    problems = [ConfigError(f"{key} cannot change in a resumed run: {_reason(key)}", hint=hint) for key in moved]
+    if problems:
+        raise combine(problems)
+
+
+def may_change(key: str) -> bool:
+    return key not in FIXED and (key in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE)
+
+
+def _reason(key: str) -> str:
+    return FIXED.get(key) or FIXED.get(key.partition(".")[0]) or ELSE

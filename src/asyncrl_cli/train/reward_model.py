@@ -1,0 +1,103 @@
+"""The reward model: a sequence classifier, whole in each of its processes, which know nothing of each other.
+
+    tokens ──policy's tokenizer──> response ──own template or tokenizer──> ids ──classifier──> first logit = score
+
+The text is what users of such models write by hand: the prompt's messages and the response as the assistant's, in the model's own
+chat template; a model without one reads prompt and response end to end, with its tokenizer's special tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from asyncrl_cli.errors import AsyncrlError, PreflightError, first_names
+from asyncrl_cli.models.inspection import positions_of
+from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.samples import GroupPayload, Trajectory
+from asyncrl_cli.tasks.item import messages_of
+from asyncrl_cli.train.ranks import indexed
+from asyncrl_cli.weights.buckets import torch_dtype
+
+ANOTHER = "take a reward model with longer contexts, or a lower rollout.max_response_tokens"
+
+
+class RewardModel:
+    """`decode`: the policy's, without special tokens. PreflightError if the directory holds no classifier."""
+
+    def __init__(self, profile: Profile, place: Place, decode: Callable[[list[int]], str]) -> None:
+        directory, trusts = place.reward_model_dir, profile.model.trust_remote_code
+        if place.device == "cpu":
+            torch.set_num_threads(place.threads)
+        self._device = indexed(torch.device(place.device))
+        self._decode = decode
+        self._max_tokens = profile.trainer.max_tokens_per_microbatch
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts)
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            directory, dtype=torch_dtype(profile.model.dtype), trust_remote_code=trusts, output_loading_info=True
+        )
+        if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
+            what = f"reward_model.path: {directory} is no sequence classifier: it lacks {first_names(missing)}"
+            raise PreflightError(what, hint="take a model with a trained classification head")
+        self._model: Any = model.eval().to(self._device)
+        self._name_padding()
+
+    def score(self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]]:
+        """The scores of each group's trajectories. `items`: the groups' prompts. AsyncrlError if one is too long, or not finite."""
+        texts = [self._text(item, one) for group, item in zip(groups, items, strict=True) for one in group.trajectories]
+        has_template = self._tokenizer.chat_template is not None
+        ids = self._tokenizer(texts, add_special_tokens=not has_template)["input_ids"] if texts else []
+        scores = [math.nan] * len(ids)
+        for batch in self._batches([len(tokens) for tokens in ids]):
+            for index, found in zip(batch, self._logits([ids[index] for index in batch]), strict=True):
+                scores[index] = found
+        if wrong := [found for found in scores if not math.isfinite(found)]:
+            raise AsyncrlError(f"the reward model gives {wrong[0]} for a response", hint="look at its weights and at model.dtype")
+        left = iter(scores)
+        return [tuple(next(left) for _ in group.trajectories) for group in groups]
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+    def _text(self, item: Mapping[str, Any], trajectory: Trajectory) -> str:
+        sampled = [token for part in trajectory.segments for token in part.tokens_T[part.mask_T].tolist()]
+        messages = [*messages_of(item["prompt"]), {"role": "assistant", "content": self._decode(sampled)}]
+        if self._tokenizer.chat_template is None:
+            return "".join(message["content"] for message in messages)
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Indices of texts that are computed together: of similar lengths, and padded within `max_tokens_per_microbatch`."""
+        longest, limit = max(lengths, default=0), positions_of(self._model.config.get_text_config())
+        if limit is not None and longest > limit:
+            raise AsyncrlError(f"a prompt with its response has {longest} tokens, and the reward model takes {limit}", hint=ANOTHER)
+        batch = list[int]()
+        for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+            if batch and (len(batch) + 1) * lengths[index] > self._max_tokens:
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
+    def _logits(self, ids: Sequence[Sequence[int]]) -> list[float]:
+        padded = self._tokenizer.pad({"input_ids": ids}, padding_side="right", return_tensors="pt").to(self._device)
+        with torch.inference_mode():
+            found: list[float] = self._model(**padded).logits[:, 0].float().tolist()
+        return found
+
+    def _name_padding(self) -> None:
+        """Classifiers find the last token of a padded row by their configuration's padding token, which must be the tokenizer's."""
+        tokenizer = self._tokenizer
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token_id is None:
+            what = (
+                f"reward_model.path: the tokenizer in {tokenizer.name_or_path} has neither a padding token nor an end of sequence"
+            )
+            raise PreflightError(what, hint="set tokenizer.pad_token, and save the tokenizer beside the model")
+        self._model.config.get_text_config().pad_token_id = tokenizer.pad_token_id

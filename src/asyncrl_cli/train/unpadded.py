@@ -1,0 +1,291 @@
+"""The rows of a microbatch end to end, without padding, and their tokens divided between ranks (sequence parallelism).
+
+    rows (B, T) -> P positions end to end -> P / S of them on each of S ranks -> decoder -> hidden states of its own tokens
+                                                attention: all P positions, with 1 / S of the heads on each rank
+
+Only attention mixes positions. It exchanges positions for heads, and afterwards back, by all-to-alls (DeepSpeed-Ulysses,
+arXiv:2309.14509). Where torch has a kernel for rows of different lengths (CUDA, bfloat16), it computes them as they lie; elsewhere
+they are padded for attention alone. transformers has Ulysses for DeepSpeed only, and torch's context parallelism has no CPU kernel.
+
+What it is not: a sliding window, or layers that mix positions by other means, are not supported; such models keep padded rows.
+
+Legend: B = rows, T = padded positions, P = positions end to end, S = ranks that share them, t = P / S, N = sampled tokens,
+n = those of this rank, H = query heads, J = key-value heads, D = head's size.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from asyncrl_cli.errors import ConfigError, first_line
+from asyncrl_cli.models.attention import Attention
+from asyncrl_cli.models.inspection import check_heads
+from asyncrl_cli.train.batch import Microbatch, scoring_microbatch
+from asyncrl_cli.train.ranks import Ranks
+
+UNPADDED = "asyncrl_unpadded"
+SAMPLE_LENGTHS = (5, 23, 1, 14)
+MAX_TOKEN_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Of a token's hidden state, relative: what rounding in a deep model may make. A token that sees another row is further off."""
+MAX_KERNEL_DIFF = 0.05
+"""Of attention's values and gradients, relative: ten times what rounding a value to bfloat16 may make."""
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Layout", float | None], torch.Tensor]
+"""Causal attention of query (P, H, D), key and value (P, J, D), row by row."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the rows are among P positions: row b from `starts[b]` to `starts[b + 1]`; `slots_P`: the same in padded (B, T)."""
+
+    starts: torch.Tensor
+    slots_P: torch.Tensor
+    longest: int
+    kernel: Kernel
+    sequence: dist.ProcessGroup | None
+
+    def in_rows(self, values_PHD: torch.Tensor) -> torch.Tensor:
+        """(B, H, T, D), zeros where there is no token."""
+        shape = (len(self.starts) - 1) * self.longest, *values_PHD.shape[1:]
+        padded = values_PHD.new_zeros(shape).index_copy(0, self.slots_P, values_PHD)
+        return padded.unflatten(0, (-1, self.longest)).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What this rank computes of a microbatch: the decoder's `inputs`, the places of its own sampled tokens in the decoder's result
+    (flattened), and which of all N they are; None: all."""
+
+    inputs: dict[str, Any]
+    select_n: torch.Tensor
+    tokens_n: torch.Tensor | None = None
+    sequence: dist.ProcessGroup | None = None
+
+    def of(self, values_N: torch.Tensor) -> torch.Tensor:
+        return values_N if self.tokens_n is None else values_N[self.tokens_n]
+
+    def joined(self, values_n: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """All N, from those of each rank: a collective. Every rank's gradient is that of its own tokens."""
+        if self.tokens_n is None or self.sequence is None:
+            return values_n
+        joined_N: torch.Tensor = _Joined.apply(values_n, self.tokens_n, num_tokens, self.sequence)
+        return joined_N
+
+
+Divide = Callable[[Microbatch], Part]
+
+
+def is_packed(divide: Divide) -> bool:
+    """Whether nothing is computed for padding, in attention neither: a microbatch's budget counts tokens alone then."""
+    return isinstance(divide, partial) and divide.keywords["kernel"] is of_lengths
+
+
+def padded(microbatch: Microbatch) -> Part:
+    """All of the microbatch, as it is."""
+    return Part({"input_ids": microbatch.inputs_BT}, microbatch.select_N)
+
+
+def unpadded(microbatch: Microbatch, kernel: Kernel, ranks: Ranks) -> Part:
+    """This rank's share of the microbatch. The last row is lengthened until every rank has as many positions."""
+    device, (num_rows, width) = microbatch.inputs_BT.device, microbatch.inputs_BT.shape
+    *others, last = microbatch.lengths
+    lengths = [*others, last + -sum(microbatch.lengths) % ranks.sequence_size]
+    lengths_B = torch.tensor(lengths, device=device)
+    starts = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
+    rows_P = torch.arange(num_rows, device=device).repeat_interleave(lengths_B, output_size=sum(lengths))
+    positions_P = torch.arange(len(rows_P), device=device) - starts[rows_P]
+    places_N = starts[microbatch.rows_N] + microbatch.select_N - microbatch.rows_N * width
+    own = len(rows_P) // ranks.sequence_size
+    begin = ranks.rank % ranks.sequence_size * own
+    tokens_n = ((places_N >= begin) & (places_N < begin + own)).nonzero().squeeze(1)
+    mine = slice(begin, begin + own)
+    inputs = microbatch.inputs_BT[rows_P[mine], positions_P[mine].clamp(max=width - 1)]
+    layout = Layout(starts.int(), rows_P * max(lengths) + positions_P, max(lengths), kernel, ranks.sequence)
+    arguments = {"input_ids": inputs[None], "position_ids": positions_P[None, mine], "layout": layout}
+    return Part(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
+
+
+def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks) -> Divide:
+    """`unpadded` where tokens must be divided, or a kernel makes it worth it, and the model allows it; else `padded`. Sets the
+    decoder's attention, which was chosen as `attention`. A collective.
+
+    Raises ConfigError if `trainer.sequence_parallel_size` is not possible with this model.
+    """
+    config, size = decoder.config.get_text_config(), ranks.sequence_size
+    check_heads(config, size)
+    if attention == "sdpa" and _attends_everywhere(config):
+        kernel = rows_kernel(config, decoder.dtype, ranks)
+        divide = partial(unpadded, kernel=kernel, ranks=ranks)
+        if (size > 1 or kernel is of_lengths) and _is_same(decoder, divide, ranks):
+            return divide
+    if size == 1:
+        return padded
+    raise ConfigError(
+        f"trainer.sequence_parallel_size = {size}: a {config.model_type} model mixes positions by more than causal attention "
+        "(sliding windows, soft-caps, recurrent layers), which cannot be divided",
+        hint="--set trainer.sequence_parallel_size=1, with trainer.activation_checkpointing=full for less memory",
+    )
+
+
+def _attends_everywhere(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return set(kinds) == {"full_attention"}
+    return not (getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
+
+
+@torch.no_grad()
+def _is_same(decoder: PreTrainedModel, divide: Divide, ranks: Ranks) -> bool:
+    """Whether a sample's hidden states are the same, up to rounding, on all ranks. If so, attention stays as `divide` needs it."""
+    size, generator = int(decoder.config.get_text_config().vocab_size), torch.Generator().manual_seed(0)
+    sample = [torch.randint(size, (length + 1,), generator=generator).tolist() for length in SAMPLE_LENGTHS]
+    microbatch, found = scoring_microbatch(sample, ranks.device), []
+    part = divide(microbatch)
+    for implementation, tried in (("sdpa", padded(microbatch)), (UNPADDED, part)):
+        decoder.set_attn_implementation(implementation)
+        hidden = decoder(**tried.inputs, use_cache=False).last_hidden_state
+        found.append(hidden.flatten(0, 1)[tried.select_n].float())
+    expected, ours = part.of(found[0]), found[1]
+    diffs = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    largest = torch.cat([diffs, diffs.new_zeros(1)]).nan_to_num(nan=torch.inf).max()  # a rank may have no token
+    is_same = bool(ranks.max(largest) < MAX_TOKEN_DIFF[hidden.dtype])
+    if not is_same:
+        decoder.set_attn_implementation("sdpa")
+    return is_same
+
+
+def in_padded_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None
+) -> torch.Tensor:
+    """A `Kernel` that runs everywhere."""
+    rows = (layout.in_rows(values) for values in (query, key, value))
+    heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+    attended_BTHD, _ = sdpa_attention_forward(heads, *rows, None, scaling=scaling, is_causal=True)
+    return attended_BTHD.flatten(0, 1).index_select(0, layout.slots_P)
+
+
+def of_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None) -> torch.Tensor:
+    """A `Kernel`: torch's flash attention for rows of different lengths, if all heads are of one size."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if key.shape != value.shape:
+        return in_padded_rows(query, key, value, layout, scaling)
+    starts, longest = layout.starts, layout.longest
+    is_grouped = query.shape[1] != key.shape[1]
+    attended: torch.Tensor = varlen_attn(
+        query, key, value, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped
+    )
+    return attended
+
+
+def rows_kernel(config: Any, dtype: torch.dtype, ranks: Ranks) -> Kernel:
+    """`of_lengths` if on all ranks it gives a sample the values and gradients of `in_padded_rows`. A collective."""
+    if ranks.device.type != "cuda" or dtype == torch.float32 or not getattr(config, "num_attention_heads", None):
+        return in_padded_rows
+    largest = ranks.max(kernel_diff(config, dtype, ranks))
+    return of_lengths if largest < MAX_KERNEL_DIFF else in_padded_rows
+
+
+def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
+    """The largest difference of `of_lengths` from `in_padded_rows`, with the model's heads; infinite where it does not run."""
+    microbatch = scoring_microbatch([[0] * (length + 1) for length in SAMPLE_LENGTHS], ranks.device)
+    layout = unpadded(microbatch, in_padded_rows, ranks).inputs["layout"]
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    each = heads, *[getattr(config, "num_key_value_heads", None) or heads] * 2
+    shapes = [(len(layout.slots_P), number, head_dim) for number in each]
+    generator = torch.Generator().manual_seed(0)
+    sample = [torch.randn(shape, generator=generator).to(ranks.device, dtype).requires_grad_() for shape in shapes]
+    found = []
+    for kernel in (in_padded_rows, of_lengths):
+        try:
+            attended = kernel(*sample, layout, None)
+            found.append([attended, *torch.autograd.grad(attended.float().square().sum(), sample)])
+        except (RuntimeError, ValueError, ImportError) as error:
+            logger.warning("torch's attention for rows of different lengths does not run here: %s", first_line(error))
+            return torch.tensor(torch.inf, device=ranks.device)
+    diffs = [(ours - theirs).norm() / theirs.norm() for theirs, ours in zip(*found, strict=True)]
+    return torch.stack(diffs).float().detach().nan_to_num(nan=torch.inf).max()
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    layout: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention for transformers, of rows end to end: query (1, H, t, D), key and value (1, J, t, D); returns (1, t, H, D)."""
+    if layout is None:  # a model that does not hand it on: `_is_same` finds out
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    size = 1 if layout.sequence is None else layout.sequence.size()
+    repeats = size // math.gcd(size, key.shape[1])  # every rank needs a whole key-value head
+    whole = [heads.repeat_interleave(repeats, dim=0) if repeats > 1 else heads for heads in (key[0], value[0])]
+    attended_PHD = layout.kernel(*(_all_positions(heads, layout.sequence) for heads in (query[0], *whole)), layout, scaling)
+    return _all_heads(attended_PHD, layout.sequence)[None], None
+
+
+AttentionInterface.register(UNPADDED, attend)
+
+
+def _all_positions(values_HtD: torch.Tensor, sequence: dist.ProcessGroup | None) -> torch.Tensor:
+    """(P, H / S, D)."""
+    if sequence is None:
+        return values_HtD.transpose(0, 1)
+    blocks = _Exchange.apply(values_HtD.unflatten(0, (sequence.size(), -1)), sequence)
+    return blocks.permute(0, 2, 1, 3).flatten(0, 1)
+
+
+def _all_heads(values_PHD: torch.Tensor, sequence: dist.ProcessGroup | None) -> torch.Tensor:
+    """(t, H, D) from (P, H / S, D)."""
+    if sequence is None:
+        return values_PHD
+    blocks = _Exchange.apply(values_PHD.unflatten(0, (sequence.size(), -1)), sequence)
+    return blocks.transpose(0, 1).flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends block i to rank i, and receives that rank's block for this one. Its gradient is exchanged alike."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: torch.Tensor, sequence: dist.ProcessGroup) -> torch.Tensor:
+        ctx.sequence = sequence
+        received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, blocks.contiguous(), group=sequence)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Exchange.apply(gradient, ctx.sequence), None
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values_n: torch.Tensor, tokens_n: torch.Tensor, num_tokens: int, sequence: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens_n)
+        values_N = values_n.new_zeros(num_tokens).index_copy_(0, tokens_n, values_n)
+        dist.all_reduce(values_N, group=sequence)
+        return values_N
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: torch.Tensor) -> Any:
+        (tokens_n,) = ctx.saved_tensors
+        return gradient_N[tokens_n], None, None, None

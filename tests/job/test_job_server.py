@@ -1,0 +1,109 @@
+"""Jobs of a cluster, as far as they need none: their entrypoint, and addresses that do not answer."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.job import job_server
+from asyncrl_cli.job.job_server import COMMAND, MARK, Job, JobServer, _without_rays_own
+from asyncrl_cli.job.shipping import PROFILE, Cargo
+
+
+def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run by a shell, as Ray does, in a directory that is gone afterwards."""
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    Cargo(root=tmp_path, files=(), profile_toml="name = 'x'", notes=()).write(shipped)
+    monkeypatch.setattr("asyncrl_cli.job.job_server.COMMAND", "sh -c 'echo $$ $PWD $*; cat asyncrl-job.toml' asyncrl")
+    runs_dir = tmp_path / "the runs"
+    cargo = Cargo(root=tmp_path, files=(), profile_toml="", notes=())
+    job = Job(arguments=["train", "--profile", PROFILE, "--name", "first"], run="first", runs_dir=runs_dir, cargo=cargo)
+    process = subprocess.Popen(job.entrypoint, shell=True, cwd=shipped, stdout=subprocess.PIPE, text=True)
+    out, _ = process.communicate(timeout=10)
+    kept = runs_dir / ".shipped" / job.id
+    arguments = f"train --profile {PROFILE} --name first --runs-dir {runs_dir} --ui plain"
+    # The shell has become the driver: a signal to the job is one to it.
+    assert out == f"{MARK}\n{process.pid} {kept} {arguments}\nname = 'x'"
+
+
+def test_of_a_jobs_log_only_what_the_command_said_is_passed_on() -> None:
+    """Ray's line about the entrypoint is buffered, and may come late."""
+    said: list[str] = []
+    write = _without_rays_own(said.append)
+    for line in (
+        "INFO job_manager.py: Runtime env is setting up.",
+        MARK,
+        f"Running entrypoint for job x: echo {MARK}",
+        "one",
+        "two",
+    ):
+        write(line)
+    assert said == ["one", "two"]
+
+
+def test_a_resumed_run_ships_nothing() -> None:
+    job = Job(arguments=["resume", "first"], run="first", runs_dir=Path("/runs"))
+    assert job.entrypoint == f"echo {MARK}; exec {COMMAND} resume first --runs-dir /runs --ui plain"
+
+
+def test_an_address_of_something_else_is_refused_with_what_it_should_be() -> None:
+    for address in ("ray://head:10001", "head:6379", "auto"):
+        with pytest.raises(ConfigError, match="not the address of a job server") as refused:
+            JobServer(address)
+        assert "http://HEAD:8265" in refused.value.hint
+
+
+def test_an_address_that_does_not_answer_is_an_error_at_once() -> None:
+    with pytest.raises(PreflightError, match=r"no job server answers at http://127\.0\.0\.1:9"):
+        JobServer("http://127.0.0.1:9")
+
+
+class Tailed(JobServer):
+    """A job server whose log closes after each of `openings`, which tell chunks from the log's beginning. The job has one status
+    after each; a status "broken" is a job that runs, and a log that breaks off. `log`: all of it, at the end."""
+
+    def __init__(self, openings: list[list[str]], statuses: list[str], log: str = "") -> None:
+        self.address, self._client = "http://head:8265", self
+        self.openings, self.statuses, self.log = iter(openings), statuses, log
+
+    def get_job_logs(self, job: str) -> str:
+        return self.log
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        for chunk in next(self.openings):
+            yield chunk
+        if self.statuses[0] == "broken":
+            raise RuntimeError("closed unexpectedly")
+
+    def details(self, job: str) -> Any:
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        code = {"SUCCEEDED": 0, "FAILED": 4}.get(status)
+        return SimpleNamespace(status=status.replace("broken", "RUNNING"), driver_exit_code=code, message="")
+
+
+@pytest.mark.parametrize("closing", ["RUNNING", "broken"])
+def test_a_log_that_closes_while_the_job_runs_is_opened_again_and_no_line_is_told_twice(
+    closing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
+    openings = [[f"{MARK}\none\ntw"], [f"{MARK}\n", "one\n", "two\nthree"]]
+    said: list[str] = []
+    log = f"{MARK}\none\ntwo\nthree\nfour"
+    assert Tailed(openings, [closing, "FAILED"], log).follow("a job", said.append) == 4
+    assert said == ["one", "two", "three", "four"]
+
+
+def test_a_job_that_was_stopped_was_interrupted() -> None:
+    assert Tailed([[]], ["STOPPED"]).follow("a job", print) == 130
+
+
+def test_a_log_that_cannot_be_opened_is_an_error() -> None:
+    with pytest.raises(PreflightError, match="closed unexpectedly"):
+        Tailed([[]], ["broken"]).follow("a job", print)

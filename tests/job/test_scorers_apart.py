@@ -1,0 +1,133 @@
+"""Scorers with processes of their own on real actors: their columns reach the trainer, and lost processes are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import ExecutorLost
+from asyncrl_cli.loop.ports import Cut, TrainBatch
+from asyncrl_cli.profile.model_sections import RewardModelSection
+from asyncrl_cli.profile.schema import AlgorithmSection
+
+from .crew import make_classifier, make_model, nodes, small_profile
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+TASKS = (("train",), ("ref",), ("prox",), ("reward",), ("rollout",))
+
+
+def test_all_scorers_score_what_the_trainer_then_trains_and_are_restarted_as_one(tmp_path: Path) -> None:
+    from asyncrl_cli.job.session import ray_session
+
+    model_dir, judge = make_model(tmp_path / "model"), make_classifier(tmp_path / "judge")
+    profile = small_profile(placement={"tasks": TASKS, "ratios": (1, 2, 1, 1, 1)})
+    profile = profile.model_copy(
+        update={
+            "algorithm": AlgorithmSection(use_kl_loss=True, old_logprobs="recompute"),
+            "reward_model": RewardModelSection(path=str(judge)),
+        }
+    )
+    with ray_session(profile, cluster=nodes((2, 0), elastic_cpus=True)) as plan:
+        assert plan.scorers == {"ref": 2, "prox": 1, "reward": 1}
+        asyncio.run(_score_and_train(plan, profile, model_dir, tmp_path))
+
+
+async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
+    import ray
+
+    from asyncrl_cli.job.alone import Work, made_up_group
+    from asyncrl_cli.job.placing import placed
+    from asyncrl_cli.job.workers import make_scorer, make_trainer
+    from asyncrl_cli.models.resolve import further_models
+
+    work = Work(profile=profile, prompts=[[4, 5, 6], [7, 8]], response_tokens=(5, 9, 3, 7))
+    groups, items = tuple(made_up_group(work, number) for number in range(2)), [{"prompt": "1+1"}, {"prompt": "2+"}]
+    further = further_models(profile, model_dir)
+    async with placed(plan, timeout_s=60.0) as options:
+        trainer = make_trainer(plan, profile, model_dir, further, options, run_dir=tmp_path, log_dir=tmp_path)
+        scorers = {task: make_scorer(task, plan, profile, model_dir, further, options, tmp_path) for task in plan.scorers}
+        await asyncio.gather(trainer.start(), *(scorer.start() for scorer in scorers.values()))
+        await trainer.gather(0)
+        await scorers["prox"].load(await trainer.publish(0))
+        columns = {}
+        for task, scorer in scorers.items():
+            columns[task], report = await scorer.score(groups, items)
+            assert report.sums["scored_tokens"] == sum(group.response_tokens for group in groups)
+        rewards = columns.pop("reward")
+        assert [len(scores) for scores in rewards] == [len(group.trajectories) for group in groups]
+        assert len({score for scores in rewards for score in scores}) > 1
+        for of in columns.values():
+            lengths = [[len(column) for column in ray.get(handle)] for handle in of]
+            assert lengths == [[meta.response_tokens for meta in group.trajectories] for group in groups]
+        handles = {group.key: {task: of[index] for task, of in columns.items()} for index, group in enumerate(groups)}
+        batch = TrainBatch(step=1, window=0, step_in_window=0, groups=groups, columns=handles)
+        trained, _ = await trainer.train(batch)
+        assert trained.metrics["ref/kl"].value == pytest.approx(0.0, abs=1e-9)  # the reference is the policy's first weights
+        assert "train/old_logprob_tokens" not in trained.metrics
+        assert "ref" not in trained.column_s
+
+        ref = scorers["ref"]
+        ray.kill(ref.actors[1])
+        with pytest.raises(ExecutorLost, match="ref failed"):
+            await ref.score(groups, items)
+        await ref.restart()
+        again, _ = await ref.score(groups[1:], items[1:])
+        for before, after in zip(ray.get(columns["ref"][1]), ray.get(again[0]), strict=True):
+            assert after == pytest.approx(before, abs=1e-5)
+        await asyncio.gather(trainer.stop(5.0), *(scorer.stop(5.0) for scorer in scorers.values()))
+
+
+def test_a_critic_apart_learns_what_was_trained_is_in_the_checkpoint_and_is_not_replaced(tmp_path: Path) -> None:
+    from asyncrl_cli.job.session import ray_session
+
+    model_dir = make_model(tmp_path / "model")
+    profile = small_profile(placement={"tasks": (("train",), ("critic",), ("rollout",)), "ratios": (1, 2, 1)})
+    profile = profile.model_copy(update={"algorithm": AlgorithmSection(adv_estimator="gae")})
+    with ray_session(profile, cluster=nodes((2, 0), elastic_cpus=True)) as plan:
+        assert plan.scorers == {"critic": 2}
+        asyncio.run(_learn_and_restore(plan, profile, model_dir, tmp_path))
+
+
+async def _learn_and_restore(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
+    import ray
+
+    from asyncrl_cli.job.alone import Work, made_up_group
+    from asyncrl_cli.job.placing import placed
+    from asyncrl_cli.job.workers import make_scorer, make_trainer
+
+    work = Work(profile=profile, prompts=[[4, 5, 6], [7, 8]], response_tokens=(5, 9, 3, 7))
+    groups = tuple(made_up_group(work, number) for number in range(2))
+    async with placed(plan, timeout_s=60.0) as options:
+        trainer = make_trainer(plan, profile, model_dir, {}, options, run_dir=tmp_path, log_dir=tmp_path)
+        critic = trainer.critic = make_scorer("critic", plan, profile, model_dir, {}, options, tmp_path)
+        await asyncio.gather(trainer.start(), critic.start())
+
+        async def values() -> list[float]:
+            columns, _ = await critic.score(groups, [])
+            return [float(value) for handle in columns for column in ray.get(handle) for value in column]
+
+        columns, _ = await critic.score(groups, [])
+        handles = {group.key: {"critic": columns[index]} for index, group in enumerate(groups)}
+        batch = TrainBatch(step=1, window=0, step_in_window=0, groups=groups, columns=handles)
+        (trained, _), (learned, report) = await asyncio.gather(trainer.train(batch), critic.learn(batch))
+        assert "critic/loss" in learned.metrics
+        assert not any(name.startswith("critic") for name in (*trained.metrics, *trained.column_s))
+        assert report.name == "critic"
+        after_one = await values()
+        assert any(after_one)
+
+        await trainer.snapshot(1)
+        await trainer.write(tmp_path / "cut", Cut(step=1, version=0, at_window_boundary=True, loop_state={}))
+        await critic.learn(batch)
+        assert await values() != after_one
+        await trainer.load(tmp_path / "cut")
+        assert await values() == after_one
+
+        ray.kill(critic.actors[1])
+        with pytest.raises(ExecutorLost, match="critic failed"):
+            await critic.score(groups, [])
+        await trainer.stop(5.0)

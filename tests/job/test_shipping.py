@@ -1,0 +1,78 @@
+"""What a submitted run takes along."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.job.shipping import PROFILE, cargo_of
+from asyncrl_cli.profile.loaded import load
+
+FILES = (
+    "rewards.py",
+    "helpers.py",
+    "package/__init__.py",
+    "package/words.txt",
+    "package/inner/game.py",
+    "package/__pycache__/game.pyc",
+    "data/train-0.parquet",
+    "data/train-1.parquet",
+    "data/large.bin",
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_modules_that_keys_name_and_what_is_to_be_shipped_go_along_and_the_rest_stays(here: Path) -> None:
+    sets = ["task.reward=rewards:score", "task.environment=package.inner.game:Game", 'run.ship=["helpers.py"]']
+    cargo = cargo_of(load("partial-rollout", sets), here)
+    shipped = {"rewards.py", "helpers.py", "package/__init__.py", "package/words.txt", "package/inner/game.py"}
+    assert set(map(str, cargo.files)) == shipped
+    assert cargo.notes == ()
+    directory = here / "elsewhere"
+    directory.mkdir()
+    cargo.write(directory)
+    assert {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()} == shipped | {PROFILE}
+
+
+def test_the_job_resolves_to_the_profile_that_was_resolved_here(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere, without the chain's files and the environment; only paths of what was shipped are those of the copies."""
+    (here / "low.toml").write_text('extends = "stale-samples"\n[run]\nseed = 7\n')
+    (here / "my.toml").write_text('extends = "low.toml"\n[task]\nsource = "parquet:data/train-*.parquet"\n[rollout]\nn = 4\n')
+    monkeypatch.setenv("ASYNCRL_TRAINER__LR", "0.125")
+    loaded = load("my.toml", ['run.ship=["data/*.parquet"]', "run.train_steps=3"])
+    cargo = cargo_of(loaded, here)
+    monkeypatch.delenv("ASYNCRL_TRAINER__LR")
+    there = here / "there"
+    there.mkdir()
+    cargo.write(there)
+    os.chdir(there)
+    again = load(PROFILE).profile
+    assert again.task.source == f"parquet:{there}/data/train-*.parquet"
+    task = again.task.model_copy(update={"source": loaded.profile.task.source})
+    assert again.model_copy(update={"task": task}) == loaded.profile
+
+
+def test_what_the_cluster_must_have_is_said(here: Path) -> None:
+    sets = ["task.reward=json:loads", f"task.source=jsonl:{here}/data/large.bin"]
+    module, data = cargo_of(load("partial-rollout", sets), here).notes
+    assert module.startswith("the module json is not in ")
+    assert data.startswith(f"{here}/data/large.bin is not shipped")
+    (absent,) = cargo_of(load("partial-rollout", ["task.source=jsonl:data/absent.jsonl"]), here).notes
+    assert absent == f"{here}/data/absent.jsonl is not on this machine: the cluster must have it there"
+
+
+@pytest.mark.parametrize(("pattern", "why"), [("../x", "not within"), ("/etc/passwd", "not within"), ("nothing*", "no file")])
+def test_a_pattern_that_names_nothing_here_is_refused(here: Path, pattern: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        cargo_of(load("partial-rollout", [f'run.ship=["{pattern}"]']), here)

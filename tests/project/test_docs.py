@@ -1,0 +1,44 @@
+"""docs/: references that are as the code is, a meaning for every metric, and a place in the site for every page."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from docs.make.references import DOCS, PAGES, renewed
+
+from asyncrl_cli.observe.meanings import meaning_of
+from tests.report.recorded_run import line
+
+ROOT = DOCS.parent
+METRIC = re.compile(
+    r'"((?:reward|response_tokens|timing|trainer|rollouter|ref|env|staleness|sync|waste|correction|train|critic|samples)/\w+)"'
+)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_reference_is_as_the_code_is(name):
+    """`python -m docs.make.references` writes it anew."""
+    page = (DOCS / name).read_text(encoding="utf-8")
+    assert page == renewed(page, PAGES[name]())
+
+
+def test_every_metric_that_the_code_names_has_a_meaning():
+    rooms = (ROOT / "src" / "asyncrl_cli" / room for room in ("loop", "train", "observe"))
+    texts = (path.read_text(encoding="utf-8") for room in rooms for path in room.rglob("*.py"))
+    named = {name for text in texts for name in METRIC.findall(text)} | set(line(1))
+    assert len(named) > 60
+    assert {name for name in named if meaning_of(name) is None} <= {"samples/s"}  # a label of `asyncrl compare`
+
+
+def test_every_page_has_a_place_in_the_site():
+    site = yaml.safe_load((ROOT / ".ci" / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert set(_pages(site["nav"])) == {path.name for path in DOCS.glob("*.md")}
+
+
+def _pages(part):
+    """The names of pages in a part of the site's tree."""
+    if isinstance(part, str):
+        return [part]
+    return [name for inner in (part.values() if isinstance(part, dict) else part) for name in _pages(inner)]

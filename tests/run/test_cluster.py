@@ -1,0 +1,130 @@
+"""A cluster of several nodes, reached by address: a whole run, placement, and the preflight's probes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.cli.app import run
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.job.session import connected
+from asyncrl_cli.plan.job_plan import JobPlan, compile_job
+from asyncrl_cli.plan.machine import Finding
+from asyncrl_cli.profile.loaded import load
+from tests.cluster import RayNodes, ray_nodes
+from tests.run.commands import SMALL, finish, lines, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+GPUS = ("placement.device=cpu", "placement.gpu_bundles=true")
+SHAPES = ("trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", "placement.disjoint_nodes=true")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayNodes]:
+    with ray_nodes((2, 0), (4, 2), (4, 2)) as nodes:
+        yield nodes
+
+
+def test_a_profile_for_gpus_trains_on_logical_gpus_of_two_nodes(cluster: RayNodes, tmp_path: Path) -> None:
+    sets = (*SMALL, *GPUS, *SHAPES, "run.train_steps=2", "checkpoint.every_steps=0", "eval.prompts=0")
+    words = ("--profile", "partial-rollout", "--name", "far", "--ui", "plain", "--address", cluster.address)
+    code, out, err = finish(start(tmp_path, "train", *words, sets=sets))
+    assert code == 0, (out, err)
+    assert "examining 2 nodes" in err
+    assert [line["step"] for line in lines(tmp_path / "runs" / "far" / "metrics.jsonl")] == [1, 2]
+    logs = {path.stem for path in (tmp_path / "runs" / "far" / "logs" / "latest").glob("*.log")}
+    assert logs == {"driver", "trainer-0", "trainer-1", "rollout-0", "rollout-1"}
+    assert not list((tmp_path / "runs" / "far").glob(".preflight*"))
+
+
+def test_plan_and_doctor_look_where_they_are_told(
+    cluster: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")  # as within a job of another cluster
+    there = ("--address", cluster.address, "--json")
+    sets = [word for text in (*GPUS, *SHAPES) for word in ("--set", text)]
+    assert run(["plan", "--profile", "partial-rollout", *sets, *there]) == 0
+    rows = {row["node"]: row["would be there"] for row in json.loads(capsys.readouterr().out)["cluster"]}
+    assert sorted(rows.values()) == ["", "2 rollout", "2 trainer"]
+    assert run(["doctor", "--runs-dir", str(tmp_path), *there]) == 0
+    assert {finding["what"] for finding in json.loads(capsys.readouterr().out)} == {"cluster", *rows}
+
+
+def plan_for(cluster: Any, *sets: str) -> JobPlan:
+    return compile_job(load("base", (*GPUS, *sets), environ={}).profile, cluster)
+
+
+def where(plan: JobPlan, timeout_s: float = 60.0, say: Any = lambda text: None, meanwhile: Any = None) -> dict[str, set[str]]:
+    """The nodes of each role, in Ray's own words."""
+    from asyncrl_cli.job.placing import nodes_of, placed
+
+    async def main() -> dict[str, set[str]]:
+        joining = asyncio.create_task(meanwhile()) if meanwhile else None
+        async with placed(plan, timeout_s=timeout_s, say=say) as options:
+            groups = {role.role: options(role.role, 0)["scheduling_strategy"].placement_group for role in plan.roles}
+            if joining is not None:
+                await joining
+            return {name: set(nodes_of([group])) for name, group in groups.items()}
+
+    return asyncio.run(main())
+
+
+def test_nodes_are_disjoint_labelled_waited_for_and_missed(cluster: RayNodes) -> None:
+    with connected(cluster.address) as there:
+        apart = where(plan_for(there, *SHAPES))
+        assert apart["trainer"].isdisjoint(apart["rollout"])
+        with pytest.raises(PreflightError) as refused:
+            plan_for(there, *SHAPES, "rollout.n_gpus_per_node=4")
+        assert "finds no node" in refused.value.message
+        assert "127.0.0.3: free 2 of 2 GPUs" in refused.value.message
+        assert "--set rollout.nnodes=1 --set rollout.n_gpus_per_node=2" in refused.value.hint
+
+        said, is_waiting = list[str](), asyncio.Event()
+        waiting = plan_for(there, *SHAPES, 'placement.rollout_labels={zone="b"}', "placement.autoscaler=true")
+        with pytest.raises(PreflightError, match=r"no room within placement\.timeout_s = 5 s") as missed:
+            where(waiting, timeout_s=5.0)
+        assert "--set placement.rollout_labels={}" in missed.value.hint
+
+        async def join() -> None:
+            await is_waiting.wait()
+            cluster.add(4, 2, zone="b")
+
+        def say(text: str) -> None:
+            said.append(text)
+            is_waiting.set()
+
+        found = where(waiting, say=say, meanwhile=join)
+        assert "waiting for an autoscaler" in said[0]
+        assert found["rollout"] == {cluster.nodes[-1].node_id}
+        assert cluster.nodes[-1].node_id not in where(plan_for(there, *SHAPES, 'placement.rollout_labels={zone="!b"}'))["rollout"]
+
+
+def test_probes_tell_what_is_wrong_on_which_node(cluster: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl_cli.job.preflight import Wanted, cluster_findings, examined
+
+    about, *found = cluster_findings(cluster.address, tmp_path / "runs", lambda text: None)
+    assert "127.0.0.3: free 2 of 2 GPUs" in about.found
+    assert [finding.ok for finding in found] == [True] * len(cluster.nodes), found
+    (tmp_path / "transformers-5.0.dist-info").mkdir()
+    (tmp_path / "transformers-5.0.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 5.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib9")
+    odd = cluster.add(1)
+    wanted = Wanted(directory=tmp_path, models={"model.path": str(tmp_path / "none")})
+    with connected(cluster.address) as there:
+        nodes = {node.id: node.name for node in there.nodes}
+        found = asyncio.run(examined(nodes, wanted, lambda text: None))
+    wrong: dict[str, list[Finding]] = {}
+    for finding in found:
+        wrong.setdefault(finding.what, []).append(finding)
+    assert wrong.keys() == set(nodes.values())
+    assert all(any("model.path: there is no" in finding.found for finding in findings) for findings in wrong.values())
+    assert [name for name, findings in wrong.items() if len(findings) > 1] == [nodes[odd.node_id]]
+    assert "transformers 5.0, and" in wrong[nodes[odd.node_id]][0].found
+    assert not list(tmp_path.glob(".preflight*"))

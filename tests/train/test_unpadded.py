@@ -1,0 +1,159 @@
+"""Rows end to end, on one rank and divided between several, against the model's own result for one sequence after the other."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.schema import Profile, TrainerSection
+from asyncrl_cli.train import unpadded
+from asyncrl_cli.train.batch import scoring_microbatch
+from asyncrl_cli.train.policy_model import PolicyModel, Scorer
+from asyncrl_cli.train.ranks import Ranks
+
+SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
+CONFIG = Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=1)
+SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9], [7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]]
+ALONE = SimpleNamespace(rank=0, sequence_size=1, sequence=None)
+
+
+def expected_of(model):
+    """Logprobs of all tokens but the first ones, of one sequence after the other."""
+    parts = []
+    for tokens in SEQUENCES:
+        logits = model(torch.tensor([tokens])).logits[0, :-1]
+        parts.append(torch.distributions.Categorical(logits=logits).log_prob(torch.tensor(tokens[1:])))
+    return torch.cat(parts)
+
+
+def loss_of(logprobs):
+    """Any function of all logprobs: tokens have gradients of their own."""
+    return (logprobs * torch.linspace(-1, 2, len(logprobs))).exp().mean()
+
+
+def one_row_after_the_other(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    """What torch's kernel for CUDA computes, by its documentation."""
+    assert window_size == (-1, 0)
+    assert starts_q is starts_k
+    assert starts_q.dtype == torch.int32
+    assert longest_q == longest_k == starts_q.diff().max()
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    repeats, rows = query.shape[1] // key.shape[1], []
+    for begin, end in pairwise(starts_q.tolist()):
+        q, k, v = query[begin:end], *(each[begin:end].repeat_interleave(repeats, dim=1) for each in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        past = torch.ones(len(q), len(q), dtype=torch.bool).tril()
+        rows.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~past, -torch.inf).softmax(-1), v))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("kernel", [unpadded.in_padded_rows, unpadded.of_lengths], ids=["padded", "varlen"])
+def test_rows_end_to_end_have_the_values_and_gradients_of_single_sequences(kernel, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one_row_after_the_other)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG).eval()
+    expected = expected_of(model)
+    loss_of(expected).backward()
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    model.set_attn_implementation(unpadded.UNPADDED)
+    divide = partial(unpadded.unpadded, kernel=kernel, ranks=ALONE)
+    assert unpadded.is_packed(divide) == (kernel is unpadded.of_lengths)
+    assert not unpadded.is_packed(unpadded.padded)
+    batch = scoring_microbatch(SEQUENCES, torch.device("cpu"))
+    assert divide(batch).inputs["input_ids"].numel() == sum(map(len, SEQUENCES)) - len(SEQUENCES)
+    logprobs = Scorer(model, 1.0, divide)(batch).logprobs_N
+    torch.testing.assert_close(logprobs, expected)
+    loss_of(logprobs).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name], msg=name)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "words"),
+    [
+        (MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=4), 2, ["mistral", "sliding windows"]),
+        (CONFIG, 3, ["does not divide", "4 attention heads"]),
+    ],
+    ids=["sliding window", "heads"],
+)
+def test_models_whose_sequences_cannot_be_divided_are_refused(config, size, words):
+    decoder = AutoModelForCausalLM.from_config(config).model
+    ranks = SimpleNamespace(rank=0, sequence_size=size, device=torch.device("cpu"))
+    with pytest.raises(ConfigError) as refused:
+        unpadded.choose_division(decoder, "sdpa", ranks)
+    assert all(word in str(refused.value) for word in words)
+    assert "trainer.sequence_parallel_size=1" in refused.value.hint
+
+
+def test_a_kernel_is_as_far_off_as_its_values_and_infinitely_if_it_does_not_run(monkeypatch):
+    def found():
+        return unpadded.kernel_diff(CONFIG, torch.float32, SimpleNamespace(**vars(ALONE), device=torch.device("cpu"))).item()
+
+    def exact(*arguments, scale, **kwargs):
+        return one_row_after_the_other(*arguments, scale=arguments[0].shape[-1] ** -0.5, **kwargs)
+
+    def refusing(*_, **__):
+        raise ValueError("heads of this size are not supported")
+
+    kernels = {"exact": exact, "other": lambda *a, **k: 1.1 * exact(*a, **k), "refusing": refusing}
+    diffs = {}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+        diffs[name] = found()
+    assert diffs["exact"] < 1e-5
+    assert diffs["other"] == pytest.approx(1.1**2 - 1, rel=1e-3)  # of gradients; of values it is 0.1
+    assert diffs["refusing"] == float("inf")
+
+
+def differences(directory: str, rank: int) -> list[tuple[float, float, float]]:
+    """Of one of two ranks that divide sequences, for each way to compute layers again: the largest differences of logprobs, of
+    gradients, and the largest gradient."""
+    torch.set_num_threads(1)
+    device, init_method = torch.device("cpu"), f"file://{directory}/rendezvous"
+    ranks = Ranks(rank=rank, world_size=2, device=device, init_method=init_method, timeout_s=60, sequence_size=2)
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    expected = expected_of(theirs)
+    (2 * loss_of(expected)).backward()  # of two microbatches
+    exact = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    largest, found = max(gradient.abs().max().item() for gradient in exact.values()), []
+    for recompute in ("none", "selective", "full"):
+        model = PolicyModel(Profile(trainer=TrainerSection(activation_checkpointing=recompute)), directory, ranks)
+        batch = scoring_microbatch(SEQUENCES, device)
+        off = (model.logprobs_N(batch) - expected).abs().max().item()
+        for is_last in (False, True):
+            model.before_backward(is_last=is_last)
+            (loss_of(model.scored(batch).logprobs_N) * ranks.world_size).backward()
+        whole = {name: parameter.grad.full_tensor() for name, parameter in model.parameters.items()}
+        found.append((off, max((whole[name] - exact[name]).abs().max().item() for name in exact), largest))
+    ranks.close()
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_that_divide_sequences_have_the_logprobs_and_gradients_of_one(tmp_path, rank_context):
+    """With a single key-value head for both."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIG).save_pretrained(tmp_path)
+    with ProcessPoolExecutor(2, mp_context=rank_context) as processes:
+        running = [processes.submit(differences, str(tmp_path), rank) for rank in range(2)]
+        for logprobs, gradients, largest in (one for future in running for one in future.result(timeout=120)):
+            assert logprobs < 1e-5
+            assert gradients < 1e-5 < largest
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_sequences_train_the_weights_of_one(tiny_model_dir, run_ranks):
+    """Four ranks, two and two, with a critic: sums over trajectories count each of them once."""
+    settings = {"adv_estimator": "gae", "lam": 0.95, "lr": 2e-5, "old_logprobs": "recompute"}
+    one = run_ranks(tiny_model_dir, last_step=1, settings=settings)
+    four = run_ranks(tiny_model_dir, last_step=1, world_size=4, settings=settings | {"sequence_parallel_size": 2})
+    for name, ours in one.items():
+        torch.testing.assert_close(four[name], ours, rtol=0, atol=1e-6)
