@@ -8,7 +8,6 @@ cannot parse. Here each of these is an error that says why.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator
 from functools import cache
@@ -18,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Interval, IsFinite
 
-from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
+from asyncrl_cli.errors import AsyncrlError, RefusedError
 
 T = TypeVar("T")
 MIB = 2**20
@@ -30,36 +29,12 @@ MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
 MAX_NESTING = 64
 """Of JSON that others have written: deeper values cannot be pickled, compared or written again."""
-MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
-"""The longest file name and path that Linux accepts."""
-VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _KINDS = {"d": "a directory", "p": "a pipe", "s": "a socket", "c": "a device", "b": "a device"}
 """Kinds of file by the first letter of the mode that `ls -l` shows."""
 
 
 class UnsafeFile(ValueError):
     """The file's name, kind or size makes it unreadable here; the message says why, without the path."""
-
-
-def expand(text: str | Path) -> Path:
-    """Expand `~` and `~user`. The name of an unknown user stays as it is, where `Path.expanduser` would raise."""
-    return Path(os.path.expanduser(text))
-
-
-def is_path(text: str) -> bool:
-    """Whether `text` is a possible path: within Linux's limits and without NUL bytes."""
-    encoded = text.encode("utf-8", "surrogatepass")
-    is_short = len(encoded) <= MAX_PATH_BYTES and all(len(part) <= MAX_NAME_BYTES for part in encoded.split(b"/"))
-    return is_short and b"\0" not in encoded
-
-
-def check_name(name: str) -> None:
-    """Raises ConfigError if `name` cannot name a run and its directory."""
-    if not VALID_NAME.fullmatch(name):
-        raise ConfigError(
-            f"run.name '{name:.101}' cannot name a directory: letters, digits, '.', '_' and '-', at most 100",
-            hint="give another --name",
-        )
 
 
 def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:

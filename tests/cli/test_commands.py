@@ -92,7 +92,7 @@ def imported_by(*commands: str) -> set[str]:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    assert not imported_by("--help") & {"torch", "ray", "transformers", "pydantic", "numpy", "wandb", "asyncio"}
+    assert not imported_by("--help") & {"torch", "ray", "transformers", "pydantic", "numpy", "wandb", "asyncio", "annotated_types"}
 
 
 @pytest.mark.slow

@@ -23,10 +23,10 @@ from asyncrl_cli.bench.simulated import simulators
 from asyncrl_cli.bench.space import DEFAULT_PROFILE, Setting, Space
 from asyncrl_cli.bench.starting_point import starting_point
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.paths import expand
 from asyncrl_cli.plan.cluster import counted, usable_cores
 from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import expand
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.workload import Reference, Workload
 from asyncrl_cli.simulate.workload_files import Residual, load_workload, profile_for, reference_sets, residuals

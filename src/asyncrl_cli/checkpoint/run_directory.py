@@ -19,7 +19,8 @@ from typing import Any, TextIO
 from asyncrl_cli.checkpoint.find import LOCK, holder, is_locked, known_runs, last_status, take_lock
 from asyncrl_cli.checkpoint.sealed import checkpoints_in, finish_interrupted_replacements
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.safe_files import MIB, UnsafeFile, check_name, read_bytes, reason
+from asyncrl_cli.paths import check_name
+from asyncrl_cli.safe_files import MIB, UnsafeFile, read_bytes, reason
 from asyncrl_cli.storage import remove_tree, replace_link, replace_text
 
 STOP_REQUEST = "stop"

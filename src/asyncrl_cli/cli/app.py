@@ -35,7 +35,7 @@ from asyncrl_cli.cli import (
 )
 from asyncrl_cli.cli.console import STDOUT, begin, epilog, in_our_words, open_streams, print_json_error, print_text, tell
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
-from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
+from asyncrl_cli.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 
 app = typer.Typer(
     name="asyncrl",

@@ -6,7 +6,6 @@ An error message says what is wrong and why, then `hint:` what to do.
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 import traceback
@@ -21,7 +20,6 @@ from rich.text import Text
 from asyncrl_cli.cli import completion
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted, PreflightError
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
-from asyncrl_cli.storage import storage_error, system_error
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.run import Run
@@ -126,6 +124,8 @@ def print_json(value: Any) -> None:
 
 
 def json_text(value: Any) -> str:
+    import json
+
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
@@ -183,6 +183,8 @@ def _of_a_stray_package(text: str) -> AsyncrlError | None:
 
 
 def _known(error: BaseException) -> AsyncrlError | None:
+    from asyncrl_cli.storage import storage_error, system_error
+
     if isinstance(error, AsyncrlError):
         return error
     if isinstance(error, KeyboardInterrupt):

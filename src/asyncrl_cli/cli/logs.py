@@ -16,7 +16,6 @@ from asyncrl_cli.cli.console import RUNS_DIR, JobAddressOption, RunArgument, Run
 from asyncrl_cli.cli.submit import on_cluster
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.terminal import uncoloured
-from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason
 
 POLL_S = 0.3
 MAX_LINE_CHARACTERS = 2**20
@@ -94,6 +93,8 @@ def follow_lines(
 
 
 def _open(path: Path) -> TextIO:
+    from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason
+
     try:
         return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
     except (OSError, UnsafeFile) as error:

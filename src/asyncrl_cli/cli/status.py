@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import deque
@@ -155,6 +154,8 @@ def _follow(directory: Path, take: Take, wait: Wait) -> None:
 
 
 def _print_line(found: RunStatus | str) -> None:
+    import json
+
     if not isinstance(found, str):
         sys.stdout.write(json.dumps(found.to_json()) + "\n")
         sys.stdout.flush()

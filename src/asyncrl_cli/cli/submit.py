@@ -65,7 +65,7 @@ def submit(
     from asyncrl_cli.checkpoint.run_directory import fresh_name
     from asyncrl_cli.job.job_server import Job, JobServer
     from asyncrl_cli.job.shipping import PROFILE, cargo_of
-    from asyncrl_cli.safe_files import check_name
+    from asyncrl_cli.paths import check_name
 
     loaded = load_profile(profile, sets, name)
     run = loaded.profile.run.name or fresh_name(loaded.profile.name, runs_dir)

@@ -23,8 +23,8 @@ from asyncrl_cli.export.adapters import ADAPTER_WEIGHTS, has_adapters, merged_we
 from asyncrl_cli.export.source import Read, SavedWeights, Source, find_source
 from asyncrl_cli.models.inspection import TOKENIZER_FILES, check_config
 from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, from_hub, looks_like_a_path
+from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import expand
 from asyncrl_cli.storage import appearing_directory
 from asyncrl_cli.weights.buckets import torch_dtype
 from asyncrl_cli.weights.disk import kept_versions, version_directory

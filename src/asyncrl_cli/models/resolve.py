@@ -31,8 +31,9 @@ from asyncrl_cli.models.tiny import (
     tiny_tokenizer,
 )
 from asyncrl_cli.models.tiny_chat import CHARACTERS, CHAT_TEMPLATE, chat_tokenizer, taught_conversation
+from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import expand, load_json
+from asyncrl_cli.safe_files import load_json
 from asyncrl_cli.storage import appearing_directory, naming, storage_error
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from typing import Any
 
 from asyncrl_cli.errors import PreflightError, RefusedError
 from asyncrl_cli.models.tiny import TINY
+from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.fields import MOST
-from asyncrl_cli.safe_files import UnsafeFile, expand, load_json, open_regular
+from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose number of parameters follows from the configuration. For others it is counted in the weight files."""

@@ -11,13 +11,13 @@ from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError, combine
+from asyncrl_cli.paths import check_name
 from asyncrl_cli.plugins import ENGINES, engine_kind
 from asyncrl_cli.profile import nodes, sharing
 from asyncrl_cli.profile.arithmetic import Schedule, groups_ahead, train_steps_of, window_groups_of
 from asyncrl_cli.profile.clashes import CLASHES, DUAL_BUFFER, ETA, PARTIAL, TRANSPORT, Clash, direct, given
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
-from asyncrl_cli.safe_files import check_name
 
 ENGINE = "rollout.engine"
 ENGINE_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from asyncrl_cli.safe_files import is_path
+from asyncrl_cli.paths import is_path
 
 
 def _plain(value: Any) -> Any:

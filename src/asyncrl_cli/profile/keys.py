@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean, nearest
+from asyncrl_cli.paths import MAX_NAME_BYTES, MAX_PATH_BYTES
 from asyncrl_cli.profile.fields import Section
 from asyncrl_cli.profile.peers import Row, counterpart
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import LONGEST_ECHO, parse_value, shortened
-from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES
 
 PARAMS = "task.params"
 """The only table with free keys: each entry counts as a key, `task.params.<name>`."""

@@ -27,11 +27,12 @@ from pydantic import ValidationError, create_model
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, RefusedError, combine, did_you_mean
+from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import PARAMS, entries_of, flatten, foreign, keys, sections, unknown_key, validate
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import MAX_DEPTH, ProfileFile, chain, parse_value, shortened, toml_key, toml_value
-from asyncrl_cli.safe_files import expand, first_of, load_json
+from asyncrl_cli.safe_files import first_of, load_json
 
 ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"

@@ -16,7 +16,8 @@ from typing import Any
 import tomli
 
 from asyncrl_cli.errors import ConfigError, did_you_mean
-from asyncrl_cli.safe_files import MIB, decapitalized, expand, read_text, reason
+from asyncrl_cli.paths import expand
+from asyncrl_cli.safe_files import MIB, decapitalized, read_text, reason
 
 MAX_BYTES, MAX_DEPTH = MIB, 32
 """Limits of one file: its bytes, and the depth of its tables."""

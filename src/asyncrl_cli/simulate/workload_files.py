@@ -19,11 +19,11 @@ from pydantic import BaseModel, ValidationError
 
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
 from asyncrl_cli.observe.lines import spent_s
+from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.keys import flatten
 from asyncrl_cli.profile.loaded import Layer, Loaded, file_layer, load, set_layer
 from asyncrl_cli.profile.toml_files import chain, is_file_reference, read, shipped_directory, shipped_profiles, shortened
-from asyncrl_cli.safe_files import expand
 from asyncrl_cli.simulate.workload import Lengths, Reference, Workload
 from asyncrl_cli.simulate.world import SimulatedRun, simulate
 

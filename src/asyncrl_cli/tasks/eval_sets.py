@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.files import Read
 from asyncrl_cli.tasks.item import Item, prompt_key
 

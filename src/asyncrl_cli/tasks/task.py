@@ -11,8 +11,8 @@ from random import Random
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.builtin import builtin_task, drawn, environment_of
 from asyncrl_cli.tasks.code_records import recorded_file
 from asyncrl_cli.tasks.eval_sets import KINDS, check_no_sets, file_of, read_sets, without

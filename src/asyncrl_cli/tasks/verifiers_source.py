@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.child import ChildFailed, call_once
 from asyncrl_cli.tasks.item import Item, content_uid, make_item, prompt_key
 from asyncrl_cli.tasks.rows import prompt_and_answer

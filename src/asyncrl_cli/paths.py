@@ -1,0 +1,34 @@
+"""Names and paths as users give them: what Linux can take, what may name a run, and whose home `~` is."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from asyncrl_cli.errors import ConfigError
+
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
+"""The longest file name and path that Linux accepts."""
+VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def expand(text: str | Path) -> Path:
+    """Expand `~` and `~user`. The name of an unknown user stays as it is, where `Path.expanduser` would raise."""
+    return Path(os.path.expanduser(text))
+
+
+def is_path(text: str) -> bool:
+    """Whether `text` is a possible path: within Linux's limits and without NUL bytes."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    is_short = len(encoded) <= MAX_PATH_BYTES and all(len(part) <= MAX_NAME_BYTES for part in encoded.split(b"/"))
+    return is_short and b"\0" not in encoded
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError if `name` cannot name a run and its directory."""
+    if not VALID_NAME.fullmatch(name):
+        raise ConfigError(
+            f"run.name '{name:.101}' cannot name a directory: letters, digits, '.', '_' and '-', at most 100",
+            hint="give another --name",
+        )
