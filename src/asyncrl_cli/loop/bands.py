@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
+from statistics import fmean
 from typing import Any
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
@@ -29,19 +31,20 @@ SIGNALS = (
         "the policy is far from its reference; raise algorithm.kl_loss_coef or kl_coef, or lower trainer.lr",
     ),
 )
-"""(metric, key of [algorithm], the side of that limit on which a step is warned of, advice)."""
-
-
+"""(metric, key of [algorithm], the side of that limit that is warned of, advice)."""
+MEAN_STEPS = 5
+"""A signal is the mean over the last so many train steps that measured it: a single step may leave its band by chance."""
 FLAT_STEPS = 5
 """Train steps in a row with one and the same reward everywhere: less may be chance, with few and small groups."""
 
 
 class Bands:
-    """Tells of each signal once, until a step is back within its band."""
+    """Tells of each signal once, until it is back within its band."""
 
     def __init__(self, algorithm: AlgorithmSection) -> None:
         self._limits = {key: getattr(algorithm, key) for _, key, _, _ in SIGNALS}
         self._outside: set[str] = set()
+        self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MEAN_STEPS))
         self._num_flat = 0
 
     def flat(self, rewards: Collection[float]) -> Iterator[str]:
@@ -56,10 +59,12 @@ class Bands:
     def left(self, figures: Mapping[str, Any]) -> Iterator[str]:
         """A warning for each signal that leaves its band with this step's figures; one that was not measured stays as it was."""
         for name, key, side, advice in SIGNALS:
-            figure, limit = figures.get(name), self._limits[key]
-            if figure is None:
+            if (figure := figures.get(name)) is None:
                 continue
-            is_outside = figure < limit if side == "below" else figure > limit
+            self._recent[name].append(figure)
+            mean, limit = fmean(self._recent[name]), self._limits[key]
+            is_outside = mean < limit if side == "below" else mean > limit
             if is_outside and name not in self._outside:
-                yield f"{name} = {figure:.3g} is {side} algorithm.{key} = {limit:g}: {advice}"
+                steps = f", the mean of {len(self._recent[name])} steps," if len(self._recent[name]) > 1 else ""
+                yield f"{name} = {mean:.3g}{steps} is {side} algorithm.{key} = {limit:g}: {advice}"
             (self._outside.add if is_outside else self._outside.discard)(name)

@@ -118,11 +118,11 @@ class AlgorithmSection(Section):
     rollout_rs_threshold: PositiveFloat | Band | None = None
     """Largest k2 or k3; for k1 a band of the ratio like "0.5_2.0", or its upper bound alone (1/x is the lower one then)."""
     warn_effective_ratio: Ratio = 0.5
-    """A step with a smaller `correction/effective_ratio` is warned of, once until it has recovered; 0: never."""
+    """A smaller `correction/effective_ratio` (mean of five train steps) is warned of, once until it has recovered; 0: never."""
     warn_kl: PositiveFloat = 0.1
-    """A step with a larger `correction/kl` (sampler to policy, nats per token) is warned of likewise."""
+    """A larger `correction/kl` (sampler to policy, nats per token) is warned of likewise."""
     warn_ref_kl: PositiveFloat = 1.0
-    """A step with a larger `ref/kl` (policy to reference, nats per token) is warned of likewise."""
+    """A larger `ref/kl` (policy to reference, nats per token) is warned of likewise."""
 
     @property
     def has_reference(self) -> bool:
