@@ -109,12 +109,13 @@ def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]
 class SampledGroup:
     """A group to dump. `advantages` of its trajectories, None where unknown or not trained; those beyond the last are left out.
     `rewards`: theirs, if a reward model has added to those in the payload. `logprobs`: by trajectory, of its sampled tokens by the
-    trainer's weights as the step began, all segments end to end."""
+    trainer's weights as the step began, all segments end to end. `answer`: the reference answer, if the task has one."""
 
     payload: GroupPayload
     advantages: Sequence[float | None]
     rewards: Sequence[float] = ()
     logprobs: Sequence[NDArray[np.float32]] | None = None
+    answer: str | None = None
 
 
 def dump_samples(
@@ -183,6 +184,7 @@ def _line(group: SampledGroup, index: int, advantage: float | None, decode: Deco
         "trajectory": index,
         "reward": group.rewards[index] if group.rewards else trajectory.reward,
         "advantage": advantage,
+        "answer": group.answer,
         "finish_reason": trajectory.finish_reason,
         "text": "".join(map(decode, tokens)),
         "sampled_text": "".join(map(decode, sampled)),

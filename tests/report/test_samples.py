@@ -48,7 +48,7 @@ def run(tmp_path):
     )
     payload = GroupPayload(uid="p7", epoch=0, attempt=0, trajectories=trajectories)
     trainer = [np.log(np.array([0.5, 0.5, 0.125, 0.5], np.float32)), np.log(np.array([0.5, 0.5], np.float32))]
-    group = SampledGroup(payload=payload, advantages=[0.7, -0.7], logprobs=trainer)
+    group = SampledGroup(payload=payload, advantages=[0.7, -0.7], logprobs=trainer, answer="[b]7 & 8")
     decode = "".join
     for step in (20, 40):
         dump_samples(tmp_path / "runs" / "r" / "samples", step, [group], window=5, decode=lambda ids: decode(map(WORDS.get, ids)))
@@ -67,6 +67,7 @@ def test_a_pipe_tells_everything_in_plain_text_of_80_columns(run):
     assert "\x1b" not in text
     assert all(cell_len(line) <= 80 for line in text.splitlines())
     assert "(v3)one two (load v4)three" in text
+    assert "\nexpected: [b]7 & 8\n" in text
     assert re.search("^told +<tool>", text, re.MULTILINE)
     assert "(v4)<b>&\\x1b[31m" in text
     for fact in ("reward 1", "advantage +0.7", "oldest 2 behind window v5", "most changed 'three': 0.500 -> 0.125"):
@@ -110,7 +111,7 @@ def test_json_has_the_dumped_lines_and_their_figures(run, capsys):
 def test_dumps_of_older_versions_are_shown_with_the_text_of_whole_stretches(run):
     path = run.files.samples / "step-000020.jsonl"
     line = json.loads(path.read_text().splitlines()[0])
-    for key in ("pieces", "trainer_logprobs", "advantage"):
+    for key in ("pieces", "trainer_logprobs", "advantage", "answer"):
         del line[key]
     path.write_text(json.dumps(line) + "\n")
     (one,) = trajectories_of(run, 20)
@@ -143,6 +144,7 @@ def test_a_page_has_the_text_escaped_by_version_with_changed_tokens_marked(run):
     page.feed(samples_html(run))
     assert page.depth == 0
     assert "<b>&\x1b[31m" in page.text
+    assert page.text.count("expected[b]7 & 8") == 4
     marks = [attrs["title"] for tag, attrs in page.tags if tag == "mark"]
     assert marks == ["sampler 0.500, trainer 0.125"] * 2
     assert [attrs["class"] for tag, attrs in page.tags if tag == "details"] == ["sample"] * 4

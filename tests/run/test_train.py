@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,6 +103,12 @@ def test_samples_have_the_trainers_logprobs_as_the_step_began(partial):
         sampled_T = torch.tensor(sample["mask"][1:], dtype=torch.bool)
         difference_T = _logprobs(model, sample["tokens"]) - torch.tensor(sample["trainer_logprobs"][1:])
         assert difference_T[sampled_T].abs().max() <= 1e-4
+
+
+def test_samples_have_the_answer_that_the_task_expects(partial):
+    for sample in lines(partial.run / "samples" / "step-000010.jsonl"):
+        direction, numbers = re.search(r"([<>])([0-9ab]+)=", sample["text"]).groups()
+        assert sample["answer"].split(",")[-1] == "".join(sorted(numbers, reverse=direction == ">"))
 
 
 def _logprobs(model, tokens):

@@ -199,7 +199,8 @@ class RayTrainer:
     """`loop.ports.Trainer` on all `TrainerActor` ranks. Collective calls go to every rank, in the same order.
 
     Samples are dumped beside training, one step at a time: the next dump first awaits the last, so that no failure goes unseen. A
-    failed dump loses its samples, not the step: `warn` is called for the first failure, and all failures are counted.
+    failed dump loses its samples, not the step: `warn` is called for the first failure, and all failures are counted. `expected`:
+    the reference answer of a prompt's uid, for the samples.
 
     `critic`: one with processes of its own, whose state its checkpoints hold, too.
     """
@@ -210,6 +211,7 @@ class RayTrainer:
     def __init__(self, actors: Sequence[Any], profile: Profile, *, samples_dir: Path) -> None:
         self.actors = list(actors)
         self.warn: Callable[[str], None] = logger.warning
+        self.expected: Callable[[str], str | None] = lambda uid: None
         self.failed_dumps = 0
         self._dumping: tuple[int, asyncio.Task[None]] | None = None
         self._profile = profile
@@ -274,6 +276,7 @@ class RayTrainer:
         known = {(t.group, t.trajectory): t.advantage for t in planned if is_planned}
         chosen = {index: [known.get((index, number)) for number in range(size)] for index, size in sizes.items()}
         rewards = {index: [meta.reward for meta in groups[index].trajectories] for index in chosen}
+        answers = {index: self.expected(groups[index].key.uid) for index in chosen}
         indices, columns = list(chosen), []
         for rank, actor in enumerate(self.actors if logging.samples_per_step else ()):
             own = indices[rank // sharing :: len(self.actors) // sharing]
@@ -282,7 +285,7 @@ class RayTrainer:
         async def dump() -> None:
             parts = list(chain.from_iterable(groups[index].payload for index in indices))
             directory = str(self._samples_dir.absolute())
-            ref = self.actors[0].dump.remote(directory, batch.step, batch.window, chosen, rewards, parts, *columns)
+            ref = self.actors[0].dump.remote(directory, batch.step, batch.window, chosen, rewards, answers, parts, *columns)
             await self._answer(ref, f"the dump of the samples of step {batch.step}")
 
         return dump

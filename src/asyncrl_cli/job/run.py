@@ -148,6 +148,8 @@ class Run:
             observers.warning(warning)
         trainer, *_ = crew
         trainer.warn = observers.warning
+        items = {item["uid"]: item for item in task.train}
+        trainer.expected = lambda uid: task.expected(items[uid])
         self._unbegun = None
         detached_output(directory.path).unlink(missing_ok=True)
         directory.keep_profile(*self._documents())  # the next checkpoints have it

@@ -188,17 +188,24 @@ class TrainerActor:
         window: int,
         chosen: Mapping[int, Sequence[float | None]],
         rewards: Mapping[int, Sequence[float]],
+        answers: Mapping[int, str | None],
         part_refs: list[Any],
         *of: Column,
     ) -> None:
         """Trajectories of a train step as text lines, beside training (rank 0).
 
         `chosen`: the groups by their index in the step, with the advantages of their trajectories, in the order of `part_refs`;
-        `rewards`: theirs; `of`: the logprobs that the ranks have computed, if any.
+        `rewards`: theirs; `answers`: the groups' reference answers; `of`: the logprobs that the ranks have computed, if any.
         """
         payloads, known = joined(ray.get(part_refs)), {index: arrays for column in of for index, arrays in column.items()}
         groups = [
-            SampledGroup(payload=payload, advantages=advantages, rewards=rewards[index], logprobs=known.get(index))
+            SampledGroup(
+                payload=payload,
+                advantages=advantages,
+                rewards=rewards[index],
+                logprobs=known.get(index),
+                answer=answers[index],
+            )
             for payload, (index, advantages) in zip(payloads, chosen.items(), strict=True)
         ]
         max_bytes = self._profile.logging.samples_max_mb * MIB

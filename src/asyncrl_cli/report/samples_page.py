@@ -66,6 +66,8 @@ def _folded(one: Sampled) -> Iterator[str]:
     sampler, trainer = one.probability(one.logprobs), one.trainer_probability
     told += [f"mean probability {sampler:.3f}" + (f", trainer's {trainer:.3f}" if trainer is not None else "")] if sampler else []
     yield f'<details class="sample"><summary>{escape(" · ".join(told))}</summary>'
+    if one.answer is not None:
+        yield f'<div class="turn"><b>expected</b><div>{escape(one.answer)}</div></div>'
     for whose, stretches in one.turns:
         yield f'<div class="turn {whose}"><b>{whose}</b><div>{"".join(_marked(one, stretch) for stretch in stretches)}</div></div>'
     yield "</details>"

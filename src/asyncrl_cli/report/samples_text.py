@@ -42,16 +42,17 @@ def _facts(one: Sampled) -> list[Text]:
     first = Text.assemble(f"{len(one.sampled)} tokens sampled by ", versions, f"({age}), {ended}")
     if rewards := one.line.get("turn_rewards"):
         first.append(f", rewards {' '.join(f'{reward:.3g}' for reward in rewards)}")
+    expected = [] if one.answer is None else [Text.assemble("expected: ", (one.answer, "bold"))]
     sampler = one.probability(one.logprobs)
     if sampler is None:
-        return [first]
+        return [first, *expected]
     second = Text(f"mean probability: sampler {sampler:.3f}")
     if one.trainer_logprobs is not None:
         second.append(f", trainer {one.trainer_probability:.3f}")
     if one.changes:
         token, before, after = one.changes[0]
         second.append(f"; most changed {one.texts[token]!r}: {before:.3f} -> {after:.3f}")
-    return [first, second]
+    return [first, second, *expected]
 
 
 def _turns(one: Sampled) -> Table:

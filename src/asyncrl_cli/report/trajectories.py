@@ -66,6 +66,7 @@ class Sampled:
         if len(lengths) > 1:
             raise ConfigError(f"{told}: the arrays of a trajectory differ in length: {sorted(lengths)}", hint="another --step")
         self.line = line
+        self.answer: str | None = None if line.get("answer") is None else str(line["answer"])
 
     @cached_property
     def sampled(self) -> list[int]:

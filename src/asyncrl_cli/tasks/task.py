@@ -71,6 +71,11 @@ class Task:
     tool_class: ToolClass | None = None
     eval_sets: Mapping[str, Sequence[Item]] = field(default_factory=dict)
 
+    def expected(self, item: Item) -> str | None:
+        """What people compare responses with: the reference answer, in the worked form a right response; None if there is none."""
+        is_worked = self.reward.adapter == "worked" and self.demonstration is not None
+        return str(self.demonstration(item, Random(0))) if is_worked and self.demonstration else item["answer"]
+
 
 def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
     """The task of a profile. Raises ConfigError for errors in the profile or in a file.
