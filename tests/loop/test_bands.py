@@ -25,7 +25,7 @@ def test_weights_should_not_be_few_and_what_was_not_measured_is_not_judged():
     bands = Bands(AlgorithmSection())
     assert not list(bands.left({"correction/effective_ratio": 0.9, "ref/kl": 0.0}))
     assert not list(bands.left({}))
-    (warning,) = bands.left({"correction/effective_ratio": 0.4})
+    (warning,) = bands.left({"correction/effective_ratio": 0.05})
     assert "is below algorithm.warn_effective_ratio = 0.5" in warning
 
 

@@ -194,8 +194,25 @@ def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path: P
     own = write(tmp_path, "own.toml", 'extends = "base"\n[rollout]\nslot = 3\n[rolout]\nn = 4\n')
     error = refusal(own)
     assert f"{own}: unknown key rollout.slot" in error.message
-    assert f"{own}: unknown key rolout" in error.message
-    assert error.hint == "did you mean rollout.slots?\ndid you mean rollout.n?"
+    assert f"{own}: unknown section rolout" in error.message
+    assert error.hint == "did you mean rollout.slots?\ndid you mean rollout?"
+
+
+@pytest.mark.parametrize(
+    ("table", "unknown", "hints"),
+    [
+        ("[async]\npartial_rollot = true\nstaleness_threshold = 0.5", ["async", "async_training.partial_rollot"], 2),
+        ("[rollouts.sampling]\nslots = 8", ["rollouts", "rollout.sampling"], 2),
+        ("[mine]\nrequire_batches = 2\non_stale = 'drop'", ["mine"], 1),
+    ],
+)
+def test_the_keys_of_an_unknown_section_are_judged_by_the_section_that_was_meant(
+    table: str, unknown: list[str], hints: int, tmp_path: Path
+) -> None:
+    error = refusal(write(tmp_path, "own.toml", f'extends = "base"\n{table}\n'))
+    assert all(f"unknown {'key' if '.' in name else 'section'} {name}" in error.message for name in unknown)
+    assert len(error.hint.splitlines()) == hints
+    assert any(hint.endswith(("async_training?", " rollout?")) for hint in error.hint.splitlines())
 
 
 def test_a_key_that_resembles_none_is_refused_with_those_of_its_section() -> None:

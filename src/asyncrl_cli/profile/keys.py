@@ -57,7 +57,11 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     for section, table in content.items():
         if len(problems) > MOST_PROBLEMS:
             break
-        if section not in sections():
+        if section not in sections() and (meant := _section(section, table)):
+            problems.append(ConfigError(f"{where}: unknown section {section}", hint=f"did you mean {meant}?"))
+            unknown = (f"{meant}.{name}" for name in table if f"{meant}.{name}" not in keys())
+            problems += [unknown_key(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
+        elif section not in sections():
             names = islice(_meant(section, table), MOST_PROBLEMS + 1)
             problems += [unknown_key(name, where, [*sections(), *keys()]) for name in names]
         elif not isinstance(table, Mapping):
@@ -73,6 +77,17 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(flat.get(PARAMS), Mapping):
         flat |= {f"{PARAMS}.{name}": value for name, value in flat.pop(PARAMS).items()}
     return flat
+
+
+def _section(name: str, table: Any) -> str | None:
+    """The section that was meant by an unknown one without another trainer's keys: its name is near, or begins so, or it alone has
+    most of the table's keys."""
+    if not isinstance(table, Mapping) or not table or any(map(foreign, islice(_leaves(name, table), MOST_PROBLEMS))):
+        return None
+    shared = {own: sum(f"{own}.{key}" in keys() for key in islice(table, MOST_PROBLEMS)) for own in sections()}
+    having_most = [own for own, number in shared.items() if 2 * number > len(table)]
+    begins = (own for own in sections() if len(name) > 2 and own.startswith(name))
+    return nearest(name, sections()) or next(begins, None) or (having_most[0] if len(having_most) == 1 else None)
 
 
 def _meant(key: str, value: Any) -> Iterator[str]:
