@@ -166,6 +166,34 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_refuses_a_model_that_could_not_be_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n', encoding="utf-8")
+    sets = ["--set", "task.source=jsonl:prompts.jsonl", "--set", "eval.prompts=1"]
+    assert run(["train", "--profile", "base", *sets, "--dry-run"]) == 2
+    assert "learns from demonstrations, and jsonl:" in capsys.readouterr().err
+
+
+def test_a_train_that_is_refused_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = ["train", "--profile", "base", "--set", "model.path=./missing", "--name", "first", "--ui", "none"]
+    for _ in range(2):
+        assert run(refused) == 3
+        assert list(tmp_path.iterdir()) == []
+        capsys.readouterr()
+    Path("runs").mkdir()
+    assert run(refused) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # it was there
+    Path("runs/.first-detached.out").write_text("what it said", encoding="utf-8")
+    capsys.readouterr()
+    assert run(["status", "first"]) == 2
+    assert "it ended while it started: runs/.first-detached.out says why" in " ".join(capsys.readouterr().err.split())
+
+
 def test_doctor_names_versions_and_engines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl_cli.plan import machine
 

@@ -28,7 +28,23 @@ def find_run(argument: str, runs_dir: Path) -> Path:
     for candidate in (runs_dir / argument, Path(argument)):
         if _is_run(candidate):
             return candidate.resolve()
-    raise ConfigError(f"no run '{argument}' in {runs_dir}", hint=known_runs(runs_dir))
+    raise ConfigError(f"no run '{argument}' in {runs_dir}", hint=_why_not(runs_dir / argument) or known_runs(runs_dir))
+
+
+def detached_output(run_dir: Path) -> Path:
+    """What a detached driver says until its run has begun; beside the directory, which a failed start does not leave."""
+    return run_dir.with_name(f".{run_dir.name}-detached.out")
+
+
+def failed_start(run_dir: Path) -> Path:
+    """Where the logs of a run are that failed while it started."""
+    return run_dir.with_name(f".{run_dir.name}-failed-start")
+
+
+def _why_not(run_dir: Path) -> str:
+    """A hint about a run that has left no directory, if a start of it has left anything else."""
+    told = (path for path in (detached_output(run_dir), failed_start(run_dir)) if os.path.exists(path))
+    return next((f"it ended while it started: {path} says why" for path in told), "")
 
 
 def run_names(runs_dir: Path) -> list[str]:

@@ -13,10 +13,11 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from asyncrl_cli.checkpoint.find import LOCK, holder, is_locked, known_runs, last_status, take_lock
+from asyncrl_cli.checkpoint.find import LOCK, failed_start, holder, is_locked, known_runs, last_status, take_lock
 from asyncrl_cli.checkpoint.sealed import checkpoints_in, finish_interrupted_replacements
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.paths import check_name
@@ -62,6 +63,8 @@ class RunDirectory:
         self.samples = path / "samples"
         self.logs = path / "logs"
         self._lock: TextIO | None = None
+        self._is_first = False
+        """Whether the directory of runs was made for this one."""
 
     @classmethod
     def create(cls, runs_dir: Path, name: str, *, profile_toml: str, resolved: Mapping[str, Any]) -> RunDirectory:
@@ -71,7 +74,7 @@ class RunDirectory:
         `name` is not valid as a directory name, RefusedError if there is such a run already.
         """
         check_name(name)
-        path = runs_dir / name
+        path, is_first = runs_dir / name, not runs_dir.exists()
         runs_dir.mkdir(parents=True, exist_ok=True)
         if never_began(path) and (lock := take_lock(path)):
             with lock:
@@ -81,6 +84,7 @@ class RunDirectory:
         except FileExistsError:
             raise _in_use(path) from None
         run = cls(path)
+        run._is_first = is_first
         try:
             run._take()
             run.keep_profile(profile_toml, resolved)
@@ -125,12 +129,16 @@ class RunDirectory:
         return _requests_in(self.path / STOP_REQUEST)
 
     def remove(self, *, keep_logs: bool = False) -> Path | None:
-        """Delete the directory of a run that never began, so that its name is free. Returns where its logs are, if kept."""
-        kept = self.path.with_name(f".{self.name}-failed-start") if keep_logs else None
+        """Delete the directory of a run that never began, so that its name is free, and the directory of runs if that was made for
+        it and is empty. Returns where the run's logs are, if kept."""
+        kept = failed_start(self.path) if keep_logs else None
         if kept is not None:
             shutil.rmtree(kept, ignore_errors=True)
             self.logs.rename(kept)
         remove_tree(self.path)
+        if self._is_first:
+            with suppress(OSError):  # something else is there by now
+                self.path.parent.rmdir()
         return kept
 
     def close(self) -> None:
@@ -195,11 +203,6 @@ def clear_lost(run_dir: Path) -> Path | None:
     with lock:
         finish_interrupted_replacements(run_dir / "checkpoints")
         return None if checkpoints_in(run_dir / "checkpoints") else RunDirectory(run_dir).remove(keep_logs=True)
-
-
-def detached_output(run_dir: Path) -> Path:
-    """What a detached driver says until its run has begun; beside the directory, which a failed start does not leave."""
-    return run_dir.with_name(f".{run_dir.name}-detached.out")
 
 
 def _in_use(path: Path) -> RefusedError:

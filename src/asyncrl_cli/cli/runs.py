@@ -136,7 +136,7 @@ def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_
 
 def _detach(arguments: Sequence[str], name: str, runs_dir: Path, address: str | None, *, as_json: bool) -> None:
     """Start the command without this terminal; exit with its code if it ends within the first seconds."""
-    from asyncrl_cli.checkpoint.run_directory import detached_output
+    from asyncrl_cli.checkpoint.find import detached_output
     from asyncrl_cli.job.detaching import detach
 
     output = detached_output(runs_dir / name)

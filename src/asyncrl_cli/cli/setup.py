@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from asyncrl_cli import __version__
 from asyncrl_cli.cli import completion
@@ -49,13 +50,25 @@ INIT_EXAMPLES = """
   cd my-task && asyncrl train --profile profile.toml"""
 PROFILES_EXAMPLES = """
   asyncrl profiles
+  asyncrl profiles partial-rollout        as it would run, defaults filled in
   asyncrl profiles show partial-rollout --origin
   asyncrl profiles keys rollout           every key of a section, explained
   asyncrl profiles show base > my.toml    a profile that needs no other"""
 SHOW_EXAMPLES = """
   asyncrl profiles show stale-samples --origin   where each value comes from
   asyncrl profiles show base --set run.seed=1 --json"""
-profiles = typer.Typer(help="List the profiles, or show one.", epilog=epilog(PROFILES_EXAMPLES), rich_markup_mode="rich")
+
+
+class _Profiles(TyperGroup):
+    """`asyncrl profiles NAME` is short for `asyncrl profiles show NAME`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
+
+
+profiles = typer.Typer(
+    cls=_Profiles, help="List the profiles, or show one.", epilog=epilog(PROFILES_EXAMPLES), rich_markup_mode="rich"
+)
 
 
 def doctor(

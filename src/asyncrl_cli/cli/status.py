@@ -134,7 +134,7 @@ def _newest(runs_dir: Path) -> Path:
 
 def _follow(directory: Path, take: Take, wait: Wait) -> None:
     """Hand the run's status to `take`, once a second, until it is over."""
-    from asyncrl_cli.checkpoint.run_directory import detached_output
+    from asyncrl_cli.checkpoint.find import detached_output
     from asyncrl_cli.observe.status import StillStarting, read_status
 
     while True:

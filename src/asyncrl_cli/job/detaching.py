@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ class Detached:
 def detach(arguments: Sequence[str], output: Path) -> Detached:
     """Start `asyncrl ARGUMENTS` without a terminal. Returns when it has ended, after `WATCHED_S`, or at a Ctrl-C, which it does not
     get. What it says goes to the file `output`, which is removed if the command has ended."""
-    command = [sys.executable, "-m", "asyncrl_cli", *arguments]
+    command, is_first = [sys.executable, "-m", "asyncrl_cli", *arguments], not output.parent.exists()
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w+b") as file:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
@@ -35,4 +36,7 @@ def detach(arguments: Sequence[str], output: Path) -> Detached:
         file.seek(0)
         said = file.read().decode(errors="replace")
     output.unlink(missing_ok=True)
+    if is_first:
+        with suppress(OSError):  # something else is there by now
+            output.parent.rmdir()
     return Detached(pid=child.pid, exit_code=exit_code, said=said)

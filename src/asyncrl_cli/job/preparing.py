@@ -23,6 +23,7 @@ from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.loop.groups import GroupsState
 from asyncrl_cli.models.inspection import check_model, check_vocabulary
 from asyncrl_cli.models.resolve import further_models, is_builtin, model_here, resolve_model
+from asyncrl_cli.models.tiny import check_demonstrations
 from asyncrl_cli.models.tiny_chat import AROUND_PROMPT
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.sinks import check_sinks
@@ -129,6 +130,7 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
     """Check the prompts' lengths in tokens and, if `model_dir` is known, the model and its tokenizer. Without a directory only the
     built-in model's tokens can be counted: its characters. Opening it would take seconds of imports."""
     if is_builtin(profile):
+        check_demonstrations(task)
         around = 0 if task.words is None else AROUND_PROMPT
         check_prompt_lengths(profile, task, lambda items: [around + _num_characters(item) for item in items])
     elif model_dir is not None:

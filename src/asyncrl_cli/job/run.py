@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl_cli.checkpoint.find import refuse_ended, resolve
-from asyncrl_cli.checkpoint.run_directory import RunDirectory, detached_output, fresh_name
+from asyncrl_cli.checkpoint.find import detached_output, refuse_ended, resolve
+from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.checkpoint.sealed import Checkpoint, load_checkpoint
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.job.driving import Crew, RunResult, make_observers, make_pipeline, run_to_the_end

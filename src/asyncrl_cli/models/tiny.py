@@ -129,16 +129,23 @@ class Lesson(NamedTuple):
     response: Response
 
 
-def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> list[Lesson]:
-    """`num` lessons: passes over the training items, each in random order.
-
-    Raises ConfigError if the task has no demonstrations.
-    """
+def check_demonstrations(task: Course) -> None:
+    """Raises ConfigError if the task has nothing that the model could learn from."""
     if task.demonstration is None or task.flawed_demonstration is None:
         raise ConfigError(
             f'model.path = "builtin:tiny" learns from demonstrations, and {task.name} provides none',
             hint="the tasks reasoning-gym:number_sorting, builtin:calculator and builtin:guess have; or name a pretrained model",
         )
+
+
+def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> list[Lesson]:
+    """`num` lessons: passes over the training items, each in random order.
+
+    Raises ConfigError if the task has no demonstrations.
+    """
+    check_demonstrations(task)
+    assert task.demonstration is not None
+    assert task.flawed_demonstration is not None
     rng = Random(f"lessons {seed}")
     items = list(task.train)
     lessons: list[Lesson] = []

@@ -97,7 +97,10 @@ def _meant(key: str, value: Any) -> Iterator[str]:
 
 
 def _joined(key: str) -> str | None:
-    """The key that was meant by one with a dot too many: placement.rollout_labels by `placement.rollout.label`."""
+    """The key that was meant by one with a dot too many: placement.rollout_labels by `placement.rollout.label`, and
+    placement.trainer_workers by `trainer.workers`."""
+    if (placed := f"placement.{key.replace('.', '_')}") in keys():
+        return placed
     section, _, name = key.partition(".")
     own = {known.partition(".")[2]: known for known in keys() if known.startswith(f"{section}.")} if "." in name else {}
     found = nearest(name.replace(".", "_"), own)

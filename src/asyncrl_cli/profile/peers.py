@@ -250,12 +250,25 @@ eval_steps | eval.every_versions | in versions, not in steps: divide by trigger_
 save_steps | checkpoint.every_steps
 reward_funcs | task.reward | module:function, one response at a time
 environment_factory | task.environment | module:Class, of the same kind
+[others]
+num_gpus | placement.gpus | of the whole job, divided by placement.ratio
+trainer_gpus | placement.trainer_workers | one GPU each; or placement.gpus with placement.ratio
+gpus_per_trainer | placement.trainer_workers | one GPU each; or placement.gpus with placement.ratio
+rollout_gpus | rollout.workers | each on placement.gpus_per_rollout_worker GPUs; or placement.gpus with placement.ratio
+gpus_per_rollout | placement.gpus_per_rollout_worker | how many workers: rollout.workers
+gpus_per_worker | placement.gpus_per_rollout_worker | a trainer rank has one GPU
+trainer.num_workers | placement.trainer_workers | one GPU each
+rollout.num_workers | rollout.workers
 [an earlier asyncrl]
 task.prompt_column | task.prompt_key
 task.answer_column | task.answer_key
 algorithm.max_importance_weight | algorithm.rollout_is_threshold | X is now "0_X"
 """
 """[trainer], then `its key | ours | what differs`, or `its key | - | why there is none`."""
+
+
+OTHERS = "others"
+"""The peer of names that no trainer has, and that are tried all the same."""
 
 
 class Row(NamedTuple):
@@ -269,6 +282,8 @@ class Row(NamedTuple):
     @property
     def meaning(self) -> str:
         """The end of an error's message about the key."""
+        if self.peer == OTHERS:
+            return f"which is {' and '.join(self.ours)} here"
         return (
             f"{self.peer}'s name for {' and '.join(self.ours)}" if self.ours else f"which is {self.peer}'s and has no counterpart"
         )
