@@ -105,9 +105,11 @@ def test_seeds_that_failed_once_hold(seed):
     assert run(draw(seed)).broken is None
 
 
-def test_a_seed_with_scorers_that_failed_once_holds():
-    """A scorer took a group for due that the window could not take beside the one before it."""
-    assert run(draw(1077, with_scorer=True)).broken is None
+@pytest.mark.parametrize("seed", [1077, 20436, 20460])
+def test_seeds_with_scorers_that_failed_once_hold(seed):
+    """1077: a scorer took a group for due that the window could not take beside the one before it. 20436, 20460: a scorer's failure
+    was told, and the run ended with that of the critic, which came after it."""
+    assert run(draw(seed, with_scorer=True)).broken is None
 
 
 @pytest.mark.slow

@@ -80,7 +80,8 @@ class Pipeline:
         try:
             await self._run_tasks()
         except BaseExceptionGroup as group:
-            error = first_error(group, AsyncrlError) or first_error(group, BaseException) or group
+            told = first_error(group, AsyncrlError)
+            error = (board.failure or told) if told else first_error(group, BaseException) or group
             self._end("failed", error)
             raise error from group
         if board.failure is not None:
