@@ -230,8 +230,8 @@ class Laboratory:
             process.wait(GOES_ON_S)
             return False
         steps = len(lines(run / "metrics.jsonl"))
-        self._wait_for(process, lambda: len(lines(run / "metrics.jsonl")) > steps)
-        return True
+        self._wait_for(process, lambda: process.poll() is not None or len(lines(run / "metrics.jsonl")) > steps)
+        return process.poll() is None
 
     def _wait_for(self, process: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
         end_s = time.monotonic() + RUN_LIMIT_S
@@ -250,9 +250,10 @@ class Laboratory:
             victims = [pid for pid in (process.pid, *family) if kind.is_victim(pid, process.pid)]
             if victims:
                 victim = self.rng.choice(victims)
-                name = command_line(victim).replace(b"\0", b" ").decode()
+                name = shown(victim)
                 os.kill(victim, signal.SIGKILL)
-                return family, name[-60:]
+                print(f"{kind.name}: {name}", file=sys.stderr, flush=True)
+                return family, name
             assert process.poll() is None, self.said(process)
             assert time.monotonic() < end_s, f"there is no {kind.name}"
             time.sleep(0.02)
@@ -265,6 +266,11 @@ class Laboratory:
             if resumed.wait(RUN_LIMIT_S) != 0:
                 return f"exit code {resumed.returncode}: {self.said(resumed)[-300:]}"
         return trained_once(run)
+
+
+def shown(pid: int) -> str:
+    """The beginning of its command line, of paths the last parts."""
+    return " ".join(word.rpartition("/")[2] for word in command_line(pid).decode().split("\0"))[:60]
 
 
 def num_resumed(run: Path) -> int:

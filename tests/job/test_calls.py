@@ -64,10 +64,11 @@ def actor(session: None) -> Iterator[Any]:
     ray.kill(made)
 
 
-def called(ref: Any, timeout_s: float = 30.0) -> Any:
+def called(ref: Any, timeout_s: float = 30.0, host: str = "") -> Any:
     from asyncrl_cli.job.calls import Limit, answer
 
-    return asyncio.run(answer(ref, executor="rollout-0", call="group p@0.0", limit=Limit(timeout_s, "rollout.call_timeout_s")))
+    limit = Limit(timeout_s, "rollout.call_timeout_s")
+    return asyncio.run(answer(ref, executor="rollout-0", call="group p@0.0", limit=limit, host=host))
 
 
 def test_an_actors_own_error_is_quoted_and_its_traceback_logged(actor: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,10 +87,12 @@ def test_a_timeout_inside_the_actor_is_the_actors_error(actor: Any) -> None:
         called(actor.times_out_itself.remote())
 
 
-def test_a_call_that_takes_too_long_names_the_call_and_the_key(actor: Any) -> None:
+@pytest.mark.parametrize(("host", "where"), [("", ""), ("10.0.0.7", " on 10.0.0.7")])
+def test_a_call_that_takes_too_long_names_the_call_its_node_and_the_key(actor: Any, host: str, where: str) -> None:
     began_s = time.monotonic()
-    with pytest.raises(ExecutorLost, match=r"rollout-0 failed: group p@0.0 took longer than rollout.call_timeout_s = 0.5 s"):
-        called(actor.hangs.remote(), timeout_s=0.5)
+    with pytest.raises(ExecutorLost) as failed:
+        called(actor.hangs.remote(), timeout_s=0.5, host=host)
+    assert str(failed.value) == f"rollout-0 failed: group p@0.0{where} took longer than rollout.call_timeout_s = 0.5 s"
     assert time.monotonic() - began_s < 15.0  # of the 60 that it hangs
 
 

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from asyncrl_cli.errors import SessionLost
 from asyncrl_cli.job import lifeline as module
@@ -55,6 +56,17 @@ def test_a_dead_raylet_fails_every_call_at_once_and_by_its_name(daemons: dict[st
         assert max(asyncio.run(ask_both())) < SOON_S
         assert "raylet" in str(lost_session(patient=True))
     assert lost_session() is None
+
+
+def test_an_actor_that_ends_because_its_raylet_is_ending_is_not_blamed(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
+    """Ray tells of the actor before the raylet's process is gone."""
+
+    async def fails() -> None:
+        asyncio.get_running_loop().call_later(0.3, daemons["raylet"].kill)
+        raise RayActorError(error_msg="The actor is dead because its owner has died. Owner worker exit type: SYSTEM_ERROR")
+
+    with watched(daemons), pytest.raises(SessionLost, match="ray's raylet has ended"):
+        asyncio.run(answer(fails(), executor="trainer-0", call="a step", limit=Limit(30.0), patient=True))
 
 
 def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_comes_back_is_not(

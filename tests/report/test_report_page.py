@@ -107,6 +107,10 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
         ({"correction/kl": 0.5}, "0.5000 nats per token from what had sampled the data: above the limit of"),
         ({"correction/kl": 0.5}, "The policy is far from what sampled its data; lower async_training.staleness_threshold"),
         ({"sync/logprob_abs_diff": 0.2}, "a worker may not compute with the weights"),
+        (
+            {"timing/eval_s": 5.0},
+            "Hardly anybody: the trainer idled 10% of the time, and 50% more during evals; the rollout",
+        ),
         ({"timing/eval_s": 2.0}, "Evals held workers while the trainer waited 20% of the time."),
         ({"waste/tokens_discarded": 2000}, "25% of the sampled tokens were discarded"),
         ({"env/failed/tool-timeout": 3}, "Without a reward: tool-timeout 3."),

@@ -42,7 +42,7 @@ class Metric:
 
 
 def seconds(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}" if value >= 0.01 else f"{value:.1g}"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}" if value >= 0.01 or not value else "<0.01"
 
 
 def digits(value: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError, RayTaskError
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost, SessionLost
 from asyncrl_cli.job.lifeline import lost_session, session_wait
 from asyncrl_cli.timeouts import timeout
 from asyncrl_cli.weights.versions import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, RankZero, turn_s
@@ -22,6 +22,9 @@ from asyncrl_cli.weights.versions import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GUESSES = " Some common causes include"
+OWNER_DIED = "owner has died"
+"""Of an actor whose owner is this process, which lives: the raylet is just ending, and the lifeline will see it."""
+ENDS_WITHIN_S, LOOK_EVERY_S = 2.0, 0.1
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -65,7 +68,16 @@ async def answer(
             with session_wait(running, patient=patient):
                 return await (ref if timeout_s is None or since is None else _extended(ref, timeout_s, since))
     except (RayError, TimeoutError) as error:
-        raise lost_session(patient=patient) or _failure(executor, call, limit, error, host) from error
+        raise await _lost_session(error, patient=patient) or _failure(executor, call, limit, error, host) from error
+
+
+async def _lost_session(error: Exception, *, patient: bool) -> SessionLost | None:
+    """What the session has lost, if that is why a call failed."""
+    for _ in range(round(ENDS_WITHIN_S / LOOK_EVERY_S) if OWNER_DIED in str(error) else 0):
+        if lost_session() is not None:
+            break
+        await asyncio.sleep(LOOK_EVERY_S)
+    return lost_session(patient=patient)
 
 
 async def _extended(ref: Any, timeout_s: float, since: Callable[[], float]) -> Any:
@@ -95,12 +107,13 @@ async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str) -> AsyncrlError:
+    where = f" on {host}" if host else ""
     if not isinstance(error, RayError):  # a TimeoutError within the actor arrives as both
         hint = f"its log may say why; if it only needs longer, --set {limit.key}=..." if limit.key else ""
-        return ExecutorLost(f"{call} took longer than {limit}", hint=hint, executor=executor)
+        return ExecutorLost(f"{call}{where} took longer than {limit}", hint=hint, executor=executor)
     logger.error("%s failed in %s: %s", executor, call, COLORS.sub("", str(error)))
     if not isinstance(error, RayTaskError):
-        what = "arrays were lost" if isinstance(error, ObjectLostError) else f"its process{f' on {host}' if host else ''} ended"
+        what = "arrays were lost" if isinstance(error, ObjectLostError) else f"its process{where} ended"
         return ExecutorLost(f"{what} during {call}: {_died(error)}", executor=executor)
     cause = error.cause
     if isinstance(cause, ExecutorFailed):

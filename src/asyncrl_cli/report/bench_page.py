@@ -40,7 +40,7 @@ def bench_html(directory: Path) -> str:
     """Raises RefusedError if its results cannot be read."""
     comparison = read_results(directory / RESULTS)
     notes = [*long_notes(comparison), *comparison.remarks]
-    missing = "".join(f"<p><b>Not finished: {escape(name)}.</b></p>" for name in comparison.missing)
+    missing = f"<p><b>Not finished: {escape(', '.join(comparison.missing))}.</b></p>" if comparison.missing else ""
     listed = "".join(f"<li>{escape(note.replace('`', ''))}</li>" for note in notes)
     reading = f"<details><summary>how to read it</summary><ul>{listed}</ul></details>"
     parts = [f"<p>{escape(heading_of(comparison))}</p>", missing, _table(comparison), reading]
@@ -51,7 +51,7 @@ def bench_html(directory: Path) -> str:
 def _table(comparison: Comparison) -> str:
     rows = rows_of(comparison, all_spreads=True)
     names = [result.profile for result in comparison.results]
-    cells = [[escape(row.label).replace("  ", "&emsp;"), *map(escape, row.cells or [""] * len(names))] for row in rows]
+    cells = [[escape(row.label).replace("  ", "&nbsp;&nbsp;&nbsp;"), *map(escape, row.cells or [""] * len(names))] for row in rows]
     strong = {number for number, row in enumerate(rows) if row.strong}
     return table(["", *map(escape, names)], cells, figures=True, strong=strong)
 

@@ -222,7 +222,8 @@ CHARTS = (
     Chart(
         section="Timeline",
         title="What every executor did",
-        note="Drag to zoom, double-click to see all again. Dotted: a new version was published.",
+        note="starved: nothing to work on; blocked: nobody takes what is ready; dotted: a new version was published. "
+        "Drag to zoom, double-click to see all again.",
         kind="timeline",
     ),
 )

@@ -50,13 +50,14 @@ function partsOf(run, chart) {
 
 function layout(chart, height, more) {
   const line = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, automargin: true };
-  const percent = chart.unit === "share" ? { tickformat: ".0%" } : {};
+  const percent = chart.unit === "share" ? { tickformat: ".1~%" } : {};
   const unit = chart.unit === "share" ? "" : chart.unit;
+  const rangemode = ["reward", "any"].includes(chart.kind) || chart.unit === "nats" ? "normal" : "nonnegative";
   return {
     height, autosize: true, margin: { l: 48, r: 10, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: css("--ink"), size: 12, family: getComputedStyle(document.body).fontFamily },
     xaxis: { ...line, ...aligned(chart), title: { text: AXES[axis][1], standoff: 6 } },
-    yaxis: { ...line, ...percent, title: { text: unit, standoff: 4 }, type: chart.log ? "log" : "linear", dtick: chart.log ? 1 : null, exponentformat: "power" },
+    yaxis: { ...line, ...percent, title: { text: unit, standoff: 4 }, type: chart.log ? "log" : "linear", rangemode, dtick: chart.log ? 1 : null, exponentformat: "power" },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     showlegend: false, hovermode: "x unified",
     hoverlabel: { bgcolor: css("--card"), font: { color: css("--ink") } }, ...more,
@@ -96,17 +97,16 @@ function rules(run, place) {
   }));
 }
 
-function limits(chart, run, shift) {
+function limits(chart, shown, shift) {
   const [key, label] = chart.limit;
-  if (!key) return { shapes: [], annotations: [] };
-  const value = run.limits[key] + shift;
-  const at = chart.log ? Math.log10(value) : value;
+  const values = key ? [...new Set(shown.map((run) => run.limits[key]))] : [];
+  const line = { color: css("--bad"), width: 2, dash: "dash" };
   return {
-    shapes: [{ type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: value, y1: value, line: { color: css("--bad"), width: 2, dash: "dash" } }],
-    annotations: [{
-      xref: "paper", yref: "y", x: 1, xanchor: "right", y: at, yanchor: "bottom", showarrow: false, font: { color: css("--bad") },
-      text: `${label} ${run.limits[key]}`,
-    }],
+    shapes: values.map((value) => ({ type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: value + shift, y1: value + shift, line })),
+    annotations: values.map((value) => ({
+      xref: "paper", yref: "y", x: 1, xanchor: "right", y: chart.log ? Math.log10(value) : value + shift, yanchor: "bottom", showarrow: false,
+      font: { color: css("--bad") }, bgcolor: css("--card"), borderpad: 0, text: `${label} ${value}`,
+    })),
   };
 }
 
@@ -120,7 +120,7 @@ function lineTraces(chart, run, place) {
   const shown = chart.series.filter(([key]) => has(run, key));
   return shown.flatMap(([key, label], number) => {
     const tint = colour(several ? place : number);
-    const name = several ? (shown.length > 1 ? `${run.name}: ${label}` : run.name) : label;
+    const name = several ? (chart.series.length > 1 ? `${run.name}: ${label}` : run.name) : label;
     const line = { color: tint, width: 2, dash: DASHES[number % DASHES.length] };
     const trace = { type: "scatter", mode: "lines", connectgaps: true, name, x: xs(run), y: ys(run, key, label), line };
     return [...(shown.length === 1 ? envelope(run, key, tint) : []), trace];
@@ -224,7 +224,7 @@ function figureOf(chart, shown) {
   const shapes = shown.flatMap((one) => rules(one, runs.indexOf(one)));
   const all = (traces) => shown.flatMap((one) => traces(one, runs.indexOf(one)));
   const marked = shown.flatMap((one) => marks(one, runs.indexOf(one)));
-  const limit = limits(chart, run, chart.kind === "histogram" ? 0.5 : 0);
+  const limit = limits(chart, shown, chart.kind === "histogram" ? 0.5 : 0);
   const more = { shapes: [...shapes, ...limit.shapes], annotations: limit.annotations };
   const height = small ? 230 : 260;
   switch (chart.kind) {
@@ -308,9 +308,21 @@ function build() {
       }
       grid.append(card);
     }
+    fillRows([...grid.children]);
     if (grid.children.length) host.append(element("section", {}, element("h2", {}, section), grid));
   }
   return plots;
+}
+
+/* A card without a neighbour takes its whole row. */
+function fillRows(cards) {
+  let alone = null;
+  for (const card of cards) {
+    const isWide = card.classList.contains("wide");
+    if (isWide && alone) alone.classList.add("wide");
+    alone = isWide || alone ? null : card;
+  }
+  if (alone) alone.classList.add("wide");
 }
 
 /* A list of all figures, and what the chosen one means. */
@@ -340,7 +352,18 @@ function zoom(changed, from) {
   Promise.all(others.map(([, , div]) => Plotly.relayout(div, range))).then(() => { zooming = false; });
 }
 
-const SWATCHES = { solid: "solid", dash: "dashed", dot: "dotted" };
+const SWATCHES = { solid: "none", dash: "7 4", dot: "2 3", dashdot: "7 3 2 3", longdash: "12 4", longdashdot: "12 3 2 3" };
+
+function swatch(tint, dash) {
+  if (!dash) return element("i", { style: `background: ${tint}` });
+  const drawn = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const attributes = { width: 26, height: 4, stroke: tint, "stroke-width": 3, "stroke-dasharray": SWATCHES[dash] };
+  Object.entries(attributes).forEach(([name, value]) => drawn.setAttribute(name, value));
+  const line = document.createElementNS(drawn.namespaceURI, "path");
+  line.setAttribute("d", "M0 2H26");
+  drawn.append(line);
+  return drawn;
+}
 
 /* What a trace's name stands for; a click hides it. */
 function legend(div, least) {
@@ -348,10 +371,7 @@ function legend(div, least) {
   div.nextSibling.replaceChildren(...(named.length < least ? [] : named).map(([trace, number]) => {
     const tint = trace.fillcolor || trace.line.color;
     const isArea = trace.fillcolor || trace.line.width > 4;
-    const swatch = element("i", { class: isArea ? "area" : "line" });
-    if (isArea) swatch.style.background = tint;
-    else swatch.style.borderTop = `3px ${SWATCHES[trace.line.dash || "solid"] || "dashed"} ${tint}`;
-    const chip = element("button", { "aria-pressed": "false" }, swatch, trace.name);
+    const chip = element("button", { "aria-pressed": "false" }, swatch(tint, isArea ? "" : trace.line.dash || "solid"), trace.name);
     chip.addEventListener("click", () => {
       const hidden = div.data[number].visible === "legendonly";
       chip.classList.toggle("hidden", !hidden);

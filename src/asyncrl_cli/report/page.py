@@ -63,7 +63,7 @@ def _program(runs: Sequence[RunData], library: str) -> list[str]:
     ]
 
 
-NAVIGATION = """<nav><fieldset><span class="dim">against</span>
+NAVIGATION = """<nav><fieldset><span class="dim">horizontal axis</span>
 <button data-axis="step">steps</button><button data-axis="samples">samples</button>
 <button data-axis="time">run time</button></fieldset>
 <button data-theme-button>dark</button><span class="dim">drag to zoom: all charts follow; double-click to reset</span></nav>"""
@@ -117,13 +117,13 @@ def _configuration(run: RunData) -> str:
     return f"<details><summary>{summary}</summary>{table(['key', 'value', 'from'], rows)}</details>"
 
 
-def beside_each_other(compared: SideBySide) -> str:
+def beside_each_other(compared: SideBySide, heading: str = "Side by side") -> str:
     """Differences of configuration first, then figures."""
     names = [escape(name) for name in compared.names]
     different = [[f"<code>{escape(key)}</code>", *map(_code, values)] for key, values in compared.differences.items()]
     configurations = table(["key", *names], different) if different else "<p>None: the runs have the same configuration.</p>"
     figures = table(["", *names], [[escape(row.label), *map(escape, row.texts)] for row in compared.figures], figures=True)
-    return card("Differences of configuration", configurations) + card("Side by side", figures)
+    return card("Differences of configuration", configurations) + card(heading, figures)
 
 
 def card(heading: str, content: str) -> str:

@@ -64,8 +64,10 @@ def _idle(totals: Totals, mode: str) -> Iterator[Finding]:
     trainer, rollout = totals.mean("trainer/idle_ratio"), totals.mean("rollouter/idle_ratio")
     if trainer is None or rollout is None:
         return
-    slots = totals.mean("rollouter/slot_utilization")
-    figures = f"the trainer idled {share(trainer)} of the time, the rollout workers {share(rollout)}."
+    slots, evals = totals.mean("rollouter/slot_utilization"), totals.share("eval")
+    trainer = max(trainer - evals, 0.0)  # what lets more be generated shortens no eval
+    besides = f", and {share(evals)} more during evals;" if evals > DEAR else ","
+    figures = f"the trainer idled {share(trainer)} of the time{besides} the rollout workers {share(rollout)}."
     if mode == "colocate":
         text = f"Each while the other worked, on the same resources: {figures}"
         yield Finding("who idled", "note", text, "Compare with an asynchronous mode: asyncrl bench --compare colocate.")

@@ -39,7 +39,8 @@ def write_report(
         progress(f"reading {recorded.name}")
         runs.append(run_data(recorded))
     if len(found) > 1:
-        words += beside_each_other(side_by_side(found))
+        heading = "Side by side: whole runs, with warm-up and evals" if bench else "Side by side"
+        words += beside_each_other(side_by_side(found), heading)
     words += "".join(searched(recorded, runs_dir, progress) for recorded in found if search)
     titles = [f"Samples of {run.name}" if len(found) > 1 else "Samples" for run in found]
     read = "".join(samples_html(run, title, MAX_CHARACTERS // len(found)) for run, title in zip(found, titles, strict=True))
