@@ -67,37 +67,69 @@ def test_an_address_that_does_not_answer_is_an_error_at_once() -> None:
 
 class Tailed(JobServer):
     """A job server whose log closes after each of `openings`, which tell chunks from the log's beginning. The job has one status
-    after each; a status "broken" is a job that runs, and a log that breaks off. `log`: all of it, at the end."""
+    after each; a status "broken ..." is that of a job whose log breaks off. `log`: all of it, at the end; None if it cannot be
+    fetched."""
 
-    def __init__(self, openings: list[list[str]], statuses: list[str], log: str = "") -> None:
+    def __init__(self, openings: list[list[str]], statuses: list[str], log: str | None = None) -> None:
         self.address, self._client = "http://head:8265", self
         self.openings, self.statuses, self.log = iter(openings), statuses, log
+        self.num_fetched = 0
 
     def get_job_logs(self, job: str) -> str:
+        self.num_fetched += 1
+        if self.log is None:
+            raise RuntimeError("the head is busy")
         return self.log
 
     async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
         for chunk in next(self.openings):
             yield chunk
-        if self.statuses[0] == "broken":
+        if self.statuses[0].startswith("broken"):
             raise RuntimeError("closed unexpectedly")
 
     def details(self, job: str) -> Any:
-        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        status = (self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]).removeprefix("broken ")
         code = {"SUCCEEDED": 0, "FAILED": 4}.get(status)
-        return SimpleNamespace(status=status.replace("broken", "RUNNING"), driver_exit_code=code, message="")
+        return SimpleNamespace(status=status, driver_exit_code=code, message="")
 
 
-@pytest.mark.parametrize("closing", ["RUNNING", "broken"])
+BEGINNING = [f"{MARK}\none\ntw"]
+
+
+@pytest.mark.parametrize("closing", ["RUNNING", "broken RUNNING"])
 def test_a_log_that_closes_while_the_job_runs_is_opened_again_and_no_line_is_told_twice(
     closing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
-    openings = [[f"{MARK}\none\ntw"], [f"{MARK}\n", "one\n", "two\nthree"]]
+    server = Tailed([BEGINNING, [f"{MARK}\n", "one\n", "two\nthree"]], [closing, "FAILED"])
     said: list[str] = []
-    log = f"{MARK}\none\ntwo\nthree\nfour"
-    assert Tailed(openings, [closing, "FAILED"], log).follow("a job", said.append) == 4
-    assert said == ["one", "two", "three", "four"]
+    assert server.follow("a job", said.append) == 4
+    assert said == ["one", "two", "three"]
+    assert server.num_fetched == 0, "the log was read to its end"
+
+
+def test_of_a_log_that_breaks_off_at_the_jobs_end_the_rest_is_fetched() -> None:
+    said: list[str] = []
+    server = Tailed([BEGINNING], ["broken FAILED"], f"{MARK}\none\ntwo\nthree\n")
+    assert server.follow("a job", said.append) == 4
+    assert said == ["one", "two", "three"]
+    assert server.num_fetched == 1
+
+
+def test_the_exit_code_of_a_job_whose_last_lines_cannot_be_fetched_is_known_all_the_same() -> None:
+    said: list[str] = []
+    assert Tailed([BEGINNING], ["broken FAILED"]).follow("a job", said.append) == 4
+    assert said[0] == "one"
+    assert said[1].startswith("warning: the last lines of the job's log are missing: ")
+    assert said[1].endswith("the head is busy")
+
+
+def test_a_log_that_cannot_be_opened_again_is_tried_until_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
+    said: list[str] = []
+    server = Tailed([BEGINNING, [], [f"{MARK}\none\ntwo"]], ["RUNNING", "broken RUNNING", "FAILED"])
+    assert server.follow("a job", said.append) == 4
+    assert said == ["one", "two"]
 
 
 def test_a_job_that_was_stopped_was_interrupted() -> None:
@@ -106,4 +138,4 @@ def test_a_job_that_was_stopped_was_interrupted() -> None:
 
 def test_a_log_that_cannot_be_opened_is_an_error() -> None:
     with pytest.raises(PreflightError, match="closed unexpectedly"):
-        Tailed([[]], ["broken"]).follow("a job", print)
+        Tailed([[]], ["broken RUNNING"]).follow("a job", print)

@@ -190,22 +190,30 @@ class JobServer:
         return int(found.driver_exit_code)
 
     async def _follow(self, job: str, write: Write) -> None:
-        """A log that closes while the job goes on (a proxy's time limit, a busy head) is opened again; one whose job has ended may
-        still owe its last lines."""
-        num_written = await self._tail(job, write, 0)
+        """A log that closes while the job goes on (a proxy's time limit, a busy head) is opened again. Of one that breaks off at
+        the job's end the rest is fetched; if that fails a line says so, because the job's exit code matters more."""
+        num_written, last = await self._tail(job, write, 0)
         while await self._goes_on(job):
             await asyncio.sleep(LOOK_EVERY_S)
-            num_written = await self._tail(job, write, num_written)
-        with self._asking():
-            log = await asyncio.to_thread(self._client.get_job_logs, job)
-        for line in log.removesuffix("\n").split("\n")[num_written:]:
-            write(line)
+            num_written, last = await self._tail(job, write, num_written)
+        if last is None:
+            try:
+                with self._asking():
+                    log = await asyncio.to_thread(self._client.get_job_logs, job)
+            except PreflightError as error:
+                log, num_written = f"warning: the last lines of the job's log are missing: {error}", 0
+            *lines, last = log.split("\n")
+            for line in lines[num_written:]:
+                write(line)
+        if last:
+            write(last)
 
     async def _goes_on(self, job: str) -> bool:
         return (await asyncio.to_thread(self.details, job)).status in GOES_ON
 
-    async def _tail(self, job: str, write: Write, num_written: int) -> int:
-        """Write the whole lines of the log behind the first `num_written`, until it closes. Returns how many are written now.
+    async def _tail(self, job: str, write: Write, num_written: int) -> tuple[int, str | None]:
+        """Write the whole lines of the log behind the first `num_written`, until it closes. Returns how many are written now, and
+        what comes after them; None if the log broke off. The server closes the log of a job that has ended when all of it is sent.
 
         The log's chunks may end within a line. A connection that is lost may never say so: the job is asked for meanwhile.
         """
@@ -218,16 +226,16 @@ class JobServer:
                 if not done:
                     if await self._goes_on(job):
                         continue
-                    break
+                    return max(num_written, num_read), None
                 try:
                     with self._asking():
                         chunk = coming.result()
                 except PreflightError:
-                    if num_read == 0:
+                    if num_read == num_written == 0:
                         raise
-                    break
+                    return max(num_written, num_read), None
                 if chunk is None:
-                    break
+                    return max(num_written, num_read), rest
                 *lines, rest = (rest + chunk).split("\n")
                 for line in lines[max(num_written - num_read, 0) :]:
                     write(line)
@@ -235,7 +243,6 @@ class JobServer:
                 coming = asyncio.ensure_future(anext(chunks, None))
         finally:
             coming.cancel()
-        return max(num_written, num_read)
 
     def _submit(self, entrypoint: str, job: str, runtime_env: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
         with self._asking():
