@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -64,7 +63,7 @@ def test_rows_end_to_end_have_the_values_and_gradients_of_single_sequences(kerne
     theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     model.set_attn_implementation(unpadded.UNPADDED)
-    divide = partial(unpadded.unpadded, kernel=kernel, ranks=ALONE)
+    divide = unpadded.Unpadded(kernel, ALONE)
     assert unpadded.is_packed(divide) == (kernel is unpadded.of_lengths)
     assert not unpadded.is_packed(unpadded.padded)
     batch = scoring_microbatch(SEQUENCES, torch.device("cpu"))

@@ -2,7 +2,7 @@
 
     profile ─> nodes that hold its job ─> values ─> each `{{name}}` in a template's files
 
-A template is asked for what its files name: an option that none of them names is refused, and so is the lack of one that they name.
+An option whose value stands in none of the template's files is refused. So is a missing one whose value does.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from importlib import metadata
 from pathlib import Path
 
 from asyncrl_cli.checkpoint.run_directory import stem_of
+from asyncrl_cli.cli.submit import set_words
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources, asked_gpus
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.plan.node_fit import ROLLOUT, TRAINER
-from asyncrl_cli.profile.loaded import Loaded
+from asyncrl_cli.profile.loaded import Loaded, load
 from asyncrl_cli.profile.schema import Profile
 
 LAUNCHERS = "kuberay", "ray-cluster", "skypilot", "slurm"
@@ -34,16 +35,16 @@ DAEMONS_CPUS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The options of `init` for launchers. `words`: those of `asyncrl train` that name the profile. `shared`: the directory that
-    all nodes see. `nodes`: None for the fewest that hold the job."""
+class Launch:
+    """What is launched, and where. `words`: the options of `asyncrl train` that name the profile. `shared`: the directory that all
+    nodes see. `nodes`: None for the fewest that hold the job."""
 
     loaded: Loaded
     words: Sequence[str]
     shared: Path
-    nodes: int | None = None
-    gpus_per_node: int = GPUS_PER_NODE
-    image: str | None = None
+    nodes: int | None
+    gpus_per_node: int
+    image: str | None
 
     @property
     def name(self) -> str:
@@ -51,31 +52,65 @@ class Asked:
         return self.loaded.profile.run.name or stem_of(self.loaded.profile.name)
 
 
-def rendered(template: Path, asked: Asked) -> dict[str, str]:
+def launch_of(
+    template: str,
+    profile: str | None,
+    sets: Sequence[str] | None,
+    *,
+    name: str | None,
+    shared: Path | None,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    image: str | None,
+) -> Launch | None:
+    """From the options of `asyncrl init`, None where they are not given; None for a template that is copied as it is. Raises
+    ConfigError if template and options do not go together, or the profile is not valid."""
+    options: dict[str, object] = {"--profile": profile, "--image": image, "--set": sets, "--name": name, "--shared": shared}
+    options |= {"--nodes": nodes, "--gpus-per-node": gpus_per_node}
+    given = next((option for option, value in options.items() if value is not None), None)
+    if template not in LAUNCHERS:
+        if given is not None:
+            what = f"the template {template} is copied as it is: {given} is not used"
+            raise ConfigError(what, hint=f"leave it out, or take one of those for clusters: {', '.join(LAUNCHERS)}")
+        return None
+    if profile is None:
+        raise ConfigError(f"{template} needs to know what to train", hint="--profile NAME|FILE, as `asyncrl train` is told")
+    return Launch(
+        # Without this shell's ASYNCRL_*: the job will not have them.
+        loaded=load(profile, sets or [], {} if name is None else {"run.name": name}, environ={}),
+        words=["--profile", profile, *set_words(sets)],
+        shared=(shared or Path()).absolute(),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node or GPUS_PER_NODE,
+        image=image,
+    )
+
+
+def rendered(template: Path, launch: Launch) -> dict[str, str]:
     """The files of a launcher. Raises ConfigError for what does not go together, PreflightError for too few nodes."""
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(template.iterdir())}
     named = {name for text in texts.values() for name in VARIABLE.findall(text)}
     by_role = "trainer_nodes" in named
-    for refusal in _refusals(template.name, asked, named, by_role=by_role):
+    for refusal in _refusals(template.name, launch, named, by_role=by_role):
         raise refusal
-    nodes, plan = _fewest(asked.loaded.profile, asked.gpus_per_node, asked.nodes)
-    values = _values(asked, nodes) | (_pods(asked, plan) if by_role else {})
+    nodes, plan = _fewest(launch.loaded.profile, launch.gpus_per_node, launch.nodes)
+    values = _values(launch, nodes) | (_pods(launch, plan) if by_role else {})
     return {file: VARIABLE.sub(lambda match: str(values[match[1]]), text) for file, text in texts.items()}
 
 
-def _refusals(launcher: str, asked: Asked, named: set[str], *, by_role: bool) -> Iterator[ConfigError]:
-    placement = asked.loaded.profile.placement
-    if not NAME.fullmatch(asked.name):
+def _refusals(launcher: str, launch: Launch, named: set[str], *, by_role: bool) -> Iterator[ConfigError]:
+    placement = launch.loaded.profile.placement
+    if not NAME.fullmatch(launch.name):
         rule = "lower-case letters, digits and hyphens, a letter first, at most 47"
-        yield ConfigError(f"a job cannot be called '{asked.name}' on every cluster: {rule}", hint="--name my-run")
-    for option, value in {"--shared": str(asked.shared), "--image": "-" if asked.image is None else asked.image}.items():
+        yield ConfigError(f"a job cannot be called '{launch.name}' on every cluster: {rule}", hint="--name my-run")
+    for option, value in {"--shared": str(launch.shared), "--image": "-" if launch.image is None else launch.image}.items():
         if not PLAIN.fullmatch(value):
             yield ConfigError(f"{option} {value}: the launchers' files take no spaces or quotes there", hint="another path or name")
-    if asked.image is None and "image" in named:
+    if launch.image is None and "image" in named:
         yield ConfigError(f"{launcher} starts containers, and nothing says of which image", hint="--image REGISTRY/NAME:TAG")
-    if asked.image is not None and "image" not in named:
+    if launch.image is not None and "image" not in named:
         yield ConfigError(f"{launcher} starts no containers: --image is not used", hint="leave --image out")
-    if by_role and asked.nodes is not None:
+    if by_role and launch.nodes is not None:
         yield ConfigError(
             f"{launcher} has pods for each role: --nodes is not used", hint="--gpus-per-node N is the most of one pod"
         )
@@ -108,25 +143,25 @@ def _nodes(profile: Profile, number: int, gpus: int) -> Iterator[NodeResources]:
         yield NodeResources(name=f"node {index + 1}", cpus=2 * profile.placement.cpus_per_worker * gpus, gpus=gpus)
 
 
-def _values(asked: Asked, nodes: int) -> dict[str, object]:
-    runs_dir = asked.shared / "runs"
-    run = ["--name", asked.name, "--runs-dir", str(runs_dir)]
+def _values(launch: Launch, nodes: int) -> dict[str, object]:
+    runs_dir = launch.shared / "runs"
+    run = ["--name", launch.name, "--runs-dir", str(runs_dir)]
     return {
-        "name": asked.name,
+        "name": launch.name,
         "nodes": nodes,
         "num_workers": nodes - 1,
         "workers": ", ".join(f"NODE-{index}" for index in range(2, nodes + 1)),
-        "gpus": asked.gpus_per_node,
-        "image": asked.image,
+        "gpus": launch.gpus_per_node,
+        "image": launch.image,
         "ray": metadata.version("ray"),
-        "shared": asked.shared,
+        "shared": launch.shared,
         "runs_dir": runs_dir,
-        "train": shlex.join(["asyncrl", "train", *asked.words, *run, "--resume", "auto", "--ui", "plain"]),
-        "submit": shlex.join(["asyncrl", "submit", *asked.words, *run]),
+        "train": shlex.join(["asyncrl", "train", *launch.words, *run, "--resume", "auto", "--ui", "plain"]),
+        "submit": shlex.join(["asyncrl", "submit", *launch.words, *run]),
     }
 
 
-def _pods(asked: Asked, plan: JobPlan) -> dict[str, object]:
+def _pods(launch: Launch, plan: JobPlan) -> dict[str, object]:
     """Pods of the trainer, colocated rollout workers and scorers, and pods of other rollout workers; as many GPUs of each."""
     values: dict[str, object] = {"rollout_labels": "{}" if plan.colocate else '{group = "rollout"}'}
     for role in (TRAINER, ROLLOUT):
@@ -135,8 +170,8 @@ def _pods(asked: Asked, plan: JobPlan) -> dict[str, object]:
         apart = sum(len(own) for name, own in groups.items() if plan.spot(name).strategy == "strict_spread")
         largest = max((bundle.gpus for bundle in bundles), default=1)  # each is within one pod
         total = -(-sum(bundle.gpus for bundle in bundles) // largest)  # in units of the largest
-        pods = max(-(-total // max(asked.gpus_per_node // largest, 1)), apart)
+        pods = max(-(-total // max(launch.gpus_per_node // largest, 1)), apart)
         share = -(-total // max(pods, 1))
-        cpus = share * largest * asked.loaded.profile.placement.cpus_per_worker * (2 if plan.colocate else 1)
+        cpus = share * largest * launch.loaded.profile.placement.cpus_per_worker * (2 if plan.colocate else 1)
         values |= {f"{role}_nodes": pods, f"{role}_gpus": share * largest, f"{role}_cpus": DAEMONS_CPUS + cpus}
     return values

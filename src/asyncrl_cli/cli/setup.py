@@ -30,7 +30,6 @@ from asyncrl_cli.cli.console import (
     stdout,
     warn,
 )
-from asyncrl_cli.cli.submit import set_words
 from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
 
 CLUSTER_MARKS = {True: Text("ok", "green"), False: Text("refused", "red"), None: Text("warning", "yellow")}
@@ -165,34 +164,16 @@ def init(
     """Copy a template for a task of your own, ready to train, for a dashboard, or for a job on a cluster."""
     import shutil
 
-    from asyncrl_cli.cli.launchers import GPUS_PER_NODE, LAUNCHERS, Asked, rendered
+    from asyncrl_cli.cli.launchers import launch_of, rendered
     from asyncrl_cli.profile.file_schema import profile_schema
-    from asyncrl_cli.profile.loaded import load
 
-    source, files = _find(template), dict[str, str]()
+    source = _find(template)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RefusedError(f"{directory} exists and is not empty", hint="name a new directory: nothing is overwritten")
-    options = {"--set": sets, "--name": name, "--shared": shared, "--nodes": nodes, "--gpus-per-node": gpus_per_node}
-    given = [option for option, value in ({"--profile": profile, "--image": image} | options).items() if value is not None]
-    if template not in LAUNCHERS and given:
-        what = f"the template {template} is copied as it is: {given[0]} is not used"
-        raise ConfigError(what, hint=f"leave it out, or take one of those for clusters: {', '.join(LAUNCHERS)}")
-    if template in LAUNCHERS:
-        if profile is None:
-            raise ConfigError(f"{template} needs to know what to train", hint="--profile NAME|FILE, as `asyncrl train` is told")
-        # Without this shell's ASYNCRL_*: the job will not have them.
-        loaded = load(profile, sets or [], {} if name is None else {"run.name": name}, environ={})
-        for text in loaded.warnings:
-            warn(text)
-        asked = Asked(
-            loaded=loaded,
-            words=["--profile", profile, *set_words(sets)],
-            shared=(shared or Path()).absolute(),
-            nodes=nodes,
-            gpus_per_node=gpus_per_node or GPUS_PER_NODE,
-            image=image,
-        )
-        files = rendered(source, asked)
+    launch = launch_of(template, profile, sets, name=name, shared=shared, nodes=nodes, gpus_per_node=gpus_per_node, image=image)
+    for text in launch.loaded.warnings if launch is not None else ():
+        warn(text)
+    files = rendered(source, launch) if launch is not None else {}
     shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file, text in files.items():
         (directory / file).write_text(text, encoding="utf-8")

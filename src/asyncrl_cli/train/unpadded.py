@@ -19,7 +19,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,38 +86,45 @@ class Part:
 Divide = Callable[[Microbatch], Part]
 
 
-def is_packed(divide: Divide) -> bool:
-    """Whether nothing is computed for padding, in attention neither: a microbatch's budget counts tokens alone then."""
-    return isinstance(divide, partial) and divide.keywords["kernel"] is of_lengths
-
-
 def padded(microbatch: Microbatch) -> Part:
     """All of the microbatch, as it is."""
     return Part({"input_ids": microbatch.inputs_BT}, microbatch.select_N)
 
 
-def unpadded(microbatch: Microbatch, kernel: Kernel, ranks: Ranks) -> Part:
-    """This rank's share of the microbatch. The last row is lengthened until every rank has as many positions."""
-    device, (num_rows, width) = microbatch.inputs_BT.device, microbatch.inputs_BT.shape
-    *others, last = microbatch.lengths
-    lengths = [*others, last + -sum(microbatch.lengths) % ranks.sequence_size]
-    lengths_B = torch.tensor(lengths, device=device)
-    starts = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
-    rows_P = torch.arange(num_rows, device=device).repeat_interleave(lengths_B, output_size=sum(lengths))
-    positions_P = torch.arange(len(rows_P), device=device) - starts[rows_P]
-    places_N = starts[microbatch.rows_N] + microbatch.select_N - microbatch.rows_N * width
-    own = len(rows_P) // ranks.sequence_size
-    begin = ranks.rank % ranks.sequence_size * own
-    tokens_n = ((places_N >= begin) & (places_N < begin + own)).nonzero().squeeze(1)
-    mine = slice(begin, begin + own)
-    inputs = microbatch.inputs_BT[rows_P[mine], positions_P[mine].clamp(max=width - 1)]
-    layout = Layout(starts.int(), rows_P * max(lengths) + positions_P, max(lengths), kernel, ranks.sequence)
-    arguments = {"input_ids": inputs[None], "position_ids": positions_P[None, mine], "layout": layout}
-    return Part(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
+@dataclass(frozen=True, slots=True)
+class Unpadded:
+    """Makes this rank's share of a microbatch, whose rows lie end to end."""
+
+    kernel: Kernel
+    ranks: Ranks
+
+    def __call__(self, microbatch: Microbatch) -> Part:
+        """The last row is lengthened until every rank has as many positions."""
+        device, (num_rows, width), ranks = microbatch.inputs_BT.device, microbatch.inputs_BT.shape, self.ranks
+        *others, last = microbatch.lengths
+        lengths = [*others, last + -sum(microbatch.lengths) % ranks.sequence_size]
+        lengths_B = torch.tensor(lengths, device=device)
+        starts = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
+        rows_P = torch.arange(num_rows, device=device).repeat_interleave(lengths_B, output_size=sum(lengths))
+        positions_P = torch.arange(len(rows_P), device=device) - starts[rows_P]
+        places_N = starts[microbatch.rows_N] + microbatch.select_N - microbatch.rows_N * width
+        own = len(rows_P) // ranks.sequence_size
+        begin = ranks.rank % ranks.sequence_size * own
+        tokens_n = ((places_N >= begin) & (places_N < begin + own)).nonzero().squeeze(1)
+        mine = slice(begin, begin + own)
+        inputs = microbatch.inputs_BT[rows_P[mine], positions_P[mine].clamp(max=width - 1)]
+        layout = Layout(starts.int(), rows_P * max(lengths) + positions_P, max(lengths), self.kernel, ranks.sequence)
+        arguments = {"input_ids": inputs[None], "position_ids": positions_P[None, mine], "layout": layout}
+        return Part(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
+
+
+def is_packed(divide: Divide) -> bool:
+    """Whether nothing is computed for padding, in attention neither: a microbatch's budget counts tokens alone then."""
+    return isinstance(divide, Unpadded) and divide.kernel is of_lengths
 
 
 def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks) -> Divide:
-    """`unpadded` where tokens must be divided, or a kernel makes it worth it, and the model allows it; else `padded`. Sets the
+    """`Unpadded` where tokens must be divided, or a kernel makes it worth it, and the model allows it; else `padded`. Sets the
     decoder's attention, which was chosen as `attention`. A collective.
 
     Raises ConfigError if `trainer.sequence_parallel_size` is not possible with this model.
@@ -127,7 +133,7 @@ def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks
     check_heads(config, size)
     if attention == "sdpa" and _attends_everywhere(config):
         kernel = rows_kernel(config, decoder.dtype, ranks)
-        divide = partial(unpadded, kernel=kernel, ranks=ranks)
+        divide = Unpadded(kernel, ranks)
         if (size > 1 or kernel is of_lengths) and _is_same(decoder, divide, ranks):
             return divide
     if size == 1:
@@ -201,7 +207,7 @@ def rows_kernel(config: Any, dtype: torch.dtype, ranks: Ranks) -> Kernel:
 def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
     """The largest difference of `of_lengths` from `in_padded_rows`, with the model's heads; infinite where it does not run."""
     microbatch = scoring_microbatch([[0] * (length + 1) for length in SAMPLE_LENGTHS], ranks.device)
-    layout = unpadded(microbatch, in_padded_rows, ranks).inputs["layout"]
+    layout = Unpadded(in_padded_rows, ranks)(microbatch).inputs["layout"]
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     each = heads, *[getattr(config, "num_key_value_heads", None) or heads] * 2
