@@ -145,6 +145,21 @@ def test_a_reward_model_judges_evals_and_its_loss_fails_trajectories_and_no_work
     assert judged == pytest.approx([mean + 0.5 for mean in plain])
 
 
+def test_what_a_worker_had_played_and_was_judged_when_it_died_is_played_again():
+    """All six trajectories have ended by then, and each is judged for 2 s: the other worker plays those of the dead one."""
+    chosen = settings("stale-samples", eval_every_versions=1, max_restarts=1)
+    death, quick = Fault(kind=FaultKind.WORKER_DIES, executor="rollout-1", at_s=1.0), {"response_tokens": lambda rng: 8}
+    first, whole = (
+        next(summary for step in ran.recorder.steps for summary in step.evals)
+        for ran in (
+            run_world(chosen, group_score_s=0.01, scorer="reward", evals=6, judge_s=2.0, times=quick, faults=Faults(faults))
+            for faults in ([death], [])
+        )
+    )
+    assert (first.version, first.num_prompts, first.num_failed) == (whole.version, whole.num_prompts, 0) == (0, 6, 0)
+    assert first.eval_s > whole.eval_s + 0.5
+
+
 def test_an_eval_without_its_judge_has_failed_and_the_worker_that_played_it_goes_on():
     death = Fault(kind=FaultKind.WORKER_DIES, executor="reward", at_s=0.0)
     chosen = settings("stale-samples", eval_every_versions=1, max_restarts=1)

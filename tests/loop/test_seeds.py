@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
 
+from asyncrl_cli.loop import evals
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, Kept, Stage
 from asyncrl_cli.loop.changes import Change, Changes
@@ -70,6 +71,7 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
         "replaced",
         "kept responses",
         "away",
+        "judging cut off",
     }
     assert happened <= set(counts)
     assert set(faults) == {kind.value for kind in FaultKind}
@@ -203,6 +205,11 @@ def end_that_forgets_waste(groups, result, original=Groups._end_part):
     return attempt
 
 
+class TakesNothingBack(deque):
+    def extendleft(self, tries):
+        """What a lost worker had not scored is forgotten."""
+
+
 async def go_on_at_once(publishing):
     """As with weights.mode = "async"."""
 
@@ -315,6 +322,7 @@ MISTAKES = {
     ),
     "too many workers are away": (WorkerTasks, "_can_be_away", is_never_away, {"restarts"}),
     "three versions are on their way": (WeightSync, "room", True, {"loads"}),
+    "an eval forgets what a lost worker had": (evals, "deque", TakesNothingBack, {"evals"}),
     "a synchronous trainer does not wait": (Publishing, "_held_by_all", go_on_at_once, {"sync"}),
 }
 

@@ -123,8 +123,10 @@ def run_world(
     group_score_s: float | None = None,
     scorer: str = "ref",
     learn_s: float = 0.0,
+    judge_s: float = 0.0,
 ) -> Ran:
-    """`group_score_s`: seconds that `scorer` takes for a group, `learn_s`: that it learns from a step; None: there is none."""
+    """`group_score_s`: seconds that `scorer` takes for a group (None: there is none), `learn_s`: that it learns from a step,
+    `judge_s`: that it judges a trajectory of an eval."""
 
     async def main() -> Ran:
         loop = asyncio.get_running_loop()
@@ -142,7 +144,7 @@ def run_world(
             team = [FaultyWorker(name, slots, times_of_all, seed, **shared) for name in names]
         trainer = KeepingTrainer(TrainerTimes(**step_times), faults)
         score_s, call_learn_s = lambda groups: len(groups) * (group_score_s or 0.0), lambda groups: learn_s
-        score_times = ScorerTimes(score_s=score_s, learn_s=call_learn_s, call_tokens=1)
+        score_times = ScorerTimes(score_s=score_s, learn_s=call_learn_s, judge_s=judge_s, call_tokens=1)
         scorers = (
             []
             if group_score_s is None

@@ -17,11 +17,12 @@ from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerTimes:
-    """Seconds of a call, on a machine of its own, of what a critic learns, of a load, and of a restart. `call_tokens`: how many
-    tokens fill the scorer."""
+    """Seconds of a call, on a machine of its own, of what a critic learns, of a trajectory of an eval that a reward model judges,
+    of a load, and of a restart. `call_tokens`: how many tokens fill the scorer."""
 
     score_s: Callable[[Sequence[GroupResult]], float]
     learn_s: Callable[[Sequence[GroupResult]], float] = lambda groups: 0.0
+    judge_s: float = 0.0
     call_tokens: int
     load_s: float = 0.0
     restart_s: float = 0.0
@@ -54,6 +55,7 @@ class SimulatedScorer:
         return [self._column(group) for group in groups], self._meter.report()
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        await self._machine.compute(len(items) * self._times.judge_s)
         return [0.0] * len(items)
 
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:

@@ -52,6 +52,8 @@ class Scenario:
     """Seconds that a scorer takes for a group."""
     learn_s: float = 0.0
     """Seconds for which a critic learns from a train step."""
+    judge_s: float = 0.0
+    """Seconds for which a reward model judges a trajectory of an eval."""
 
     def workers_of(self, leg: int) -> int:
         """A resumed run may have more workers or fewer, as long as a group finds room."""
@@ -147,7 +149,10 @@ def _with_scorer(scenario: Scenario, expected_s: float, *, is_certain: bool) -> 
     kinds = (FaultKind.WORKER_DIES, FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS)
     faults = [Fault(kind=rng.choice(kinds), executor=mortal, at_s=rng.random() * expected_s) for _ in range(num_faults)]
     group_score_s = rng.choice((0.0, 0.5 * scenario.train_s, scenario.train_s, 2 * scenario.train_s + 0.5)) / step_groups
-    with_scorers = replace(scenario, scorers=scorers, group_score_s=group_score_s, faults=(*scenario.faults, *faults))
+    judge_s = random.Random(f"judge {scenario.seed}").choice((0.0, 0.05, 0.5))
+    with_scorers = replace(
+        scenario, scorers=scorers, group_score_s=group_score_s, judge_s=judge_s, faults=(*scenario.faults, *faults)
+    )
     return _with_critic(with_scorers, expected_s)
 
 

@@ -324,11 +324,10 @@ class FaultyScorer(Mortal, SimulatedScorer):
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
         """Half a point for each."""
-        return await self._ask(self._judge(items), "the scores of an eval", CALL_KEY)
+        return await self._ask(self._judge(result, items), "the scores of an eval", CALL_KEY)
 
-    async def _judge(self, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-        await asyncio.sleep(self._times.score_s(()))
-        return [0.5] * len(items)
+    async def _judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        return [0.5 + score for score in await super().judge(result, items)]
 
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         return await self._ask(self._learn(batch), f"what it learns in step {batch.step}", CALL_KEY)

@@ -49,10 +49,19 @@ class InvariantError(AssertionError):
 class Invariants:
     """Implements `loop.ports.Observer`. Call `watch(pipeline)` when the pipeline is made, `end(error)` when it has ended."""
 
-    def __init__(self, settings: LoopSettings, workers: Mapping[str, int], *, seed: int = 0, scorers: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        settings: LoopSettings,
+        workers: Mapping[str, int],
+        *,
+        seed: int = 0,
+        scorers: tuple[str, ...] = (),
+        num_eval_prompts: int = 0,
+    ) -> None:
         """`workers`: slots by name. `seed` is what a failure names."""
         self.settings = settings
         self.seed = seed
+        self._num_eval_prompts = num_eval_prompts
         books = {name: WorkerBook(slots=slots) for name, slots in workers.items()}
         self.books = Books(settings=settings, workers=books, scorers=scorers)
         self.violation: InvariantError | None = None
@@ -256,6 +265,8 @@ class Invariants:
     def _on_eval(self, event: Event) -> None:
         assert event.version is not None
         self.check(event.version <= self.books.version, "version", f"an eval of version {event.version}")
+        num_ended = event.fields["num_prompts"] + sum(event.fields.get("failures", {}).values())
+        self.check(num_ended == self._num_eval_prompts, "evals", f"{num_ended} of {self._num_eval_prompts} prompts were scored")
 
     def _gone_in_time(self, event: Event) -> None:
         if event.name not in ("dropped", "requeued"):

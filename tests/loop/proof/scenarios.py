@@ -86,7 +86,9 @@ def _leg(
 
     async def main() -> tuple[list[Any], AsyncrlError | None]:
         slots = dict.fromkeys(worker_names(scenario.workers_of(leg)), scenario.slots)
-        invariants = Invariants(scenario.settings, slots, seed=scenario.seed, scorers=scenario.scorers)
+        invariants = Invariants(
+            scenario.settings, slots, seed=scenario.seed, scorers=scenario.scorers, num_eval_prompts=scenario.num_eval_prompts
+        )
         try:
             return await _run_leg(scenario, invariants, faults, leg, resume_from)
         finally:
@@ -220,6 +222,7 @@ def _scorer(name: str, scenario: Scenario, invariants: Invariants, faults: Fault
     times = ScorerTimes(
         score_s=lambda groups: len(groups) * group_s,
         learn_s=lambda groups: scenario.learn_s,
+        judge_s=scenario.judge_s,
         call_tokens=60,
         load_s=load_s,
         restart_s=scenario.restart_s,

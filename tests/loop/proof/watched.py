@@ -225,7 +225,11 @@ class WatchedScorer:
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
         played = [outcome for outcome in result.outcomes if not isinstance(outcome, Failure)]
         self._invariants.check(len(items) == len(played) > 0, "scores", f"{self.name} judges {len(items)} of {len(played)}")
-        return await cast(RewardModel, self._scorer).judge(result, items)
+        try:
+            return await cast(RewardModel, self._scorer).judge(result, items)
+        except asyncio.CancelledError:
+            self._invariants.counts["judging cut off"] += 1
+            raise
 
     def _num_taken(self) -> int:
         totals = self._invariants.books.totals()
