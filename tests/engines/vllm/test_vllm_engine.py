@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.port import OneTurn
+from asyncrl_cli.loop.attempts import PartKey
 from asyncrl_cli.profile.schema import Interrupt
+from asyncrl_cli.samples import overlaid
 from tests.engines import tiny
 from tests.engines.needs import needs_vllm
 from tests.engines.vllm.vllm_kills import kill_and_expect
 from tests.engines.vllm.vllm_world import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, World, prompts, sampling, world
-from tests.envs.test_group_runner import TEMPLATE, Questions, group
+from tests.envs.test_group_runner import KEY, TEMPLATE, Questions, Rewards, group
 
 pytestmark = [
     pytest.mark.slow,
@@ -186,6 +193,50 @@ def test_every_turn_of_an_episode_has_the_logprobs_of_the_weights_that_sampled_i
         for trajectory in payload.trajectories:
             (segment,) = trajectory.segments
             for version in {*segment.versions_T.tolist()} - {-1}:
+                expected = [0.0, *tiny.plain_logprobs(there.model, there.weights[version], segment.tokens_T.tolist(), 0.8)]
+                span = [t for t, other in enumerate(segment.versions_T) if other == version]
+                assert segment.logprobs_T[span].tolist() == pytest.approx([expected[t] for t in span], abs=1e-4)
+
+    there.run(body)
+
+
+def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(there: World, model_dir: Path, tmp_path: Path) -> None:
+    """Tokens, logprobs and versions of two weights are saved as a checkpoint saves them; a third one goes on from them."""
+
+    async def body() -> None:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        tokenizer.chat_template = None
+        means = Means(there.engine, Chat(tokenizer), partial(OneTurn, Rewards()), Limits(64, 320), Places(8, hold=True))
+        runner, request = GroupRunner(means, sampling(200, temperature=0.8)), group(n=6)
+        versions = [there.newer()]
+        await there.load(versions[0], "recompute-kv")
+        running = asyncio.create_task(runner.run(request, lambda finished: None))
+        await there.sampled(120)
+        versions.append(there.newer())
+        await there.load(versions[1], "recompute-kv")
+        await there.sampled(120)
+        told, saved = runner.so_far()
+        running.cancel()
+        await asyncio.wait([running])
+        kept = told.kept[request.key]
+        assert {version for one in kept.values() for version, _ in one.version_tokens} == set(versions)
+
+        write_payloads(tmp_path, overlaid([KEY], saved))
+        (read,) = read_payloads(tmp_path)
+        versions.append(there.newer())
+        await there.load(versions[2], "recompute-kv")
+        sampled = there.engine.sampled_tokens
+        result, payload = await runner.run(replace(request, key=PartKey(KEY, 1), goes_on=kept), lambda finished: None, read)
+        assert there.engine.sampled_tokens - sampled == result.response_tokens - sum(one.tokens for one in kept.values())
+        assert sum(not one.is_whole for one in kept.values()) >= 2, "the others ended before the cut"
+        for index, trajectory in enumerate(payload.trajectories):
+            (segment,), (before,) = trajectory.segments, read.trajectories[index].segments
+            start = int(np.argmax(segment.mask_T))
+            end = start + len(before.tokens_T)
+            for name in ("tokens_T", "logprobs_T", "versions_T"):
+                np.testing.assert_array_equal(getattr(segment, name)[start:end], getattr(before, name))
+            assert set(segment.versions_T[end:].tolist()) == (set() if kept[index].is_whole else {versions[2]})
+            for version in versions:
                 expected = [0.0, *tiny.plain_logprobs(there.model, there.weights[version], segment.tokens_T.tolist(), 0.8)]
                 span = [t for t, other in enumerate(segment.versions_T) if other == version]
                 assert segment.logprobs_T[span].tolist() == pytest.approx([expected[t] for t in span], abs=1e-4)
