@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.train.scorers import LogprobScorer
@@ -13,9 +12,10 @@ from tests.train.train_samples import make_step, save_tiny_model
 from tests.trainers import planned, trainer_parts
 
 STEPS_IN_WINDOW = 2
-MOST = 5e-6
-"""Columns are made in other batches than those that are trained, and matrix products of other sizes add up in another order: about
-1e-7 in a logprob, of which ten steps of AdamW, which divides by the gradient's size, make 1 to 4 millionths."""
+MOST = {"by step": 1e-6, "by window": 5e-6}
+"""Columns of a step's groups are made in the batches that are trained. Those of a window's are not: matrix products of other sizes
+add up in another order, about 1e-7 in a logprob, of which ten steps of AdamW, which divides by the gradient's size, make 1 to 4
+millionths."""
 KINDS = {
     "kl in the reward": ("ref", {"use_kl_in_reward": True, "kl_coef": 0.1}),
     "kl in the loss": ("ref", {"use_kl_loss": True, "kl_loss_coef": 0.1}),
@@ -30,9 +30,10 @@ def other_model_dir(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scored", MOST)
 @pytest.mark.parametrize("kind", KINDS)
-def test_columns_from_processes_of_their_own_make_the_same_weights(tiny_model_dir, other_model_dir, make_trainer, kind):
-    """Ten steps in windows of two, whose groups are scored together."""
+def test_columns_from_processes_of_their_own_make_the_same_weights(tiny_model_dir, other_model_dir, make_trainer, kind, scored):
+    """Ten steps in windows of two."""
     task, keys = KINDS[kind]
     shared = {"ref_dir": other_model_dir if task == "ref" else "", "max_tokens_per_microbatch": 300, "total_optimizer_steps": 10}
     together = trainer_parts(tiny_model_dir, **shared, **keys)
@@ -45,33 +46,20 @@ def test_columns_from_processes_of_their_own_make_the_same_weights(tiny_model_di
         assert (trainer.reference is None) is (made is apart or task == "prox")
         for number, (metas, payloads) in enumerate(steps):
             in_window = number % STEPS_IN_WINDOW
-            if in_window == 0:
-                if task == "prox":
-                    publish(trainer, number, scorer)
+            if in_window == 0 and task == "prox":
+                publish(trainer, number, scorer)
+            if scored == "by step":
+                columns = scorer.score(payloads, [])
+            elif in_window == 0:
                 columns = scorer.score([*payloads, *steps[number + 1][1]], [])
             (plan,) = planned(metas, **{name: on for name, on in keys.items() if name.startswith("use")})
-            scores = {task: dict(enumerate(columns[4 * in_window :][:4]))} if made is apart else None
+            scores = {task: dict(enumerate(columns[-4:] if in_window else columns[:4]))} if made is apart else None
             report = trainer.train(step_in_window=in_window, plan=plan, payloads=dict(enumerate(payloads)), scores=scores)
             assert task == "prox" or (task in report.column_s) is (made is together)
         weights.append({name: local.clone() for name, local in trainer.model.locals().items()})
     moved = max(float((weights[1][name] - one).abs().max()) for name, one in weights[0].items())
-    assert 0 < moved <= MOST
-
-
-def test_columns_of_the_batches_that_are_trained_make_the_same_bits(tiny_model_dir, other_model_dir, make_trainer):
-    """So what differs above is the order of additions and nothing else."""
-    metas, payloads = make_step(3, num_groups=2)
-    keys = {"ref_dir": other_model_dir, "use_kl_loss": True, "kl_loss_coef": 0.1}
-    weights = []
-    for tasks in (None, (("train",), ("ref",), ("rollout",))):
-        made = trainer_parts(tiny_model_dir, **keys, tasks=tasks)
-        trainer = make_trainer(made)
-        columns = LogprobScorer("ref", made.profile, made.place, trainer.ranks).score(payloads, [])
-        scores = {"ref": dict(enumerate(columns))} if tasks else None
-        (plan,) = planned(metas)
-        trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)), scores=scores)
-        weights.append({name: local.clone() for name, local in trainer.model.locals().items()})
-    assert all(torch.equal(one, weights[1][name]) for name, one in weights[0].items())
+    print(f"largest difference of a weight, {kind} scored {scored}: {moved:.1e}")
+    assert moved <= MOST[scored]
 
 
 def publish(trainer, version, scorer):
