@@ -19,40 +19,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
 import psutil
-from benchmarks.kills import LONG, num_resumed, trained_once
-from ray._private.node import Node
+from benchmarks.kills import trained_once
+from benchmarks.scene import LIMIT_S, NODES, Scene, command_of, disk
 from ray.job_submission import JobSubmissionClient
-from tests.cluster import RayNodes, processes_of, ray_nodes
-from tests.run.commands import arguments, lines
+from tests.cluster import processes_of, ray_nodes
+from tests.run.commands import lines
 
-NODES = (0, 0), (1, 0), (1, 0)
-SETS = (
-    *LONG,
-    "placement.trainer_workers=1",
-    "placement.timeout_s=30",
-    "rollout.workers=1",
-    "rollout.max_restarts=20",
-    "rollout.max_response_tokens=128",
-    "rollout.call_timeout_s=20",
-    "weights.timeout_s=20",
-    "async_training.trigger_parameter_sync_step=1",
-    "async_training.staleness_threshold=1",
-    "task.max_failed_ratio=1.0",
-)
-LIMIT_S = 200.0
-RESTARTS = "lost", "away", "restarted"
 UNKNOWN_S = 15.0
-"""A fault that the driver has not told of by then is none to it."""
+"""A fault of which the driver says nothing for so long has not disturbed it."""
 GONE_WITHIN_S = 90.0
+"""A worker's process that is there so long after its run has ended was left behind."""
 WORKERS = "ray::TrainerActor", "ray::RolloutActor", "reward_worker"
-NO_NEWS = "teaches nothing"
-"""A warning of every run so small."""
 HOG = """
 import ray, sys, time
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -75,91 +58,6 @@ hog = Hog.options(scheduling_strategy=NodeAffinitySchedulingStrategy(sys.argv[2]
 print(ray.get(hog.fill.remote()), flush=True)
 time.sleep(600)
 """
-
-
-@dataclass
-class Scene:
-    """A run on a cluster. `process`: its driver, or who waits for its job."""
-
-    directory: Path
-    cluster: RayNodes
-    ending: ExitStack
-    runs_dir: Path
-    name: str
-    process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def run(self) -> Path:
-        return self.runs_dir / self.name
-
-    def command(self, command: str, *words: str, sets: tuple[str, ...] = ()) -> None:
-        own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.directory / "cache")}
-        with (self.directory / "stderr").open("w") as err:
-            self.process = subprocess.Popen(
-                arguments(command, *words, "--runs-dir", str(self.runs_dir), sets=sets, verbose=False),
-                cwd=self.directory,
-                env=os.environ | own,
-                stdout=subprocess.DEVNULL,
-                stderr=err,
-                start_new_session=True,
-            )
-
-    def begin(self, *, as_job: bool = False) -> None:
-        """Begin the run, or resume it, and wait until it trains."""
-        before, steps = num_resumed(self.run), len(self.steps)
-        if steps:
-            self.command("resume", self.name, "--address", self.cluster.address, "--ui", "plain")
-        elif as_job:
-            words = ("--profile", "partial-rollout", "--name", self.name, "--wait")
-            self.command("submit", *words, "--address", self.cluster.dashboard, sets=SETS)
-        else:
-            words = ("--profile", "partial-rollout", "--name", self.name, "--ui", "plain")
-            self.command("train", *words, "--address", self.cluster.address, sets=SETS)
-        self.wait(lambda: not steps or num_resumed(self.run) > before)
-        from_step = len(self.steps)
-        self.wait(lambda: len(self.steps) >= from_step + 3)
-
-    def wait(self, is_so: Callable[[], object]) -> None:
-        end_s = time.monotonic() + LIMIT_S
-        while not is_so():
-            assert self.process is not None
-            assert self.process.poll() is None, self.stderr
-            assert time.monotonic() < end_s, "the run does not get on"
-            time.sleep(0.05)
-
-    @property
-    def steps(self) -> list[dict[str, float]]:
-        return lines(self.run / "metrics.jsonl")
-
-    @property
-    def stderr(self) -> str:
-        return (self.directory / "stderr").read_text()
-
-    @property
-    def log(self) -> Path:
-        return self.run / "logs" / "latest" / "driver.log"
-
-    def processes(self, *words: str) -> list[psutil.Process]:
-        """Of all nodes, those whose command line has one of the words; the driver's children, too."""
-        found = {process for node in self.cluster.nodes for process in processes_of(node)}
-        return [process for process in found if any(word in command_of(process) for word in words)]
-
-    def one(self, word: str) -> psutil.Process:
-        return self.processes(word)[0]
-
-    def node_with(self, word: str) -> Node:
-        return next(node for node in self.cluster.nodes[1:] if any(word in command_of(p) for p in processes_of(node)))
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-
-
-def command_of(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def to_driver(number: signal.Signals) -> Callable[[Scene], None]:
@@ -258,28 +156,29 @@ class Row:
 
 
 def struck(scene: Scene, fault: Fault) -> Row:
-    scene.wait(lambda: is_whole(scene))
+    scene.wait(lambda: scene.is_whole)
     steps, end = len(scene.steps), scene.log.stat().st_size
-    discarded = tokens_discarded(scene)
+    discarded = scene.tokens_discarded
     struck_s = time.monotonic()
     fault.strike(scene)
     known_s = ended_s = None
     while ended_s is None:
         now_s = time.monotonic() - struck_s
-        news = told(scene, end)
+        news = scene.told(end)
         known_s = now_s if known_s is None and news else known_s
         assert scene.process is not None
         trains = fault.goes_on and len(scene.steps) >= steps + 5 and now_s > (UNKNOWN_S if known_s is None else known_s + 2.0)
         ended_s = now_s if scene.process.poll() is not None or trains else None
         assert now_s < LIMIT_S, f"{fault.name}: neither ended nor gone on"
         time.sleep(0.05)
-    news, code, gone_s, undone = told(scene, end), scene.process.poll(), None, 0
+    news, code, gone_s, undone = scene.told(end), scene.process.poll(), None, 0
     message = news[0] if fault.goes_on and news else last_error(scene.stderr)
     if code is None:
-        lost = tokens_discarded(scene) - discarded
+        lost = scene.tokens_discarded - discarded
     else:
-        gone_s = wait_for_workers_end(scene, struck_s)
-        checkpoint, lost = newest_checkpoint(scene)
+        wait_for_workers_end(scene)
+        gone_s = time.monotonic() - struck_s
+        checkpoint, lost = scene.newest_checkpoint
         undone = len(scene.steps) - checkpoint
     return Row(
         fault=fault.name,
@@ -294,40 +193,23 @@ def struck(scene: Scene, fault: Fault) -> Row:
     )
 
 
-def is_whole(scene: Scene) -> bool:
-    """Whether no worker is being restarted or away."""
-    newest = {event["worker"]: event["event"] for event in lines(scene.run / "events.jsonl") if event["event"] in RESTARTS}
-    begun = [event["event"] for event in lines(scene.run / "events.jsonl") if event["event"] in ("resumed", "lost")]
-    return begun[-1:] == ["resumed"] or not {"lost", "away"} & {*newest.values()}
-
-
-def told(scene: Scene, end: int) -> list[str]:
-    """What the driver knows since its log ended at `end`: warnings and errors, or that it is stopping."""
-    with scene.log.open(errors="replace") as log:
-        log.seek(end)
-        news = [
-            line.split(": ", 1)[1].strip() for line in log if (" WARNING " in line or " ERROR " in line) and NO_NEWS not in line
-        ]
-    try:
-        phase = json.loads((scene.run / "status.json").read_text())["phase"]
-    except (OSError, ValueError):
-        phase = ""
-    return news or [phase for _ in range(1) if phase in ("stopping", "stopped", "failed")]
-
-
 def last_error(stderr: str) -> str:
     found = [line for line in stderr.splitlines() if line.startswith(("error:", "stopped", "interrupted"))]
     return (found or stderr.splitlines()[-2:] or [""])[-1]
 
 
-def wait_for_workers_end(scene: Scene, struck_s: float) -> float:
-    while left := scene.processes(*WORKERS):
-        frozen = [process for process in left if process.status() == psutil.STATUS_STOPPED]
-        if len(frozen) == len(left):
-            break
-        assert time.monotonic() - struck_s < GONE_WITHIN_S + LIMIT_S, f"left: {[command_of(process) for process in left]}"
+def wait_for_workers_end(scene: Scene) -> None:
+    """But for those that a fault has frozen."""
+    end_s = time.monotonic() + GONE_WITHIN_S
+    while left := [process for process in scene.processes(*WORKERS) if not is_frozen(process)]:
+        assert time.monotonic() < end_s, f"left: {[command_of(process) for process in left]}"
         time.sleep(0.1)
-    return time.monotonic() - struck_s
+
+
+def is_frozen(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_STOPPED
+    return False
 
 
 def recover(scene: Scene, fault: Fault) -> None:
@@ -341,38 +223,26 @@ def recover(scene: Scene, fault: Fault) -> None:
     scene.begin()
 
 
-def newest_checkpoint(scene: Scene) -> tuple[int, int]:
-    """Its step, and how many tokens a resume cannot go on with."""
-    state = json.loads((scene.run / "checkpoints" / "latest" / "loop_state.json").read_text())
-    return state["step"], state["loop_state"]["running_tokens"]
-
-
-def tokens_discarded(scene: Scene) -> int:
-    return int(scene.steps[-1]["waste/tokens_discarded"])
-
-
-@contextmanager
-def disk(directory: Path, megabytes: int) -> Iterator[None]:
-    directory.mkdir(exist_ok=True)
-    if megabytes:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(directory)], check=True)
-    try:
-        yield
-    finally:
-        if megabytes:
-            subprocess.run(["umount", "--lazy", str(directory)], check=True)
-
-
 def table(rows: list[dict[str, object]]) -> Iterator[str]:
-    yield "| fault | known after | ended or trains after | exit code | message | tokens discarded | steps undone | trained twice |"
-    yield "|---|---|---|---|---|---|---|---|"
+    columns = (
+        "fault",
+        "known after",
+        "ended after",
+        "gone after",
+        "exit code",
+        "it says",
+        "tokens discarded",
+        "steps undone",
+        "history",
+    )
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
     newest = {row["fault"]: row for row in rows}
-    for fault in FAULTS:
-        if (row := newest.get(fault.name)) is not None:
-            known = "" if row["known_s"] is None else f"{row['known_s']} s"
-            ended, code = f"{row['ended_s']} s", "goes on" if row["code"] is None else row["code"]
-            cells = fault.name, known, ended, code, row["message"], row["discarded"], row["undone"], row["history"]
-            yield f"| {' | '.join(map(str, cells))} |"
+    for row in (newest[fault.name] for fault in FAULTS if fault.name in newest):
+        known, ended, gone = ("" if row[name] is None else f"{row[name]} s" for name in ("known_s", "ended_s", "gone_s"))
+        ended, code = (f"trains on, after {ended}", "") if row["code"] is None else (ended, row["code"])
+        cells = row["fault"], known, ended, gone, code, row["message"], row["discarded"], row["undone"], row["history"]
+        yield f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:

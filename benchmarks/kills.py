@@ -4,8 +4,8 @@
     python -m benchmarks.kills --kinds 'any;any, restarts' --times 10        random processes at random times
     python -m benchmarks.kills --chain --kinds any --times 3 --directory DIR   the same run again and again
 
-Every kill is a short run of its own, with a model that is made once. With `--chain` all kills of a kind are of one long run of
-DIR, which each kill begins or resumes, also over several calls: half of the starts. A row is right if
+Every kill is a short run of its own, with a model that is made once. With `--chain` all kills of a kind hit one long run of DIR,
+also over several calls: a run that survives a kill need not be started for the next one. A row is right if
 - a run that cannot go on ends within 15 s with one `error:` line and a hint, any other one in order (in a chain: trains on);
 - no process of it and nothing in its temporary directory or in /dev/shm is left;
 - after the resume every group of the history that counts was trained once, and none is missing.
