@@ -493,10 +493,13 @@ def test_an_eval_item_gets_the_same_answer_in_whatever_company(model_dir: Path) 
         items = [{"uid": f"e{i}", "prompt": "4,1,9=", "metadata": {}} for i in range(3)]
         tries = tuple(EvalTry(item, sample=sample) for item in items for sample in range(2))
         async with runner_of(model_dir, Rewards()) as runner:
-            together = await runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), SAMPLING)
+            together = await runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), SAMPLING, with_tokens=True)
             parts = [await runner.evaluate(EvalRequest(version=0, tries=tries[a:b], seed=1), SAMPLING) for a, b in ((4, 6), (0, 4))]
         assert len({outcome.response_tokens for outcome in together.outcomes}) > 3  # samples of an item differ, too
         assert together.outcomes == parts[1].outcomes + parts[0].outcomes
+        lengths = [sum(s.mask_T.sum() for t in group.trajectories for s in t.segments) for group in together.payload]
+        assert lengths == [outcome.response_tokens for outcome in together.outcomes]
+        assert [result.payload for result in parts] == [None, None]
 
     run(body)
 

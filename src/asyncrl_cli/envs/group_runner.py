@@ -109,8 +109,9 @@ class GroupRunner:
         await self._play(part, at_once=len(episodes))
         return _result(request, part)
 
-    async def evaluate(self, request: EvalRequest, sampling: Sampling) -> EvalResult:
+    async def evaluate(self, request: EvalRequest, sampling: Sampling, *, with_tokens: bool = False) -> EvalResult:
         """Play the tries, at most as many at once as the engine has slots. ValueError if the engine holds another version.
+        `with_tokens`: the result's payload has a group for each that has not failed.
 
         A try's random numbers depend on the request's seed, the item's uid and the sample's number, not on the other tries.
         """
@@ -118,10 +119,10 @@ class GroupRunner:
             raise ValueError(f"eval of version {request.version} on an engine that holds {self._means.engine.version}")
         episodes = [self._eval_episode(request, entry, sampling) for entry in request.tries]
         await self._play(_Running(None, episodes), at_once=self._means.engine.slots)
-        played = [episode for episode in episodes if episode.failure is None]
+        played = [episode for episode in episodes if with_tokens and episode.failure is None]
         payload = [GroupPayload(uid=episode.id, epoch=0, attempt=0, trajectories=(episode.trajectory(),)) for episode in played]
         outcomes = tuple(episode.failure or episode.meta() for episode in episodes)
-        return EvalResult(version=request.version, outcomes=outcomes, payload=payload)
+        return EvalResult(version=request.version, outcomes=outcomes, payload=payload or None)
 
     def _eval_episode(self, request: EvalRequest, entry: EvalTry, sampling: Sampling) -> Episode:
         item, uid = entry.item, entry.item["uid"]

@@ -215,8 +215,9 @@ class RolloutActor:
         sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature)
         self._meter.evals(+1)
         try:
-            result = await self._runner.evaluate(request, sampling)
-            return replace(result, payload=None), result.payload if self._profile.reward_model.path else None
+            with_tokens = self._profile.reward_model.path is not None
+            result = await self._runner.evaluate(request, sampling, with_tokens=with_tokens)
+            return replace(result, payload=None), result.payload
         finally:
             self._meter.evals(-1)
 
