@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ray.exceptions import OutOfDiskError
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost, RefusedError
 from asyncrl_cli.job.session import ray_session
@@ -35,6 +36,9 @@ class Troubled:
 
     async def refuses(self) -> None:
         raise RefusedError("step-1 is of another model", hint="resume step-0")
+
+    async def finds_the_disk_full(self) -> None:
+        raise OutOfDiskError("Local disk is full")
 
     async def fails_as_executor(self) -> None:
         raise ExecutorFailed("rewards cannot start: no such function", hint="fix it")
@@ -128,10 +132,22 @@ def test_arrays_that_went_with_their_node_are_not_called_a_dead_process() -> Non
     assert "\n" not in str(failed.value)
 
 
+def test_a_full_disk_is_named_with_its_node(actor: Any) -> None:
+    import ray
+
+    where = ray.util.get_node_ip_address()
+    with pytest.raises(ExecutorFailed, match=f"rollout-0 failed: node {where} has room .* disk .* during group p@0.0") as failed:
+        called(actor.finds_the_disk_full.remote())
+    assert not isinstance(failed.value, ExecutorLost)
+    assert "`df` there" in failed.value.hint
+
+
 def test_refusals_keep_their_kind_and_hint(actor: Any) -> None:
     with pytest.raises(RefusedError, match="rollout-0: step-1 is of another model") as refused:
         called(actor.refuses.remote())
     assert refused.value.hint == "resume step-0"
+    with pytest.raises(RefusedError, match=r"rollout-0 on 10\.0\.0\.7: step-1 is of another model"):
+        called(actor.refuses.remote(), host="10.0.0.7")
     with pytest.raises(ExecutorLost) as failed:
         called(actor.fails_as_executor.remote())
     assert str(failed.value) == "rollout-0 failed: rewards cannot start: no such function"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -144,6 +145,42 @@ def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> N
                 child.kill()
         driver.kill()
         driver.communicate(timeout=ENDS_WITHIN_S)
+
+
+RAYLET = """
+import subprocess, sys
+
+raylet = subprocess.Popen([sys.argv[1], "60"], stdout=subprocess.DEVNULL)
+print("ready", flush=True)
+sys.stdin.readline()
+if sys.argv[2:]:
+    raylet.kill()
+    raylet.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_raylet_gone", [True, False])
+def test_a_driver_that_ray_has_ended_without_a_word_has_its_raylets_end_named(tmp_path: Path, is_raylet_gone: bool) -> None:
+    """A process of that name stands for the raylet, and the driver ends in the same moment."""
+    raylet = shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
+    driver = subprocess.Popen(
+        [sys.executable, "-c", RAYLET, str(raylet), *["gone"] * is_raylet_gone],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    words = [sys.executable, "-P", reaper.__file__, str(driver.pid), str(tmp_path / "ray")]
+    watching = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    driver.stdout.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        watching.wait(3 * reaper.LOOK_EVERY_S)  # it has seen both
+    driver.communicate("\n", timeout=ENDS_WITHIN_S)
+    _, told = watching.communicate(timeout=ENDS_WITHIN_S)
+    error, hint = told.splitlines()
+    assert error == "error: " + ("ray's raylet has ended, and with it this run's process" if is_raylet_gone else reaper.KILLED)
+    assert "asyncrl status" in hint
 
 
 @pytest.mark.parametrize("last_word", [b"", reaper.GOODBYE])

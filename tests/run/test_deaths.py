@@ -1,11 +1,13 @@
-"""A worker's process, or its engine's, is killed in the middle of a run: with a restart left the run goes on, else it fails."""
+"""Processes are killed in the middle of a run: a worker's or its engine's, which a restart replaces, and Ray's, which end it."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,29 @@ def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_c
     assert named(events, "lost")[0]["error"].rstrip(".") in err
     assert f"{worker} was restarted in" in err
     assert_all_is_trained_once_and_kept(run)
+
+
+@pytest.mark.parametrize("victim", ["agent", "raylet"])
+def test_the_death_of_the_raylet_or_of_its_agent_which_takes_it_along_is_what_the_run_ends_with(tmp_path, victim):
+    """An agent of a local run is a `cat`. The raylet ends its actors before itself: their deaths are not what is told."""
+    process = start(tmp_path, "train", "--profile", "partial-rollout", "--name", "cut", "--ui", "plain", sets=LONG)
+    run = tmp_path / "runs" / "cut"
+    wait_for_steps(process, run, 3)
+    family = descendants(process.pid)
+    name = {"agent": "cat", "raylet": "raylet"}[victim]
+    os.kill(next(pid for pid in family if Path(f"/proc/{pid}/comm").read_text().strip() == name), signal.SIGKILL)
+    killed_s = time.monotonic()
+    code, _, err = finish(process)
+    assert (code, time.monotonic() - killed_s < 15) == (1, True)
+    assert not wait_until_gone(family, 10.0)
+    what = (
+        r"agent \(process \d+\) has ended|raylet has ended \(exit code 0\)"
+        if victim == "agent"
+        else r"raylet has ended \(SIGKILL\)"
+    )
+    error, hint = err.splitlines()[-2:]
+    assert re.fullmatch(f"error: ray's ({what}), and with it this session", error)
+    assert re.fullmatch(r"hint: `asyncrl resume cut` continues from step \d+", hint)
 
 
 def wait_for(process, run, found):

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError, RayTaskError
+import ray
+from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfDiskError, RayError, RayTaskError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost, SessionLost
 from asyncrl_cli.job.lifeline import lost_session, session_wait
@@ -25,6 +26,9 @@ GUESSES = " Some common causes include"
 OWNER_DIED = "owner has died"
 """Of an actor whose owner is this process, which lives: the raylet is just ending, and the lifeline will see it."""
 ENDS_WITHIN_S, LOOK_EVERY_S = 2.0, 0.1
+DISK_HINT = "`df` there shows the disk; `ray start --object-store-memory` gives the object store more memory"
+RAISED_AT = re.compile(r"\(pid=\d+, ip=([^,)]+)")
+"""In Ray's text of an error that an actor raised."""
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -112,6 +116,11 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
         hint = f"its log may say why; if it only needs longer, --set {limit.key}=..." if limit.key else ""
         return ExecutorLost(f"{call}{where} took longer than {limit}", hint=hint, executor=executor)
     logger.error("%s failed in %s: %s", executor, call, COLORS.sub("", str(error)))
+    if isinstance(error, OutOfDiskError):
+        actors = RAISED_AT.search(str(error))
+        node = actors[1] if actors else ray.util.get_node_ip_address()
+        full = f"node {node} has room for arrays neither in ray's object store nor on the disk that it spills to, during {call}"
+        return ExecutorFailed(full, hint=DISK_HINT, executor=executor)
     if not isinstance(error, RayTaskError):
         what = "arrays were lost" if isinstance(error, ObjectLostError) else f"its process{where} ended"
         return ExecutorLost(f"{what} during {call}: {_died(error)}", executor=executor)
@@ -120,7 +129,7 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
         return ExecutorLost(cause.message, hint=cause.hint, executor=executor)
     if not isinstance(cause, AsyncrlError):
         return ExecutorFailed(f"{type(cause).__name__}: {str(cause).strip()}".removesuffix(": "), executor=executor)
-    return type(cause)(f"{executor}: {cause.message}", hint=cause.hint)
+    return type(cause)(f"{executor}{where}: {cause.message}", hint=cause.hint)
 
 
 def _died(error: RayError) -> str:

@@ -1,12 +1,13 @@
 """Watches what a session cannot do without: when that is gone, every wait for Ray fails within a second.
 
-Of a local session these are its daemons, by their pids; of a cluster, the head, whose gcs_server takes connections. Without a
-gcs_server Ray itself goes on for a minute and then ends the driver silently, in the middle of its work.
+Of a local session these are its daemons and the raylet's agents, by their pids; of a cluster, the head, whose gcs_server takes
+connections. Without a gcs_server Ray itself goes on for a minute and then ends the driver silently, in the middle of its work.
 
     gcs_server dies   actors and their arrays live on. Waits for a rollout worker fail at once, and the loop ends the run in good
                       order, with a checkpoint. Waits for the trainer fail `CHECKPOINT_S` later.
     head is silent    for `HEAD_S`: the same. A gcs_server that is restarted (Ray's fault tolerance) has that time
     raylet dies       its workers die with it: every wait fails at once
+    an agent dies     so does the raylet, within seconds: the same
     reaper dies       no wait fails: another reaper takes its place
 
 At that moment the driver may be blocked in a call to Ray (making an actor, say), and its event loop does not run for up to a
@@ -26,8 +27,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from subprocess import Popen
 
+import psutil
+
 from asyncrl_cli.errors import SessionLost
 from asyncrl_cli.job.process import leave, tell
+from asyncrl_cli.job.reaper import living
 from asyncrl_cli.tasks.child import how_it_ended
 
 LOOK_EVERY_S = 0.2
@@ -40,7 +44,7 @@ HEAD_S, ANSWER_S = 30.0, 2.0
 HINT = "a run that has begun goes on with `asyncrl resume`; if its machine was out of memory, `dmesg` there says so"
 OUTLIVED = "gcs_server"
 
-Daemons = Mapping[str, Popen[bytes]]
+Daemons = Mapping[str, Popen[bytes] | psutil.Process]
 Ends = Mapping[str, Callable[[], str]]
 """By name: how it ended; "" while it is there."""
 
@@ -128,7 +132,9 @@ class Head:
                 self._ended = f"the cluster's head has not answered at {self._address} for {HEAD_S:g} s"
 
 
-def how_daemon_ended(name: str, daemon: Popen[bytes]) -> str:
+def how_daemon_ended(name: str, daemon: Popen[bytes] | psutil.Process) -> str:
+    if isinstance(daemon, psutil.Process):  # not a child of this process, which does not hear how it ended
+        return "" if living({daemon}) else f"ray's {name} has ended"
     code = daemon.poll()
     return "" if code is None else f"ray's {name} has ended ({how_it_ended(code)})"
 

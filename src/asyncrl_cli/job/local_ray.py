@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
@@ -128,7 +129,9 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
     ):
         node = LocalNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
         try:
-            yield node.address, {name: started[0].process for name, started in node.all_processes.items()}
+            daemons: dict[str, Any] = {name: started[0].process for name, started in node.all_processes.items()}
+            agents = psutil.Process(daemons["raylet"].pid).children()  # it has started nothing else yet
+            yield node.address, daemons | {f"agent (process {agent.pid})": agent for agent in agents}
         finally:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
 

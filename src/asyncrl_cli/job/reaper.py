@@ -3,9 +3,9 @@
 Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute (they wait
 for a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe.
 Every second it notes the driver's descendants. When the pipe closes, because the session ended (the driver says goodbye first) or
-the driver died (the reaper prints an error then), it gives the descendants `GRACE_S` to end, kills the rest, and removes the
-directory and Python's shared-memory files that they left (vLLM's processes communicate through these; Python's resource tracker,
-which would remove them, is killed as well).
+the driver died (the reaper prints an error then: Ray ends a driver whose raylet is gone without a word), it gives the descendants
+`GRACE_S` to end, kills the rest, and removes the directory and Python's shared-memory files that they left (vLLM's processes
+communicate through these; Python's resource tracker, which would remove them, is killed as well).
 
 Runs as a script: `python -P reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The class `Reaper` starts it from the driver.
 """
@@ -31,10 +31,10 @@ GIVE_UP_S = 10.0
 END_TIMEOUT_S = 20.0
 GOODBYE = b"."
 """What the driver writes to the pipe at an orderly end: the reaper then prints no error."""
-LAST_WORD = """\
-error: this run's process was killed and could not report why
-hint: `asyncrl status` says how the run goes on from its last checkpoint, if it had one; if memory was short, `dmesg` says so
-"""
+KILLED = "this run's process was killed and could not report why"
+HINT = "`asyncrl status` says how the run goes on from its last checkpoint, if it had one; if memory was short, `dmesg` says so"
+DAEMONS = "raylet", "gcs_server"
+"""Ray's, by their names as processes. They outlive a driver that is killed."""
 SHARED_MEMORY = "/dev/shm/psm_"
 
 Processes = set[psutil.Process]
@@ -67,26 +67,38 @@ def shared_memory_of(process: psutil.Process) -> set[str]:
     return set()
 
 
+def name_of(process: psutil.Process) -> str:
+    """Empty if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return process.name()
+    return ""
+
+
 def heard(seconds: float) -> bytes | None:
     """The next byte from the driver; empty if the pipe is closed, None if nothing comes within `seconds`."""
     return os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], seconds)[0] else None
 
 
-def watch(driver_pid: int, spared: Iterable[int] = ()) -> tuple[bool, Processes, set[str]]:
-    """Watch until the driver ends. Returns whether it said goodbye, which processes live on, and all shared memory seen.
+def watch(driver_pid: int, spared: Iterable[int] = ()) -> tuple[str, Processes, set[str]]:
+    """Watch until the driver ends. Returns its last word, empty if it said goodbye, which processes live on, and all shared memory
+    seen.
 
     `spared`: pids of what the driver had started before the session (Python's resource tracker, say). It is not the session's, and
     a driver that goes on after its session needs it.
     """
     seen: Processes = set()
     memory: set[str] = set()
+    daemons: dict[str, psutil.Process] = {}
     word = None
     while word is None:
         word = heard(LOOK_EVERY_S)
         started = families([driver_pid]) - families(spared)
         seen = living(seen | {process for process in started if process.pid not in (driver_pid, os.getpid())})
+        daemons |= {name: process for process in seen if (name := name_of(process)) in DAEMONS}
         memory.update(*map(shared_memory_of, seen))
-    return word == GOODBYE, seen, memory
+    gone = next((name for name in DAEMONS if name in daemons and daemons[name] not in seen), None)
+    why = KILLED if gone is None else f"ray's {gone} has ended, and with it this run's process"
+    return "" if word == GOODBYE else why, seen, memory
 
 
 def reap(seen: Processes) -> None:
@@ -111,12 +123,12 @@ def remove_shared_memory(names: set[str]) -> None:
 def main(driver_pid: int, directory: str, spared: Iterable[int]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    said_goodbye, seen, memory = watch(driver_pid, spared)
-    if said_goodbye:
+    last_word, seen, memory = watch(driver_pid, spared)
+    if not last_word:
         heard(GRACE_S)  # wait until it closes the pipe or ends
     else:
         with contextlib.suppress(OSError):  # nobody reads it any more
-            sys.stderr.write(LAST_WORD)
+            sys.stderr.write(f"error: {last_word}\nhint: {HINT}\n")
             sys.stderr.flush()
     reap(seen)
     remove_shared_memory(memory)
