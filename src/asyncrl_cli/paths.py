@@ -32,3 +32,9 @@ def check_name(name: str) -> None:
             f"run.name '{name:.101}' cannot name a directory: letters, digits, '.', '_' and '-', at most 100",
             hint="give another --name",
         )
+
+
+def has_module(directory: Path, module: str) -> bool:
+    """Whether the Python module, or the package, lies in the directory."""
+    place = os.path.join(directory, *module.split("."))
+    return os.path.isfile(f"{place}.py") or os.path.isfile(os.path.join(place, "__init__.py"))

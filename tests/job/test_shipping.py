@@ -45,6 +45,19 @@ def test_modules_that_keys_name_and_what_is_to_be_shipped_go_along_and_the_rest_
     assert {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()} == shipped | {PROFILE}
 
 
+def test_a_module_beside_the_profile_goes_along_with_its_place(here: Path) -> None:
+    (here / "package" / "my.toml").write_text('extends = "base"\n[task]\nreward = "scores:score"\n')
+    (here / "package" / "scores.py").touch()
+    (here / "my.toml").write_text('extends = "base"\n[task]\nreward = "rewards:score"\n')
+    for profile, file, place in (("package/my.toml", "package/scores.py", "package"), ("my.toml", "rewards.py", None)):
+        there = here / "there" / file
+        there.mkdir(parents=True)
+        cargo = cargo_of(load(profile), here)
+        assert (list(map(str, cargo.files)), cargo.notes) == ([file], ())
+        cargo.write(there)
+        assert load(str(there / PROFILE)).profile.task.import_path == str(there if place is None else there / place)
+
+
 def test_the_job_resolves_to_the_profile_that_was_resolved_here(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere, without the chain's files and the environment; only paths of what was shipped are those of the copies."""
     (here / "low.toml").write_text('extends = "stale-samples"\n[run]\nseed = 7\n')

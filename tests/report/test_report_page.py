@@ -96,7 +96,7 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
     [
         ({}, "Mostly the trainer: the trainer idled 60% of the time, the rollout workers 5%. Generation limits the run"),
         ({}, "the trainer waited for groups 60% of the time. 90% of the slots were used"),
-        ({}, "Give rollout a larger share"),
+        ({}, "Where there are cores or GPUs that are free, give rollout a second process (rollout.workers = 2)"),
         ({"rollouter/slot_utilization": 0.3}, "Only 30% of the slots were used"),
         ({"trainer/idle_ratio": 0.05}, "Hardly anybody: the trainer idled 5%"),
         ({"trainer/idle_ratio": 0.05, "rollouter/idle_ratio": 0.5}, "Training limits the run"),
@@ -120,6 +120,15 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
 def test_the_verdict_says_what_the_figures_mean(tmp_path, figures, said):
     lines = [line(step, **figures) for step in range(1, 7)]
     assert said in words(page(make_run(tmp_path / "otter", lines=lines)))
+
+
+def test_resources_are_to_be_divided_otherwise_where_a_side_has_several_processes(tmp_path):
+    run = make_run(tmp_path / "otter", lines=[line(step) for step in range(1, 7)])
+    logs = run / "logs" / "attempt-1"
+    logs.mkdir(parents=True, exist_ok=True)
+    for rank in range(2):
+        (logs / f"trainer-{rank}.log").touch()
+    assert "Give rollout a larger share of the resources (placement.ratio or rollout.workers), or ask for" in words(page(run))
 
 
 def test_differences_of_configuration_come_first(tmp_path):

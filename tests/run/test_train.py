@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -103,6 +104,13 @@ def test_samples_have_the_trainers_logprobs_as_the_step_began(partial):
         sampled_T = torch.tensor(sample["mask"][1:], dtype=torch.bool)
         difference_T = _logprobs(model, sample["tokens"]) - torch.tensor(sample["trainer_logprobs"][1:])
         assert difference_T[sampled_T].abs().max() <= 1e-4
+
+
+def test_idle_ratios_are_those_of_the_timeline_and_leave_out_the_start(partial):
+    spans = [span for line in lines(partial.run / "timeline.jsonl") for span in line["spans"]["trainer"]]
+    idle_s, whole_s = (sum(end_s - start_s for state, start_s, end_s in spans if state != busy) for busy in ("busy", None))
+    totals = json.loads((partial.run / "status.json").read_text())["totals"]
+    assert totals["trainer/idle_ratio"] == pytest.approx(idle_s / whole_s, abs=0.03)
 
 
 def test_samples_have_the_answer_that_the_task_expects(partial):

@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
+from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks import code_records
 from asyncrl_cli.tasks.code_records import keep_record
@@ -133,6 +134,19 @@ def test_a_module_that_will_do_is_taken(tmp_path, monkeypatch, name):
     assert spec.function.file == str(tmp_path / "good.py")
 
 
+def test_a_module_beside_the_profile_is_found_from_anywhere_and_before_others_of_its_name(tmp_path, monkeypatch):
+    mine, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
+    for directory in (mine, elsewhere):
+        directory.mkdir()
+        (directory / "good.py").write_text(GOOD)
+    (elsewhere / "other.py").write_text(GOOD)
+    (mine / "my.toml").write_text('extends = "base"\n[task]\nreward = "good:score"\n')
+    monkeypatch.chdir(elsewhere)
+    for sets, found in (((), mine / "good.py"), (("task.reward=other:score",), elsewhere / "other.py")):
+        assert load_task(load(str(mine / "my.toml"), sets, environ={}).profile).reward.function.file == str(found)
+    assert load("base", ["task.reward=good:score"], environ={}).profile.task.import_path is None
+
+
 def test_an_import_may_take_as_long_as_a_reward(tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text("import time; time.sleep(0.3)\n" + GOOD)
     monkeypatch.chdir(tmp_path)
@@ -154,8 +168,8 @@ def test_a_dry_run_refuses_a_reward_and_a_file_as_a_run_does(tmp_path, monkeypat
 def test_a_dry_run_says_what_is_left_out(tmp_path, monkeypatch, capsys):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": str(i), "answer": "1"}) + "\n" for i in range(100)))
     monkeypatch.chdir(tmp_path)
-    sets = ["--set", "task.source=jsonl:data.jsonl", "--set", "eval.prompts=10", "--set", "task.train_prompts=60"]
-    assert run(["train", "-p", "base", "--dry-run", *sets]) == 0
+    sets = ("task.source=jsonl:data.jsonl", "eval.prompts=10", "task.train_prompts=60", "model.path=Qwen/Qwen3-0.6B")
+    assert run(["train", "-p", "base", "--dry-run", *(word for text in sets for word in ("--set", text))]) == 0
     assert "data.jsonl: left out its last 30 rows: task.train_prompts = 60" in capsys.readouterr().err
 
 

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.loaded import Loaded, to_toml
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.tasks.user_code import is_user_code
 
 PROFILE = "asyncrl-job.toml"
@@ -50,7 +51,8 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
     profile, notes = loaded.profile, []
     files = {file for pattern in profile.run.ship for file in _matching(root, pattern)}
     for module in sorted(_modules_of(profile)):
-        if not (found := set(_module_files(root, module))):
+        places = [Path(profile.task.import_path)] if profile.task.import_path else []
+        if not (found := {file for place in (*places, root) for file in _module_files(root, place, module)}):
             notes.append(f"the module {module} is not in {root}: it must be installed on the cluster")
         files |= found
     shipped = files | {parent for file in files for parent in file.parents}
@@ -67,7 +69,8 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
             notes.append(f"{path} is not on this machine: the cluster must have it there")
         return match[0]
 
-    toml = PATH.sub(elsewhere, to_toml(profile, loaded.origins))
+    given = to_toml(profile, loaded.origins).replace(f"import_path = {toml_value(str(root))}\n", "")  # the job works there
+    toml = PATH.sub(elsewhere, given)
     return Cargo(root=root, files=tuple(sorted(files)), profile_toml=toml, notes=tuple(notes))
 
 
@@ -77,11 +80,11 @@ def _modules_of(profile: Profile) -> set[str]:
     return {name.partition(":")[0].partition(".")[0] for name in names if is_user_code(name)}
 
 
-def _module_files(root: Path, module: str) -> Iterator[Path]:
-    if (root / f"{module}.py").is_file():
-        yield Path(f"{module}.py")
-    else:
-        yield from _files(root, f"{module}/**/*")
+def _module_files(root: Path, place: Path, module: str) -> Iterator[Path]:
+    """Those of a module in the directory `place`, if that is within `root`."""
+    if place.is_relative_to(root):
+        own = place.relative_to(root) / module
+        yield from _files(root, f"{own}.py" if (root / f"{own}.py").is_file() else f"{own}/**/*")
 
 
 def _matching(root: Path, pattern: str) -> list[Path]:

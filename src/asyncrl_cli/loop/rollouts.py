@@ -13,7 +13,7 @@ from asyncrl_cli.loop import causes
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
-from asyncrl_cli.loop.states import ExecutorReport, State, StepTimes
+from asyncrl_cli.loop.states import State, StepTimes
 from asyncrl_cli.loop.worker_tasks import WorkerTasks
 
 
@@ -101,9 +101,7 @@ class Publishing:
         with self._times.spending("gather"):
             await self._room_to_publish()
         board.sync.reserve()
-        gather_s, report = await self._gather(board.version + 1)
-        self._times.add("gather", gather_s)
-        board.reports.add(report, board.now_s())
+        self._times.add("gather", await self._gather(board.version + 1))
         try:
             self._rollouts.abort(board.groups.publish())
         except AsyncrlError as error:
@@ -134,11 +132,13 @@ class Publishing:
         with self._times.waiting("gather"):
             await self._until(ended, "trainer (last version)", missing, still_s)
 
-    async def _gather(self, version: int) -> tuple[float, ExecutorReport]:
+    async def _gather(self, version: int) -> float:
+        """Returns its seconds. The report counts even where these do not: it has the spans since the last one."""
         with self._board.calling_trainer(State.SYNCING, f"version {version} to be gathered"):
             gather_s, report = await self._board.trainer.gather(version)
+        self._board.reports.add(report, self._board.now_s())
         self._board.sync.gathered(version, gather_s)
-        return gather_s, report
+        return gather_s
 
     async def _room_to_publish(self) -> None:
         """Keep at most two published versions: wait for the last publish, and for loads while workers have begun two."""

@@ -27,7 +27,7 @@ from pydantic import ValidationError, create_model
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, RefusedError, combine, did_you_mean
-from asyncrl_cli.paths import expand
+from asyncrl_cli.paths import expand, has_module
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import PARAMS, entries_of, flatten, foreign, keys, sections, unknown_key, validate
 from asyncrl_cli.profile.schema import Profile
@@ -40,6 +40,7 @@ SCHEMA_VERSION = 1
 """The format version of `config.resolved.json`."""
 MODELS = ("model.path", "ref.path", "critic.path", "reward_model.path")
 """Each is a directory, or a name on the hub."""
+IMPORT_PATH, OWN_CODE = "task.import_path", ("task.reward", "task.environment", "task.agent")
 ALIAS, ALIASED = "async_training.use_rollout_log_probs", "algorithm.old_logprobs"
 
 CLEARS = {
@@ -120,7 +121,11 @@ def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
 
 def file_layer(file: ProfileFile) -> Layer:
     content = {key: value for key, value in file.content.items() if key not in ("extends", "name", "purpose")}
-    return Layer(origin=file.origin, values=_anchored(flatten(content, str(file.path)), file.path.parent))
+    values, directory = flatten(content, str(file.path)), file.path.parent
+    named = (str(values.get(key)).partition(":") for key in OWN_CODE)
+    if any(colon and has_module(directory, module) for module, colon, _ in named):
+        values = {IMPORT_PATH: str(directory), **values}
+    return Layer(origin=file.origin, values=_anchored(values, directory))
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
@@ -181,7 +186,7 @@ def set_layer(sets: Sequence[str]) -> Layer:
 
 def _anchored(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Make paths absolute, so that they survive a resume. A relative path is relative to the file (or the shell) that gives it."""
-    paths = ("task.source", "task.eval_path", "model.cache_dir", *MODELS)
+    paths = ("task.source", "task.eval_path", IMPORT_PATH, "model.cache_dir", *MODELS)
     found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
     anchored: dict[str, Any] = {key: _anchor(key, value, directory) for key, value in found.items()}
     if isinstance(sets := values.get("eval.sets"), Mapping):

@@ -123,6 +123,9 @@ class TaskSection(Section):
     reward_workers: Annotated[int, Field(ge=1, le=256)] | None = None
     """Processes per rollout worker that compute rewards; if not given, half of its machine's cores, at most 4. With an async
     reward function each process awaits up to 128 rewards at once."""
+    import_path: PathText | None = None
+    """Directory from which the modules of `reward`, `environment` and `agent` are imported, if they are there; by default that of
+    the profile's file. Else they are looked up in the working directory, and among what is installed."""
     max_failed_ratio: Ratio = 0.1
     """Share of failed trajectories (reward raised or hung, prompt too long) above which the run fails."""
 

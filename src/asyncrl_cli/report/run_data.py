@@ -91,7 +91,10 @@ def run_data(recorded: Recorded) -> RunData:
         facts=_facts(recorded, settings, totals),
         values=entries_of(profile),
         origins=recorded.loaded.origins,
-        findings=[*_outcome(recorded, totals, events), *verdict_of(totals, settings, settings.schedule.mode)],
+        findings=[
+            *_outcome(recorded, totals, events),
+            *verdict_of(totals, settings, settings.schedule.mode, is_divisible=max(_processes(recorded)) > 1),
+        ],
         columns=columns,
         timeline=timeline,
         evals=evals,
@@ -155,11 +158,17 @@ def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[t
     ]
 
 
-def _placement(recorded: Recorded, placement: PlacementSection) -> str:
-    """The trainer is one executor, however many ranks it has: their logs tell. A simulated run has none."""
+def _processes(recorded: Recorded) -> tuple[int, int]:
+    """Trainer ranks and rollout workers. The trainer is one executor, however many ranks it has: their logs tell. A simulated run
+    has none."""
     ranks = sum(1 for attempt in recorded.attempts[-1:] for _ in attempt.glob("trainer-*.log"))
+    return ranks, list(recorded.roles.values()).count("rollout")
+
+
+def _placement(recorded: Recorded, placement: PlacementSection) -> str:
+    ranks, workers = _processes(recorded)
     trainer = counted(ranks, "trainer rank") if ranks else "trainer"
-    both = f"{trainer} and {counted(list(recorded.roles.values()).count('rollout'), 'rollout worker')}"
+    both = f"{trainer} and {counted(workers, 'rollout worker')}"
     device = f", {placement.device}" if placement.device != "auto" else ""
     return f"{both}, {'in turns on the same resources' if placement.colocate else 'apart'}{device}"
 

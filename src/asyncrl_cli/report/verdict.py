@@ -46,12 +46,13 @@ class Finding:
     change: str = ""
 
 
-def verdict_of(totals: Totals, settings: LoopSettings, mode: str) -> list[Finding]:
-    """The findings, in the order in which they are asked for; empty if no step has ended."""
+def verdict_of(totals: Totals, settings: LoopSettings, mode: str, *, is_divisible: bool = True) -> list[Finding]:
+    """The findings, in the order in which they are asked for; empty if no step has ended. `is_divisible`: a side has more than one
+    process, so that resources could be divided otherwise."""
     if not totals.steps:
         return []
     return [
-        *_idle(totals, mode),
+        *_idle(totals, mode, is_divisible),
         *_beside(totals),
         *_staleness(totals, settings),
         *_signals(totals, settings.profile.algorithm),
@@ -60,7 +61,7 @@ def verdict_of(totals: Totals, settings: LoopSettings, mode: str) -> list[Findin
     ]
 
 
-def _idle(totals: Totals, mode: str) -> Iterator[Finding]:
+def _idle(totals: Totals, mode: str, is_divisible: bool) -> Iterator[Finding]:
     trainer, rollout = totals.mean("trainer/idle_ratio"), totals.mean("rollouter/idle_ratio")
     if trainer is None or rollout is None:
         return
@@ -77,32 +78,34 @@ def _idle(totals: Totals, mode: str) -> Iterator[Finding]:
         text = f"Both: {figures} They wait for each other: {_waits(totals)}"
         yield Finding("who idled", "bad", text, _looser(mode))
     elif trainer > rollout:
-        yield _generation_limits(figures, slots, totals, mode)
+        yield _generation_limits(figures, slots, totals, mode, is_divisible)
     else:
         text = f"Mostly the rollout workers: {figures} Training limits the run; workers stand still because no group may start yet."
-        yield Finding("who idled", "bad", text, MORE_TRAINING)
+        change = f"{_more('the trainer', 'placement.trainer_workers', is_divisible)}. {NO_STALENESS}"
+        yield Finding("who idled", "bad", text, change)
 
 
-MORE_TRAINING = (
-    "Give the trainer a larger share of the resources (placement.ratio or placement.trainer_workers). More staleness would not "
-    "help: what is generated earlier only waits longer."
-)
+NO_STALENESS = "More staleness would not help: what is generated earlier only waits longer."
 
 
-def _generation_limits(figures: str, slots: float | None, totals: Totals, mode: str) -> Finding:
+def _more(side: str, key: str, is_divisible: bool) -> str:
+    if is_divisible:
+        return f"Give {side} a larger share of the resources (placement.ratio or {key})"
+    return f"Where there are cores or GPUs that are free, give {side} a second process ({key} = 2)"
+
+
+def _generation_limits(figures: str, slots: float | None, totals: Totals, mode: str, is_divisible: bool) -> Finding:
     text = f"Mostly the trainer: {figures} Generation limits the run; {_waits(totals)}"
     if slots is not None and slots < EMPTY:
         text += f" Only {share(slots)} of the slots were used: the longest responses keep workers busy with small batches."
         return Finding("who idled", "bad", text, f"{LONG_TAIL}{_or_partial(mode)}.")
     used = "" if slots is None else f" {share(slots)} of the slots were used, so the workers themselves are the limit."
-    return Finding("who idled", "bad", text + used, MORE_GENERATION)
+    shorter = "ask for shorter responses (rollout.max_response_tokens)"
+    change = f"{_more('rollout', 'rollout.workers', is_divisible)}, or {shorter}."
+    return Finding("who idled", "bad", text + used, change)
 
 
 LONG_TAIL = "Let more groups run at once: a larger async_training.staleness_threshold"
-MORE_GENERATION = (
-    "Give rollout a larger share of the resources (placement.ratio or rollout.workers), or ask for shorter responses "
-    "(rollout.max_response_tokens)."
-)
 
 
 def _waits(totals: Totals) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.paths import has_module
 from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular, reason
 from asyncrl_cli.tasks.child import ChildFailed, ChildTimedOut, call_once
 from asyncrl_cli.tasks.user_code import UserCode, describe
@@ -23,10 +24,11 @@ START_LIMIT_S = 10.0
 SCHEMA_VERSION = 1
 
 
-def user_code(name: str, only_file: str | None = None) -> UserCode:
-    """`only_file`: the module must be imported from this file ("": from none)."""
+def user_code(name: str, only_file: str | None = None, directory: str | None = None) -> UserCode:
+    """`only_file`: the module must be imported from this file ("": from none). `directory`: where it is looked up first."""
     if only_file is None:
-        return UserCode(name=name, import_path=os.getcwd())
+        is_there = directory is not None and has_module(Path(directory), name.partition(":")[0])
+        return UserCode(name=name, import_path=directory if directory and is_there else os.getcwd())
     return UserCode(name=name, import_path=_import_root(name.partition(":")[0], only_file), file=only_file, only_there=True)
 
 

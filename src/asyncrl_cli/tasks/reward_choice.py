@@ -22,11 +22,12 @@ def resolve_reward(
     adapter: Adapter,
     timeout_s: float = 10.0,
     only_file: str | None = None,
+    directory: str | None = None,
 ) -> RewardSpec:
     """The spec of `task.reward`; `dataset` is "" for files. A `module:function` is tried out in a child process.
 
-    `timeout_s`: the limit of one reward; the module's import may take as long. `only_file`: the module must be imported from this
-    file. Raises ConfigError.
+    `timeout_s`: the limit of one reward; the module's import may take as long. `only_file` and `directory`: as in
+    `user_code`. Raises ConfigError.
     """
     if reward == "auto":
         reward = "dataset" if dataset and adapter == "plain" else "exact-match"
@@ -44,7 +45,7 @@ def resolve_reward(
         )
     code, _ = try_out(
         "task.reward",
-        user_code(reward, only_file),
+        user_code(reward, only_file, directory),
         check_function,
         limit_s=timeout_s,
         limit_key="task.reward_timeout_s",
@@ -54,14 +55,21 @@ def resolve_reward(
 
 
 def resolve_agent(
-    agent: str, *, dataset: str, params: Mapping[str, Any], adapter: Adapter, timeout_s: float, only_file: str | None = None
+    agent: str,
+    *,
+    dataset: str,
+    params: Mapping[str, Any],
+    adapter: Adapter,
+    timeout_s: float,
+    only_file: str | None = None,
+    directory: str | None = None,
 ) -> RewardSpec:
     """The spec of `task.agent`, which is tried out like a reward function. Raises ConfigError."""
     if not is_user_code(agent):
         raise ConfigError(f'task.agent = "{agent}" is not of the form module:function', hint='for example "my_agent:episode"')
     code, _ = try_out(
         "task.agent",
-        user_code(agent, only_file),
+        user_code(agent, only_file, directory),
         check_agent,
         limit_s=timeout_s,
         limit_key="env.tool_timeout_s",

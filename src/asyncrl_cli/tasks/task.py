@@ -125,7 +125,8 @@ def _reward(
     resolve, timeout_s = resolve_reward, task.reward_timeout_s
     if task.agent:
         resolve, timeout_s = resolve_agent, profile.env.tool_timeout_s
-    spec = resolve(name, dataset=dataset, params=params, adapter=adapter, timeout_s=timeout_s, only_file=file)
+    given: dict[str, Any] = {"dataset": dataset, "params": params, "adapter": adapter, "timeout_s": timeout_s}
+    spec = resolve(name, **given, only_file=file, directory=task.import_path)
     return spec, (note,) if note else ()
 
 

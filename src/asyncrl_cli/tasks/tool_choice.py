@@ -33,7 +33,7 @@ def resolve_tool_class(profile: Profile, name: str, run_dir: Path | None) -> tup
             return UserCode(name=code_name), check(UserCode(name=code_name))
         file, note = (None, "") if run_dir is None else recorded_file(run_dir, what, code_name)
         notes.extend([note] if note else [])
-        code, limit_key = user_code(code_name, file), "env.tool_timeout_s"
+        code, limit_key = user_code(code_name, file, profile.task.import_path), "env.tool_timeout_s"
         return try_out(f"task.{what}", code, check, limit_s=limit_s, limit_key=limit_key, expects=expects)
 
     code, (tools, has_reward) = found("environment", name, inspect_class, EXPECTS)
