@@ -1,6 +1,7 @@
 """Downloads GSM8K from the hub (openai/gsm8k, 2.7 MB) and writes train.jsonl and test.jsonl."""
 
 import json
+import sys
 from pathlib import Path
 
 import pyarrow.parquet
@@ -11,7 +12,11 @@ INSTRUCTION = ' Reason step by step, and end with "#### " and the number.'
 
 def main() -> None:
     for split in ("train", "test"):
-        path = hf_hub_download("openai/gsm8k", f"main/{split}-00000-of-00001.parquet", repo_type="dataset")
+        try:
+            path = hf_hub_download("openai/gsm8k", f"main/{split}-00000-of-00001.parquet", repo_type="dataset")
+        except OSError as error:  # huggingface_hub's own errors are OSErrors, too
+            why = str(error).strip().splitlines()[0]
+            sys.exit(f"error: GSM8K cannot be downloaded: {why}\nhint: call it where huggingface.co can be reached, or copy both files")
         rows = pyarrow.parquet.read_table(path).to_pylist()
         lines = (json.dumps(line_of(row)) for row in rows)
         Path(f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

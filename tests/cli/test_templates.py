@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -62,6 +65,33 @@ def test_a_task_that_was_copied_can_be_planned(template: str, capsys: pytest.Cap
     assert run(["init", template, str(tmp_path / "mine")]) == 0
     for profile in (tmp_path / "mine").glob("*.toml"):
         assert run(["plan", "--profile", str(profile), "--gpus", "8", "--gpu-memory", "80", "--json"]) == 0
+
+
+@pytest.mark.parametrize("template", TASKS)
+def test_a_rehearsal_passes_all_checks_from_anywhere_and_without_a_network(
+    template: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = shipped_templates()[template] / "small.toml"
+    assert run(["train", "--profile", str(profile), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["parameters"] < 10**6
+    readme = (profile.parent / "README.md").read_text(encoding="utf-8")
+    assert "asyncrl train --profile small.toml " in readme
+
+
+def test_preparing_gsm8k_without_a_network_is_one_clear_error(tmp_path: Path) -> None:
+    program = shipped_templates()["gsm8k-8gpu"] / "prepare.py"
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: GSM8K cannot be downloaded: ")
+    assert "Traceback" not in done.stderr
 
 
 def test_gsm8k_fits_eight_gpus_of_80_gb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -77,6 +77,14 @@ def test_events_of_steps_that_a_resume_trained_again_are_left_out(recorded):
     assert list(recorded.events(abandoned=True)) == [*before, *after]
 
 
+def test_an_eval_that_a_resume_has_overtaken_holds_if_its_version_does(recorded):
+    """Version 0 was scored after the checkpoint of step 2, version 2 too, which is trained again."""
+    evals = [{"event": "eval", "time_s": 2.5 + version, "version": version, "reward_mean": 0.1 * version} for version in (0, 2)]
+    resumed = {"event": "resumed", "time_s": 1.9, "from_step": 2, "version": 1}
+    recorded.files.events.write_text(lines(*evals, resumed, {**evals[1], "time_s": 9.0}))
+    assert [(event["version"], event["time_s"]) for event in recorded.events("eval")] == [(0, 2.5), (2, 9.0)]
+
+
 def test_attempts_and_dumps_are_in_the_order_of_their_numbers(recorded):
     for number in (10, 2, 1):
         (recorded.files.logs / f"attempt-{number}").mkdir(parents=True)

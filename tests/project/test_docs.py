@@ -9,6 +9,8 @@ import yaml
 from docs.make.references import DOCS, PAGES, renewed
 
 from asyncrl_cli.observe.meanings import meaning_of
+from asyncrl_cli.profile.keys import sections
+from asyncrl_cli.profile.loaded import load
 from tests.report.recorded_run import line
 
 ROOT = DOCS.parent
@@ -30,6 +32,18 @@ def test_every_metric_that_the_code_names_has_a_meaning():
     named = {name for text in texts for name in METRIC.findall(text)} | set(line(1))
     assert len(named) > 60
     assert {name for name in named if meaning_of(name) is None} <= {"samples/s"}  # a label of `asyncrl compare`
+
+
+def test_the_readme_names_every_section_and_its_profile_is_one(tmp_path):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall("```toml\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "my.toml").write_text(block, encoding="utf-8")
+    (tmp_path / "rewards.py").touch()
+    loaded = load(str(tmp_path / "my.toml"), environ={})
+    assert loaded.profile.task.import_path == str(tmp_path)
+    assert loaded.warnings == ()
+    named = re.search(r"The sections are ([^.]*)\.", readme)[1]
+    assert re.findall(r"`(\w+)`", named) == list(sections())
 
 
 def test_every_page_has_a_place_in_the_site():

@@ -41,7 +41,7 @@ EVENTS = [
     {"time_s": 0.5, "event": "published", "version": 0, "step": 0},
     {"time_s": 20.0, "event": "eval", "version": 0, "step": 2, "reward_mean": 0.25, "num_prompts": 64},
     {"time_s": 30.1, "event": "checkpointed", "version": 1, "step": 3},
-    {"time_s": 39.0, "event": "eval", "version": 1, "step": 3, "reward_mean": 0.99, "num_prompts": 64},  # before the kill
+    {"time_s": 39.0, "event": "eval", "version": 2, "step": 4, "reward_mean": 0.99, "num_prompts": 64},  # before the kill
     {"time_s": 30.0, "event": "resumed", "version": 1, "step": 3, "from_step": 3},
     {"time_s": 45.0, "event": "restarted", "worker": "rollout-0", "restart_s": 2.0, "step": 4},
     {"time_s": 60.0, "event": "eval", "version": 3, "step": 6, "reward_mean": 0.5, "num_prompts": 64},

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,14 @@ from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.sealed import Checkpoint, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.envs.call_log import RepeatedCalls
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, RefusedError, SessionLost
+from asyncrl_cli.errors import AsyncrlError, ConfigError, ExecutorFailed, Interrupted, RefusedError, SessionLost
 from asyncrl_cli.job.process import StopRequests, leave, tell
 from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile, TimelineFile
+from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.screen import make_ui
 from asyncrl_cli.observe.sinks import make_sinks
 from asyncrl_cli.profile.arithmetic import LoopSettings
@@ -150,7 +152,11 @@ def make_pipeline(
         checkpoints=store,
         resume_from=checkpoint and ResumeFrom(loop_state=checkpoint.loop_state, payloads=payloads),
     )
-    return Pipeline(LoopSettings.of(profile, all_loads_s(profile.weights, len(workers))), world)
+    pipeline = Pipeline(LoopSettings.of(profile, all_loads_s(profile.weights, len(workers))), world)
+    if checkpoint is not None:
+        with suppress(ConfigError):  # a damaged file: the checkpoint's evals stay
+            observers.live.recall(list(Recorded(directory.path).events("eval")))
+    return pipeline
 
 
 def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observers:

@@ -22,9 +22,8 @@ from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.loop.groups import GroupsState
 from asyncrl_cli.models.inspection import check_model, check_vocabulary
-from asyncrl_cli.models.resolve import further_models, is_builtin, model_here, resolve_model
+from asyncrl_cli.models.resolve import UNTAUGHT, further_models, is_builtin, model_here, resolve_model
 from asyncrl_cli.models.tiny import check_demonstrations
-from asyncrl_cli.models.tiny_chat import AROUND_PROMPT
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.sinks import check_sinks
 from asyncrl_cli.plan.cluster import local_cluster
@@ -130,9 +129,10 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
     """Check the prompts' lengths in tokens and, if `model_dir` is known, the model and its tokenizer. Without a directory only the
     built-in model's tokens can be counted: its characters. Opening it would take seconds of imports."""
     if is_builtin(profile):
-        check_demonstrations(task)
-        around = 0 if task.words is None else AROUND_PROMPT
-        check_prompt_lengths(profile, task, lambda items: [around + _num_characters(item) for item in items])
+        if profile.model.path != UNTAUGHT:
+            check_demonstrations(task)
+        is_chat = task.words is not None or profile.model.path == UNTAUGHT
+        check_prompt_lengths(profile, task, lambda items: [_num_characters(item, is_chat) for item in items])
     elif model_dir is not None:
         tokenizer = checked_tokenizer(profile, model_dir)
         check_prompt_lengths(profile, task, partial(tokens, tokenizer))
@@ -153,8 +153,10 @@ def check_adapters(profile: Profile, model_dir: Path) -> None:
         BaseFiles(profile, model_dir)
 
 
-def _num_characters(item: Item) -> int:
-    return sum(len(message["content"]) for message in messages_of(item["prompt"]))
+def _num_characters(item: Item, is_chat: bool) -> int:
+    """Each is a token, and so are the role of each message and that of the answer."""
+    messages = messages_of(item["prompt"])
+    return sum(len(message["content"]) for message in messages) + (len(messages) + 1 if is_chat else 0)
 
 
 def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BUILTIN, REWARD_MODEL = "builtin:", "reward_model.path"
+TAUGHT, UNTAUGHT = "builtin:tiny", "builtin:untaught"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 RECIPE_VERSION = 3
 """Increase this when the code would build another model from the same inputs."""
@@ -62,7 +63,7 @@ def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda
     if directory is not None:
         return directory
     if is_builtin(profile):
-        return built_tiny(profile, task, progress=progress)
+        return built_untaught(profile) if profile.model.path == UNTAUGHT else built_tiny(profile, task, progress=progress)
     directory = from_hub(profile.model.path, HUB_PATTERNS, trust_remote_code=profile.model.trust_remote_code)
     check_model_directory(directory)
     return directory
@@ -115,8 +116,8 @@ def model_here(profile: Profile) -> Path | None:
     """The directory that `model.path` names; None if it has to be made or fetched. Raises as `resolve_model` does."""
     path = profile.model.path
     if is_builtin(profile):
-        if path != "builtin:tiny":
-            raise ConfigError(f'model.path: there is no "{path}"', hint='the only built-in model is "builtin:tiny"')
+        if path not in (TAUGHT, UNTAUGHT):
+            raise ConfigError(f'model.path: there is no "{path}"', hint=f'the built-in models are "{TAUGHT}" and "{UNTAUGHT}"')
         check_positions(profile, MAX_POSITIONS)
         return None
     local = expand(path)
@@ -194,6 +195,17 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
     return directory
 
 
+def built_untaught(profile: Profile) -> Path:
+    """The directory of a model of builtin:tiny's size with random weights and the tokenizer for conversations, made unless it is in
+    the cache. It writes noise, but to any task: for a rehearsal of one without a network."""
+    seed, tokenizer = profile.run.seed, chat_tokenizer(())
+    description = {"config": tiny_sizes(len(tokenizer)), "seed": seed, "chat_template": CHAT_TEMPLATE} | _versions()
+    directory = _cache_directory(profile) / f"untaught-{_digest(description)[:16]}"
+    if not (directory / DESCRIPTION).is_file():
+        _save(directory, tiny_model(len(tokenizer), seed=seed), tokenizer, description)
+    return directory
+
+
 def _cache_directory(profile: Profile) -> Path:
     """`model.cache_dir`, else `asyncrl/models` in the user's cache directory."""
     if profile.model.cache_dir is not None:
@@ -222,10 +234,13 @@ def _describe(recipe: Recipe, task: Course, lessons: Sequence[Lesson], seed: int
         "recipe": asdict(recipe),
         "lessons": _digest(lessons),
         "seed": seed,
-        "torch": version("torch"),
-        "transformers": version("transformers"),
+        **_versions(),
         **chat,
     }
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": version("torch"), "transformers": version("transformers")}
 
 
 def _digest(content: Any) -> str:

@@ -65,8 +65,8 @@ class ModelShape:
 
 def shape_of(path: str) -> ModelShape:
     """Sizes of a profile's `model.path`. ShapeUnknown if that would need the network, or the files do not tell."""
-    if path == "builtin:tiny":
-        remark = f"builtin:tiny with {TINY_VOCABULARY} characters: the task may have more"
+    if path in ("builtin:tiny", "builtin:untaught"):
+        remark = f"{path} with {TINY_VOCABULARY} characters: the task may have more"
         return shape_of_config({"model_type": "qwen3", "vocab_size": TINY_VOCABULARY, **TINY}, remarks=(remark,))
     directory = expand(path)
     if not directory.is_dir():

@@ -26,9 +26,6 @@ CHAT_TOKENS = (*SPECIAL_TOKENS, USER, MODEL, CALL, RESULT)
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 """Error messages of tools may contain any of them."""
 
-AROUND_PROMPT = 2
-"""Tokens of a first prompt beside its text: USER and MODEL."""
-
 CHAT_TEMPLATE = """
 {%- for message in messages -%}
     {%- if message.role == "assistant" -%}

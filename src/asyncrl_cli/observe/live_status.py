@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,18 +103,29 @@ class LiveStatus:
     def event(self, event: Mapping[str, Any]) -> None:
         """Keep events that people want to read: evals, checkpoints, restarts, resumes, warnings, failures."""
         name, time_s, text = event["event"], event["time_s"], event_text(event)
-        if name == "eval" and event.get("reward_mean") is not None:
-            self._lasting["eval_s"] = event.get("eval_s")
-            ended = {key: event[key] for key in ("version", "reward_mean", "num_prompts", "eval_set") if key in event}
-            self._lasting["evals"].append(cast("EvalPoint", ended))
-            same = [point for point in self._lasting["evals"] if point.get("eval_set") == ended.get("eval_set")]
-            if len(same) > HISTORY:
-                self._lasting["evals"].remove(same[0])
+        if name == "eval":
+            self._eval(event)
         if text is not None:
             self._notes.append({"time_s": time_s, "event": name, "text": text})
         if name == "warning":
             self._lasting["num_warnings"] += 1
             self._warnings.append({"time_s": time_s, "text": text})
+
+    def _eval(self, event: Mapping[str, Any]) -> None:
+        if event.get("reward_mean") is None:
+            return
+        self._lasting["eval_s"] = event.get("eval_s")
+        ended = {key: event[key] for key in ("version", "reward_mean", "num_prompts", "eval_set") if key in event}
+        same = [point for point in self._lasting["evals"] if point.get("eval_set") == ended.get("eval_set")]
+        for point in [point for point in same if point["version"] == ended["version"]] or same[: len(same) + 1 - HISTORY]:
+            self._lasting["evals"].remove(point)
+        self._lasting["evals"].append(cast("EvalPoint", ended))
+
+    def recall(self, evals: Iterable[Mapping[str, Any]]) -> None:
+        """After a resume: all evals of the run that still hold. The checkpoint lacks those that ended after it."""
+        self._lasting["evals"] = []
+        for event in evals:
+            self._eval(event)
 
     def snapshot(self, snapshot: Snapshot) -> None:
         if self._snapshot is None:

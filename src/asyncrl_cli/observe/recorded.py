@@ -109,7 +109,9 @@ class Recorded:
 
 def _is_abandoned(event: EventLine, resumed: EventLine) -> bool:
     """Whether the resume, which came later, has gone back to before the event. A checkpoint's own event comes when it is written,
-    a little after the time that the resume goes on from."""
+    a little after the time that the resume goes on from; an eval's when it ends, and it holds as long as its version does."""
     if event["event"] == "checkpointed":
         return event.get("step", 0) > resumed.get("from_step", 0)
+    if event["event"] == "eval":
+        return event.get("version", 0) > resumed.get("version", 0)
     return event.get("time_s", 0.0) > resumed.get("time_s", 0.0)

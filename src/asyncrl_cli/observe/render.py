@@ -60,13 +60,18 @@ def render(status: Status, *, width: int, height: int, remark: str = "") -> Text
     """The status in at most `height` lines of at most `width` cells. `remark` is a warning about the status itself."""
     moment = "at the end" if _is_over(status) else "as last said" if remark else "now"
     top = _header(status, width) + ([Text(remark, "bold red")] if remark else [])
+    if not status["executors"]:  # it starts: there is nothing else to show
+        return _lines([*top, *_notes(status, height - len(top))], width, height)
     use = [_rule(status, "utilization", "" if _is_over(status) else f"states and waits: {moment}", width)]
     use += _utilization(status, width)
     room = height - len(top) - len(use) - bool(status["error"])
     costs = [rule(f"── {moment} ", width)], [_sync(status, width), _ledger(status, width)]
     below = _fitting([_details(status, width), costs], room - _least_rows(status))
     lines = [*top, *use, *_executors(status, width, max(1, room - len(below))), *below]
-    lines += _notes(status, max(0, height - len(lines)))
+    return _lines([*lines, *_notes(status, max(0, height - len(lines)))], width, height)
+
+
+def _lines(lines: list[Text], width: int, height: int) -> Text:
     for line in lines:
         line.rstrip()
         line.truncate(width, overflow="ellipsis")
@@ -75,8 +80,9 @@ def render(status: Status, *, width: int, height: int, remark: str = "") -> Text
 
 def _details(status: Status, width: int) -> tuple[list[Text], list[list[Text]]]:
     """A heading, and the blocks on staleness and learning, side by side if there is room."""
-    half = max(36, width // 2 - 8) if width >= WIDE else 0
-    staleness, learning = _staleness(status), _learning(status, width - half)
+    half = max(36, width // 2 - 8) if width >= WIDE and status["periods"]["steps"] else 0
+    staleness = _staleness(status) if status["periods"]["steps"] else []
+    learning = _learning(status, width - half)
     both = [beside(staleness, learning, half)] if half else [staleness, learning]
     return [_rule(status, "steps", "", width)], [*both, _episodes(status, width), _filtered(status)]
 
@@ -254,21 +260,20 @@ def _staleness(status: Status) -> list[Text]:
 
 
 def _learning(status: Status, width: int) -> list[Text]:
-    reward, timing = status["reward"], status["timing"]
-    trained = label("reward").append(f"{number(reward.get('mean'), 3)} ", "bold").append("last step ", "dim")
-    lines = [trained.append(sparkline(reward["history"], 20), "green")]
+    reward, timing, lines = status["reward"], status["timing"], list[Text]()
+    if "mean" in reward:
+        trained = label("reward").append(f"{number(reward['mean'], 3)} ", "bold").append("last step ", "dim")
+        lines.append(trained.append(sparkline(reward["history"], 20), "green"))
     for name, points in by_set(status["eval"]["history"]).items():
         scores = [point["reward_mean"] for point in points]
         curve = label("eval").append(f"{number(scores[-1], 3)} ", "bold").append(sparkline(scores, 18), "green")
         curve.append(f" from {number(scores[0], 3)} (v{points[0]['version']}..{points[-1]['version']})", "dim")
         lines.append(curve.append(f" {name}") if name else curve)
-    if not status["eval"]["history"]:
-        lines.append(label("eval").append(NOTHING))
     if status["eval"]["running"] and not _is_over(status):
-        lines.append(label("").append(f"now {status['eval']['running']}", "yellow"))
+        lines.append(label("" if status["eval"]["history"] else "eval").append(f"now {status['eval']['running']}", "yellow"))
     taken_s = {part: timing.get(f"{part}_s") for part in STEP_PARTS}
     parts = [f"{part} {duration(took_s)}" for part, took_s in taken_s.items() if is_number(took_s) and took_s >= 5e-4]
-    return [*lines, *flow(label("mean step"), joined(parts, "  ").removeprefix(f"step{JOINT}") or NOTHING, width, "")]
+    return [*lines, *(flow(label("mean step"), joined(parts, "  ").removeprefix(f"step{JOINT}"), width, "") if parts else [])]
 
 
 def _episodes(status: Status, width: int) -> list[Text]:

@@ -155,7 +155,9 @@ def _totals(runs: Sequence[Recorded]) -> Iterable[Figure]:
     """Figures of the whole runs, as their last status tells them."""
     totals = [run.status.get("totals", {}) for run in runs]
     evals = [[point for point in run.status.get("eval", {}).get("history", ()) if not point.get("eval_set")] for run in runs]
-    yield _figure("last eval", [points[-1]["reward_mean"] if points else None for points in evals], _reward)
+    last = [points[-1] if points else None for points in evals]
+    yield _figure("last eval", [point and point["reward_mean"] for point in last], _reward)
+    yield _figure("version of the last eval", [point and point["version"] for point in last], count)
     for key, (label, form) in LEADING.items():
         label = "tokens/s trainer" if key == "trainer/tokens_per_s" else label
         yield _figure(label, [total.get(key) for total in totals], form)

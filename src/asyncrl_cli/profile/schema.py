@@ -67,8 +67,8 @@ class ModelSection(Section):
     """The model that is trained."""
 
     path: PathText = "builtin:tiny"
-    """A local Hugging Face directory, a hub name, or `builtin:tiny`: a small Qwen3 warm-started on
-    the task's demonstrations."""
+    """A local Hugging Face directory, a hub name, or `builtin:tiny`: a small Qwen3 warm-started on the task's demonstrations.
+    `builtin:untaught` is one that writes noise to any task, for rehearsals without a network."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the rollout engine and of the trainer's forward pass (master weights stay float32). Most CPUs have no
     instructions for bfloat16 and are several times slower with it: `asyncrl doctor` says which yours has."""

@@ -84,7 +84,8 @@ def run_data(recorded: Recorded) -> RunData:
             f"run '{recorded.name}' has nothing to report yet: no train step has ended", hint=f"asyncrl status {recorded.name}"
         )
     events = [_event(event, settings.schedule.step_groups * profile.rollout.n) for event in recorded.events(*MARKS, PUBLISHED)]
-    evals = [event for event in events if event["event"] == "eval" and event["reward_mean"] is not None]
+    scored = [event for event in events if event["event"] == "eval" and event["reward_mean"] is not None]
+    evals = list({(event["version"], event["eval_set"]): event for event in scored}.values())  # a resume may repeat one
     return RunData(
         name=recorded.name,
         purpose=profile.purpose,
