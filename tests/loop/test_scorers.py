@@ -38,7 +38,7 @@ def test_a_fast_scorer_costs_the_trainer_next_to_nothing_and_gives_it_every_colu
     assert "wait_scores" not in without.recorder.steps[-1].timing_s
 
 
-def test_a_scorer_that_dies_is_restarted_and_scores_again_what_it_had():
+def test_a_scorer_that_dies_is_restarted_and_every_group_is_trained_once():
     ran = run_world(settings("stale-samples", max_restarts=1), group_score_s=0.2, faults=Faults([DEATH]))
     assert ran.error is None
     assert [event.fields["worker"] for event in ran.recorder.named("lost")] == ["ref"]
@@ -77,7 +77,7 @@ def test_a_reward_model_that_dies_or_hangs_is_named_within_its_bound(kind):
     assert ran.elapsed_s < 3.0 + (kind is FaultKind.WORKER_HANGS) * 20.0 + 5.0
 
 
-def test_prox_is_computed_with_the_weights_that_each_window_begins_with():
+def test_prox_gives_every_group_its_column_and_waits_for_each_windows_weights_to_be_published():
     ran = run_world(settings("stale-samples"), group_score_s=0.1, scorer="prox", trainer_times={"publish_s": 2.0})
     assert ran.error is None
     for batch in ran.trainer.batches:
@@ -108,7 +108,7 @@ def test_with_a_reward_model_equal_rewards_are_those_with_its_scores():
     assert len(with_model.trained) == 48
 
 
-def test_a_critic_learns_beside_the_policy_and_scores_each_step_after_the_one_before():
+def test_a_critic_learns_beside_the_policy_and_gives_every_group_its_values():
     """A step of four groups: 0.7 s of training; 0.3 s of learning and 0.2 s of values fit beside it."""
     chosen = settings("stale-samples")
     with_critic, without = (run_world(chosen, group_score_s=cost_s, scorer="critic", learn_s=0.3) for cost_s in (0.05, None))
@@ -125,6 +125,10 @@ def test_a_slow_critic_is_what_the_trainer_waits_for():
     trainers = [tick.reports["trainer-0"] for tick in ran.recorder.ticks if "trainer-0" in tick.reports]
     waits = [trainer.waiting_for for trainer in trainers if trainer.state is State.STARVED]
     assert sum("the critic to learn from step" in wait for wait in waits) > len(waits) / 2
+    queued = [step.reports["critic"].gauges["waiting_groups"] for step in ran.recorder.steps[4:-1]]
+    assert min(queued) >= 0
+    told = [tick.reports["critic"].gauges["waiting_groups"] for tick in ran.recorder.ticks if "critic" in tick.reports]
+    assert max(told) == 4  # those of the next step, while it learns
 
 
 def test_a_critic_that_dies_ends_the_run_at_once_because_what_it_has_learned_is_gone():
@@ -135,7 +139,7 @@ def test_a_critic_that_dies_ends_the_run_at_once_because_what_it_has_learned_is_
     assert ran.elapsed_s < 3.0 + 1.1
 
 
-def test_a_reward_model_judges_evals_and_its_loss_fails_trajectories_and_no_worker():
+def test_a_reward_model_judges_evals():
     chosen = settings("stale-samples", eval_every_versions=1, max_restarts=1)
     with_model, without = (run_world(chosen, group_score_s=cost_s, scorer="reward", evals=6) for cost_s in (0.05, None))
     judged, plain = (
@@ -166,3 +170,6 @@ def test_an_eval_without_its_judge_has_failed_and_the_worker_that_played_it_goes
     ran = run_world(chosen, group_score_s=0.05, scorer="reward", evals=6, faults=Faults([death]))
     assert ran.error is None
     assert {event.fields["worker"] for event in ran.recorder.named("lost")} == {"reward"}
+    failed = [summary.num_failed for step in ran.recorder.steps for summary in step.evals]
+    assert failed[0] > 0 or any("scored no prompt" in event.fields["message"] for event in ran.recorder.named("warning"))
+    assert failed[-1] == 0

@@ -1,7 +1,8 @@
 """A scorer with processes of its own (`ref`, `prox`, `critic`, the reward model): the actor of one of them, and all of them as the
 loop's.
 
-    group main     one thread: start, load, score. All processes get the same calls in the same order
+    group main     one thread: start, load, score, judge. All processes get the same calls in the same order, but for `judge`: one
+                   process scores an eval's trajectories, without the others
     group control  report, meeting_point: answered at once, whatever else runs
 
 Who waits for whom: collectives in `main` for the other processes' `main`; the driver for each call, rollout.call_timeout_s at most,

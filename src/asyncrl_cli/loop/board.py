@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost, first_error
@@ -17,7 +17,7 @@ from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ports import CheckpointWriter, Critic, Feed, RewardModel, RolloutWorker, Scorer, Trainer
 from asyncrl_cli.loop.reports import ReportBook
-from asyncrl_cli.loop.states import State, StateClock
+from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.profile.arithmetic import LoopSettings
@@ -103,6 +103,11 @@ class Board:
         )
         for observer in self.observers:
             observer.event(event)
+
+    def scorer_reported(self, name: str, report: ExecutorReport) -> None:
+        """Take in a scorer's report, with the number of groups that wait for it."""
+        waiting = {"waiting_groups": float(len(self.groups.unscored(name)))}
+        self.reports.add(replace(report, gauges=report.gauges | waiting), self.now_s(), name)
 
     def warn(self, message: str) -> None:
         self.event("warning", message=message)

@@ -159,6 +159,10 @@ class Groups:
         enough = len(self.ledger.finished) >= num_groups
         return enough and len(self.admission.takeable(num_groups, unscored=unscored)) == num_groups
 
+    def may_score(self, scorer: str) -> bool:
+        """Whether there are groups without that scorer's column, and it may compute it: not the critic while it learns."""
+        return bool(self.unscored(scorer)) and not (scorer == CRITIC and self.is_learning)
+
     def unscored(self, scorer: str) -> list[Attempt]:
         """The finished groups without that scorer's column: those that could be taken now, then the others, as they finished.
 
@@ -166,8 +170,6 @@ class Groups:
         another one after every train step: its groups are those that the next one takes.
         """
         if scorer in (PROX, CRITIC):
-            if scorer == CRITIC and self.is_learning:
-                return []
             most = self.admission.takes_left if scorer == PROX else self._step_groups
             could = self.admission.takeable(most, unscored=True)
             return [attempt for attempt in could if scorer not in attempt.columns]

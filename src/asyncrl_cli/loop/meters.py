@@ -166,8 +166,8 @@ class MeteredRewards:
 
 
 class ScorerMeter:
-    """How a scorer spends its time: busy while it scores, loading while it takes in weights, else starved. Thread-safe: calls
-    and reports may have two threads."""
+    """How a scorer spends its time: busy while it scores (a critic also while it learns, or reads or copies its state), loading
+    while it takes in weights, else starved. Thread-safe: calls and reports may have two threads."""
 
     def __init__(self, name: str, now: Callable[[], float]) -> None:
         self._clock = StateClock(name, "scorer", now)

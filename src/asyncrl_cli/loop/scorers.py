@@ -23,7 +23,6 @@ step takes, for which the trainer may wait. There is one call at a time.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.loop.attempts import Attempt
@@ -31,7 +30,6 @@ from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.ports import Scorer
 from asyncrl_cli.loop.restarting import RestartableTasks
-from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
 
 _REPORT_S = 1.0
@@ -65,7 +63,7 @@ class ScorerTasks(RestartableTasks):
     async def _score(self) -> None:
         board, name = self._board, self.scorer.name
         while True:
-            await board.changes.until(lambda: bool(board.groups.unscored(name)), name, "finished groups", (Change.GROUPS,))
+            await board.changes.until(lambda: board.groups.may_score(name), name, "finished groups", (Change.GROUPS,))
             if name == PROX and self._held != board.version:
                 await self._load_window()
                 continue
@@ -75,7 +73,7 @@ class ScorerTasks(RestartableTasks):
                 columns, report = await self.scorer.score(groups, items)
             if age == self._age():
                 board.groups.scored(name, dict(zip([group.key for group in groups], columns, strict=True)))
-            self._tell(report)
+            board.scorer_reported(name, report)
             board.changes.notify(Change.GROUPS)
 
     def _age(self) -> int:
@@ -83,11 +81,6 @@ class ScorerTasks(RestartableTasks):
         admission = self._board.admission
         taken_groups = admission.trained_groups + len(admission.ledger.training)
         return {PROX: admission.version, CRITIC: taken_groups}.get(self.scorer.name, 0)
-
-    def _tell(self, report: ExecutorReport) -> None:
-        board, name = self._board, self.scorer.name
-        waiting = {"waiting_groups": float(len(board.groups.unscored(name)))}
-        board.reports.add(replace(report, gauges=report.gauges | waiting), board.now_s(), name)
 
     async def _load_window(self) -> None:
         """Load the weights that the window begins with, once they are published."""
@@ -116,5 +109,5 @@ class ScorerTasks(RestartableTasks):
     async def _follow(self) -> None:
         """Collects a report a second, and notices a scorer that dies while it has nothing to do."""
         while True:
-            self._tell(await self.scorer.report())
+            self._board.scorer_reported(self.scorer.name, await self.scorer.report())
             await asyncio.sleep(_REPORT_S)

@@ -141,8 +141,8 @@ class Training:
         board = self._board
         with board.changes.waiting(f"{critic.name} (learning)", f"what it learns in step {batch.step}"):
             report, executor_report = await critic.learn(batch)
-        board.reports.add(executor_report, board.now_s(), critic.name)
         board.groups.is_learning = False
+        board.scorer_reported(critic.name, executor_report)
         board.changes.notify(Change.GROUPS)
         return report
 

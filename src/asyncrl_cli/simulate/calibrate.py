@@ -95,7 +95,8 @@ def _calibrated(run_directory: Path) -> Workload:
     _enough(trained, run_directory, "train steps have trained tokens")
     decoding, training, syncing = fit_line(decoded), fit_line(trained), _syncing(run_directory, lines, profile)
     apart = _of_scorers(lines, job)
-    within = apart[CRITIC] if profile.algorithm.has_critic and CRITIC not in job.scorers else None  # its values alone
+    of_critic, learned_within = apart[CRITIC], CRITIC not in job.scorers
+    values_s = of_critic and of_critic / (1 if learned_within else 1 + LEARNING)  # apart, it is known with what it learns
     scored_s, turns = old_logprob_s_per_token(lines, training) or apart[PROX], turns_of(lines)
     return Workload(
         name=run_directory.name,
@@ -113,11 +114,11 @@ def _calibrated(run_directory: Path) -> Workload:
         ),
         training=Training(
             step_s=training.constant / profile.async_training.require_batches,
-            s_per_token=max(0.0, training.slope - LEARNING * (within or 0.0)),
+            s_per_token=max(0.0, training.slope - (LEARNING * values_s if values_s and learned_within else 0.0)),
             old_logprob_s_per_token=scored_s or 0.0,
             ref_s_per_token=apart[REF],
             reward_s_per_token=apart[REWARD],
-            critic_s_per_token=apart[CRITIC] if within is None else (1 + LEARNING) * within,
+            critic_s_per_token=values_s,
             reference_gpus=job.role(TRAINER).workers,
             step_overhead_s=max(0.0, median(spent_s(line, "other") for line in lines)),
             interference_ratio=training.interference,

@@ -3,7 +3,7 @@
     optimizer step     fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent
     old logprobs       old_logprob_fixed_step_s + tokens * old_logprob_s_per_token * (likewise), per mini-batch
     reference          tokens * ref_s_per_token * (likewise), in the trainer or in processes of its own
-    critic             tokens * critic_s_per_token * (likewise), values and learning, in the trainer or in processes of its own
+    critic             tokens * critic_s_per_token * (likewise) for values, and LEARNING times that for what it learns
     reward model       tokens * reward_s_per_token * (likewise), in processes of its own
 
 Tokens are those of prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of all mini-batches but
@@ -238,7 +238,7 @@ class Costs:
             PROX: training.old_logprob_s_per_token,
             REF: training.ref_s_per_token,
             REWARD: training.reward_s_per_token,
-            CRITIC: None if training.critic_s_per_token is None else training.critic_s_per_token / (1 + LEARNING),
+            CRITIC: training.critic_s_per_token,
         }
         each_s = training.s_per_token / 3 if (known := costs[task]) is None else known
         return _tokens(groups)[1] * each_s * self._share(training.old_logprob_scaling_exponent, devices)

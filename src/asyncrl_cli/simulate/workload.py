@@ -119,8 +119,7 @@ class Training(Section):
     reward_s_per_token: NonNegativeFloat | None = None
     """The same for the reward model's scores (`reward_model.path`), which are of whole sequences."""
     critic_s_per_token: NonNegativeFloat | None = None
-    """The same for the critic (`algorithm.adv_estimator = "gae"`), a quarter of it for values and the rest for what it learns; four
-    thirds of `s_per_token` if not given."""
+    """The same for the critic's values (`algorithm.adv_estimator = "gae"`); what it learns takes three times as long."""
     reference_gpus: PositiveInt = 1
     """Devices of the trainer at which the figures hold; ranks count as devices on CPUs."""
     scaling_exponent: NonNegativeFloat = 1.0
