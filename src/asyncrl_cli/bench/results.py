@@ -11,7 +11,6 @@ A `Timeline` is what is drawn of a run, from its timeline.jsonl and events.jsonl
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from typing import Any
 
 from asyncrl_cli.bench.measure import figures_of, stretch_of, stretches
 from asyncrl_cli.errors import AsyncrlError, RefusedError
-from asyncrl_cli.observe.lines import Line, read_events, read_timeline
+from asyncrl_cli.observe.lines import Line, read_timeline
+from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.safe_files import load_json
 from asyncrl_cli.simulate.capacities import Capacities
@@ -250,13 +250,11 @@ class Comparison:
 
 def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Timeline | None:
     """None for a run that kept no timeline."""
-    path = run_dir / "timeline.jsonl"
-    if not path.is_file():
+    run = Recorded(run_dir)
+    if not run.files.timeline.is_file():
         return None
-    status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
-    roles = {executor["name"]: executor["role"] for executor in status["executors"]}
-    publishes_s = [event["time_s"] for event in read_events(run_dir / "events.jsonl") if event["event"] == "published"]
-    (spans, running), stretch = read_timeline(path), stretch_of(lines)
+    roles, publishes_s = run.roles, [event["time_s"] for event in run.events("published")]
+    (spans, running), stretch = read_timeline(run.files.timeline), stretch_of(lines)
     ends = {line["window"]: line["time_s"] for line in stretch.lines}
     return Timeline(
         profile=profile,

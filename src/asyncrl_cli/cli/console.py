@@ -46,6 +46,7 @@ SetOption = Annotated[
         autocompletion=completion.sets,
     ),
 ]
+NameOption = Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run; by default profile and time.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.", autocompletion=completion.runs)]
 RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Directory that holds all runs.")]
 UiOption = Annotated[Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")]

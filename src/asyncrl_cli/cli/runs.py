@@ -14,6 +14,7 @@ from asyncrl_cli.cli.console import (
     AddressOption,
     DetachOption,
     JsonOption,
+    NameOption,
     ProfileOption,
     RunsDirOption,
     SetOption,
@@ -50,7 +51,7 @@ RESUME_EXAMPLES = """
 def train(
     profile: ProfileOption,
     sets: SetOption = None,
-    name: Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run; by default profile and time.")] = None,
+    name: NameOption = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     ui: UiOption = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the profile and print the plan; start nothing.")] = False,

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -77,12 +78,12 @@ def status(
 
 
 def _print_overview(runs_dir: Path, *, as_json: bool) -> None:
-    from asyncrl_cli.observe.overview import overview, table_of, to_json
+    from asyncrl_cli.observe.overview import overview, table_of
     from asyncrl_cli.observe.status import read_status
 
     rows = overview(runs_dir)
     if as_json:
-        print_json(to_json(rows))
+        print_json([asdict(row) for row in rows])
     elif len(rows) == 1:
         _print_in_depth(read_status(rows[0].name, runs_dir))
     else:

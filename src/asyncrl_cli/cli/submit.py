@@ -11,6 +11,7 @@ import typer
 from asyncrl_cli.cli.console import (
     RUNS_DIR,
     JsonOption,
+    NameOption,
     ProfileOption,
     SetOption,
     load_profile,
@@ -48,7 +49,7 @@ def submit(
         ),
     ],
     sets: SetOption = None,
-    name: Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run; by default profile and time.")] = None,
+    name: NameOption = None,
     runs_dir: Annotated[
         Path,
         typer.Option(

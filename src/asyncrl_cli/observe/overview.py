@@ -6,7 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,3 @@ def since(seconds: float) -> str:
         if seconds >= length_s:
             return f"{seconds // length_s:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in rows]

@@ -9,16 +9,17 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncrl_cli.observe.format import LEADING, NOTHING, clock, count, number, share
-from asyncrl_cli.observe.lines import Line
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.profile.arithmetic import mode_of
 from asyncrl_cli.profile.keys import PARAMS, entries_of
 
 SMOOTHING = 0.1
 """Width of the trailing window, as a share of the samples that all runs have trained."""
+_reward = partial(number, digits=3)
 LEFT_OUT = ("run.name", PARAMS)
 """Keys that differ between any two runs; an empty table of parameters, whose entries are keys of their own."""
 
@@ -104,12 +105,8 @@ def _steps(run: Recorded) -> list[tuple[int, float, float]]:
     return [
         (int(line["groups_trained"]) * size, float(line["time_s"]), float(line["reward/mean"]))
         for line in run.metrics()
-        if _has_reward(line)
+        if "reward/mean" in line
     ]
-
-
-def _has_reward(line: Line) -> bool:
-    return all(key in line for key in ("groups_trained", "time_s", "reward/mean"))
 
 
 def _curve(steps: Iterable[tuple[int, float, float]], window: float) -> Curve:
@@ -168,7 +165,3 @@ def _totals(runs: Sequence[Recorded]) -> Iterable[Figure]:
 
 def _figure(label: str, values: Sequence[Any], form: Any) -> Figure:
     return Figure(label=label, values=values, texts=[form(value) for value in values])
-
-
-def _reward(value: object) -> str:
-    return number(value, 3)
