@@ -214,13 +214,16 @@ def test_the_time_left_has_room_for_the_final_eval(facts):
     assert last["progress"]["eta_s"] > (ended_s - begun_s) / 2
 
 
-def test_what_was_not_measured_is_a_dash_and_never_a_zero(facts):
+def test_what_was_not_measured_is_left_out_or_a_dash_and_never_a_zero(facts):
     fresh = Observers(facts, [], clock=lambda: 0.0).live.picture()
     assert fresh["tokens_discarded"] is None
     assert not fresh["utilization"].keys() - {"slot_history"}
-    text = render(fresh, width=100, height=40).plain
-    for row in ("slots used    - ", "rollouter  idle    -        - tokens/s", "trainer    idle    -", "staleness  mean -  max -"):
+    assert len(render({**fresh, "doing": "warm start"}, width=100, height=40).plain.splitlines()) == 3
+    trainer = {"name": "trainer", "role": "trainer", "state": "starved", "waiting_for": "", "state_s": {}, "gauges": {}}
+    text = render({**fresh, "executors": [trainer]}, width=100, height=40).plain
+    for row in ("slots used    - ", "rollouter  idle    -        - tokens/s", "trainer    idle    -"):
         assert row in text
+    assert not re.search("^(staleness|reward|eval|mean step)", text, re.MULTILINE)
     assert not re.search(r"\b0%(?!  0:00:00 gone)", text.replace("step 0/300", ""))
 
 

@@ -74,6 +74,11 @@ def _with_its_place(line: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
+def read_events(path: Path) -> list[EventLine]:
+    """The lines of events.jsonl. Raises as `lines_of`."""
+    return list(lines_of(path, EventLine))
+
+
 def lines_of(path: Path, kind: Any, wanted: Callable[[bytes], bool] = bool) -> Iterator[Any]:
     """The lines that are `wanted`, parsed as `kind`. A last line that is cut short is left out: its writer was killed, or is at it.
 

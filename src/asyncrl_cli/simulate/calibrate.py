@@ -22,8 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.observe.lines import Line, read_metrics, spent_s
-from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.lines import Line, read_events, read_metrics, spent_s
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
 from asyncrl_cli.profile.loaded import Layer, load, read_document
 from asyncrl_cli.profile.schema import Profile
@@ -196,9 +195,9 @@ def _common(profile: Profile, device: str, turns: Turns | None) -> dict[str, Any
 
 def _syncing(run_directory: Path, lines: Sequence[Line], profile: Profile) -> Syncing:
     """Medians over the run's syncs. If the run had none, a sync costs nothing."""
-    run = Recorded(run_directory)
-    published = [event for event in run.events("published") if {"num_bytes", "publish_s"} <= event.keys()]
-    loaded = [event for event in run.events("loaded") if {"send_s", "load_s", "pause_s"} <= event.keys()]
+    events = read_events(run_directory / "events.jsonl")
+    published = [event for event in events if event["event"] == "published" and {"num_bytes", "publish_s"} <= event.keys()]
+    loaded = [event for event in events if event["event"] == "loaded" and {"send_s", "load_s", "pause_s"} <= event.keys()]
     num_bytes = max(1.0, float(published[-1]["num_bytes"])) if published else 1.0
     gather_s, publish_s = _median(lines, "sync/gather_s"), _median(published, "publish_s")
     send_s, load_s, pause_s = (_median(loaded, key) for key in ("send_s", "load_s", "pause_s"))
