@@ -165,9 +165,10 @@ def test_what_a_worker_had_played_and_was_judged_when_it_died_is_played_again():
 
 
 def test_an_eval_without_its_judge_has_failed_and_the_worker_that_played_it_goes_on():
-    death = Fault(kind=FaultKind.WORKER_DIES, executor="reward", at_s=0.0)
+    """The judge dies while it judges the first eval."""
+    death, quick = Fault(kind=FaultKind.WORKER_DIES, executor="reward", at_s=1.0), {"response_tokens": lambda rng: 8}
     chosen = settings("stale-samples", eval_every_versions=1, max_restarts=1)
-    ran = run_world(chosen, group_score_s=0.05, scorer="reward", evals=6, faults=Faults([death]))
+    ran = run_world(chosen, group_score_s=0.01, scorer="reward", evals=6, judge_s=2.0, times=quick, faults=Faults([death]))
     assert ran.error is None
     assert {event.fields["worker"] for event in ran.recorder.named("lost")} == {"reward"}
     failed = [summary.num_failed for step in ran.recorder.steps for summary in step.evals]
