@@ -149,9 +149,12 @@ def fsync(path: Path) -> None:
 
 
 def sync_files(directory: Path) -> None:
-    """`fsync` every file in a directory, then the directory itself."""
-    for path in (*sorted(path for path in directory.iterdir() if path.is_file()), directory):
-        fsync(path)
+    """`fsync` every file in a directory, then the directory itself. Others may write there: what is gone by then was a temporary
+    file of theirs."""
+    for path in sorted(path for path in directory.iterdir() if path.is_file()):
+        with contextlib.suppress(FileNotFoundError):
+            fsync(path)
+    fsync(directory)
 
 
 def remove_tree(directory: Path) -> None:

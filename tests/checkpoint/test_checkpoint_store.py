@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from asyncrl_cli.checkpoint.sealed import checkpoints_in, load_checkpoint, newest_intact
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.loop.ports import Cut
+from asyncrl_cli.storage import sync_files
 
 
 def cut(step, **loop_state):
@@ -175,3 +177,22 @@ def test_a_kill_at_any_moment_of_writing_leaves_a_whole_checkpoint(tmp_path, ste
         write(store, 60)
         assert newest_intact(store.directory) == store.directory / "step-000060"
     assert seen == {("step-000020", "old"), (f"step-{step:06d}", "new")}
+
+
+def test_files_are_synced_while_others_write_beside_them(tmp_path):
+    """As a critic of its own and the trainer do, whose writer makes temporary files and renames them."""
+    is_over = threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            (tmp_path / ".temporary").write_bytes(b"x")
+            (tmp_path / ".temporary").replace(tmp_path / "whole")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(300):
+            sync_files(tmp_path)
+    finally:
+        is_over.set()
+        writer.join()
