@@ -2,16 +2,15 @@
 
     python benchmarks/phases_alone.py [--repeats 5]
 
-Prints the median ratio of tokens/s over repeats that were measured next to each other, and the share of its cores that each
-side's processes got: below 70% others use the machine, and the ratios mean little. On two real cores colocate's are above 1; where
-two cores are the threads of one they are 1 within the 3% by which repeats differ on a quiet machine.
+Prints the ratios of tokens/s, of medians over repeats that were measured in turns, and the share of its cores that each side's
+processes got: below 70% others use the machine, and the ratios mean little. On two real cores colocate's are above 1; where two
+cores are the threads of one they are 1 within the 3% by which repeats differ on a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import tempfile
 from collections.abc import Sequence
 
@@ -37,18 +36,15 @@ def main() -> None:
         sides = {name: side_of(profile, compile_job(profile, local_cluster()), model_dir) for name, profile in profiles.items()}
         measured = measure_all(sides, task.train, response_lengths(), repeats=arguments.repeats)
     split, colocate = measured["partial-rollout"], measured["colocate"]
-    print(f"generation  {median_ratio(colocate.rollout_repeats, split.rollout_repeats):.2f} times the split side's tokens/s")
-    print(f"training    {median_ratio(colocate.trainer_repeats, split.trainer_repeats):.2f} times the split side's tokens/s")
+    ours, theirs = colocate.capacities, split.capacities
+    print(f"generation  {ours.rollout_tokens_per_s / theirs.rollout_tokens_per_s:.2f} times the split side's tokens/s")
+    print(f"training    {ours.trainer_tokens_per_s / theirs.trainer_tokens_per_s:.2f} times the split side's tokens/s")
     print(f"of its cores the split side got {split.cpu_share:.0%}, colocate {colocate.cpu_share:.0%}")
 
 
 def response_lengths() -> Sequence[int]:
     rng = random.Random(0)
     return [min(96, max(1, round(rng.lognormvariate(3.0, 0.75)))) for _ in range(NUM_LENGTHS)]
-
-
-def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
 
 
 if __name__ == "__main__":

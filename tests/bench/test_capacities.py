@@ -69,9 +69,7 @@ TOGETHER = Capacities(rollout_tokens_per_s=100.0, trainer_tokens_per_s=50.0, col
 
 
 def measured(capacities: Capacities = APART, *, slots_used: float = 1.0, cpu_share: float = 1.0) -> phases.PhaseFigures:
-    return phases.PhaseFigures(
-        capacities=capacities, rollout_repeats=(100.0,), trainer_repeats=(50.0,), slots_used=slots_used, cpu_share=cpu_share
-    )
+    return phases.PhaseFigures(capacities=capacities, slots_used=slots_used, cpu_share=cpu_share)
 
 
 def test_a_profile_is_measured_once_for_all_of_its_seeds(monkeypatch: pytest.MonkeyPatch) -> None:

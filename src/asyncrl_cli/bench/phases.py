@@ -70,15 +70,13 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFigures:
-    """Medians over the repeats, each repeat's tokens per second, and two figures that tell how reliable they are.
+    """Medians over the repeats, and two figures that tell how reliable they are.
 
     `cpu_share`: CPU time over wall time of the process with the smallest ratio (see `CpuTime`); on CPUs far below 1 means that
     other programs used the machine. `slots_used`: the mean share of slots in use while generation was measured.
     """
 
     capacities: Capacities
-    rollout_repeats: Sequence[float]
-    trainer_repeats: Sequence[float]
     slots_used: float
     cpu_share: float
 
@@ -199,17 +197,14 @@ def _figures(side: Side, measured: Sequence[Measured]) -> PhaseFigures:
     generation = [one for one in measured if not one.trained_per_s]
     training = [one for one in measured if not one.sampled_per_s]
     both = [one for one in measured if one.sampled_per_s and one.trained_per_s]
-    rollout, trainer = [one.sampled_per_s for one in generation], [one.trained_per_s for one in training]
     return PhaseFigures(
         capacities=Capacities(
-            rollout_tokens_per_s=statistics.median(rollout),
-            trainer_tokens_per_s=statistics.median(trainer),
+            rollout_tokens_per_s=statistics.median(one.sampled_per_s for one in generation),
+            trainer_tokens_per_s=statistics.median(one.trained_per_s for one in training),
             colocated=side.plan.colocate,
             rollout_beside_tokens_per_s=statistics.median(one.sampled_per_s for one in both) if both else None,
             trainer_beside_tokens_per_s=statistics.median(one.trained_per_s for one in both) if both else None,
         ),
-        rollout_repeats=rollout,
-        trainer_repeats=trainer,
         slots_used=statistics.fmean(one.running_mean for one in generation) / side.profile.rollout.slots,
         cpu_share=min(one.cpu_share for one in (*generation, *training)),
     )
