@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from asyncrl_cli.job.session import connected
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.plan.machine import Finding
 from asyncrl_cli.profile.loaded import load
-from tests.cluster import RayNodes, ray_nodes
-from tests.run.commands import SMALL, finish, lines, start
+from tests.cluster import RayNodes, processes_of, ray_nodes
+from tests.run.commands import SMALL, command_line, finish, lines, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 GPUS = ("placement.device=cpu", "placement.gpu_bundles=true")
@@ -41,6 +42,38 @@ def test_a_profile_for_gpus_trains_on_logical_gpus_of_two_nodes(cluster: RayNode
     logs = {path.stem for path in (tmp_path / "runs" / "far" / "logs" / "latest").glob("*.log")}
     assert logs == {"driver", "trainer-0", "trainer-1", "rollout-0", "rollout-1"}
     assert not list((tmp_path / "runs" / "far").glob(".preflight*"))
+
+
+def test_a_bench_makes_its_runs_on_the_cluster(cluster: RayNodes, tmp_path: Path) -> None:
+    own = ("run.train_steps=10", "checkpoint.every_steps=2", "eval.every_versions=0")  # bench sets these itself
+    sets = (
+        *(text for text in SMALL if text not in own),
+        "placement.device=cpu",
+        "rollout.max_response_tokens=24",
+        "eval.prompts=0",
+    )
+    words = ("--compare", "colocate", "--groups", "48", "--out", "out", "--address", cluster.address)
+    process, are_there = start(tmp_path, "bench", *words, sets=sets), False
+    while process.poll() is None and not are_there:
+        commands = [command_line(found.pid) for node in cluster.nodes for found in processes_of(node)]
+        are_there = any(b"ray::TrainerActor" in command for command in commands)
+        time.sleep(0.2)
+    code, out, err = finish(process)
+    assert (code, are_there) == (0, True), (out, err)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    base, partial = results["results"]
+    assert (base["profile"], base["speedup"], partial["profile"]) == ("colocate", 1.0, "partial-rollout")
+    assert partial["speedup"] > 0
+    assert (results["groups"], results["simulated"], results["missing"]) == (48, False, [])
+    assert (base["bound_ratio"], partial["bound_ratio"]) == (None, None)
+    assert "the runs were on a cluster" in out
+    table = [line.split() for line in out.splitlines()]
+    assert ["speedup", "1.00x", f"{partial['speedup']:.2f}x"] in table
+    names = {"results.json", "report.md", "timeline.png", "speedup.png", "runs"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    for name in ("colocate-r0", "partial-rollout-r0"):
+        trained = lines(tmp_path / "out" / "runs" / name / "metrics.jsonl")
+        assert trained[-1]["groups_trained"] == 48
 
 
 def test_plan_and_doctor_look_where_they_are_told(
