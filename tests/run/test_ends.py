@@ -15,6 +15,7 @@ import time
 from collections import Counter
 
 import pytest
+from safetensors.torch import load_file
 
 from asyncrl_cli.checkpoint.sealed import load_checkpoint
 from tests.run.commands import (
@@ -42,6 +43,14 @@ CALCULATOR = (
     "env.max_context_tokens=160",
 )
 """Episodes of several turns with tools."""
+BETA = 0.99
+"""`trainer.betas`, the second of them."""
+CRITIC_APART = (
+    "algorithm.adv_estimator=gae",
+    'placement.tasks=[["train"],["critic"],["rollout"]]',
+    "placement.ratios=[1,1,1]",
+    "algorithm.overlong_buffer_tokens=47",  # whatever the task's rewards are, there is something to learn
+)
 
 
 def trained_that_count(events):
@@ -68,6 +77,15 @@ def assert_calls_that_may_be_repeated_are_told(run):
     again = [event for event in events if event["event"] == "tools_again"]
     assert {event["trajectory"]: event["calls"] for event in again} == expected
     assert len(again) == len(expected) > 0
+
+
+def critic_at(run):
+    """In the newest checkpoint: its optimizer steps, and the second moments of its gradients. AdamW makes these smaller by `BETA`
+    in a step, and no faster: a critic that begins anew has smaller ones."""
+    directory = run / "checkpoints" / "latest"
+    steps = json.loads((directory / "critic.json").read_text())["critic_steps"]
+    tensors = load_file(directory / "critic-00000.safetensors")
+    return steps, {name: tensor for name, tensor in tensors.items() if name.startswith("exp_avg_sq/")}
 
 
 def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts_do_not_spoil_its_end(tmp_path):
@@ -101,6 +119,28 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts
     assert len(trained) == 40
     assert [step["step"] for step in lines(run / "metrics.jsonl")] == list(range(1, 11))
     assert_calls_that_may_be_repeated_are_told(run)
+
+
+def test_a_stopped_run_goes_on_with_what_its_critic_apart_has_learned(tmp_path):
+    words = ("--profile", "partial-rollout", "--name", "apart", "--ui", "plain")
+    process = start(tmp_path, "train", *words, sets=(*SMALL, *CRITIC_APART))
+    run = tmp_path / "runs" / "apart"
+    wait_for_steps(process, run, 2)
+    assert any(b"ray::CriticActor" in command_line(pid) for pid in descendants(process.pid))
+    kill(process, signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130, err
+    (steps, moments), first = critic_at(run), len(lines(run / "metrics.jsonl"))
+    code, _, err = finish(start(tmp_path, "resume", "apart", "--ui", "plain"))
+    assert code == 0, err
+    assert [step["step"] for step in lines(run / "metrics.jsonl")] == list(range(1, 11))
+    trained = [(event["uid"], event["epoch"]) for event in trained_that_count(lines(run / "events.jsonl"))]
+    assert len(trained) == len({*trained}) == 40
+    steps_then, moments_then = critic_at(run)
+    assert (steps, steps_then) == (first, 10)
+    assert any(bool(moment.any()) for moment in moments.values())
+    for name, moment in moments.items():
+        assert bool((moments_then[name] >= BETA ** (10 - first) * moment * (1 - 1e-4)).all()), name
 
 
 def test_the_first_interrupt_checkpoints_and_a_second_terminal_can_stop_the_resumed_run(tmp_path):
