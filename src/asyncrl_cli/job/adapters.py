@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorLost, NoRoom
-from asyncrl_cli.job.calls import Limit, RayRankZero, all_of, answer
+from asyncrl_cli.job.calls import START_LIMIT, Limit, RayRankZero, all_of, answer
 from asyncrl_cli.job.exchange import PartExchange
 from asyncrl_cli.job.meeting import Whereabouts
 from asyncrl_cli.job.step_share import arguments
@@ -30,6 +30,7 @@ from asyncrl_cli.loop import ports
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Last
+from asyncrl_cli.loop.worker_tasks import CALL_KEY
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.samples import choose_samples, is_dump_step
@@ -44,10 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CALL_KEY, PLACING_KEY = "rollout.call_timeout_s", "placement.timeout_s"
+PLACING_KEY = "placement.timeout_s"
 NO_ROOM = "add a node, or --set rollout.min_workers=..., with which the run goes on without it"
-START_LIMIT = Limit(600.0)
-"""Covers imports, loading a large model from a slow disk, and an engine's memory profiling."""
 NODE_S = 5.0
 """How long Ray may take to tell of its nodes, and a node to accept a connection."""
 LOOK_EVERY_S = 0.5

@@ -20,8 +20,7 @@ from typing import Any
 import ray
 
 from asyncrl_cli.engines.port import Completion, Sampling, make_engine
-from asyncrl_cli.job.adapters import START_LIMIT
-from asyncrl_cli.job.calls import all_of, answer
+from asyncrl_cli.job.calls import START_LIMIT, all_of, answer
 from asyncrl_cli.job.cpu_time import CpuTime
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.workers import make_trainer, makers_of

@@ -47,6 +47,10 @@ class Limit:
         return f"{self.key} = {self.seconds:g} s" if self.key else f"{self.seconds:g} s"
 
 
+START_LIMIT = Limit(600.0)
+"""Covers imports, loading a large model from a slow disk, and an engine's memory profiling."""
+
+
 async def answer(
     ref: Any,
     *,

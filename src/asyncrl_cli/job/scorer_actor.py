@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.job.adapters import CALL_KEY, START_LIMIT, WEIGHTS_KEY
-from asyncrl_cli.job.calls import Limit, all_of, answer
+from asyncrl_cli.job.calls import START_LIMIT, Limit, all_of, answer
 from asyncrl_cli.job.meeting import meeting_point
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.transports import arriving, merging
@@ -31,6 +30,7 @@ from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.loop.meters import ScorerMeter
 from asyncrl_cli.loop.ports import EvalResult, Published
 from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.loop.worker_tasks import CALL_KEY
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
 from asyncrl_cli.samples import GroupPayload, joined
