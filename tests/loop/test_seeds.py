@@ -110,8 +110,8 @@ def test_seeds_that_failed_once_hold(seed):
 @pytest.mark.parametrize("seed", [1077, 20436, 20460, 21610])
 def test_seeds_with_scorers_that_failed_once_hold(seed):
     """1077: a scorer took a group for due that the window could not take beside the one before it. 20436, 20460: a scorer's failure
-    was told, and the run ended with that of the critic, which came after it. 21610: a worker came back while the last checkpoint was written, and the checks wanted it
-    loaded."""
+    was told, and the run ended with that of the critic, which came after it. 21610: a worker came back while the last checkpoint
+    was written, and the checks wanted it loaded."""
     assert run(draw(seed, with_scorer=True)).broken is None
 
 

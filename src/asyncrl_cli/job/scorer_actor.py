@@ -35,6 +35,7 @@ from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
 from asyncrl_cli.samples import GroupPayload, joined
 from asyncrl_cli.train.balance import split_by_tokens
+from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.versions import Manifest

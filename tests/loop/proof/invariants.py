@@ -62,7 +62,7 @@ class Invariants:
         self.settings = settings
         self.seed = seed
         self._num_eval_prompts = num_eval_prompts
-        self._has_recorded_last_step = False
+        self._held_at_last_step: dict[str, int] = {}
         books = {name: WorkerBook(slots=slots) for name, slots in workers.items()}
         self.books = Books(settings=settings, workers=books, scorers=scorers)
         self.violation: InvariantError | None = None
@@ -108,7 +108,8 @@ class Invariants:
         self.note(f"step {record.step}")
         self.steps.record(record)
         self._compare_everything()
-        self._check_last_load(record.step)
+        if record.step == self.settings.schedule.train_steps:  # who comes back later is not waited for
+            self._held_at_last_step = self._held()
 
     def tick(self, snapshot: Snapshot) -> None:
         self.counts["ticks"] += 1
@@ -154,15 +155,10 @@ class Invariants:
             took_s = self._now() - self.stop_s
             self.check(took_s <= stop_limit_s, "ends", f"the stop took {took_s} s, more than {stop_limit_s} s")
 
-    def _check_last_load(self, step: int) -> None:
-        """The last step ends when every worker that is present has loaded its version: none is waited for that comes back later."""
-        schedule = self.settings.schedule
-        if step < schedule.train_steps:
-            return
-        self._has_recorded_last_step, last = True, -(-schedule.train_steps // schedule.window_steps)
+    def _held(self) -> dict[str, int]:
+        """The newest version that each worker has had, of those that are present."""
         present = {name: worker for name, worker in self.books.workers.items() if not worker.away}
-        held = {name: max(worker.version, worker.held_when_lost) for name, worker in present.items()}
-        self.check(set(held.values()) == {last}, "ends", f"the workers held {held}, the last version is {last}")
+        return {name: max(worker.version, worker.held_when_lost) for name, worker in present.items()}
 
     def _check_whole(self) -> None:
         books, settings = self.books, self.settings
@@ -173,8 +169,8 @@ class Invariants:
         self.check(not books.live and not books.waiting, "ends", f"{totals} at the end, {books.waiting} wait to start again")
         num_windows = -(-settings.schedule.train_steps // settings.schedule.window_steps)
         self.check(books.version == num_windows, "ends", f"version {books.version} after {num_windows} windows")
-        if not self._has_recorded_last_step:
-            self._check_last_load(settings.schedule.train_steps)
+        held = self._held_at_last_step or self._held()
+        self.check(set(held.values()) == {num_windows}, "ends", f"the workers held {held}, the last version is {num_windows}")
         outcomes = {key[:2]: account for key, account in books.ended.items() if account != "requeued"}
         num_fed = len(self.ledger.fed)
         self.check(len(outcomes) == num_fed, "ends", f"{num_fed} prompts were fed, {len(outcomes)} trained or dropped")
