@@ -312,7 +312,7 @@ def test_init_copies_a_task_that_can_be_planned(capsys: pytest.CaptureFixture[st
     directory = tmp_path / "mine"
     assert run(["init", "jsonl", str(directory)]) == 0
     names = {Path(line).name for line in capsys.readouterr().out.splitlines()}
-    assert names == {"README.md", "profile.toml", "profile.schema.json", "prompts.jsonl", "rewards.py"}
+    assert names == {"README.md", "profile.toml", "profile.schema.json", "prompts.jsonl", "rewards.py", "small.toml"}
     assert run(["plan", "--profile", str(directory / "profile.toml")]) == 0
 
 
