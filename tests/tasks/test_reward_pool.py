@@ -20,6 +20,7 @@ import pytest
 from asyncrl_cli.errors import ConfigError, ExecutorFailed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks import reward_process
+from asyncrl_cli.tasks.child import send
 from asyncrl_cli.tasks.item import make_item
 from asyncrl_cli.tasks.reward_choice import resolve_reward
 from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
@@ -315,6 +316,23 @@ def test_a_child_killed_from_outside_is_replaced(functions):
         return first, await outcomes(pool, ["ok"] * 10), pool.num_restarts
 
     assert with_pool(spec_of(functions, "by_command"), use) == ([1.0], [1.0] * 10, 1)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_what_is_told_to_a_dead_child_is_dropped(loop):
+    """Ray's actors run on uvloop, if it is installed."""
+    runner = asyncio.Runner(loop_factory=pytest.importorskip(loop).new_event_loop)
+
+    async def main():
+        child = await asyncio.create_subprocess_exec("sleep", "60", stdin=asyncio.subprocess.PIPE)
+        child.kill()
+        await child.wait()
+        for _ in range(3):
+            send(child.stdin, b"reward")
+            await asyncio.sleep(0.01)
+
+    with runner:
+        runner.run(main())
 
 
 def test_a_cancelled_score_leaves_the_pool_well(functions):

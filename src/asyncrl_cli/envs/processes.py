@@ -19,7 +19,7 @@ import socket
 from typing import Any
 
 from asyncrl_cli.tasks import zygote
-from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group
+from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, send
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.timeouts import timeout
 
@@ -55,7 +55,7 @@ class EnvironmentProcess:
 
     def ask(self, *request: Any, num_answers: int = 1) -> None:
         """Raises any error of pickling, and then has asked nothing."""
-        self._writer.write(pickle.dumps(request, protocol=5))
+        send(self._writer, pickle.dumps(request, protocol=5))
         self._owed += num_answers
 
     async def answer(self, limit_s: float) -> dict[str, Any]:

@@ -19,9 +19,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.errors import AsyncrlError
+
+if TYPE_CHECKING:
+    import asyncio
 
 PR_SET_PDEATHSIG = 1
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -108,6 +111,13 @@ def _answer_once(requests: BinaryIO, results: BinaryIO, function: Callable[..., 
     pickle.dump(answer, results)
     results.flush()
     os._exit(0)  # without waiting for threads that foreign code has started
+
+
+def send(writer: asyncio.StreamWriter, words: bytes) -> None:
+    """Write to a child that may have died: its end then tells what it owes. Into a pipe that is closed asyncio writes nothing;
+    uvloop, which Ray's actors run on, raises."""
+    if not writer.is_closing():
+        writer.write(words)
 
 
 def kill_group(pid: int) -> None:

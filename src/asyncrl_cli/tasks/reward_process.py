@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group
+from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, send
 from asyncrl_cli.tasks.reward_worker import IDLE, Board, Failed, Outcome, serve
 from asyncrl_cli.tasks.scoring import RewardSpec
 
@@ -125,15 +125,15 @@ class RewardProcess:
             if not self._asked:
                 self._last_news_s = asyncio.get_running_loop().time()
             self._asked[wanted.number] = wanted
-            self._process.stdin.write(wanted.request)
+            send(self._process.stdin, wanted.request)
             wanted.outcome.add_done_callback(partial(self._withdraw, wanted.number))
             await asyncio.sleep(0)  # the other processes' turn, so that rewards spread over all of them
 
     def _withdraw(self, number: int, outcome: asyncio.Future[Outcome]) -> None:
         """Tell the process that nobody waits for this reward any more: if it awaits, it is cancelled there."""
         assert self._process.stdin is not None
-        if outcome.cancelled() and number in self._asked and not self._process.stdin.is_closing():
-            self._process.stdin.write(pickle.dumps((number, None, "")))
+        if outcome.cancelled() and number in self._asked:
+            send(self._process.stdin, pickle.dumps((number, None, "")))
 
     async def _next_answer(self) -> tuple[int, Outcome] | None:
         """The next (number, outcome); None if the process has ended."""
