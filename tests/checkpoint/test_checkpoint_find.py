@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checkpoint.find import resolve
+from asyncrl_cli.checkpoint.find import find_run, resolve
 from asyncrl_cli.checkpoint.sealed import load_checkpoint, newest_intact
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.errors import ConfigError, RefusedError
@@ -105,6 +106,13 @@ def test_an_unknown_name_is_a_usage_error_that_names_the_known_runs(run_dir):
     with pytest.raises(ConfigError, match="'oter'") as caught:
         resolve("oter", run_dir.parent)
     assert "otter" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["/", ".", ""])
+def test_a_name_that_is_none_is_a_usage_error(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no run "):
+        find_run(name, Path("."))
 
 
 def test_a_foreign_directory_and_a_run_without_checkpoints_are_refused(run_dir, tmp_path):

@@ -136,3 +136,13 @@ def test_a_single_eval_is_told_once() -> None:
     evals = [{"version": version, "reward_mean": 0.3 + version / 10, "num_prompts": 512} for version in (0, 2, 4)]
     assert format._evals(evals[:1]) == "0.300 (version 0), 512 prompts"
     assert format._evals(evals) == "0.300 (version 0) -> 0.700 (version 4), 512 prompts"
+
+
+def test_the_last_sixty_evals_are_kept_each_version_once(facts):
+    live = Observers(facts, [], clock=lambda: 0.0).live
+    evals = [{"event": "eval", "time_s": 1.0, "version": version, "reward_mean": 0.5, "num_prompts": 8} for version in range(70)]
+    for event in (*evals, evals[-1]):
+        live.event(event)
+    assert [point["version"] for point in live.picture()["eval"]["history"]] == [*range(10, 70)]
+    live.recall([*evals[:30], {"event": "eval", "time_s": 1.0, "reward_mean": 0.5}])
+    assert [point["version"] for point in live.picture()["eval"]["history"]] == [*range(30)]

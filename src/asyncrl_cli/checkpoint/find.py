@@ -43,8 +43,10 @@ def failed_start(run_dir: Path) -> Path:
 
 def _why_not(run_dir: Path) -> str:
     """A hint about a run that has left no directory, if a start of it has left anything else."""
+    if not run_dir.name:
+        return ""
     told = (path for path in (detached_output(run_dir), failed_start(run_dir)) if os.path.exists(path))
-    return next((f"it ended while it started: {path} says why" for path in told), "")
+    return next((f"if it ended while it started, {path} says why" for path in told), "")
 
 
 def run_names(runs_dir: Path) -> list[str]:

@@ -76,15 +76,16 @@ async def answer(
             with session_wait(running, patient=patient):
                 return await (ref if timeout_s is None or since is None else _extended(ref, timeout_s, since))
     except (RayError, TimeoutError) as error:
-        raise await _lost_session(error, patient=patient) or _failure(executor, call, limit, error, host) from error
+        raise await _why_session_ended(error, patient=patient) or _failure(executor, call, limit, error, host) from error
 
 
-async def _lost_session(error: Exception, *, patient: bool) -> SessionLost | None:
+async def _why_session_ended(error: Exception, *, patient: bool) -> SessionLost | None:
     """What the session has lost, if that is why a call failed."""
-    for _ in range(round(ENDS_WITHIN_S / LOOK_EVERY_S) if OWNER_DIED in str(error) else 0):
-        if lost_session() is not None:
-            break
-        await asyncio.sleep(LOOK_EVERY_S)
+    if OWNER_DIED in str(error):
+        for _ in range(round(ENDS_WITHIN_S / LOOK_EVERY_S)):
+            if lost_session() is not None:
+                break
+            await asyncio.sleep(LOOK_EVERY_S)
     return lost_session(patient=patient)
 
 
@@ -121,8 +122,8 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
         return ExecutorLost(f"{call}{where} took longer than {limit}", hint=hint, executor=executor)
     logger.error("%s failed in %s: %s", executor, call, COLORS.sub("", str(error)))
     if isinstance(error, OutOfDiskError):
-        actors = RAISED_AT.search(str(error))
-        node = actors[1] if actors else ray.util.get_node_ip_address()
+        raised_at = RAISED_AT.search(str(error))
+        node = raised_at[1] if raised_at else ray.util.get_node_ip_address()
         full = f"node {node} has room for arrays neither in ray's object store nor on the disk that it spills to, during {call}"
         return ExecutorFailed(full, hint=DISK_HINT, executor=executor)
     if not isinstance(error, RayTaskError):

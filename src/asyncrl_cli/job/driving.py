@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -154,8 +153,10 @@ def make_pipeline(
     )
     pipeline = Pipeline(LoopSettings.of(profile, all_loads_s(profile.weights, len(workers))), world)
     if checkpoint is not None:
-        with suppress(ConfigError):  # a damaged file: the checkpoint's evals stay
+        try:
             observers.live.recall(list(Recorded(directory.path).events("eval")))
+        except ConfigError as error:
+            observers.warning(f"the screen shows no evals from after the checkpoint: {error}")
     return pipeline
 
 

@@ -22,8 +22,8 @@ from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.loop.groups import GroupsState
 from asyncrl_cli.models.inspection import check_model, check_vocabulary
-from asyncrl_cli.models.resolve import UNTAUGHT, further_models, is_builtin, model_here, resolve_model
-from asyncrl_cli.models.tiny import check_demonstrations
+from asyncrl_cli.models.resolve import further_models, is_builtin, model_here, resolve_model
+from asyncrl_cli.models.tiny import UNTAUGHT, demonstrations_of
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.sinks import check_sinks
 from asyncrl_cli.plan.cluster import local_cluster
@@ -130,7 +130,7 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
     built-in model's tokens can be counted: its characters. Opening it would take seconds of imports."""
     if is_builtin(profile):
         if profile.model.path != UNTAUGHT:
-            check_demonstrations(task)
+            demonstrations_of(task)
         is_chat = task.words is not None or profile.model.path == UNTAUGHT
         check_prompt_lengths(profile, task, lambda items: [_num_characters(item, is_chat) for item in items])
     elif model_dir is not None:

@@ -61,10 +61,12 @@ class Bands:
         for name, key, side, advice in SIGNALS:
             if (figure := figures.get(name)) is None:
                 continue
-            self._recent[name].append(figure)
-            mean, limit = fmean(self._recent[name]), self._limits[key]
+            recent, limit = self._recent[name], self._limits[key]
+            recent.append(figure)
+            if len(recent) < MEAN_STEPS:
+                continue
+            mean = fmean(recent)
             is_outside = mean < limit if side == "below" else mean > limit
             if is_outside and name not in self._outside:
-                steps = f", the mean of {len(self._recent[name])} steps," if len(self._recent[name]) > 1 else ""
-                yield f"{name} = {mean:.3g}{steps} is {side} algorithm.{key} = {limit:g}: {advice}"
+                yield f"{name} = {mean:.3g}, the mean of {MEAN_STEPS} steps, is {side} algorithm.{key} = {limit:g}: {advice}"
             (self._outside.add if is_outside else self._outside.discard)(name)

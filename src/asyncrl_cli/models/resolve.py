@@ -19,6 +19,8 @@ from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.models.inspection import check_model_directory, check_positions, refused
 from asyncrl_cli.models.tiny import (
     MAX_POSITIONS,
+    TAUGHT,
+    UNTAUGHT,
     Course,
     Lesson,
     Recipe,
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BUILTIN, REWARD_MODEL = "builtin:", "reward_model.path"
-TAUGHT, UNTAUGHT = "builtin:tiny", "builtin:untaught"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 RECIPE_VERSION = 3
 """Increase this when the code would build another model from the same inputs."""

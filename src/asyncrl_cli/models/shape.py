@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import PreflightError, RefusedError
-from asyncrl_cli.models.tiny import TINY
+from asyncrl_cli.models.tiny import TAUGHT, TINY, UNTAUGHT
 from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.fields import MOST
 from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular
@@ -65,7 +65,7 @@ class ModelShape:
 
 def shape_of(path: str) -> ModelShape:
     """Sizes of a profile's `model.path`. ShapeUnknown if that would need the network, or the files do not tell."""
-    if path in ("builtin:tiny", "builtin:untaught"):
+    if path in (TAUGHT, UNTAUGHT):
         remark = f"{path} with {TINY_VOCABULARY} characters: the task may have more"
         return shape_of_config({"model_type": "qwen3", "vocab_size": TINY_VOCABULARY, **TINY}, remarks=(remark,))
     directory = expand(path)

@@ -17,6 +17,9 @@ from asyncrl_cli.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+TAUGHT, UNTAUGHT = "builtin:tiny", "builtin:untaught"
+"""Values of `model.path`. The second has random weights."""
+
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
 """Their ids are 0, 1, 2; the characters follow."""
@@ -26,7 +29,8 @@ IGNORED = -100
 """Label of a token that is not part of the loss."""
 Response = str | Sequence[Mapping[str, Any]]
 """What follows a prompt: a text; or a whole conversation, prompt included, as chat messages."""
-Demonstration = Callable[[Mapping[str, Any], Random], Response] | None
+Demonstrate = Callable[[Mapping[str, Any], Random], Response]
+Demonstration = Demonstrate | None
 
 TINY: dict[str, Any] = {
     "hidden_size": 128,
@@ -129,13 +133,14 @@ class Lesson(NamedTuple):
     response: Response
 
 
-def check_demonstrations(task: Course) -> None:
-    """Raises ConfigError if the task has nothing that the model could learn from."""
+def demonstrations_of(task: Course) -> tuple[Demonstrate, Demonstrate]:
+    """Those that the model could learn from, right and flawed. Raises ConfigError if the task has none."""
     if task.demonstration is None or task.flawed_demonstration is None:
         raise ConfigError(
             f'model.path = "builtin:tiny" learns from demonstrations, and {task.name} provides none',
             hint="the tasks reasoning-gym:number_sorting, builtin:calculator and builtin:guess have; or name a pretrained model",
         )
+    return task.demonstration, task.flawed_demonstration
 
 
 def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> list[Lesson]:
@@ -143,16 +148,14 @@ def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> li
 
     Raises ConfigError if the task has no demonstrations.
     """
-    check_demonstrations(task)
-    assert task.demonstration is not None
-    assert task.flawed_demonstration is not None
+    right, flawed = demonstrations_of(task)
     rng = Random(f"lessons {seed}")
     items = list(task.train)
     lessons: list[Lesson] = []
     while len(lessons) < num:
         rng.shuffle(items)
         for item in items[: num - len(lessons)]:
-            teach = task.flawed_demonstration if rng.random() < label_noise else task.demonstration
+            teach = flawed if rng.random() < label_noise else right
             lessons.append(Lesson(prompt=item["prompt"], response=teach(item, rng)))
     return lessons
 

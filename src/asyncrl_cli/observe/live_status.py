@@ -112,12 +112,12 @@ class LiveStatus:
             self._warnings.append({"time_s": time_s, "text": text})
 
     def _eval(self, event: Mapping[str, Any]) -> None:
-        if event.get("reward_mean") is None:
+        if event.get("reward_mean") is None or "version" not in event:
             return
         self._lasting["eval_s"] = event.get("eval_s")
         ended = {key: event[key] for key in ("version", "reward_mean", "num_prompts", "eval_set") if key in event}
         same = [point for point in self._lasting["evals"] if point.get("eval_set") == ended.get("eval_set")]
-        for point in [point for point in same if point["version"] == ended["version"]] or same[: len(same) + 1 - HISTORY]:
+        for point in [point for point in same if point["version"] == ended["version"]] or same[: max(0, len(same) + 1 - HISTORY)]:
             self._lasting["evals"].remove(point)
         self._lasting["evals"].append(cast("EvalPoint", ended))
 

@@ -58,7 +58,7 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         if len(problems) > MOST_PROBLEMS:
             break
         if section not in sections() and (meant := _section(section, table)):
-            problems.append(ConfigError(f"{where}: unknown section {section}", hint=f"did you mean {meant}?"))
+            problems.append(ConfigError(f"{where}: unknown section {shortened(section)}", hint=f"did you mean {meant}?"))
             unknown = (f"{meant}.{name}" for name in table if f"{meant}.{name}" not in keys())
             problems += [unknown_key(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
         elif section not in sections():

@@ -73,8 +73,9 @@ class Task:
 
     def expected(self, item: Item) -> str | None:
         """What people compare responses with: the reference answer, in the worked form a right response; None if there is none."""
-        is_worked = self.reward.adapter == "worked" and self.demonstration is not None
-        return str(self.demonstration(item, Random(0))) if is_worked and self.demonstration else item["answer"]
+        if self.reward.adapter == "worked" and self.demonstration:
+            return str(self.demonstration(item, Random(0)))
+        return item["answer"]
 
 
 def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
