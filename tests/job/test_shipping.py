@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,22 @@ def test_a_module_beside_the_profile_goes_along_with_its_place(here: Path) -> No
         assert (list(map(str, cargo.files)), cargo.notes) == ([file], ())
         cargo.write(there)
         assert load(str(there / PROFILE)).profile.task.import_path == str(there if place is None else there / place)
+
+
+def test_an_entry_of_the_tasks_own_that_is_called_import_path_stays(here: Path) -> None:
+    sets = [f"task.import_path={here}", f"task.params.import_path={here}", "task.reward=rewards:score"]
+    cargo = cargo_of(load("partial-rollout", sets), here)
+    task = tomllib.loads(cargo.profile_toml)["task"]
+    assert "import_path" not in task
+    assert task["params"] == {"import_path": str(here)}
+
+
+def test_a_module_beside_a_profile_outside_the_working_directory_is_one_note(here: Path) -> None:
+    (here / "package" / "below").mkdir()
+    (here / "my.toml").write_text('extends = "base"\n[task]\nreward = "rewards:score"\n')
+    cargo = cargo_of(load(str(here / "my.toml")), here / "package" / "below")
+    assert cargo.notes == (f"the module rewards in {here} is not shipped: call `asyncrl submit` in {here}",)
+    assert cargo_of(load(str(here / "my.toml")), here).notes == ()
 
 
 def test_the_job_resolves_to_the_profile_that_was_resolved_here(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """What a submitted run takes along to its cluster: files of the working directory, and the profile as it was resolved here.
 
     asyncrl-job.toml         every value that a file, the environment or an option has set; paths of what is shipped are relative
-    my_rewards.py            the module of `task.reward = "my_rewards:score"`, if it lies in the working directory
+    my_rewards.py            the module of `task.reward = "my_rewards:score"`, if it lies in the working directory, or beside the
+                             profile's file in a directory within that
     my_package/...           likewise, for a module inside a package, the whole package
     data/train.parquet       what a pattern of `run.ship` names
 
@@ -18,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.paths import has_module
 from asyncrl_cli.profile.loaded import Loaded, to_toml
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.tasks.user_code import is_user_code
 
 PROFILE = "asyncrl-job.toml"
@@ -49,10 +50,17 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
     """What a run of this profile needs of the directory `root`. Raises ConfigError for a pattern of `run.ship` that names nothing,
     or something outside."""
     profile, notes = loaded.profile, []
+    place = Path(profile.task.import_path or root)
+    if place == root:  # the job works there
+        profile = profile.model_copy(update={"task": profile.task.model_copy(update={"import_path": None})})
+    away = set()
     files = {file for pattern in profile.run.ship for file in _matching(root, pattern)}
     for module in sorted(_modules_of(profile)):
-        places = [Path(profile.task.import_path)] if profile.task.import_path else []
-        if not (found := {file for place in (*places, root) for file in _module_files(root, place, module)}):
+        found = {file for directory in (place, root) for file in _module_files(root, directory, module)}
+        if not found and has_module(place, module):
+            away.add(place)
+            notes.append(f"the module {module} in {place} is not shipped: call `asyncrl submit` in {place}")
+        elif not found:
             notes.append(f"the module {module} is not in {root}: it must be installed on the cluster")
         files |= found
     shipped = files | {parent for file in files for parent in file.parents}
@@ -63,14 +71,15 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
         named = list(root.glob(below)) if below not in ("", ".") else []  # it may be a pattern
         if named and all(one.relative_to(root) in shipped for one in named):
             return f'"{kind}./{below}"'
+        if path in away:
+            return match[0]
         if named or path.exists():
             notes.append(f"{path} is not shipped: the cluster must have it there, or run.ship must name it")
         else:
             notes.append(f"{path} is not on this machine: the cluster must have it there")
         return match[0]
 
-    given = to_toml(profile, loaded.origins).replace(f"import_path = {toml_value(str(root))}\n", "")  # the job works there
-    toml = PATH.sub(elsewhere, given)
+    toml = PATH.sub(elsewhere, to_toml(profile, loaded.origins))
     return Cargo(root=root, files=tuple(sorted(files)), profile_toml=toml, notes=tuple(notes))
 
 

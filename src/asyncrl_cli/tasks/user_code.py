@@ -16,8 +16,8 @@ MAX_REASON_CHARS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCode:
-    """`name`: "module:attribute". `import_path`: the directory in which the module is looked up first (where the command was
-    started). `file`: where it was found. `only_there`: it must be imported from that file."""
+    """`name`: "module:attribute". `import_path`: the directory in which the module is looked up first (the profile's directory if
+    the module is there, else the working directory). `file`: where it was found. `only_there`: it must be imported from there."""
 
     name: str
     import_path: str = ""
