@@ -12,11 +12,14 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from asyncrl_cli.errors import RefusedError, StorageError
 from asyncrl_cli.safe_files import MIB, UnsafeFile, open_regular, reason
+
+T = TypeVar("T")
 
 HINTS = {
     errno.ENOSPC: "look at the free space there, or name another place; older checkpoints are as they were",
@@ -167,6 +170,25 @@ def remove_tree(directory: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         directory.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def make_in(directory: Path, make: Callable[[], T]) -> tuple[T, bool]:
+    """Make a directory if it is missing, then what `make` makes in it. Returns that, and whether the directory was missing.
+
+    Another process may take the directory away as long as it is empty (`remove_if_empty`); then both are made once more.
+    """
+    was_missing = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        return make(), was_missing
+    except FileNotFoundError:
+        directory.mkdir(parents=True, exist_ok=True)
+        return make(), True
+
+
+def remove_if_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def remove(path: Path) -> None:

@@ -166,3 +166,34 @@ def test_a_directory_of_somebody_else_is_not_replaced(tmp_path):
     (tmp_path / "first").mkdir()
     with pytest.raises(RefusedError, match="in use"):
         RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
+
+
+def test_a_directory_of_runs_that_was_made_for_a_run_goes_with_it(tmp_path):
+    runs_dir = tmp_path / "runs"
+    with pytest.raises(UnicodeEncodeError):
+        RunDirectory.create(runs_dir, "first", profile_toml="\udc80", resolved={})
+    assert not runs_dir.exists()
+    run = RunDirectory.create(runs_dir, "first", profile_toml="", resolved={})
+    run.close()
+    run.remove()
+    assert not runs_dir.exists()
+
+
+def test_a_start_whose_directory_of_runs_another_start_takes_away_makes_it_again(tmp_path, monkeypatch):
+    runs_dir, mkdir, taken = tmp_path / "runs", os.mkdir, []
+
+    def late(path, *arguments):
+        if os.path.basename(path) == "first" and not taken:
+            taken.append(os.rmdir(runs_dir))
+        mkdir(path, *arguments)
+
+    monkeypatch.setattr(os, "mkdir", late)
+    RunDirectory.create(runs_dir, "first", profile_toml="new", resolved={}).close()
+    assert taken
+    assert (runs_dir / "first" / "profile.toml").read_text() == "new"
+
+
+def test_a_directory_of_runs_that_is_a_file_is_not_a_run_in_use(tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(FileExistsError):
+        RunDirectory.create(tmp_path / "runs", "first", profile_toml="", resolved={})

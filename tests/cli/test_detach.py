@@ -48,9 +48,12 @@ def test_a_detached_run_is_the_same_command_and_what_to_type_next_is_said(
 
 
 @pytest.mark.slow
-def test_a_detached_start_that_fails_is_told_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_detached_start_that_fails_is_told_with_its_exit_code_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real child: a source that does not exist is found only when the task is loaded."""
-    sets = ("--set", "task.source=jsonl:nothing.jsonl", "--runs-dir", str(tmp_path))
+    monkeypatch.setattr(detaching, "WATCHED_S", 60.0)
+    sets = ("--set", "task.source=jsonl:nothing.jsonl", "--runs-dir", str(tmp_path / "runs"))
     assert run([*BRIEF, *sets, "--detach"]) == 2
     assert "nothing.jsonl" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

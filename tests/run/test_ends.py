@@ -241,7 +241,7 @@ def test_interrupts_while_a_run_starts_end_it_within_seconds_and_leave_nothing(t
     assert time.monotonic() - began_s < 10
     assert "no step was trained" in err
     assert not wait_until_gone(family, 15.0)
-    assert not list((tmp_path / "runs").glob("*"))
+    assert not (tmp_path / "runs").exists()
     assert all(path.name.startswith("tiny-") for path in (tmp_path / "cache" / "asyncrl" / "models").glob("*"))
 
 

@@ -13,7 +13,6 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,7 +21,7 @@ from asyncrl_cli.checkpoint.sealed import checkpoints_in, finish_interrupted_rep
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.paths import check_name
 from asyncrl_cli.safe_files import MIB, UnsafeFile, read_bytes, reason
-from asyncrl_cli.storage import remove_tree, replace_link, replace_text
+from asyncrl_cli.storage import make_in, remove_if_empty, remove_tree, replace_link, replace_text
 
 STOP_REQUEST = "stop"
 STARTING = "starting"
@@ -63,8 +62,7 @@ class RunDirectory:
         self.samples = path / "samples"
         self.logs = path / "logs"
         self._lock: TextIO | None = None
-        self._is_first = False
-        """Whether the directory of runs was made for this one."""
+        self._made_runs_dir = False
 
     @classmethod
     def create(cls, runs_dir: Path, name: str, *, profile_toml: str, resolved: Mapping[str, Any]) -> RunDirectory:
@@ -74,23 +72,26 @@ class RunDirectory:
         `name` is not valid as a directory name, RefusedError if there is such a run already.
         """
         check_name(name)
-        path, is_first = runs_dir / name, not runs_dir.exists()
-        runs_dir.mkdir(parents=True, exist_ok=True)
+        path = runs_dir / name
         if never_began(path) and (lock := take_lock(path)):
             with lock:
                 cls(path).remove()
         try:
-            path.mkdir()
+            _, made_runs_dir = make_in(runs_dir, path.mkdir)
         except FileExistsError:
+            if not os.path.lexists(path):  # the directory of runs is a file
+                raise
             raise _in_use(path) from None
         run = cls(path)
-        run._is_first = is_first
+        run._made_runs_dir = made_runs_dir
         try:
             run._take()
             run.keep_profile(profile_toml, resolved)
         except BaseException:
             run.close()
             shutil.rmtree(path, ignore_errors=True)
+            if made_runs_dir:
+                remove_if_empty(runs_dir)
             raise
         return run
 
@@ -136,9 +137,8 @@ class RunDirectory:
             shutil.rmtree(kept, ignore_errors=True)
             self.logs.rename(kept)
         remove_tree(self.path)
-        if self._is_first:
-            with suppress(OSError):  # something else is there by now
-                self.path.parent.rmdir()
+        if self._made_runs_dir:
+            remove_if_empty(self.path.parent)
         return kept
 
     def close(self) -> None:

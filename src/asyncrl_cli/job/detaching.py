@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from asyncrl_cli.storage import make_in, remove_if_empty
 
 WATCHED_S = 5.0
 """How long a detached command is looked at: what is missing here (an engine, a file, a module) is found by then."""
@@ -25,9 +26,9 @@ class Detached:
 def detach(arguments: Sequence[str], output: Path) -> Detached:
     """Start `asyncrl ARGUMENTS` without a terminal. Returns when it has ended, after `WATCHED_S`, or at a Ctrl-C, which it does not
     get. What it says goes to the file `output`, which is removed if the command has ended."""
-    command, is_first = [sys.executable, "-m", "asyncrl_cli", *arguments], not output.parent.exists()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("w+b") as file:
+    command = [sys.executable, "-m", "asyncrl_cli", *arguments]
+    opened, made_runs_dir = make_in(output.parent, lambda: output.open("w+b"))
+    with opened as file:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
         try:
             exit_code = child.wait(WATCHED_S)
@@ -36,7 +37,6 @@ def detach(arguments: Sequence[str], output: Path) -> Detached:
         file.seek(0)
         said = file.read().decode(errors="replace")
     output.unlink(missing_ok=True)
-    if is_first:
-        with suppress(OSError):  # something else is there by now
-            output.parent.rmdir()
+    if made_runs_dir:
+        remove_if_empty(output.parent)
     return Detached(pid=child.pid, exit_code=exit_code, said=said)
