@@ -297,3 +297,45 @@ def test_every_shipped_profile_loads_without_warnings_and_says_its_purpose(name:
     assert loaded.profile.purpose
     assert loaded.warnings == ()
     assert loaded.profile.name == name
+
+
+@pytest.fixture
+def projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """a/base.toml with its reward, c/my.toml that extends it, and an empty working directory."""
+    for name in ("a", "c", "here"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "a", "base.toml", 'extends = "base"\n[task]\nreward = "rewards:score"\n')
+    write(tmp_path / "a", "rewards.py", "")
+    write(tmp_path / "c", "my.toml", 'extends = "../a/base.toml"\n')
+    write(tmp_path / "c", "my_env.py", "")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+def test_modules_are_beside_the_file_of_the_chain_that_names_them(projects: Path) -> None:
+    loaded = load(str(projects / "c" / "my.toml"), environ={})
+    assert loaded.profile.task.import_path == str(projects / "a")
+    assert loaded.origins["task.import_path"] == f"profile base ({projects}/a/base.toml)"
+
+
+def test_a_chain_whose_modules_are_in_two_directories_is_refused_unless_one_is_named(projects: Path) -> None:
+    with (projects / "c" / "my.toml").open("a") as file:
+        file.write('[task]\nenvironment = "my_env:E"\n')
+    reference = str(projects / "c" / "my.toml")
+    with pytest.raises(ConfigError) as refused:
+        load(reference, environ={})
+    assert refused.value.message == (
+        f'task.reward = "rewards:score" means a module in {projects}/a, and task.environment = "my_env:E" one in '
+        f"{projects}/c: task.import_path is one directory"
+    )
+    assert "task.import_path=DIR" in refused.value.hint
+    assert load(reference, [f"task.import_path={projects}/c"], environ={}).profile.task.import_path == str(projects / "c")
+
+
+def test_a_module_of_a_set_or_the_environment_is_one_of_the_working_directory(projects: Path) -> None:
+    reference = str(projects / "c" / "my.toml")
+    assert load(reference, ["task.reward=rewards:score"], environ={}).profile.task.import_path is None
+    assert load(reference, environ={"ASYNCRL_TASK__REWARD": "rewards:score"}).profile.task.import_path is None
+    assert load(reference, ["task.environment=mine:E"], environ={}).profile.task.import_path == str(projects / "a")
+    with pytest.raises(ConfigError, match=f'and task.environment = "rewards:E" one in {projects}/here:'):
+        load(reference, ["task.environment=rewards:E"], environ={})

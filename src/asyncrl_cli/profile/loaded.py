@@ -92,6 +92,7 @@ def load(
         Layer(origin="flag", values=dict(flags or {})),
     ]
     values, origins = merge(stack)
+    _place_code(values, origins, {file.origin: file.path.parent for file in files})
     file = files[-1]
     named = {"name": file.content.get("name", file.name), "purpose": file.content.get("purpose", "")}
     profile = validate(values, origins, named, file.origin)
@@ -121,11 +122,33 @@ def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
 
 def file_layer(file: ProfileFile) -> Layer:
     content = {key: value for key, value in file.content.items() if key not in ("extends", "name", "purpose")}
-    values, directory = flatten(content, str(file.path)), file.path.parent
-    named = (str(values.get(key)).partition(":") for key in OWN_CODE)
-    if any(colon and has_module(directory, module) for module, colon, _ in named):
-        values = {IMPORT_PATH: str(directory), **values}
-    return Layer(origin=file.origin, values=_anchored(values, directory))
+    return Layer(origin=file.origin, values=_anchored(flatten(content, str(file.path)), file.path.parent))
+
+
+def _place_code(values: dict[str, Any], origins: dict[str, str], directories: Mapping[str, Path]) -> None:
+    """Set task.import_path, unless a layer has, to the directory of the file that names a module beside it.
+
+    `directories`: of each file, by its origin. Other layers mean the working directory. Raises ConfigError if one directory cannot
+    serve all.
+    """
+    if IMPORT_PATH in values:
+        return
+    named = {key: str(values.get(key)).partition(":") for key in OWN_CODE}
+    modules = {key: module for key, (module, colon, _) in named.items() if colon}
+    own = {key: directories[origins[key]] for key in modules if origins[key] in directories}
+    beside = {key: directory for key, directory in own.items() if has_module(directory, modules[key])}
+    if not beside:
+        return
+    first, directory = next(iter(beside.items()))
+    values[IMPORT_PATH], origins[IMPORT_PATH] = str(directory), origins[first]
+    for key, module in modules.items():
+        place = beside.get(key, Path.cwd())
+        if place != directory and (key in beside or has_module(directory, module)):
+            one, other = (f'{name} = "{shortened(values[name])}"' for name in (first, key))
+            raise ConfigError(
+                f"{one} means a module in {directory}, and {other} one in {place}: task.import_path is one directory",
+                hint="put the modules into one directory, and name it: --set task.import_path=DIR",
+            )
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:

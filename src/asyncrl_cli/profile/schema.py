@@ -124,8 +124,9 @@ class TaskSection(Section):
     """Processes per rollout worker that compute rewards; if not given, half of its machine's cores, at most 4. With an async
     reward function each process awaits up to 128 rewards at once."""
     import_path: PathText | None = None
-    """Directory from which the modules of `reward`, `environment` and `agent` are imported, if they are there; by default that of
-    the profile's file. Else they are looked up in the working directory, and among what is installed."""
+    """Directory from which the modules of `reward`, `environment` and `agent` are imported, if they are there; else they are looked
+    up in the working directory, and among what is installed. By default it is that of the profile's file, in a chain of the file
+    that names the module; two such directories are refused. A name from `--set` or the environment means the working directory."""
     max_failed_ratio: Ratio = 0.1
     """Share of failed trajectories (reward raised or hung, prompt too long) above which the run fails."""
 
