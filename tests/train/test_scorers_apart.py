@@ -60,7 +60,8 @@ def test_columns_from_processes_of_their_own_make_the_same_weights(tiny_model_di
             assert task == "prox" or (task in report.column_s) is (made is together)
         weights.append({name: local.clone() for name, local in trainer.model.locals().items()})
     moved = max(float((weights[1][name] - one).abs().max()) for name, one in weights[0].items())
-    assert moved <= MOST[scored]
+    merged = 1e-7 if "rank" in keys else 0.0  # prox gets adapters merged, which the trainer computes beside the weights
+    assert moved <= max(MOST[scored], merged)
     assert any(not torch.equal(one, first[name]) for name, one in weights[0].items()), "nothing was trained"
 
 
