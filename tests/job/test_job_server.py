@@ -73,13 +73,17 @@ class Tailed(JobServer):
     def __init__(self, openings: list[list[str]], statuses: list[str], log: str | None = None) -> None:
         self.address, self._client = "http://head:8265", self
         self.openings, self.statuses, self.log = iter(openings), statuses, log
-        self.num_fetched = 0
 
     def get_job_logs(self, job: str) -> str:
-        self.num_fetched += 1
         if self.log is None:
             raise RuntimeError("the head is busy")
         return self.log
+
+    def submit_job(self, **words: object) -> None: ...
+
+    def stop_job(self, job: str) -> None: ...
+
+    delete_job = stop_job
 
     async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
         for chunk in next(self.openings):
@@ -101,39 +105,50 @@ def test_a_log_that_closes_while_the_job_runs_is_opened_again_and_no_line_is_tol
     closing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
-    server = Tailed([BEGINNING, [f"{MARK}\n", "one\n", "two\nthree"]], [closing, "FAILED"])
+    server = Tailed([BEGINNING, [f"{MARK}\n", "one\n", "two\nthree"]], [closing, "FAILED"], f"{MARK}\none\ntwo\nthree")
     said: list[str] = []
     assert server.follow("a job", said.append) == 4
     assert said == ["one", "two", "three"]
-    assert server.num_fetched == 0, "the log was read to its end"
 
 
-def test_of_a_log_that_breaks_off_at_the_jobs_end_the_rest_is_fetched() -> None:
+@pytest.mark.parametrize("closing", ["FAILED", "broken FAILED"])
+def test_of_a_log_that_closes_at_the_jobs_end_the_rest_is_fetched(closing: str) -> None:
+    """Also of one that a proxy closes in order."""
     said: list[str] = []
-    server = Tailed([BEGINNING], ["broken FAILED"], f"{MARK}\none\ntwo\nthree\n")
+    server = Tailed([BEGINNING], [closing], f"{MARK}\none\ntwo\nthree\n")
     assert server.follow("a job", said.append) == 4
     assert said == ["one", "two", "three"]
-    assert server.num_fetched == 1
 
 
-def test_the_exit_code_of_a_job_whose_last_lines_cannot_be_fetched_is_known_all_the_same() -> None:
+@pytest.mark.parametrize("beginning", [BEGINNING, ["Ray's own\n"]])
+def test_the_exit_code_of_a_job_whose_last_lines_cannot_be_fetched_is_known_all_the_same(beginning: list[str]) -> None:
     said: list[str] = []
-    assert Tailed([BEGINNING], ["broken FAILED"]).follow("a job", said.append) == 4
-    assert said[0] == "one"
-    assert said[1].startswith("warning: the last lines of the job's log are missing: ")
-    assert said[1].endswith("the head is busy")
+    warned: list[str] = []
+    assert Tailed([beginning], ["broken FAILED"]).follow("a job", said.append, warned.append) == 4
+    assert said == ["one"] * (beginning is BEGINNING)
+    (warning,) = warned
+    assert warning.startswith("the last lines of the job's log may be missing: ")
+    assert warning.endswith("the head is busy")
+
+
+@pytest.mark.parametrize("beginning", [BEGINNING, ["Ray's own\n"]])
+def test_a_command_whose_last_lines_cannot_be_fetched_fails(beginning: list[str]) -> None:
+    said: list[str] = []
+    with pytest.raises(PreflightError, match="the head is busy"):
+        Tailed([beginning], ["RUNNING", "broken SUCCEEDED"]).call(["status", "--json"], said.append)
+    assert said == ["one"] * (beginning is BEGINNING)
 
 
 def test_a_log_that_cannot_be_opened_again_is_tried_until_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
     said: list[str] = []
-    server = Tailed([BEGINNING, [], [f"{MARK}\none\ntwo"]], ["RUNNING", "broken RUNNING", "FAILED"])
+    server = Tailed([BEGINNING, [], [f"{MARK}\none\ntwo"]], ["RUNNING", "broken RUNNING", "FAILED"], f"{MARK}\none\ntwo")
     assert server.follow("a job", said.append) == 4
     assert said == ["one", "two"]
 
 
 def test_a_job_that_was_stopped_was_interrupted() -> None:
-    assert Tailed([[]], ["STOPPED"]).follow("a job", print) == 130
+    assert Tailed([[]], ["STOPPED"], "").follow("a job", print) == 130
 
 
 def test_a_log_that_cannot_be_opened_is_an_error() -> None:

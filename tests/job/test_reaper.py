@@ -148,38 +148,44 @@ def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> N
 
 
 RAYLET = """
-import subprocess, sys
+import ctypes, signal, subprocess, sys, time
 
-raylet = subprocess.Popen([sys.argv[1], "60"], stdout=subprocess.DEVNULL)
+PR_SET_PDEATHSIG = 1
+end_with_me = lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # as Ray has its daemons do
+raylet = subprocess.Popen([sys.argv[1], "60"], stdout=subprocess.DEVNULL, preexec_fn=end_with_me)
 print("ready", flush=True)
 sys.stdin.readline()
-if sys.argv[2:]:
-    raylet.kill()
-    raylet.wait()
+raylet.kill()
+time.sleep(60)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_raylet_gone", [True, False])
-def test_a_driver_that_ray_has_ended_without_a_word_has_its_raylets_end_named(tmp_path: Path, is_raylet_gone: bool) -> None:
-    """A process of that name stands for the raylet, and the driver ends in the same moment."""
+@pytest.mark.parametrize("killed", ["raylet", "driver"])
+def test_only_a_raylet_that_has_ended_before_the_driver_is_blamed(tmp_path: Path, killed: str) -> None:
+    """A process of that name stands for the raylet. The pipe of a driver that is killed closes last: after its raylet's end."""
     raylet = shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
-    driver = subprocess.Popen(
-        [sys.executable, "-c", RAYLET, str(raylet), *["gone"] * is_raylet_gone],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    driver = subprocess.Popen([sys.executable, "-c", RAYLET, str(raylet)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     words = [sys.executable, "-P", reaper.__file__, str(driver.pid), str(tmp_path / "ray")]
     watching = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert driver.stdin is not None
     assert driver.stdout is not None
     driver.stdout.readline()
     with pytest.raises(subprocess.TimeoutExpired):
         watching.wait(3 * reaper.LOOK_EVERY_S)  # it has seen both
-    driver.communicate("\n", timeout=ENDS_WITHIN_S)
+    if killed == "raylet":
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+    else:
+        driver.kill()
+    with pytest.raises(subprocess.TimeoutExpired):
+        watching.wait(10 * reaper.DAEMONS_EVERY_S)
+    driver.kill()
+    driver.communicate(timeout=ENDS_WITHIN_S)
     _, told = watching.communicate(timeout=ENDS_WITHIN_S)
     error, hint = told.splitlines()
-    assert error == "error: " + ("ray's raylet has ended, and with it this run's process" if is_raylet_gone else reaper.KILLED)
+    expected = {"raylet": "ray's raylet has ended, and with it this run's process", "driver": reaper.KILLED}
+    assert error == f"error: {expected[killed]}"
     assert "asyncrl status" in hint
 
 

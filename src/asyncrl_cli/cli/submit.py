@@ -92,7 +92,7 @@ def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = Fal
     if found.status == "PENDING":
         say(f"the job waits: {found.message}")
     elif found.status == "FAILED" and not wait:
-        code = server.follow(job.id, say)
+        code = server.follow(job.id, say, warn)
         failed = AsyncrlError(
             f"the job of run '{job.run}' has failed (exit {code})", hint=f"on the cluster, `ray job logs {job.id}`"
         )
@@ -112,7 +112,7 @@ def say_next(run: str, where: str) -> None:
 
 def _wait(server: JobServer, job: Job) -> None:
     try:
-        raise typer.Exit(server.follow(job.id, say))
+        raise typer.Exit(server.follow(job.id, say, warn))
     except KeyboardInterrupt:
         raise Interrupted(f"run '{job.run}' goes on; `asyncrl stop {job.run} --address {server.address}` ends it") from None
 

@@ -177,9 +177,17 @@ class JobServer:
                 self._client.stop_job(job)
                 self._client.delete_job(job)  # only one that has ended leaves the list
 
-    def follow(self, job: str, write: Write) -> int:
-        """Hand each line that the job says to `write` until it ends. Returns its exit code."""
-        asyncio.run(self._follow(job, _without_rays_own(write)))
+    def follow(self, job: str, write: Write, warn: Write | None = None) -> int:
+        """Hand each line that the job says to `write` until it ends. Returns its exit code. A log whose end cannot be
+        fetched raises PreflightError; with `warn` it is a warning, for those to whom the exit code matters more."""
+        write = _without_rays_own(write)
+        num_written = asyncio.run(self._follow(job, write))
+        try:
+            self._write_rest(job, write, num_written)
+        except PreflightError as error:
+            if warn is None:
+                raise
+            warn(f"the last lines of the job's log may be missing: {error}")
         found = self.details(job)
         if found.status == "STOPPED":  # Ray does not say how the driver has ended
             return Interrupted.exit_code
@@ -189,31 +197,29 @@ class JobServer:
             )
         return int(found.driver_exit_code)
 
-    async def _follow(self, job: str, write: Write) -> None:
-        """A log that closes while the job goes on (a proxy's time limit, a busy head) is opened again. Of one that breaks off at
-        the job's end the rest is fetched; if that fails a line says so, because the job's exit code matters more."""
-        num_written, last = await self._tail(job, write, 0)
+    async def _follow(self, job: str, write: Write) -> int:
+        """Write whole lines of the log until the job ends. Returns how many. A log that closes while the job goes on (a proxy's
+        time limit, a busy head) is opened again."""
+        num_written = await self._tail(job, write, 0)
         while await self._goes_on(job):
             await asyncio.sleep(LOOK_EVERY_S)
-            num_written, last = await self._tail(job, write, num_written)
-        if last is None:
-            try:
-                with self._asking():
-                    log = await asyncio.to_thread(self._client.get_job_logs, job)
-            except PreflightError as error:
-                log, num_written = f"warning: the last lines of the job's log are missing: {error}", 0
-            *lines, last = log.split("\n")
-            for line in lines[num_written:]:
-                write(line)
-        if last:
-            write(last)
+            num_written = await self._tail(job, write, num_written)
+        return num_written
+
+    def _write_rest(self, job: str, write: Write, num_written: int) -> None:
+        """Of a job that has ended, write the lines behind the first `num_written`. That the log was closed in order does not say
+        that it was read to its end: a proxy may have closed it just before."""
+        with self._asking():
+            log = self._client.get_job_logs(job)
+        for line in log.removesuffix("\n").split("\n")[num_written:]:
+            write(line)
 
     async def _goes_on(self, job: str) -> bool:
         return (await asyncio.to_thread(self.details, job)).status in GOES_ON
 
-    async def _tail(self, job: str, write: Write, num_written: int) -> tuple[int, str | None]:
-        """Write the whole lines of the log behind the first `num_written`, until it closes. Returns how many are written now, and
-        what comes after them; None if the log broke off. The server closes the log of a job that has ended when all of it is sent.
+    async def _tail(self, job: str, write: Write, num_written: int) -> int:
+        """Write the whole lines of the log behind the first `num_written`, until it closes or breaks off. Returns how many are
+        written now. The server closes the log of a job that has ended when all of it is sent.
 
         The log's chunks may end within a line. A connection that is lost may never say so: the job is asked for meanwhile.
         """
@@ -226,16 +232,16 @@ class JobServer:
                 if not done:
                     if await self._goes_on(job):
                         continue
-                    return max(num_written, num_read), None
+                    return max(num_written, num_read)
                 try:
                     with self._asking():
                         chunk = coming.result()
                 except PreflightError:
                     if num_read == num_written == 0:
                         raise
-                    return max(num_written, num_read), None
+                    return max(num_written, num_read)
                 if chunk is None:
-                    return max(num_written, num_read), rest
+                    return max(num_written, num_read)
                 *lines, rest = (rest + chunk).split("\n")
                 for line in lines[max(num_written - num_read, 0) :]:
                     write(line)

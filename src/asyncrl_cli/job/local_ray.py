@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,8 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
-from asyncrl_cli.job.lifeline import Daemons
+from asyncrl_cli.errors import SessionLost
+from asyncrl_cli.job.lifeline import Daemons, how_daemon_ended
 from asyncrl_cli.plan.cluster import LOOPBACK
 
 RAY_DIRECTORY, TOKEN = "ray", "token"
@@ -64,7 +66,9 @@ SYSTEM_CONFIG = PATIENT | {
     "enable_pipe_based_agent_to_parent_health_check": True,  # gives agents a stdin that closes when the raylet ends
 }
 AGENT_COMMANDS = "--dashboard_agent_command=", "--runtime_env_agent_command="
-NO_AGENT = subprocess.list2cmdline(["sh", "-c", "exec cat"])
+AGENT = "cat"
+NO_AGENT = subprocess.list2cmdline(["sh", "-c", f"exec {AGENT}"])
+AGENTS_TIMEOUT_S = 60.0
 AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port"
 NOT_IN_USE = -1
 
@@ -93,7 +97,8 @@ class LocalNode(Node):
 
 @contextlib.contextmanager
 def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_bytes: int) -> Iterator[tuple[str, Daemons]]:
-    """The daemons of a session, and the address to connect to while the block runs. Raises what Ray raises if they do not start."""
+    """The daemons of a session, and the address to connect to while the block runs. If they do not start, raises SessionLost or
+    what Ray raises."""
     (directory / RAY_DIRECTORY).mkdir(mode=0o700)
     # Calls without this token are refused. Ray's default, one token per user in the home directory, is not touched.
     token = directory / TOKEN
@@ -129,11 +134,26 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
     ):
         node = LocalNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
         try:
-            daemons: dict[str, Any] = {name: started[0].process for name, started in node.all_processes.items()}
-            agents = psutil.Process(daemons["raylet"].pid).children()  # it has started nothing else yet
-            yield node.address, daemons | {f"agent (process {agent.pid})": agent for agent in agents}
+            started: dict[str, subprocess.Popen[bytes]] = {name: infos[0].process for name, infos in node.all_processes.items()}
+            agents = {f"agent (process {agent.pid})": agent for agent in agents_of(started["raylet"])}
+            yield node.address, {**started, **agents}
         finally:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
+def agents_of(raylet: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Wait until the raylet has its agents, and return them. Raises SessionLost if it ends or has none after `AGENTS_TIMEOUT_S`."""
+    until_s = time.monotonic() + AGENTS_TIMEOUT_S
+    while not (how := how_daemon_ended("raylet", raylet)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # the raylet, or a child: the next look tells
+            found = [child for child in psutil.Process(raylet.pid).children() if child.cmdline() == [AGENT]]
+            if len(found) == len(AGENT_COMMANDS):
+                return found
+        if time.monotonic() >= until_s:
+            how = f"ray's raylet has not started its {len(AGENT_COMMANDS)} agents within {AGENTS_TIMEOUT_S:g} s"
+            break
+        time.sleep(0.02)
+    raise SessionLost(how)
 
 
 @contextlib.contextmanager

@@ -3,9 +3,10 @@
 Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute (they wait
 for a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe.
 Every second it notes the driver's descendants. When the pipe closes, because the session ended (the driver says goodbye first) or
-the driver died (the reaper prints an error then: Ray ends a driver whose raylet is gone without a word), it gives the descendants
-`GRACE_S` to end, kills the rest, and removes the directory and Python's shared-memory files that they left (vLLM's processes
-communicate through these; Python's resource tracker, which would remove them, is killed as well).
+the driver died, it gives the descendants `GRACE_S` to end, kills the rest, and removes the directory and Python's shared-memory
+files that they left (vLLM's processes communicate through these; Python's resource tracker, which would remove them, is killed as
+well). Of a driver that died it prints an error, which names a daemon of Ray's only if that ended first: Ray ends a driver whose
+raylet is gone without a word.
 
 Runs as a script: `python -P reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The class `Reaper` starts it from the driver.
 """
@@ -20,12 +21,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
 
 LOOK_EVERY_S = 1.0
+DAEMONS_EVERY_S = 0.1
 GRACE_S = 3.0
 GIVE_UP_S = 10.0
 END_TIMEOUT_S = 20.0
@@ -34,7 +36,7 @@ GOODBYE = b"."
 KILLED = "this run's process was killed and could not report why"
 HINT = "`asyncrl status` says how the run goes on from its last checkpoint, if it had one; if memory was short, `dmesg` says so"
 DAEMONS = "raylet", "gcs_server"
-"""Ray's, by their names as processes. They outlive a driver that is killed."""
+"""Ray's, by their names as processes. The kernel kills them when the driver's main thread ends: often before the pipe closes."""
 SHARED_MEMORY = "/dev/shm/psm_"
 
 Processes = set[psutil.Process]
@@ -79,6 +81,16 @@ def heard(seconds: float) -> bytes | None:
     return os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], seconds)[0] else None
 
 
+def first_gone(daemons: Mapping[str, psutil.Process], driver_pid: int) -> str:
+    """The name of a daemon that has ended before the driver; empty if there is none, or if the driver has ended, too."""
+    there = living(daemons.values())
+    gone = next((name for name in DAEMONS if name in daemons and daemons[name] not in there), "")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        # Asked last: a daemon that is gone while the driver lives was not killed with it.
+        return gone if psutil.Process(driver_pid).status() != psutil.STATUS_ZOMBIE else ""
+    return ""
+
+
 def watch(driver_pid: int, spared: Iterable[int] = ()) -> tuple[str, Processes, set[str]]:
     """Watch until the driver ends. Returns its last word, empty if it said goodbye, which processes live on, and all shared memory
     seen.
@@ -89,15 +101,17 @@ def watch(driver_pid: int, spared: Iterable[int] = ()) -> tuple[str, Processes, 
     seen: Processes = set()
     memory: set[str] = set()
     daemons: dict[str, psutil.Process] = {}
+    gone = ""
     word = None
     while word is None:
-        word = heard(LOOK_EVERY_S)
+        next_look_s = time.monotonic() + LOOK_EVERY_S
+        while (word := heard(DAEMONS_EVERY_S)) is None and time.monotonic() < next_look_s:
+            gone = gone or first_gone(daemons, driver_pid)
         started = families([driver_pid]) - families(spared)
         seen = living(seen | {process for process in started if process.pid not in (driver_pid, os.getpid())})
         daemons |= {name: process for process in seen if (name := name_of(process)) in DAEMONS}
         memory.update(*map(shared_memory_of, seen))
-    gone = next((name for name in DAEMONS if name in daemons and daemons[name] not in seen), None)
-    why = KILLED if gone is None else f"ray's {gone} has ended, and with it this run's process"
+    why = f"ray's {gone} has ended, and with it this run's process" if gone else KILLED
     return "" if word == GOODBYE else why, seen, memory
 
 
