@@ -39,7 +39,7 @@ class Here(JobServer):
     def started(self, job: str, watched_s: float) -> Any:
         return SimpleNamespace(status=self.ends, message="no node has room")
 
-    def follow(self, job: str, write: Callable[[str], None]) -> int:
+    def follow(self, job: str, write: Callable[[str], None], warn: object = None) -> int:
         write("error: no such thing")
         return 3
 

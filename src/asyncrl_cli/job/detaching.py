@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl_cli.storage import make_in, remove_if_empty
-
 WATCHED_S = 5.0
 """How long a detached command is looked at: what is missing here (an engine, a file, a module) is found by then."""
 
@@ -26,6 +24,8 @@ class Detached:
 def detach(arguments: Sequence[str], output: Path) -> Detached:
     """Start `asyncrl ARGUMENTS` without a terminal. Returns when it has ended, after `WATCHED_S`, or at a Ctrl-C, which it does not
     get. What it says goes to the file `output`, which is removed if the command has ended."""
+    from asyncrl_cli.storage import make_in, remove_if_empty
+
     command = [sys.executable, "-m", "asyncrl_cli", *arguments]
     opened, made_runs_dir = make_in(output.parent, lambda: output.open("w+b"))
     with opened as file:
