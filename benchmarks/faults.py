@@ -172,7 +172,7 @@ def struck(scene: Scene, fault: Fault) -> Row:
         assert now_s < LIMIT_S, f"{fault.name}: neither ended nor gone on"
         time.sleep(0.05)
     news, code, gone_s, undone = scene.told(end), scene.process.poll(), None, 0
-    message = news[0] if fault.goes_on and news else last_error(scene.stderr)
+    message = " / ".join(news) if fault.goes_on else last_error(scene.stderr)
     if code is None:
         lost = scene.tokens_discarded - discarded
     else:
@@ -194,8 +194,9 @@ def struck(scene: Scene, fault: Fault) -> Row:
 
 
 def last_error(stderr: str) -> str:
+    """Empty if the driver could say nothing any more."""
     found = [line for line in stderr.splitlines() if line.startswith(("error:", "stopped", "interrupted"))]
-    return (found or stderr.splitlines()[-2:] or [""])[-1]
+    return (found or [""])[-1]
 
 
 def wait_for_workers_end(scene: Scene) -> None:

@@ -33,7 +33,8 @@ SETS = (
 )
 LIMIT_S = 200.0
 RESTARTS = "lost", "away", "restarted"
-LEVELS = " WARNING ", " ERROR "
+TOLD = " WARNING asyncrl: ", " ERROR asyncrl: "
+"""Of the log's lines those that are on the screen, too."""
 NO_NEWS = "teaches nothing"
 """A warning of every run so small."""
 
@@ -123,9 +124,7 @@ class Scene:
         """What the driver knows since its log ended at `end`: warnings and errors, or that it is stopping."""
         with self.log.open(errors="replace") as log:
             log.seek(end)
-            news = [
-                line.split(": ", 1)[1].strip() for line in log if any(level in line for level in LEVELS) and NO_NEWS not in line
-            ]
+            news = [line.split(": ", 1)[1].strip() for line in log if any(told in line for told in TOLD) and NO_NEWS not in line]
         try:
             phase = json.loads((self.run / "status.json").read_text())["phase"]
         except (OSError, ValueError):

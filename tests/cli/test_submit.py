@@ -22,16 +22,21 @@ ADDRESS = ("--address", "http://head:8265")
 
 
 class Here(JobServer):
-    """A cluster whose job server needs no Ray; `jobs` are those that were submitted, and `ends` is what becomes of the next."""
+    """A cluster whose job server needs no Ray; `jobs` are those that were submitted, `ends` is what becomes of them, and `code` how
+    their drivers exit."""
 
     jobs: list[Job] = []  # noqa: RUF012
     ends: str = "RUNNING"
+    code: int | None = None
 
     def __init__(self, address: str) -> None:
         self.address = address
 
     def runs(self) -> list[Any]:
-        return [SimpleNamespace(metadata=job.metadata, submission_id=job.id, status="RUNNING") for job in self.jobs]
+        return [
+            SimpleNamespace(metadata=job.metadata, submission_id=job.id, status=self.ends, driver_exit_code=self.code)
+            for job in self.jobs
+        ]
 
     def submit(self, job: Job) -> None:
         self.jobs.append(job)
@@ -137,6 +142,35 @@ def test_a_run_that_is_not_there_is_the_clusters_own_error(capsys: pytest.Captur
     assert "run 'second' at http://head:8265 is followed no more (exit 2): no run 'second' in" in capsys.readouterr().err
     assert run(["watch", *ADDRESS]) == 3
     assert "no run was submitted to http://head:8265" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("command", ["status", "logs"])
+def test_of_a_run_that_was_refused_before_it_had_files_its_jobs_words_are_printed(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Here.jobs.append(Job(arguments=(), run="first", runs_dir=tmp_path))
+    assert run([command, "first", *ADDRESS]) == 2
+    assert "no such thing" not in capsys.readouterr().err
+    monkeypatch.setattr(Here, "ends", "FAILED")
+    assert run([command, "first", *ADDRESS]) == 2
+    assert f"its job {Here.jobs[0].id} has failed:\nerror: no such thing\n" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("ends", "code", "state"),
+    [("FAILED", 130, "stopped"), ("FAILED", 1, "failed"), ("SUCCEEDED", 0, "done"), ("RUNNING", None, "running")],
+)
+def test_the_list_of_runs_says_how_each_ended(
+    ends: str, code: int | None, state: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray calls a driver that stopped its run, with exit code 130, failed."""
+    Here.jobs.append(Job(arguments=(), run="first", runs_dir=Path("/runs")))
+    monkeypatch.setattr(Here, "ends", ends)
+    monkeypatch.setattr(Here, "code", code)
+    assert run(["status", *ADDRESS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == state
 
 
 @pytest.mark.usefixtures("cluster")

@@ -17,7 +17,7 @@ from pathlib import Path
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.cli.submit import set_words
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.plan.cluster import ClusterResources, NodeResources, asked_gpus
+from asyncrl_cli.plan.cluster import ClusterResources, asked_gpus, planned_nodes
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.plan.node_fit import ROLLOUT, TRAINER
 from asyncrl_cli.profile.loaded import Loaded, load
@@ -126,7 +126,7 @@ def _fewest(profile: Profile, gpus_per_node: int, nodes: int | None) -> tuple[in
     refusals: list[PreflightError] = []
     for number in range(least, max(asked, least) + 1) if nodes is None else (nodes,):
         try:
-            plan = compile_job(profile, ClusterResources(nodes=tuple(_nodes(profile, number, gpus_per_node))))
+            plan = compile_job(profile, ClusterResources(nodes=tuple(planned_nodes(profile, number, gpus_per_node))))
         except PreflightError as error:
             refusals.append(error)
             continue
@@ -135,12 +135,6 @@ def _fewest(profile: Profile, gpus_per_node: int, nodes: int | None) -> tuple[in
         hint = "--set placement.device=cuda, or --set placement.gpu_bundles=true for a rehearsal on CPUs"
         raise ConfigError("the profile computes on CPUs and asks for no GPU, and launchers count GPUs", hint=hint)
     raise refusals[0]
-
-
-def _nodes(profile: Profile, number: int, gpus: int) -> Iterator[NodeResources]:
-    """Nodes whose CPUs are enough for two processes at each GPU: colocated, a rank and a worker share one."""
-    for index in range(number):
-        yield NodeResources(name=f"node {index + 1}", cpus=2 * profile.placement.cpus_per_worker * gpus, gpus=gpus)
 
 
 def _values(launch: Launch, nodes: int) -> dict[str, object]:

@@ -86,13 +86,11 @@ class _Cluster:
 
     @classmethod
     def planned(cls, profile: Profile, gpus: int | None, nodes: int) -> _Cluster:
-        """This machine, or `nodes` with `gpus` GPUs each. How many cores such nodes have is unknown: assume enough."""
+        """This machine, or `nodes` with `gpus` GPUs each."""
         here = cluster.local_cluster()
         if gpus is not None:
-            here = replace(here, nodes=tuple(replace(here.nodes[0], name=f"node {i + 1}", gpus=gpus) for i in range(nodes)))
-            job = compile_job(profile, here)
-            cpus = job.cpus if job.device == "cuda" else 0
-            here = replace(here, nodes=tuple(replace(node, cpus=max(node.cpus, cpus)) for node in here.nodes))
+            planned = tuple(cluster.planned_nodes(profile, nodes, gpus, least_cpus=here.cpus))
+            here = replace(here, nodes=planned, elastic_cpus=nodes == 1)
         return cls(here, here)
 
     def rows(self, job: JobPlan) -> list[dict[str, Any]]:

@@ -115,13 +115,14 @@ def watch(
 
     if address is not None:
         name, follow = followed_there(address, run, runs_dir)
+        where = f" --address {address}"
     else:
         directory = _newest(runs_dir) if run is None else find_run(run, runs_dir)
-        name, follow = directory.name, partial(_follow, directory)
+        name, follow, where = directory.name, partial(_follow, directory), ""
     if as_json:
         follow(_print_line, time.sleep)
     else:
-        _show(name, follow)
+        _show(name, follow, where)
 
 
 def _newest(runs_dir: Path) -> Path:
@@ -162,8 +163,8 @@ def _print_line(found: RunStatus | str) -> None:
         sys.stdout.flush()
 
 
-def _show(name: str, follow: Callable[[Take, Wait], None]) -> None:
-    """The live screen, until the run is over, q or Ctrl-C."""
+def _show(name: str, follow: Callable[[Take, Wait], None], where: str) -> None:
+    """The live screen, until the run is over, q or Ctrl-C. `where`: options that find the run again."""
     from asyncrl_cli.observe.render import render_summary
     from asyncrl_cli.observe.screen import watching
     from asyncrl_cli.observe.terminal import key_presses
@@ -182,7 +183,7 @@ def _show(name: str, follow: Callable[[Take, Wait], None]) -> None:
         follow(take, wait)
     (last,) = shown
     if isinstance(last, str) or not last.is_over:
-        say(f"run '{name}' goes on; `asyncrl watch {name}` shows it again, `asyncrl stop {name}` ends it")
+        say(f"run '{name}' goes on; `asyncrl watch {name}{where}` shows it again, `asyncrl stop {name}{where}` ends it")
     elif last.liveness == "ended":
         stdout().print(render_summary(last.status))
 
@@ -202,4 +203,4 @@ def stop(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, address: JobAddre
     elif "doing" in found.status:  # of a start; the loop's status has none
         say(f"asked run '{found.name}' to end; it is still starting and has nothing new to write a checkpoint of")
     else:
-        say(f"asked run '{found.name}' to finish its step, checkpoint and end; watch it with `asyncrl watch {found.name}`")
+        say(f"asked run '{found.name}' to finish its step, checkpoint and end; `asyncrl watch` shows it")

@@ -84,6 +84,8 @@ def submit(
 
 def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = False) -> None:
     """Submit the job, and say what to type next. Raises the error of one that ends within the first seconds."""
+    from asyncrl_cli.job.job_server import FAILED
+
     server.check_version()
     server.submit(job)
     if as_json:
@@ -91,7 +93,7 @@ def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = Fal
     found = server.started(job.id, 0.0 if wait else WATCHED_S)
     if found.status == "PENDING":
         say(f"the job waits: {found.message}")
-    elif found.status == "FAILED" and not wait:
+    elif found.status == FAILED and not wait:
         code = server.follow(job.id, say, warn)
         failed = AsyncrlError(
             f"the job of run '{job.run}' has failed (exit {code})", hint=f"on the cluster, `ray job logs {job.id}`"
@@ -119,10 +121,10 @@ def _wait(server: JobServer, job: Job) -> None:
 
 def print_jobs(address: str, *, as_json: bool) -> None:
     """`asyncrl status --address URL`: the runs that were submitted there, the newest first."""
-    from asyncrl_cli.job.job_server import RUN_KEY, RUNS_DIR_KEY, JobServer
+    from asyncrl_cli.job.job_server import RUN_KEY, RUNS_DIR_KEY, JobServer, state_of
 
     jobs = JobServer(address).runs()
-    rows = [(job.metadata[RUN_KEY], job.status.lower(), job.submission_id, job.metadata[RUNS_DIR_KEY]) for job in jobs]
+    rows = [(job.metadata[RUN_KEY], state_of(job), job.submission_id, job.metadata[RUNS_DIR_KEY]) for job in jobs]
     if as_json:
         print_json([dict(zip(("run", "state", "job", "runs_dir"), row, strict=True)) for row in rows])
     for run, state, job, runs_dir in () if as_json else rows:
@@ -167,18 +169,30 @@ def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, 
             said.clear()
         if code:
             why = next((line.removeprefix("error: ") for line in said if line.startswith("error: ")), "")
-            raise RefusedError(f"run '{name}' at {address} is followed no more (exit {code}): {why}")
+            hint = f"asyncrl logs {name} --address {address}"
+            raise RefusedError(f"run '{name}' at {address} is followed no more (exit {code}): {why}", hint=hint)
 
     return name, follow
 
 
 def on_cluster(address: str, arguments: Sequence[str], runs_dir: Path) -> None:
-    """Run a command on the run `arguments[1]` where its files are, print its output as it comes, and exit with its code."""
+    """Run a command on the run `arguments[1]` where its files are, print its output as it comes, and exit with its code. Of a run
+    that was refused before it had files, print what its job said."""
     from asyncrl_cli.job.job_server import TIMED_OUT, JobServer
 
     server = JobServer(address)
-    _, place = server.find(arguments[1], runs_dir)
-    code = server.call([*arguments, "--runs-dir", str(place)], print_text, columns=stdout().width)
+    run, place = server.find(arguments[1], runs_dir)
+    first: list[str] = []
+
+    def write(line: str) -> None:
+        first.extend([] if first else [line])
+        print_text(line)
+
+    code = server.call([*arguments, "--runs-dir", str(place)], write, columns=stdout().width)
     if code == TIMED_OUT:
         say("nothing is followed for longer on the cluster: call it again to go on")
+    has_no_files = bool(first) and first[0].startswith(f"error: no run '{run}'")
+    if has_no_files and (job := server.failed_job(run)):
+        say(f"its job {job} has failed:")
+        server.follow(job, say, warn)
     raise typer.Exit(code)

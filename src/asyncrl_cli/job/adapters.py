@@ -84,7 +84,7 @@ class RayRolloutWorker:
 
     async def so_far(self) -> ports.SoFar:
         head, payloads = self.actor.so_far.remote()
-        told = await answer(head, executor=self.name, call="what its responses have so far", limit=Limit(SO_FAR_S))
+        told = await answer(head, executor=self.name, call="a report of its responses", limit=Limit(SO_FAR_S), host=self._at.host)
         return replace(told, handle=payloads)
 
     async def progress(self, seen: int) -> ports.Progress:

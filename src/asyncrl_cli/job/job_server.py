@@ -31,6 +31,7 @@ REQUEST_S = 30.0
 START_S = 120.0
 """How long a command may wait for its job to start; the server needs some seconds for one."""
 LOOK_EVERY_S = 5.0
+FAILED = "FAILED"
 GOES_ON = ("PENDING", "RUNNING")
 """States of a job that has not ended."""
 LONGEST_COMMAND_S = 3600
@@ -149,6 +150,11 @@ class JobServer:
         if not found and run is None:
             raise PreflightError(f"no run was submitted to {self.address}", hint=f"asyncrl submit --address {self.address} -p NAME")
         return found[0] if found else (str(run), otherwise.absolute())
+
+    def failed_job(self, run: str) -> str:
+        """The newest job of that run, if it has failed; else empty."""
+        newest = next((job for job in self.runs() if job.metadata[RUN_KEY] == run), None)
+        return newest.submission_id if newest is not None and newest.status == FAILED else ""
 
     def check_version(self) -> None:
         """Raises PreflightError unless the cluster has this very version of asyncrl."""
@@ -273,6 +279,13 @@ class JobServer:
             raise PreflightError(f"no job server answers at {self.address}: {first_line(error)}", hint=hint) from error
         except (RuntimeError, ValueError) as error:
             raise PreflightError(f"the job server at {self.address} fails: {first_line(error)}") from error
+
+
+def state_of(job: Any) -> str:
+    """What has become of a run's job, by Ray's details of it. Ray's own word for a driver that stopped its run is "failed"."""
+    if job.driver_exit_code == Interrupted.exit_code:
+        return "stopped"
+    return "done" if job.status == "SUCCEEDED" else str(job.status).lower()
 
 
 def _without_rays_own(write: Write) -> Write:

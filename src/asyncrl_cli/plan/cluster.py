@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -77,6 +77,13 @@ def local_cluster() -> ClusterResources:
     """This machine: its cores, and the NVIDIA devices that `CUDA_VISIBLE_DEVICES` leaves visible."""
     node = NodeResources(name="local", cpus=usable_cores(), gpus=_visible_gpus())
     return ClusterResources(nodes=(node,), elastic_cpus=True, cpu_bfloat16=computes_bfloat16())
+
+
+def planned_nodes(profile: Profile, number: int, gpus: int, *, least_cpus: int = 0) -> Iterator[NodeResources]:
+    """Nodes that are only planned for, with enough CPUs for two processes at each GPU: colocated, a rank and a worker share one."""
+    cpus = max(2 * profile.placement.cpus_per_worker * gpus, least_cpus)
+    for index in range(number):
+        yield NodeResources(name=f"node {index + 1}", cpus=cpus, gpus=gpus)
 
 
 def usable_cores() -> int:

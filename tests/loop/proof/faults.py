@@ -238,7 +238,7 @@ class FaultyWorker(Mortal, KeepingWorker):
         super().submit(request)
 
     async def so_far(self) -> SoFar:
-        return await self._ask(super().so_far(), "what its responses have so far", SO_FAR)
+        return await self._ask(super().so_far(), "a report of its responses", SO_FAR)
 
     async def abort(self, key: AttemptKey) -> None:
         await self._ask(super().abort(key), f"the abort of {key}", CALL_KEY)
