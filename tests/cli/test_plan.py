@@ -118,6 +118,8 @@ def test_several_nodes_are_planned_without_a_cluster(capsys: pytest.CaptureFixtu
     assert {row["would be there"] for row in json.loads(said.out)["cluster"]} == {"8 trainer", "8 rollout"}
     assert said.err == ""
     assert run(["plan", "-p", "base", *shapes, "--gpus", "8"]) == 3
+    assert run(["plan", "-p", "base", *shapes, "--nodes", "2", "--gpus", "4"]) == 3
+    assert "node 2: free 4 of 4 GPUs, 8 of 8 CPUs" in capsys.readouterr().err
     assert run(["plan", "-p", "base", "--nodes", "2"]) == 2
 
 

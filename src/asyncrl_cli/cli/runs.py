@@ -25,7 +25,7 @@ from asyncrl_cli.cli.console import (
     say,
     warn,
 )
-from asyncrl_cli.cli.submit import resume_there, say_next, set_words
+from asyncrl_cli.cli.submit import resume_there, say_next, set_words, where_runs_are
 from asyncrl_cli.errors import ConfigError, first_names
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _detach(arguments: Sequence[str], name: str, runs_dir: Path, address: str | 
     if as_json:
         print_json({"run": name, "pid": started.pid, "directory": str((runs_dir / name).absolute())})
     say(f"run '{name}' goes on without this terminal (pid {started.pid}); if it does not begin, {output} says why")
-    say_next(name, "" if runs_dir.resolve() == RUNS_DIR.resolve() else f" --runs-dir {runs_dir}")
+    say_next(name, where_runs_are(runs_dir))
 
 
 def resume(

@@ -25,7 +25,7 @@ from asyncrl_cli.cli.console import (
     say,
     stdout,
 )
-from asyncrl_cli.cli.submit import Take, Wait, followed_there, on_cluster, print_jobs
+from asyncrl_cli.cli.submit import Take, Wait, followed_there, on_cluster, print_jobs, where_runs_are
 from asyncrl_cli.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def watch(
         where = f" --address {address}"
     else:
         directory = _newest(runs_dir) if run is None else find_run(run, runs_dir)
-        name, follow, where = directory.name, partial(_follow, directory), ""
+        name, follow, where = directory.name, partial(_follow, directory), where_runs_are(directory.parent)
     if as_json:
         follow(_print_line, time.sleep)
     else:

@@ -106,6 +106,11 @@ def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = Fal
         _wait(server, job)
 
 
+def where_runs_are(runs_dir: Path) -> str:
+    """The option that says so, unless that is where they are by default."""
+    return "" if runs_dir.resolve() == RUNS_DIR.resolve() else f" --runs-dir {runs_dir}"
+
+
 def say_next(run: str, where: str) -> None:
     """What to type next about a run that goes on elsewhere."""
     for verb, what in {"watch": "its live screen", "logs": "what its processes say", "stop": "a checkpoint, and its end"}.items():
