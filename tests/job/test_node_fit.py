@@ -107,6 +107,8 @@ def test_strategies_labels_and_disjoint_nodes_say_where(
         (nodes((64, 8), (64, 8)), ("placement.rollout_strategy=strict_spread", *COUNTS), "bundle 3 of 4 of the rollout"),
         (nodes((64, 8)), ('placement.trainer_labels={zone="b"}',), "bundle 1 of 4 of the trainer"),
         (nodes((64, 3), (64, 3), (64, 2)), ("placement.gpus_per_rollout_worker=4",), "bundle 1 of 1 of the rollout (4 GPUs"),
+        (nodes((64, 32)), (*SHAPES, "placement.disjoint_nodes=true"), "bundle 1 of 2 of the rollout (8 GPUs and 8 CPUs)"),
+        (nodes((64, 8)), ("placement.disjoint_nodes=true", 'placement.trainer_labels={zone="b"}'), "bundle 1 of 4 of the trainer"),
     ],
 )
 def test_what_finds_no_node_is_told_with_all_nodes_and_a_hint_that_fits(

@@ -156,9 +156,18 @@ def fitting_hint(plan: JobPlan, cluster: ClusterResources) -> str:
 
 
 def _smaller_jobs(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
-    """Smaller plans and their `--set`s: first without the rules of where it may be, then fewer CPUs per worker, then fewer workers,
-    divided between the roles as before."""
-    yield from _looser(plan)
+    """Smaller plans and their `--set`s: first the same job without the rules of where it may be, then smaller ones, with the rules
+    and without."""
+    looser = list(_looser(plan))
+    yield from looser
+    yield from _with_less(plan)
+    if looser:
+        loosest, rules = looser[-1]
+        yield from ((smaller, f"{rules} {sets}") for smaller, sets in _with_less(loosest))
+
+
+def _with_less(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
+    """Fewer CPUs per worker, then fewer workers, divided between the roles as before."""
     for cpus in range(plan.cpus_per_worker - 1, 0, -1):
         yield replace(plan, cpus_per_worker=cpus), f"--set placement.cpus_per_worker={cpus}"
     if plan.scorers:  # how many of each there are is for placement.ratios to say
@@ -192,6 +201,9 @@ def _looser(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
             rules.append(({f"{name}_spot": replace(spot, labels={})}, f"--set placement.{name}_labels={{}}"))
     for changes, sets in rules:
         yield replace(plan, **changes), sets  # type: ignore[arg-type]
+    if len(rules) > 1:
+        without = {key: value for changes, _ in rules for key, value in changes.items()}
+        yield replace(plan, **without), " ".join(sets for _, sets in rules)  # type: ignore[arg-type]
 
 
 def _smaller_shapes(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
