@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist, fmean
 
-from asyncrl_cli.plan.job_plan import TRAINER, compile_job
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import TRAINER
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.responses import mean_tokens
 from asyncrl_cli.simulate.workload import Lengths, Workload

@@ -20,7 +20,8 @@ from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on
 from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions
-from asyncrl_cli.weights.versions import Manifest, RankZero, send
+from asyncrl_cli.weights.sending import send
+from asyncrl_cli.weights.versions import Manifest, RankZero
 
 WORKER = "smoke"
 NCCL_PORT = 29_561

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from asyncrl_cli.bench.phases import measure_all, side_of
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.plan.cluster import local_cluster
-from asyncrl_cli.plan.job_plan import compile_job
+from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.tasks.task import load_task
 

@@ -16,7 +16,8 @@ from asyncrl_cli.job.alone import NO_SUCH_TOKEN, endless_model
 from asyncrl_cli.job.cpu_time import CpuTime
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.tasks.task import load_task
 

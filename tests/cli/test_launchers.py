@@ -15,7 +15,7 @@ from jsonschema import validate
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import compile_job
+from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.profile.loaded import load
 
 SIXTEEN = "trainer.nnodes=2 trainer.n_gpus_per_node=8 rollout.nnodes=4 rollout.n_gpus_per_node=8 placement.disjoint_nodes=true"

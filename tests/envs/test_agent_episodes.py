@@ -12,8 +12,8 @@ import pytest
 from asyncrl_cli.envs.episode import Episode, Means
 from asyncrl_cli.envs.gateway.agent_episodes import AgentEnvironment
 from asyncrl_cli.envs.places import Places
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rewards import RewardPool
-from asyncrl_cli.tasks.scoring import RewardSpec
 from asyncrl_cli.tasks.user_code import UserCode
 from tests.envs.gateways import CHAT, LIMITS, SAMPLING, gateway, text_of
 

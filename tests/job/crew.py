@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import JobPlan, compile_job
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.schema import (
     AlgorithmSection,
     AsyncTrainingSection,
@@ -20,7 +21,7 @@ from asyncrl_cli.profile.schema import (
     TrainerSection,
     WeightsSection,
 )
-from asyncrl_cli.tasks.scoring import RewardSpec
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 
 CHARACTERS = "0123456789+=#., "
 REWARD = RewardSpec(kind="exact-match")

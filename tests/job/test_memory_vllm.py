@@ -11,7 +11,8 @@ import pytest
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.plan.memory_fit import cannot_fit, device_needs, memory_warnings
 from asyncrl_cli.profile.loaded import load

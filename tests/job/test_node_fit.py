@@ -10,8 +10,9 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.cluster import ClusterResources
-from asyncrl_cli.plan.job_plan import JobPlan, compile_job, plan_rows
-from asyncrl_cli.plan.node_fit import Bundle, Unplaced, assigned, matches
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import Bundle, JobPlan, plan_rows
+from asyncrl_cli.plan.node_fit import Unplaced, assigned, matches
 from asyncrl_cli.profile.loaded import load
 
 from .crew import nodes

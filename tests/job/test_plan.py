@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.plan.job_plan import JobPlan, compile_job, plan_rows
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import JobPlan, plan_rows
 from asyncrl_cli.profile.model_sections import RewardModelSection
 from asyncrl_cli.profile.schema import AlgorithmSection, ModelSection, Profile, TrainerSection
 

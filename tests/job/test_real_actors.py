@@ -13,7 +13,7 @@ from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult, TrajectoryMeta
 from asyncrl_cli.loop.ports import Cut, EvalRequest, EvalTry, PartRequest, TrainBatch
 from asyncrl_cli.loop.states import State
-from asyncrl_cli.plan.job_plan import compile_job
+from asyncrl_cli.plan.compiling import compile_job
 
 from .crew import REWARD, make_model, nodes, small_profile
 

@@ -11,7 +11,7 @@ import torch
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.models.tiny import IGNORED, Recipe, Taught, make_lessons, tiny_model
 from asyncrl_cli.models.warm_start import _batches, warm_start
-from asyncrl_cli.tasks.scoring import RewardSpec
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.task import Task
 from tests.products import counted_products
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 import tomli
 
@@ -64,3 +66,9 @@ def test_every_line_of_a_shipped_profile_says_its_purpose(path: Path) -> None:
 def test_every_room_says_its_purpose_in_one_line() -> None:
     for init in (ROOT / "src" / "asyncrl_cli").glob("*/__init__.py"):
         assert init.read_text(encoding="utf-8").startswith('"""'), init
+
+
+def test_no_module_imports_itself_by_way_of_others_not_even_for_a_type() -> None:
+    graph = grimp.build_graph("asyncrl_cli", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    TopologicalSorter(imports).prepare()  # CycleError names the circle

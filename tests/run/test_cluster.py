@@ -15,7 +15,8 @@ import pytest
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.job.session import connected
-from asyncrl_cli.plan.job_plan import JobPlan, compile_job
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.plan.machine import Finding
 from asyncrl_cli.profile.loaded import load
 from tests.cluster import RayNodes, processes_of, ray_nodes

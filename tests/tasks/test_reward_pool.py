@@ -23,8 +23,9 @@ from asyncrl_cli.tasks import reward_process
 from asyncrl_cli.tasks.child import send
 from asyncrl_cli.tasks.item import make_item
 from asyncrl_cli.tasks.reward_choice import resolve_reward
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
-from asyncrl_cli.tasks.scoring import RewardSpec, find_answer
+from asyncrl_cli.tasks.scoring import find_answer
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.tasks.user_code import UserCode
 
@@ -449,7 +450,7 @@ def test_the_child_dies_with_a_parent_that_is_killed(functions, child_is):
     script = f"""
 import asyncio
 from asyncrl_cli.tasks.item import make_item
-from asyncrl_cli.tasks.scoring import RewardSpec
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.user_code import UserCode
 from asyncrl_cli.tasks.rewards import RewardPool
 async def main():

@@ -13,7 +13,8 @@ from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.job.transports import arriving, clear
 from asyncrl_cli.weights.buckets import DamagedWeights, unpack
 from asyncrl_cli.weights.disk import DiskSender
-from asyncrl_cli.weights.versions import Manifest, send
+from asyncrl_cli.weights.sending import send
+from asyncrl_cli.weights.versions import Manifest
 from tests.packed import pack
 from tests.train.train_samples import save_tiny_model
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from asyncrl_cli.bench.results import Contestant
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources
-from asyncrl_cli.plan.job_plan import JobPlan, compile_job
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import Profile

@@ -8,7 +8,8 @@ from math import gcd
 from asyncrl_cli.bench.space import DEFAULT_PROFILE, SPLIT_KEYS
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import counted
-from asyncrl_cli.plan.job_plan import JobPlan, compile_job
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import ROLLOUT, TRAIN, share_of, tasks_apart

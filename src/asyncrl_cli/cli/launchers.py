@@ -18,8 +18,8 @@ from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.cli.submit import set_words
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.cluster import ClusterResources, asked_gpus, planned_nodes
-from asyncrl_cli.plan.job_plan import JobPlan, compile_job
-from asyncrl_cli.plan.node_fit import ROLLOUT, TRAINER
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.loaded import Loaded, load
 from asyncrl_cli.profile.schema import Profile
 

@@ -12,10 +12,11 @@ from rich.text import Text
 
 from asyncrl_cli.cli.console import print_json, print_prose, stdout, warn
 from asyncrl_cli.plan import cluster, memory_fit
-from asyncrl_cli.plan.job_plan import JobPlan, compile_job, plan_rows
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import COLOCATED, TRAINER, JobPlan, plan_rows
 from asyncrl_cli.plan.machine import engine_refusal
 from asyncrl_cli.plan.memory import MemoryEstimate
-from asyncrl_cli.plan.node_fit import COLOCATED, TRAINER, Unplaced, assigned, fitting_hint
+from asyncrl_cli.plan.node_fit import Unplaced, assigned, fitting_hint
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import Profile

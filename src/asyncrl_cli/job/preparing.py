@@ -27,7 +27,7 @@ from asyncrl_cli.models.tiny import UNTAUGHT, demonstrations_of
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.sinks import check_sinks
 from asyncrl_cli.plan.cluster import local_cluster
-from asyncrl_cli.plan.job_plan import compile_job, device_of
+from asyncrl_cli.plan.compiling import compile_job, device_of
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.builtin import environment_of

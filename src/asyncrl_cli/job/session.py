@@ -24,7 +24,8 @@ from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.job.lifeline import head_lifeline, lifeline
 from asyncrl_cli.job.reaper import Reaper
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
-from asyncrl_cli.plan.job_plan import JobPlan, compile_job
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.schema import Profile
 
 OBJECT_STORE_BYTES = 256 * 2**20

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from asyncrl_cli.loop.ports import Cut, TrainReport
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.train.scores import Column
-    from asyncrl_cli.weights.versions import Manifest, Sender
+    from asyncrl_cli.weights.sending import Sender
+    from asyncrl_cli.weights.versions import Manifest
 
 WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
 """In the run's directory: versions on their way to the workers, if `weights.transport` is `disk`; versions that are kept."""

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.profile.schema import Place, Profile
-from asyncrl_cli.weights.versions import Manifest, Sender, send
+from asyncrl_cli.weights.sending import Sender, send
+from asyncrl_cli.weights.versions import Manifest
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Packing

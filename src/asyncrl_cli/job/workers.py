@@ -30,7 +30,7 @@ from asyncrl_cli.job.transports import clear
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.sharing import CRITIC
-from asyncrl_cli.tasks.scoring import RewardSpec
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.tool_class import ToolClass
 
 STOP_TIMEOUT_S = 1.0

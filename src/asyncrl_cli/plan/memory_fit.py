@@ -9,7 +9,8 @@ from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 from asyncrl_cli.plan import cluster
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job, device_of
+from asyncrl_cli.plan.compiling import compile_job, device_of
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.plan.memory import SHARED_CACHE, MemoryEstimate, estimate_memory, kv_cache_bytes
 from asyncrl_cli.profile.schema import Profile
 

@@ -13,46 +13,16 @@ First fit: exact for bundles of one size on equal nodes, a good guess otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources, counted
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, Bundle, JobPlan, Spot
 
-if TYPE_CHECKING:
-    from asyncrl_cli.plan.job_plan import JobPlan
-
-TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
 MOST_NODES_SHOWN = 16
 MOST_SHAPES_TRIED = 5_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Bundle:
-    """What one bundle of a placement group reserves on one node."""
-
-    gpus: int = 0
-    cpus: int
-
-    def times(self, number: int) -> Bundle:
-        return Bundle(gpus=number * self.gpus, cpus=number * self.cpus)
-
-    def __str__(self) -> str:
-        return f"{counted(self.gpus, 'GPU')} and {counted(self.cpus, 'CPU')}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
-    """Which nodes a role may be on: by their labels, and by a strategy. `nodes`: it has one bundle on each of so many nodes, which
-    its processes share; 0: a bundle for each process."""
-
-    strategy: str = "pack"
-    labels: Mapping[str, str] = field(default_factory=dict)
-    nodes: int = 0
-
-
-ANYWHERE = Spot()
 
 
 class Unplaced(NamedTuple):

@@ -23,7 +23,8 @@ from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.lines import Line, read_events, read_metrics, spent_s
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.loaded import Layer, load, read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD, SCORERS

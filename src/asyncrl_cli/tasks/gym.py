@@ -25,16 +25,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from asyncrl_cli.errors import ConfigError, did_you_mean
 from asyncrl_cli.tasks.child import ChildFailed, call_once
 from asyncrl_cli.tasks.item import WORKED, Entry, Item, make_item
-
-if TYPE_CHECKING:  # scoring.py makes datasets, too
-    from asyncrl_cli.tasks.scoring import RewardSpec
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 
 PACKAGE = "reasoning_gym"
 SET_ELSEWHERE = {"seed": "run.seed", "size": "task.train_prompts"}

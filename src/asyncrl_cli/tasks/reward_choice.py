@@ -8,7 +8,8 @@ from typing import Any, cast
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.tasks.agents import check_agent
 from asyncrl_cli.tasks.code_records import try_out, user_code
-from asyncrl_cli.tasks.scoring import Adapter, RewardSpec, check_function
+from asyncrl_cli.tasks.reward_spec import Adapter, RewardSpec
+from asyncrl_cli.tasks.scoring import check_function
 from asyncrl_cli.tasks.user_code import is_user_code
 
 BUILT_IN = ("auto", "dataset", "exact-match", "math-verify", "none")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, send
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.reward_worker import IDLE, Board, Failed, Outcome, serve
-from asyncrl_cli.tasks.scoring import RewardSpec
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 2.0

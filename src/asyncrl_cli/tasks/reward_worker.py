@@ -27,7 +27,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.scoring import RewardSpec, Scorer, build_scorer, checked_reward, is_async
+from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.scoring import Scorer, build_scorer, checked_reward, is_async
 from asyncrl_cli.tasks.user_code import describe
 
 if TYPE_CHECKING:

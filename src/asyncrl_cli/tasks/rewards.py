@@ -24,8 +24,8 @@ from typing import Any
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_process import Backlog, CannotScore, RewardProcess, Rules, Wanted, start_process
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.reward_worker import Failed
-from asyncrl_cli.tasks.scoring import RewardSpec
 
 MAX_DEFAULT_WORKERS = 4
 MAX_IDLE_DEATHS = 4

@@ -10,40 +10,16 @@ import inspect
 import logging
 import math
 import numbers
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl_cli.tasks.item import WORKED, Item
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.user_code import UserCode
 
 Scorer = Callable[[Item, Any], Any]
-Adapter = Literal["plain", "worked"]
 ANSWER_TAG, ANSWER_END = "<answer>", "</answer>"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSpec:
-    """Describes a task's reward; small and picklable.
-
-    `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how the answer is found
-    in a response. `agent`: the function plays items and gives their rewards (agents.py); `verifiers`: so does the environment
-    `dataset` of the package verifiers, in the Python `python` ("": in ours). `episode`: the environment gives the reward, and
-    responses are not scored. `none`: 0, to which a reward model adds its score.
-    """
-
-    kind: Literal["dataset", "exact-match", "math-verify", "function", "agent", "verifiers", "episode", "none"]
-    dataset: str = ""
-    params: Mapping[str, Any] = field(default_factory=dict)
-    adapter: Adapter = "plain"
-    function: UserCode | None = None
-    python: str = ""
-
-    @property
-    def plays(self) -> bool:
-        """Whether items are played, not responses scored."""
-        return self.kind in ("agent", "verifiers")
 
 
 def build_scorer(spec: RewardSpec) -> Scorer:

@@ -20,7 +20,7 @@ from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module, make_entries
 from asyncrl_cli.tasks.item import WORKED, Item, prompt_key
 from asyncrl_cli.tasks.reward_choice import BUILT_IN, resolve_agent, resolve_reward
-from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
+from asyncrl_cli.tasks.reward_spec import Adapter, RewardSpec
 from asyncrl_cli.tasks.tool_choice import resolve_tool_class
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.tasks.user_code import is_user_code

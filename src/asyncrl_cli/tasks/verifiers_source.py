@@ -15,8 +15,8 @@ from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.child import ChildFailed, call_once
 from asyncrl_cli.tasks.item import Item, content_uid, make_item, prompt_key
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rows import prompt_and_answer
-from asyncrl_cli.tasks.scoring import RewardSpec
 from asyncrl_cli.tasks.verifiers_player import Row, read_rows
 
 LOAD_LIMIT_S = 600.0

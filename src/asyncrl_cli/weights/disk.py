@@ -25,7 +25,8 @@ from asyncrl_cli.storage import remove_tree, sync_files
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Entry, dtype_name, parameter_dtype, unpack, view_of
 from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
 from asyncrl_cli.weights.published import write_manifest
-from asyncrl_cli.weights.versions import Manifest, Sender, send
+from asyncrl_cli.weights.sending import Sender, send
+from asyncrl_cli.weights.versions import Manifest
 
 _VERSION_NAME = re.compile(r"version-(\d{6,})")
 

@@ -36,7 +36,8 @@ from numpy.typing import NDArray
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.weights.buckets import ALIGNMENT_BYTES, Bucket, Entry, Spec, torch_dtype, view_of
-from asyncrl_cli.weights.versions import Manifest, Sender
+from asyncrl_cli.weights.sending import Sender
+from asyncrl_cli.weights.versions import Manifest
 
 Layout = tuple[Entry, ...]
 

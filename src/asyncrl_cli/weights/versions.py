@@ -1,10 +1,5 @@
-"""The protocols that carry a version from rank 0 to the workers, their timeouts, and the probes that verify a load.
+"""What describes a version on its way to the workers, how long they wait for it, and the probes that verify a load.
 
-    rank 0   begin(version) -> put(bucket) -> ref ... -> finish(manifest)     a Sender; `keep` ends older versions
-    driver   carries (manifest, refs) to every worker
-    worker   ref -> bucket ..., and `buckets.verified` compares fingerprints
-
-The Sender of `object-store` is in job/transports.py (its refs are Ray's), of `disk` in disk.py, of `nccl` and `ipc` in held.py.
 This module does not import torch, because the driver uses it, too.
 
 The waits of `nccl` and `ipc` are bounded. Each wait is longer than those inside it: the innermost fails first, and its
@@ -26,16 +21,13 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import xxhash
 
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, WeightsSection
-
-if TYPE_CHECKING:
-    from asyncrl_cli.weights.buckets import Bucket
 
 TIMEOUT_KEY = "weights.timeout_s"
 AT_ONCE_S = 10.0
@@ -76,29 +68,6 @@ class Manifest:
     def fingerprint(self) -> str:
         """Of the whole version: 16 hex digits."""
         return xxhash.xxh3_64_hexdigest(b"".join(fingerprint.to_bytes(8, "big") for fingerprint in self.fingerprints))
-
-
-class Sender(Protocol):
-    """Rank 0's end of a transport. One version at a time, one call at a time, in any thread."""
-
-    def begin(self, version: int, num_buckets: int) -> None:
-        """Start a version. Discards one that was not finished."""
-
-    def put(self, bucket: Bucket) -> Any:
-        """Returns a ref with which workers get this bucket once the version is finished. Call it in the layout's order."""
-
-    def finish(self, manifest: Manifest) -> None:
-        """Complete the version after its last bucket."""
-
-    def keep(self, wanted: Collection[int]) -> None:
-        """Drop all versions but `wanted`: no worker will ask for another one."""
-
-
-def send(sender: Sender, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Any]:
-    sender.begin(manifest.version, len(buckets))
-    refs = [sender.put(bucket) for bucket in buckets]
-    sender.finish(manifest)
-    return refs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.disk import DiskSender, keep_version
-from asyncrl_cli.weights.versions import Manifest, send
+from asyncrl_cli.weights.sending import send
+from asyncrl_cli.weights.versions import Manifest
 from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.engines.needs import needs_vllm

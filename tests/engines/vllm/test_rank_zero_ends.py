@@ -17,7 +17,8 @@ from asyncrl_cli.engines.vllm.ipc import IpcExports
 from asyncrl_cli.engines.vllm.nccl import LOOK_S, NcclLinks
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions, Layout, SharedWeights
-from asyncrl_cli.weights.versions import Manifest, Meeting, send
+from asyncrl_cli.weights.sending import send
+from asyncrl_cli.weights.versions import Manifest, Meeting
 from tests.engines import tiny
 from tests.engines.vllm.in_process_ends import WAIT_S, Exchange, InProcessChunk, InProcessGroup, InProcessMemory
 from tests.packed import pack

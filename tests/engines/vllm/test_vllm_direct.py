@@ -27,7 +27,8 @@ from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
 from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions, Layout
-from asyncrl_cli.weights.versions import Manifest, Meeting, send
+from asyncrl_cli.weights.sending import send
+from asyncrl_cli.weights.versions import Manifest, Meeting
 from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.engines.needs import needs_vllm

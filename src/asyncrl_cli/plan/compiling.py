@@ -1,0 +1,97 @@
+"""Compiles a profile into a `JobPlan`. Pure: it reads nothing and starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import gcd
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.plan.cluster import (
+    ClusterResources,
+    asked_gpus,
+    counted,
+    cpu_counts,
+    cuda_counts,
+    scorer_processes,
+    with_logical_gpus,
+)
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, Spot
+from asyncrl_cli.plan.node_fit import check_fit
+from asyncrl_cli.profile.arithmetic import tensor_parallel_size
+from asyncrl_cli.profile.nodes import shape_of
+from asyncrl_cli.profile.schema import Profile
+
+
+def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
+    """The plan of a profile's job. Raises ConfigError if its numbers contradict each other, PreflightError if the cluster is too
+    small."""
+    device, placement = device_of(profile, cluster), profile.placement
+    tensor_parallel_size(profile, device)
+    if placement.gpu_bundles and cluster.elastic_cpus and len(cluster.nodes) == 1:
+        cluster = with_logical_gpus(cluster, asked_gpus(profile))
+    claims = "cuda" if placement.gpu_bundles else device
+    ranks, workers = cuda_counts(profile, cluster) if claims == "cuda" else cpu_counts(profile)
+    if ranks % (sharing := profile.trainer.sequence_parallel_size):
+        raise ConfigError(
+            f"trainer.sequence_parallel_size = {sharing} does not divide {counted(ranks, 'trainer rank')}",
+            hint=f"--set trainer.sequence_parallel_size={gcd(ranks, sharing)}",
+        )
+    plan = JobPlan(
+        device=device,
+        trainer_workers=ranks,
+        rollout_workers=workers,
+        gpus_per_rollout_worker=placement.gpus_per_rollout_worker if claims == "cuda" else 0,
+        cpus_per_worker=placement.cpus_per_worker,
+        colocate=placement.colocate,
+        engine=profile.rollout.engine,
+        scorers=scorer_processes(profile, cluster, claims),
+        trainer_spot=_spot(profile, TRAINER, claims),
+        rollout_spot=_spot(profile, ROLLOUT, claims),
+        disjoint_nodes=placement.disjoint_nodes,
+        autoscaler=placement.autoscaler,
+    )
+    check_fit(plan, cluster)
+    return replace(plan, warnings=tuple(_warnings(profile, plan, cluster)))
+
+
+def _spot(profile: Profile, role: str, claims: str) -> Spot:
+    shape = shape_of(getattr(profile, role)) if claims == "cuda" else None
+    placement = profile.placement
+    strategy = "strict_spread" if shape else getattr(placement, f"{role}_strategy")
+    return Spot(strategy=strategy, labels=getattr(placement, f"{role}_labels"), nodes=shape.nodes if shape else 0)
+
+
+def device_of(profile: Profile, cluster: ClusterResources) -> str:
+    """`cpu` or `cuda`, for all roles."""
+    if profile.placement.device != "auto":
+        return profile.placement.device
+    return "cuda" if cluster.gpus or profile.placement.gpus is not None else "cpu"
+
+
+def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Iterator[str]:
+    on_cpus, rollout = plan.device == "cpu", plan.role(ROLLOUT)
+    if not plan.gpus and profile.placement.gpus is not None:
+        yield f"placement.gpus = {profile.placement.gpus} is not used: the job runs on CPUs"
+    placement = profile.placement
+    counts = {
+        "placement.colocate": placement.colocate,
+        "placement.trainer_workers": placement.trainer_workers,
+        "rollout.workers": profile.rollout.workers,
+        "trainer.n_gpus_per_node": profile.trainer.n_gpus_per_node,
+        "rollout.n_gpus_per_node": profile.rollout.n_gpus_per_node,
+    }
+    if plan.gpus and placement.ratio != "1:1" and (key := next((key for key, count in counts.items() if count), "")):
+        yield f'placement.ratio = "{placement.ratio}" is not used: {key} says who gets what'
+    if on_cpus and profile.model.dtype == "bfloat16" and cluster.cpu_bfloat16 is False:
+        yield (
+            "model.dtype = bfloat16: this CPU has no instructions for it and emulates every matrix product, several times "
+            "slower than in float32 (--set model.dtype=float32)"
+        )
+    if on_cpus and profile.trainer.offload_optimizer:
+        yield "trainer.offload_optimizer changes nothing on CPUs: the optimizer's moments are in the host's memory already"
+    # On CPUs each of the processes that share a model computes with all of its worker's threads.
+    more = rollout.workers * rollout.threads * (tensor_parallel_size(profile, plan.device) - 1) if on_cpus else 0
+    if cluster.elastic_cpus and plan.cpus + more > cluster.cpus:
+        cores = counted(cluster.cpus, "core")
+        yield f"the job's workers compute with {plan.cpus + more} threads on {cores} and slow each other down"

@@ -1,0 +1,34 @@
+"""What a task's reward is, in words that every process reads: `scoring.build_scorer` makes the scorer of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncrl_cli.tasks.user_code import UserCode
+
+Adapter = Literal["plain", "worked"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec:
+    """Describes a task's reward; small and picklable.
+
+    `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how the answer is found
+    in a response. `agent`: the function plays items and gives their rewards (agents.py); `verifiers`: so does the environment
+    `dataset` of the package verifiers, in the Python `python` ("": in ours). `episode`: the environment gives the reward, and
+    responses are not scored. `none`: 0, to which a reward model adds its score.
+    """
+
+    kind: Literal["dataset", "exact-match", "math-verify", "function", "agent", "verifiers", "episode", "none"]
+    dataset: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Adapter = "plain"
+    function: UserCode | None = None
+    python: str = ""
+
+    @property
+    def plays(self) -> bool:
+        """Whether items are played, not responses scored."""
+        return self.kind in ("agent", "verifiers")
