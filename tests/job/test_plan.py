@@ -278,7 +278,7 @@ def test_rows_are_plain_values_one_per_role() -> None:
     assert all(isinstance(value, str | int | float) for row in rows for value in row.values())
 
 
-@pytest.mark.parametrize("module", ["asyncrl_cli.job", "asyncrl_cli.plan.job_plan", "asyncrl_cli.job.session"])
+@pytest.mark.parametrize("module", ["asyncrl_cli.job", "asyncrl_cli.plan.compiling", "asyncrl_cli.job.session"])
 def test_planning_imports_neither_ray_nor_torch(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'ray', 'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

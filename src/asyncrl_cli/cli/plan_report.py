@@ -87,10 +87,10 @@ class _Cluster:
 
     @classmethod
     def planned(cls, profile: Profile, gpus: int | None, nodes: int) -> _Cluster:
-        """This machine, or `nodes` with `gpus` GPUs each."""
+        """This machine, or `nodes` with `gpus` GPUs each, whose CPUs are enough; without GPUs they have as many as this machine."""
         here = cluster.local_cluster()
         if gpus is not None:
-            planned = tuple(cluster.planned_nodes(profile, nodes, gpus, least_cpus=here.cpus))
+            planned = tuple(cluster.planned_nodes(profile, nodes, gpus, least_cpus=0 if gpus else here.cpus))
             here = replace(here, nodes=planned, elastic_cpus=nodes == 1)
         return cls(here, here)
 
