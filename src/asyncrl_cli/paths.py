@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 from asyncrl_cli.errors import ConfigError
@@ -11,6 +12,9 @@ from asyncrl_cli.errors import ConfigError
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """The longest file name and path that Linux accepts."""
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+RUNS_DIR = Path("runs")
+ADDRESS_VARIABLE = "_ASYNCRL_ADDRESS"
+"""In a job's processes: the address of the job server that it was submitted to."""
 
 
 def expand(text: str | Path) -> Path:
@@ -32,6 +36,19 @@ def check_name(name: str) -> None:
             f"run.name '{name:.101}' cannot name a directory: letters, digits, '.', '_' and '-', at most 100",
             hint="give another --name",
         )
+
+
+def where_runs_are(runs_dir: Path) -> str:
+    """The option with which a command finds the runs of a directory; empty if it is the default one. In a job that was submitted it
+    is the address that it was submitted to."""
+    if address := os.environ.get(ADDRESS_VARIABLE):
+        return f" --address {address}"
+    return "" if runs_dir.resolve() == RUNS_DIR.resolve() else f" --runs-dir {shlex.quote(str(runs_dir))}"
+
+
+def as_typed(run_dir: Path) -> str:
+    """A run's name and the option with which a command finds it."""
+    return run_dir.name + where_runs_are(run_dir.parent)
 
 
 def has_module(directory: Path, module: str) -> bool:

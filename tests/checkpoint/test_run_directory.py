@@ -14,6 +14,7 @@ import pytest
 from asyncrl_cli.checkpoint.find import is_locked, resolve
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, check_free, fresh_name, request_stop
 from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.paths import ADDRESS_VARIABLE, as_typed
 
 HOLDER = """
 import sys
@@ -41,8 +42,16 @@ def test_a_new_run_has_its_files_and_folders(run):
 def test_a_name_in_use_is_refused_with_both_ways_out(run):
     with pytest.raises(RefusedError, match="in use") as caught:
         RunDirectory.create(run.path.parent, "otter", profile_toml="", resolved={})
-    assert "asyncrl resume otter" in caught.value.hint
+    assert f"`asyncrl resume otter --runs-dir {run.path.parent}`" in caught.value.hint
     assert "--name" in caught.value.hint
+
+
+def test_a_run_is_called_by_its_name_and_by_what_else_a_command_needs_to_find_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert as_typed(tmp_path / "runs" / "otter") == "otter"
+    assert as_typed(tmp_path / "all runs" / "otter") == f"otter --runs-dir '{tmp_path}/all runs'"
+    monkeypatch.setenv(ADDRESS_VARIABLE, "http://head:8265")
+    assert as_typed(tmp_path / "all runs" / "otter") == "otter --address http://head:8265"
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 101, "sp ace"])

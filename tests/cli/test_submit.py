@@ -154,7 +154,7 @@ def test_of_a_run_that_was_refused_before_it_had_files_its_jobs_words_are_printe
     assert "no such thing" not in capsys.readouterr().err
     monkeypatch.setattr(Here, "ends", "FAILED")
     assert run([command, "first", *ADDRESS]) == 2
-    assert f"its job {Here.jobs[0].id} has failed:\nerror: no such thing\n" in capsys.readouterr().err
+    assert f"its job {Here.jobs[0].id} said:\nerror: no such thing\n" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("cluster")

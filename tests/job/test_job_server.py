@@ -14,6 +14,7 @@ from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.job import job_server
 from asyncrl_cli.job.job_server import COMMAND, MARK, Job, JobServer, _without_rays_own
 from asyncrl_cli.job.shipping import PROFILE, Cargo
+from asyncrl_cli.paths import ADDRESS_VARIABLE
 
 
 def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +54,13 @@ def test_a_resumed_run_ships_nothing() -> None:
     assert job.entrypoint == f"echo {MARK}; exec {COMMAND} resume first --runs-dir /runs --ui plain"
 
 
+def test_a_job_knows_the_address_with_which_its_run_is_found() -> None:
+    server = Tailed([[]], ["RUNNING"])
+    server.submit(Job(arguments=["train"], run="first", runs_dir=Path("/runs")))
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": "3600", ADDRESS_VARIABLE: "http://head:8265"}
+    assert server.submitted["runtime_env"] == {"env_vars": variables}
+
+
 def test_an_address_of_something_else_is_refused_with_what_it_should_be() -> None:
     for address in ("ray://head:10001", "head:6379", "auto"):
         with pytest.raises(ConfigError, match="not the address of a job server") as refused:
@@ -79,7 +87,8 @@ class Tailed(JobServer):
             raise RuntimeError("the head is busy")
         return self.log
 
-    def submit_job(self, **words: object) -> None: ...
+    def submit_job(self, **words: Any) -> None:
+        self.submitted = words
 
     def stop_job(self, job: str) -> None: ...
 

@@ -16,6 +16,7 @@ from typing import IO, Any, TextIO
 
 from asyncrl_cli.checkpoint.sealed import LOOP_STATE, STEP_NAME, Checkpoint, checkpoints_in, finish_interrupted_replacements
 from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.paths import as_typed
 from asyncrl_cli.safe_files import MAX_JSON_BYTES, UnsafeFile, open_regular, parse_json, read_bytes, read_text, reason
 from asyncrl_cli.storage import naming
 
@@ -139,7 +140,7 @@ def resolve(argument: str, runs_dir: Path) -> Path:
         finish_interrupted_replacements(found / "checkpoints")
     checkpoints = checkpoints_in(found / "checkpoints")
     if not checkpoints and runs_now:
-        hint = f"`asyncrl watch {found.name}` shows it, `asyncrl stop {found.name}` ends it"
+        hint = f"`asyncrl watch {as_typed(found)}` shows it, `asyncrl stop {as_typed(found)}` ends it"
         raise RefusedError(f"run '{found.name}' is running, and has no checkpoint yet", hint=hint)
     if not checkpoints:
         raise RefusedError(f"run '{found.name}' has no checkpoint yet", hint="start a new run with `asyncrl train --name NAME`")

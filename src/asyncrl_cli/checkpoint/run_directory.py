@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from asyncrl_cli.checkpoint.find import LOCK, failed_start, holder, is_locked, known_runs, last_status, take_lock
 from asyncrl_cli.checkpoint.sealed import checkpoints_in, finish_interrupted_replacements
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.paths import check_name
+from asyncrl_cli.paths import as_typed, check_name
 from asyncrl_cli.safe_files import MIB, UnsafeFile, read_bytes, reason
 from asyncrl_cli.storage import make_in, remove_if_empty, remove_tree, replace_link, replace_text
 
@@ -152,7 +152,7 @@ class RunDirectory:
         if self._lock is None:
             raise RefusedError(
                 f"run '{self.name}' is running: {holder(self.path)} holds it",
-                hint=f"watch it with `asyncrl status {self.name}`, or end it with `asyncrl stop {self.name}`",
+                hint=f"watch it with `asyncrl status {as_typed(self.path)}`, or end it with `asyncrl stop {as_typed(self.path)}`",
             )
         for directory in (self.checkpoints, self.samples, self.logs):
             directory.mkdir(exist_ok=True)
@@ -208,7 +208,7 @@ def clear_lost(run_dir: Path) -> Path | None:
 def _in_use(path: Path) -> RefusedError:
     return RefusedError(
         f"run directory {path} is in use: a run of that name exists",
-        hint=f"continue it with `asyncrl resume {path.name}`, or give another --name",
+        hint=f"continue it with `asyncrl resume {as_typed(path)}`, or give another --name",
     )
 
 

@@ -20,6 +20,7 @@ from rich.text import Text
 from asyncrl_cli.cli import completion
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted, PreflightError
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
+from asyncrl_cli.paths import RUNS_DIR as RUNS_DIR
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.run import Run
@@ -66,7 +67,6 @@ JobAddressOption = Annotated[
 ]
 DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Go on without this terminal, and say what to type next.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-RUNS_DIR = Path("runs")
 
 
 class _Stream(io.FileIO):

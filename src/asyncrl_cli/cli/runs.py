@@ -25,8 +25,9 @@ from asyncrl_cli.cli.console import (
     say,
     warn,
 )
-from asyncrl_cli.cli.submit import resume_there, say_next, set_words, where_runs_are
+from asyncrl_cli.cli.submit import resume_there, say_next, set_words
 from asyncrl_cli.errors import ConfigError, first_names
+from asyncrl_cli.paths import where_runs_are
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.run import Run

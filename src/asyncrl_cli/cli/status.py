@@ -25,8 +25,9 @@ from asyncrl_cli.cli.console import (
     say,
     stdout,
 )
-from asyncrl_cli.cli.submit import Take, Wait, followed_there, on_cluster, print_jobs, where_runs_are
+from asyncrl_cli.cli.submit import Take, Wait, followed_there, on_cluster, print_jobs
 from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.paths import as_typed, where_runs_are
 
 if TYPE_CHECKING:
     from asyncrl_cli.observe.status import RunStatus
@@ -197,10 +198,14 @@ def stop(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, address: JobAddre
 
     found = read_status(run, runs_dir)
     if found.is_over:
-        raise RefusedError(f"run '{found.name}' is not running", hint=f"`asyncrl status {found.name}` says how it ended")
+        raise RefusedError(
+            f"run '{found.name}' is not running", hint=f"`asyncrl status {as_typed(found.directory)}` says how it ended"
+        )
     if request_stop(found.directory) > 1:
         say(f"asked run '{found.name}' to end at once")
     elif "doing" in found.status:  # of a start; the loop's status has none
         say(f"asked run '{found.name}' to end; it is still starting and has nothing new to write a checkpoint of")
     else:
-        say(f"asked run '{found.name}' to finish its step, checkpoint and end; `asyncrl watch` shows it")
+        say(
+            f"asked run '{found.name}' to finish its step, checkpoint and end; `asyncrl watch {as_typed(found.directory)}` shows it"
+        )

@@ -106,11 +106,6 @@ def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = Fal
         _wait(server, job)
 
 
-def where_runs_are(runs_dir: Path) -> str:
-    """The option that says so, unless that is where they are by default."""
-    return "" if runs_dir.resolve() == RUNS_DIR.resolve() else f" --runs-dir {runs_dir}"
-
-
 def say_next(run: str, where: str) -> None:
     """What to type next about a run that goes on elsewhere."""
     for verb, what in {"watch": "its live screen", "logs": "what its processes say", "stop": "a checkpoint, and its end"}.items():
@@ -182,7 +177,7 @@ def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, 
 
 def on_cluster(address: str, arguments: Sequence[str], runs_dir: Path) -> None:
     """Run a command on the run `arguments[1]` where its files are, print its output as it comes, and exit with its code. Of a run
-    that was refused before it had files, print what its job said."""
+    that ended before it had files, print what its job said."""
     from asyncrl_cli.job.job_server import TIMED_OUT, JobServer
 
     server = JobServer(address)
@@ -198,6 +193,6 @@ def on_cluster(address: str, arguments: Sequence[str], runs_dir: Path) -> None:
         say("nothing is followed for longer on the cluster: call it again to go on")
     has_no_files = bool(first) and first[0].startswith(f"error: no run '{run}'")
     if has_no_files and (job := server.failed_job(run)):
-        say(f"its job {job} has failed:")
+        say(f"its job {job} said:")
         server.follow(job, say, warn)
     raise typer.Exit(code)

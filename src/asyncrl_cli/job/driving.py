@@ -27,6 +27,7 @@ from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Si
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.screen import make_ui
 from asyncrl_cli.observe.sinks import make_sinks
+from asyncrl_cli.paths import as_typed
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.storage import storage_error
@@ -192,7 +193,7 @@ async def run_to_the_end(
         if this.cancelling():  # this task itself was cancelled, and not only the loop
             observers.close("stopped")
             raise
-        error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {directory.name}")
+        error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {as_typed(directory.path)}")
     except Exception as failure:
         error = _as_ours(failure, directory)
         if isinstance(error, Interrupted):
@@ -223,7 +224,7 @@ def _out() -> None:
 
 def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:
     """The failure as an error for the user, with a hint about what to do next."""
-    name = directory.name
+    run = as_typed(directory.path)
     if isinstance(failure, OSError):
         return storage_error(failure)
     if not isinstance(failure, AsyncrlError):
@@ -231,10 +232,10 @@ def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:
         return AsyncrlError(what, hint="the traceback is in the log")
     if isinstance(failure, SessionLost):
         step = next(map(step_of, sealed_checkpoints(directory.checkpoints)), None)
-        failure.hint = f"`asyncrl resume {name}` continues from " + ("its start" if step is None else f"step {step}")
+        failure.hint = f"`asyncrl resume {run}` continues from " + ("its start" if step is None else f"step {step}")
     elif isinstance(failure, Interrupted):
-        failure.hint = failure.hint or f"asyncrl resume {name}"
+        failure.hint = failure.hint or f"asyncrl resume {run}"
     elif isinstance(failure, ExecutorFailed):
-        told = f"`asyncrl logs {name}` tells more, `asyncrl resume {name}` goes on from the last checkpoint"
+        told = f"`asyncrl logs {run}` tells more, `asyncrl resume {run}` goes on from the last checkpoint"
         failure.hint = failure.hint or told
     return failure

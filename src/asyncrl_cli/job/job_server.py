@@ -26,6 +26,7 @@ from asyncrl_cli import __version__
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted, PreflightError, first_line
 from asyncrl_cli.job.session import is_job_server
 from asyncrl_cli.job.shipping import PROFILE, Cargo
+from asyncrl_cli.paths import ADDRESS_VARIABLE
 
 REQUEST_S = 30.0
 START_S = 120.0
@@ -152,7 +153,7 @@ class JobServer:
         return found[0] if found else (str(run), otherwise.absolute())
 
     def failed_job(self, run: str) -> str:
-        """The newest job of that run, if it has failed; else empty."""
+        """The newest job of that run, if Ray calls it failed (it may have been stopped, too); else empty."""
         newest = next((job for job in self.runs() if job.metadata[RUN_KEY] == run), None)
         return newest.submission_id if newest is not None and newest.status == FAILED else ""
 
@@ -257,10 +258,9 @@ class JobServer:
             coming.cancel()
 
     def _submit(self, entrypoint: str, job: str, runtime_env: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+        environment = {**runtime_env, "env_vars": {**runtime_env["env_vars"], ADDRESS_VARIABLE: self.address}}
         with self._asking():
-            self._client.submit_job(
-                entrypoint=entrypoint, submission_id=job, runtime_env=dict(runtime_env), metadata=dict(metadata)
-            )
+            self._client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=environment, metadata=dict(metadata))
 
     @contextlib.contextmanager
     def _asking(self) -> Any:

@@ -22,6 +22,7 @@ from asyncrl_cli.checkpoint.find import find_run, is_locked
 from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
+from asyncrl_cli.paths import as_typed
 from asyncrl_cli.safe_files import MIB, Count, parse_json, read_bytes, reason
 
 SCHEMA_VERSION = 2
@@ -124,7 +125,8 @@ class RunStatus:
             again = f"`asyncrl train --name {self.name}` replaces it"
             return f"killed {self.age_s:.0f} s ago while it started: nothing was trained, {again}"
         if self.liveness == "dead":
-            return f"not running any more: it was killed {self.age_s:.0f} s ago; go on with `asyncrl resume {self.name}`"
+            again = f"go on with `asyncrl resume {as_typed(self.directory)}`"
+            return f"not running any more: it was killed {self.age_s:.0f} s ago; {again}"
         if self.is_resuming:
             return "a driver holds the run: it is resuming or ending it; this is the last status it wrote"
         if self.liveness == "silent":
