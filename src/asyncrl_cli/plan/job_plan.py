@@ -1,4 +1,4 @@
-"""A job's plan: its roles, their workers and devices, and the bundles that they reserve (compiling.py makes it of a profile).
+"""A job's plan: its roles, their workers and devices, and the bundles that they reserve. compiling.py makes it from a profile.
 
     placement group   bundles                                 what runs in a bundle (of `nnodes`: all of a node's share)
     trainer           one per rank: 1 device, c CPUs          that rank

@@ -5,7 +5,7 @@
         files.py, rows.py                  a jsonl or parquet file, row by row,
         builtin.py                         a task that comes with asyncrl: arithmetic.py, guessing.py
         verifiers_source.py                or an environment of the package verifiers; verifiers_player.py: what plays it
-        reward_choice.py                   which reward is meant
+        reward_choice.py                   which reward is meant; reward_spec.py: its description, which every process reads
         code_records.py                    functions and classes of the user's (user_code.py): tried out in a child, recorded
         item.py                            what an item is; compact prompts with written-out working, for builtin:tiny
     rewards.RewardPool(task.reward, ...)   awaits rewards without blocking the event loop:

@@ -1,4 +1,4 @@
-"""What a task's reward is, in words that every process reads: `scoring.build_scorer` makes the scorer of it."""
+"""The description of a task's reward, which every process can read; `scoring.build_scorer` makes a scorer from it."""
 
 from __future__ import annotations
 

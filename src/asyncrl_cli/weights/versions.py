@@ -1,4 +1,4 @@
-"""What describes a version on its way to the workers, how long they wait for it, and the probes that verify a load.
+"""The description of a version on its way to the workers, the bounds of the waits for it, and the probes that verify a load.
 
 This module does not import torch, because the driver uses it, too.
 
