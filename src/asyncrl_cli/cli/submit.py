@@ -21,7 +21,7 @@ from asyncrl_cli.cli.console import (
     stdout,
     warn,
 )
-from asyncrl_cli.errors import AsyncrlError, Interrupted, RefusedError
+from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted, RefusedError
 from asyncrl_cli.job.detaching import WATCHED_S
 
 if TYPE_CHECKING:
@@ -182,17 +182,10 @@ def on_cluster(address: str, arguments: Sequence[str], runs_dir: Path) -> None:
 
     server = JobServer(address)
     run, place = server.find(arguments[1], runs_dir)
-    first: list[str] = []
-
-    def write(line: str) -> None:
-        first.extend([] if first else [line])
-        print_text(line)
-
-    code = server.call([*arguments, "--runs-dir", str(place)], write, columns=stdout().width)
+    code = server.call([*arguments, "--runs-dir", str(place)], print_text, columns=stdout().width)
     if code == TIMED_OUT:
         say("nothing is followed for longer on the cluster: call it again to go on")
-    has_no_files = bool(first) and first[0].startswith(f"error: no run '{run}'")
-    if has_no_files and (job := server.failed_job(run)):
+    if code == ConfigError.exit_code and (job := server.failed_job(run)):  # there is no run of that name
         say(f"its job {job} said:")
         server.follow(job, say, warn)
     raise typer.Exit(code)
