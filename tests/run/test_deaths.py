@@ -9,10 +9,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.engines.needs import needs_vllm
-from tests.run.commands import LIMIT_S, LONG, command_line, descendants, finish, lines, start, wait_for_steps, wait_until_gone
+from tests.engines.vllm.vllm_processes import engine_processes
+from tests.run.commands import LIMIT_S, LONG, descendants, finish, lines, start, wait_for_steps, wait_until_gone
 from tests.run.listening import listening
 
 pytestmark = pytest.mark.slow
@@ -30,8 +32,8 @@ SETS = (
 @pytest.mark.parametrize(
     ("engine", "victim", "workers", "error"),
     [
-        ("transformers", b"RolloutActor", 2, "its process ended during"),
-        pytest.param("vllm", b"VLLM::EngineCore", 1, "vLLM's engine process has ended (EngineCore with SIGKILL)", marks=needs_vllm),
+        ("transformers", "actor", 2, "its process ended during"),
+        pytest.param("vllm", "EngineCore", 1, "vLLM's engine process has ended (EngineCore with SIGKILL)", marks=needs_vllm),
     ],
 )
 def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_checkpoint(tmp_path, engine, victim, workers, error):
@@ -41,7 +43,7 @@ def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_c
     wait_for_steps(process, run, 3)
     found = listening({process.pid, *descendants(process.pid)})
     assert {host for _, host, _ in found} == {"127.0.0.1"}
-    assert engine != "vllm" or any(victim in command_line(pid) for pid, _, _ in found)
+    assert engine != "vllm" or pid_of(process, "rollout-0", victim) in {pid for pid, _, _ in found}
 
     worker = kill_a_busy_worker(process, run, victim)
     wait_for(process, run, is_back)
@@ -146,9 +148,10 @@ def kill_a_busy_worker(process, run, victim):
 
 
 def pid_of(process, worker, victim):
-    """That of the worker's process, or of its engine's."""
-    family = descendants(process.pid)
-    return next(pid for pid in family if victim in command_line(pid) and logs_to(pid) == f"{worker}.log")
+    """That of the worker's actor, the first of all that write to its log, or of a process of its engine."""
+    pids = {pid for pid in descendants(process.pid) if logs_to(pid) == f"{worker}.log"}
+    (actor,) = (pid for pid in pids if psutil.Process(pid).ppid() not in pids)
+    return actor if victim == "actor" else engine_processes(actor)[victim].pid
 
 
 def logs_to(pid):

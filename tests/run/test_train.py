@@ -12,13 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engines.needs import needs_vllm
-from tests.run.commands import SMALL, command_line, descendants, finish, lines, start, wait_for_steps, wait_until_gone
+from tests.engines.vllm.vllm_processes import engine_processes
+from tests.run.commands import SMALL, descendants, finish, lines, start, wait_for_steps, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
 
 class Ended(NamedTuple):
-    """A run that has ended. `engines`: how many of its processes were vLLM's; `left`: those that were still there later;
+    """A run that has ended. `engines`: how many of its processes held one of vLLM; `left`: those that were still there later;
     `has_torch`: whether the driver had loaded it by the second step."""
 
     run: Path
@@ -51,7 +52,7 @@ def partial(tmp_path_factory, request):
     wait_for_steps(process, run, 2)
     family = descendants(process.pid)
     has_torch = "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
-    engines = sum(b"VLLM::" in command_line(pid) for pid in family)
+    engines = sum(bool(engine_processes(pid)) for pid in family)
     code, out, err = finish(process)
     assert code == 0, err
     return Ended(run=run, out=out, err=err, engines=engines, left=wait_until_gone(family, 10.0), has_torch=has_torch)

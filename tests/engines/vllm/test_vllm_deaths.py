@@ -15,7 +15,8 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.errors import ExecutorFailed
 from tests.engines.needs import needs_vllm
-from tests.engines.vllm.vllm_kills import GONE_WITHIN_S, engine_processes, kill_and_expect
+from tests.engines.vllm.vllm_kills import GONE_WITHIN_S, kill_and_expect
+from tests.engines.vllm.vllm_processes import engine_processes
 from tests.engines.vllm.vllm_world import sampling, world
 
 pytestmark = [
@@ -57,7 +58,7 @@ def test_a_killed_owner_takes_its_engines_processes_along(model_dir: Path, tmp_p
         assert owner.stdout is not None
         assert "generating\n" in owner.stdout  # vLLM writes its warnings there too
         processes = psutil.Process(owner.pid).children(recursive=True)
-        assert list(engine_processes(owner.pid)) == ["VLLM::EngineCore"]
+        assert list(engine_processes(owner.pid)) == ["EngineCore"]
     finally:
         owner.kill()
         owner.communicate(timeout=GONE_WITHIN_S)  # ends only when nobody holds its stdout any more
@@ -102,6 +103,6 @@ def test_processes_that_share_a_model_sample_what_plain_forwards_score_and_die_t
             assert first.logprobs == pytest.approx(there.plain(0, prompt, first), abs=1e-4)
             assert second.logprobs == pytest.approx(there.plain(version, prompt, second), abs=1e-4)
             # Or the survivor, whose collective failed, was heard first.
-            await kill_and_expect(there, "VLLM::Worker_TP1", "VllmWorker-1 with SIGKILL|.*gloo")
+            await kill_and_expect(there, "Worker_TP1", "VllmWorker-1 with SIGKILL|.*gloo")
 
         there.run(body)

@@ -540,4 +540,4 @@ def test_a_cache_that_is_too_small_is_told_by_counters_and_changes_no_logprob(th
 
 def test_a_killed_engine_fails_all_that_wait_for_it(there: World) -> None:
     """The module's last test: it ends the engine."""
-    there.run(lambda: kill_and_expect(there, "VLLM::EngineCore", "EngineCore with SIGKILL"))
+    there.run(lambda: kill_and_expect(there, "EngineCore", "EngineCore with SIGKILL"))

@@ -11,24 +11,12 @@ import psutil
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
+from tests.engines.vllm.vllm_processes import engine_processes
 from tests.engines.vllm.vllm_world import MAX_RESPONSE_TOKENS, World, sampling
 
 FAILS_WITHIN_S = 30.0
 """Where two share a model, vLLM gives the survivor 5 s to end by itself and 4 s to heed a SIGTERM; and the machine may be busy."""
 GONE_WITHIN_S = 20.0
-
-
-def engine_processes(pid: int) -> dict[str, psutil.Process]:
-    """vLLM's, by the names that they give themselves: VLLM::EngineCore, and VLLM::Worker_TP0 where several share a model."""
-    named = {_name_of(child): child for child in psutil.Process(pid).children(recursive=True)}
-    return {name: process for name, process in named.items() if name.startswith("VLLM::")}
-
-
-def _name_of(process: psutil.Process) -> str:
-    try:
-        return (process.cmdline() or [""])[0]
-    except psutil.Error:  # a child that another test has left, dead and not waited for
-        return ""
 
 
 async def kill_and_expect(there: World, victim: str, how_it_ended: str) -> None:
