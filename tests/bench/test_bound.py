@@ -82,6 +82,7 @@ def test_no_schedule_is_faster_than_its_bound(first: int) -> None:
     assert max(ratios.values()) > FULL, "a bound that nobody comes near says nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [32, 34, 39, 49])
 def test_comparisons_that_once_passed_their_bound_do_so_no_more(seed: int) -> None:
     """32, 34: steps with more tokens than the run's average cost less per token. 39: workers of unlike speeds (`speed_spread`) drew

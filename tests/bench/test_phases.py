@@ -32,6 +32,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_the_cpu_time_of_two_threads_that_take_turns_is_that_of_one() -> None:
     """As of two with half a core each: 0.6 CPU seconds in 0.6 s are not all that two threads could have had."""
     burned, may_end = threading.Barrier(3), threading.Event()

@@ -157,6 +157,7 @@ def every(wide: Space) -> set[Setting]:
     return {setting for start in (wide.current, wide.start) for axis in wide.axes for setting in axis(start)}
 
 
+@pytest.mark.slow
 def test_every_setting_of_a_space_is_a_profile_that_loads() -> None:
     found = every(space(bound=2))
     assert len(found) > 50

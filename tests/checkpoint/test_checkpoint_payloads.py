@@ -49,6 +49,7 @@ def assert_same(left: GroupPayload, right: GroupPayload):
                 assert getattr(mine, name).tobytes() == getattr(yours, name).tobytes()
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.lists(st.integers(0, 6), max_size=3), max_size=4), max_size=4))
 def test_groups_come_back_bit_for_bit(groups):
     payloads = [payload(f"p{index}", lengths, index) for index, lengths in enumerate(groups)]

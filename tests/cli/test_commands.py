@@ -68,6 +68,7 @@ def test_examples_are_not_folded_on_80_columns(
     assert [line for line in lines if line not in shown] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", ["plan -p base", "plan -p base --json", "profiles", "profiles keys", "bench --help", "--version"]
 )
@@ -155,6 +156,7 @@ def test_a_plan_says_budget_bound_and_bundles(capsys: pytest.CaptureFixture[str]
     assert roles == {"trainer": 4, "rollout": 4}
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_plan_and_leaves_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ def asyncrl(
     )  # its arguments are written here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_full_stdout_is_one_error(command: str) -> None:
     done = asyncrl(command, ">/dev/full")
@@ -60,6 +61,7 @@ def test_no_file_of_ours_gets_the_number_of_a_closed_stream(tmp_path: Path) -> N
     assert (tmp_path / "mine").read_bytes() == b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [ASCII, NARROW], ids=["ascii", "narrow"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_any_locale_and_any_width_will_do(command: str, environment: dict[str, str]) -> None:
@@ -69,6 +71,7 @@ def test_any_locale_and_any_width_will_do(command: str, environment: dict[str, s
         done.stdout.decode("ascii")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "code"),
     [
@@ -84,6 +87,7 @@ def test_arguments_that_the_locale_cannot_read_are_told(command: str, code: int)
     assert b"this is a bug" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_directory_that_was_deleted_is_told(tmp_path: Path) -> None:
     done = asyncrl(f"true; rmdir $PWD; {sys.executable} -m asyncrl_cli plan -p base --json", cwd=tmp_path)
     assert done.returncode == 3

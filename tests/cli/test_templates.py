@@ -78,6 +78,7 @@ def test_a_rehearsal_passes_all_checks_from_anywhere_and_without_a_network(
     assert "asyncrl train --profile small.toml " in readme
 
 
+@pytest.mark.slow
 def test_preparing_gsm8k_without_a_network_is_one_clear_error(tmp_path: Path) -> None:
     program = shipped_templates()["gsm8k-8gpu"] / "prepare.py"
     done = subprocess.run(

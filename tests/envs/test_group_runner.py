@@ -132,6 +132,7 @@ def test_the_same_seed_gives_the_same_group(model_dir: Path) -> None:
     run(body)
 
 
+@pytest.mark.slow
 def test_a_response_is_the_same_in_whatever_part_it_is(model_dir: Path) -> None:
     """Parts run at once on one worker, or elsewhere after a worker's death."""
 
@@ -343,6 +344,7 @@ def test_an_environment_that_raises_fails_its_trajectories_with_its_error(model_
     run(body)
 
 
+@pytest.mark.slow
 def test_where_the_template_rewrites_earlier_turns_a_new_segment_begins(model_dir: Path) -> None:
     async def body() -> None:
         forgets = "{{ messages[-1].content }}"
@@ -414,6 +416,7 @@ class Hangs(Questions):
         Hangs.closed += 1
 
 
+@pytest.mark.slow
 def test_an_episode_ends_at_its_time_limit_wherever_it_waits(model_dir: Path) -> None:
     """Its environment hangs, or (with a limit of no time) it has not begun to generate."""
 
@@ -568,6 +571,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(model_dir: Path, tmp_path: Path) -> None:
     """Random numbers depend on seed and position alone, so with the same weights it is the part that would have been."""
     request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 2), seed=7)
@@ -608,6 +612,7 @@ def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(model_dir:
     run(goes_on)
 
 
+@pytest.mark.slow
 def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: Path) -> None:
     async def body() -> None:
         request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 1), seed=7)

@@ -88,6 +88,7 @@ def after(*answers: Answer) -> Play:
     return lambda environment: answering(*answers, environment=environment)
 
 
+@pytest.mark.slow
 def test_what_each_misbehaviour_does_to_its_trajectory_and_none_waits_longer_than_its_limit() -> None:
     began_s = time.monotonic()
     kinds = {
@@ -155,6 +156,7 @@ def test_reset_gets_the_columns_and_adds_to_the_users_message() -> None:
     assert turn.messages == ({"role": "user", "content": "hello (answer 7)"},)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "text"),
     [("hang", "took longer"), ("raise", "RuntimeError: no such shop"), ("number", "reset returned int, not text or None")],
@@ -165,6 +167,7 @@ def test_a_reset_that_fails_fails_its_trajectory(how: str, text: str) -> None:
     assert text in why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "text"), [("reward hangs", "took longer"), ("reward is None", "the reward is None")])
 def test_an_episode_without_a_reward_has_failed(how: str, text: str) -> None:
     ((kind, why),) = playing(after(said("bye")), how=how)

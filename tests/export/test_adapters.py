@@ -43,6 +43,7 @@ def scores(model) -> list[float]:
     return [row[token].item() for row, token in zip(logprobs, SEQUENCE[1:], strict=True)]
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_or_written_as_peft_has_them(lora_run):
     directory, model_dir, ours = lora_run
     before = scores(AutoModelForCausalLM.from_pretrained(model_dir))
@@ -90,6 +91,7 @@ def test_a_critic_is_left_out(tmp_path):
     assert all(torch.equal(found[name], weight) for name, weight in initial.items())
 
 
+@pytest.mark.slow
 def test_whole_weights_are_no_adapter(make_run):
     made = make_run()
     with pytest.raises(RefusedError, match="whole weights, and no adapters"):

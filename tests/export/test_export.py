@@ -41,6 +41,7 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert torch.equal(ours[name], theirs[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_newest_checkpoint_scores_as_the_trainer_does_bit_for_bit(make_run, tied):
     made = make_run(tied=tied)
@@ -209,12 +210,14 @@ def test_a_full_disk_leaves_nothing_behind(make_run, monkeypatch, tmp_path, erro
     assert list((tmp_path / "there").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_is_enough_without_its_model_directory(make_run):
     made = make_run(of_its_own=True)
     shutil.rmtree(made.model_dir)
     assert_equal(weights_of(exported(made).path), made.weights[3])
 
 
+@pytest.mark.slow
 def test_a_model_that_is_gone_is_said_and_another_directory_can_be_named(make_run, tmp_path):
     made = make_run(of_its_own=True)
     for place in ("model", "versions"):

@@ -69,6 +69,7 @@ def test_an_actor_that_ends_because_its_raylet_is_ending_is_not_blamed(daemons: 
         asyncio.run(answer(fails(), executor="trainer-0", call="a step", limit=Limit(30.0), patient=True))
 
 
+@pytest.mark.slow
 def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_comes_back_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

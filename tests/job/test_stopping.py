@@ -191,6 +191,7 @@ app.main()
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_a_thread_behind_takes_its_half_written_directory_along(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", LEAVER, str(tmp_path)], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (130, b"")

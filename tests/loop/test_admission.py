@@ -223,6 +223,7 @@ def test_live_and_trained_groups_never_exceed_the_run():
     assert machine.closed() is Closed.OPEN, "a dropped group is replaced"
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     eta=st.sampled_from(["0", "0.25", "0.5", "1", "2"]),

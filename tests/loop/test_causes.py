@@ -17,10 +17,11 @@ from tests.loop.proof import scenarios
 from tests.loop.proof.drawing import draw
 from tests.loop.proof.faults import KeepingTrainer
 from tests.loop.proof.invariants import Invariants
-from tests.loop.worlds import MODES, chunks, run_world, settings
+from tests.loop.worlds import MODES, run_world, settings
+from tests.marks import one_in
 
 ENDED = ("done", "stopped", "failed")
-NUM_SEEDS, CHUNK_SEEDS = 100, 20
+NUM_SEEDS, CHUNK_SEEDS = 100, 5
 TOOL = r"waits for a tool of (\S+)/\d+ \(\d+ s so far\)(?: and \d+ more)?"
 FINISHES = rf"(rollout-\d+) finishes (\d+) responses(?: \({TOOL}\))? before it (loads version \d+)"
 
@@ -104,7 +105,7 @@ class Watching(Invariants):
             self.check(bool(trainer.waiting_for), "causes", "the trainer waits for nothing")
 
 
-@pytest.mark.parametrize("first", chunks(NUM_SEEDS, CHUNK_SEEDS))
+@pytest.mark.parametrize("first", one_in(NUM_SEEDS, range(0, NUM_SEEDS, CHUNK_SEEDS)))
 def test_whatever_waits_names_its_true_cause_in_every_second_of_every_seed(first, monkeypatch):
     monkeypatch.setattr(scenarios, "Invariants", Watching)
     broken = [outcome for outcome in map(scenarios.run, map(draw, range(first, first + CHUNK_SEEDS))) if outcome.broken is not None]

@@ -15,8 +15,9 @@ from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
 from tests.loop.proof.faults import Fault, FaultKind, Faults
 from tests.loop.proof.memory import resume_from
 from tests.loop.worlds import MODES, run_world, settings
+from tests.marks import one_in
 
-SEEDS = range(8)
+SEEDS = one_in(4, range(8))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -41,7 +42,7 @@ def test_without_eta_nothing_is_stale_and_no_rollout_is_cut(mode, seed):
     assert set(ran.spans()) == {0}
 
 
-@pytest.mark.parametrize("eta", ["0.25", "0.5", "1", "2", "3"])
+@pytest.mark.parametrize("eta", one_in(5, ["0.25", "0.5", "1", "2", "3"]))
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_no_trained_token_is_older_than_the_bound(eta, partial, workers):
@@ -73,6 +74,7 @@ def test_tokens_of_a_trajectory_never_get_older():
             assert sum(tokens for _, tokens in meta.version_tokens) == meta.response_tokens
 
 
+@pytest.mark.slow
 def test_asynchronous_modes_are_faster_than_taking_turns():
     slow_step = {"train_s": lambda batch: 3.0}
     elapsed_s = {mode: run_world(settings(mode, train_steps=24), trainer_times=slow_step).elapsed_s for mode in MODES}
@@ -228,6 +230,7 @@ def test_too_many_failed_trajectories_fail_the_run_with_numbers():
     assert "the reward raised" in str(ran.error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_of_equal_rewards_are_replaced_in_every_mode(mode):
     """The simulated worker gives rewards of 0 and 1: of groups of two a half is left out."""
@@ -252,7 +255,7 @@ def test_nothing_but_equal_rewards_ends_the_run_with_a_checkpoint():
 
 
 @pytest.mark.parametrize("policy", ["accept", "drop", "requeue"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", one_in(4, range(4)))
 def test_the_other_policies_for_stale_groups_keep_their_word(policy, seed):
     changes = {"on_stale": policy, "eta": Fraction(2), "max_staleness": 2, "train_steps": 40, "step_groups": 2}
     loop_settings = settings("partial-rollout", window_steps=1, **changes)
@@ -273,7 +276,7 @@ def test_the_other_policies_for_stale_groups_keep_their_word(policy, seed):
 
 
 @pytest.mark.parametrize("policy", ["drop", "requeue"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", one_in(4, range(4)))
 def test_groups_never_start_on_weights_so_old_that_they_would_be_late_at_once(policy, seed):
     changes = {"on_stale": policy, "eta": Fraction(1), "train_steps": 40, "step_groups": 2, "on_exhausted": "drop"}
     slow = {"prefetch_s": lambda rng: rng.random() * 6}

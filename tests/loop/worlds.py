@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-import pytest
-
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.ports import Feed
@@ -173,8 +171,3 @@ def run_world(
         return ran
 
     return run_virtual(main())
-
-
-def chunks(num_seeds: int, chunk_seeds: int) -> list[Any]:
-    """Where each chunk of seeds begins. Only the first is quick enough for `-m "not slow"`."""
-    return [pytest.param(first, marks=[pytest.mark.slow] if first else []) for first in range(0, num_seeds, chunk_seeds)]

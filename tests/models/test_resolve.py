@@ -93,6 +93,7 @@ def test_two_processes_that_build_the_same_model_at_once_do_not_hurt_each_other(
     check_model_directory(directory)
 
 
+@pytest.mark.slow
 def test_two_builds_from_the_same_inputs_are_the_same_bytes(task, built, tmp_path):
     again = resolve_model(tiny_profile(tmp_path), task)
     assert again.name == built.name
@@ -167,6 +168,7 @@ def test_another_builtin_is_a_wrong_key(task):
         resolve_model(with_path("builtin:huge"), task)
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_refused(task, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(PreflightError, match=r"model\.cache_dir"):

@@ -123,6 +123,7 @@ def assert_agrees(status, lines):
     assert status["staleness"]["max"] == max(line["staleness/max"] for line in covered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_recent_and_whole_run_figures_agree_with_metrics_jsonl_over_the_same_time(mode, facts):
     ran = usual_run(facts, mode)
@@ -205,6 +206,7 @@ def test_the_screen_and_the_summary_of_an_ended_run_say_the_same_of_the_same_tim
     assert picture.count(ended["periods"]["steps"]["words"]) == 2
 
 
+@pytest.mark.slow
 def test_the_time_left_has_room_for_the_final_eval(facts):
     ran = watched_run(facts, mode="one-step-off", evals=200)
     last = [status for status in ran.statuses if status["phase"] == "running" and status["progress"]["step"] == 29][-1]
@@ -239,6 +241,7 @@ def test_figures_that_are_not_finite_are_shown_by_name(facts, make):
     assert "reward     nan last step ▄" in text
 
 
+@pytest.mark.slow
 def test_every_status_that_is_written_can_be_read_back(facts):
     """By `asyncrl status`, which holds it against its type: also while a worker is restarted, and before anything was measured."""
     deaths = Faults([Fault(kind=FaultKind.WORKER_DIES, executor="rollout-1", at_s=9.0)])

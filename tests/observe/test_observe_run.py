@@ -77,6 +77,7 @@ def test_the_files_of_a_run_agree_with_one_another(mode, facts, tmp_path):
     assert "12/12" in render(status, width=100, height=30).plain
 
 
+@pytest.mark.slow
 def test_stale_counts_and_idle_times_of_a_run_tell_its_mode(facts, tmp_path):
     totals = {}
     for mode in MODES:

@@ -142,6 +142,7 @@ def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path):
     assert found["threads"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "waits"), [("done", True), ("stopped", False), ("failed", False)])
 def test_only_a_run_that_got_to_its_end_waits_for_a_slow_network(tmp_path, monkeypatch, phase, waits):
     finish_s = 0.3

@@ -41,6 +41,7 @@ def test_the_resolved_document_holds_every_key_and_eta_as_a_string(loaded: Loade
     assert document["profile"]["weights"]["probe_sequences"] == 4
 
 
+@pytest.mark.slow
 @given(percent=st.integers(0, 10_000))
 def test_any_eta_survives_the_round_trip_exactly(percent: int) -> None:
     loaded = load("stale-samples", [f"async_training.staleness_threshold={percent / 100 or 0.5}"], environ={})

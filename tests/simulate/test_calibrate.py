@@ -78,6 +78,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["partial-rollout", "stale-samples", "on-policy-pipeline"])
 def test_a_run_on_a_shared_machine_is_predicted_back(tmp_path: Path, name: str) -> None:
     found = calibrate(write_run(tmp_path / "run", truth(), name, 60))
@@ -85,6 +86,7 @@ def test_a_run_on_a_shared_machine_is_predicted_back(tmp_path: Path, name: str) 
     assert window.ratio == pytest.approx(1.0, abs=0.04)
 
 
+@pytest.mark.slow
 def test_interference_is_found_with_the_work_that_it_slows(tmp_path: Path) -> None:
     """Steps are long against the workers' reports here: by those we know how long both sides worked at once."""
     slow = truth()
@@ -122,6 +124,7 @@ def test_it_predicts_profiles_that_it_was_not_calibrated_on(tmp_path: Path) -> N
         assert times[1] / times[0] == pytest.approx(1.0, abs=0.15), name
 
 
+@pytest.mark.slow
 def test_a_run_with_tools_is_predicted_back_from_its_mean_turns(tmp_path: Path) -> None:
     turns = {"number": {"values": (2, 3, 4)}, "tool_s": {"median": 0.4, "sigma": 0.3}, "result_tokens": {"median": 5.0}}
     given = truth(generation=0.0, training=0.0).model_dump() | {"turns": turns}
@@ -180,6 +183,7 @@ def test_its_row_is_the_run_itself(tmp_path: Path) -> None:
     assert (again.references[0].profile, again.references[0].set) == ("colocate", {})
 
 
+@pytest.mark.slow
 def test_a_row_of_a_profile_of_ones_own_points_at_the_run(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('extends = "colocate"\n', encoding="utf-8")

@@ -246,6 +246,7 @@ def means(*sets: str) -> dict[str, float]:
     return {key: sum(line[key] for line in lines) / len(lines) for key in keys}
 
 
+@pytest.mark.slow
 def test_a_reference_of_its_own_takes_its_time_beside_training():
     """On one GPU a step trains for 1.6 s, and the reference's pass takes a third of that: it lengthens the step, unless it has a
     GPU of its own."""
@@ -262,6 +263,7 @@ def test_a_reference_of_its_own_takes_its_time_beside_training():
     assert apart["ref/idle_ratio"] == pytest.approx(1 - ref_s / apart["timing/step_s"], abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_critic_of_its_own_learns_beside_the_policy_and_its_values_come_after():
     """Values take a third of the policy's training, and what the critic learns as long as that."""
     gae, tasks = "algorithm.adv_estimator=gae", 'placement.tasks=[["train"],["critic"],["rollout"]]'

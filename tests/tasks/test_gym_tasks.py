@@ -168,6 +168,7 @@ def test_an_eval_path_is_refused_for_a_dataset():
         load_task(profile_of(task={"eval_path": "eval.jsonl"}))
 
 
+@pytest.mark.slow
 def test_the_worked_form_is_taken_for_the_tiny_model_only():
     assert load_task(profile_of(task={"adapter": "auto"})).reward.adapter == "worked"
     elsewhere = load_task(profile_of(task={"adapter": "auto"}, model={"path": "some/model"}))
@@ -188,6 +189,7 @@ def test_a_dataset_without_a_worked_form_is_refused_with_those_that_have_one():
         load_task(profile_of("reasoning-gym:chain_sum", task={"adapter": "worked"}))
 
 
+@pytest.mark.slow
 def test_parameters_that_the_worked_form_cannot_write_are_refused():
     with pytest.raises(ConfigError, match="whole numbers") as refused:
         load_task(profile_of(task={"adapter": "worked", "params": {"max_decimals": 2}}))

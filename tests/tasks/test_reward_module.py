@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.marks import one_in
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
@@ -70,7 +71,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", one_in(4, MODULES))
 def test_a_bad_reward_module_is_refused_in_time_with_its_name_and_a_hint(tmp_path, monkeypatch, name):
     source, expected = MODULES[name]
     (tmp_path / "bad.py").write_bytes(source.encode("utf-8", "surrogateescape"))
@@ -134,6 +135,7 @@ def test_a_module_that_will_do_is_taken(tmp_path, monkeypatch, name):
     assert spec.function.file == str(tmp_path / "good.py")
 
 
+@pytest.mark.slow
 def test_a_module_beside_the_profile_is_found_from_anywhere_and_before_others_of_its_name(tmp_path, monkeypatch):
     mine, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
     for directory in (mine, elsewhere):

@@ -142,11 +142,13 @@ def test_a_function_of_the_users_scores_items_and_responses(functions):
     assert score(spec_of(functions, "length"), ["", "ab", "abcde"], item) == [-2.0, 0.0, 3.0]
 
 
+@pytest.mark.slow
 def test_results_belong_to_their_requests_when_there_are_many(functions):
     responses = ["x" * num for num in range(3000)]
     assert score(spec_of(functions, "length"), responses) == [float(num) for num in range(3000)]
 
 
+@pytest.mark.slow
 def test_the_verifier_of_a_dataset_scores_in_the_child():
     profile = Profile.model_validate({"task": {"train_prompts": 30, "adapter": "plain"}, "eval": {"prompts": 0}})
     task = load_task(profile)
@@ -270,6 +272,7 @@ def test_whole_numbers_and_truth_are_rewards_too(functions):
     assert score(spec_of(functions, "by_command"), ["return int", "return true"]) == [2.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", ["hang", "hang in C"])
 def test_a_reward_that_hangs_fails_alone_and_the_others_are_scored(functions, hang):
     responses = ["ok"] * 20 + [hang] + ["ok"] * 20
@@ -364,6 +367,7 @@ def test_a_process_takes_no_reward_while_it_computes_a_cancelled_one(functions, 
     assert took_s < 1.5
 
 
+@pytest.mark.slow
 def test_a_cancelled_reward_that_hangs_is_killed_and_its_place_is_free_again(functions):
     async def use(pool):
         await pool.start()
@@ -391,6 +395,7 @@ def test_rewards_still_waited_for_fail_when_the_pool_closes(functions):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_process_that_a_reward_leaves_behind_holds_up_nobody(functions):
     item = make_item("p", str(functions / "pids"), {})
 
@@ -555,6 +560,7 @@ def test_async_rewards_are_shared_among_all_processes(functions):
     assert len(set(with_pool(spec_of(functions, "pid_of"), use, workers=3))) == 3
 
 
+@pytest.mark.slow
 def test_results_belong_to_their_requests_with_several_processes(functions):
     responses = ["x" * num for num in range(3000)]
     assert score(spec_of(functions, "length"), responses, workers=3) == [float(num) for num in range(3000)]

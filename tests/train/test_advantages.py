@@ -38,6 +38,7 @@ def test_advantages_of_a_group_sum_to_zero(groups, normalize):
         assert [math.fsum(advantages) for advantages in found] == pytest.approx([0.0] * len(groups), abs=1e-5)
 
 
+@pytest.mark.slow
 @given(groups_of_rewards)
 def test_rloo_compares_with_the_mean_of_the_others(groups):
     for rewards, found in zip(groups, rloo(groups), strict=True):
@@ -45,6 +46,7 @@ def test_rloo_compares_with_the_mean_of_the_others(groups):
         assert found == pytest.approx([reward - other for reward, other in zip(rewards, others, strict=True)], abs=1e-6)
 
 
+@pytest.mark.slow
 @given(groups_of_rewards)
 def test_reinforce_plus_plus_normalizes_over_all_groups(groups):
     everything = [reward for rewards in groups for reward in rewards]

@@ -48,6 +48,7 @@ def plain_values(model, head, segment) -> torch.Tensor:
     return (model.model(tokens[None]).last_hidden_state[0] @ head)[:-1][torch.tensor(segment.mask_T[1:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [8192, 100, 50])
 def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(tiny_model_dir, make_trainer, max_tokens):
     keys = {"max_tokens_per_microbatch": max_tokens, "cliprange_value": 10.0}
@@ -77,6 +78,7 @@ def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(tiny_model_
         torch.testing.assert_close(10 * moments[f"exp_avg/{name}"].squeeze(0), gradient, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_critic_learns_what_to_expect_and_the_policy_waits_for_its_head_start(tiny_model_dir, make_trainer):
     trainer = make_trainer(trainer_parts(tiny_model_dir, **GAE, lr=1e-3, head_start_steps=3, total_optimizer_steps=9))
     before = {name: local.clone() for name, local in trainer.model.locals().items()}
@@ -91,6 +93,7 @@ def test_a_critic_learns_what_to_expect_and_the_policy_waits_for_its_head_start(
     assert any(not torch.equal(before[name], local) for name, local in trainer.model.locals().items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_critic_and_one_without_is_refused(tiny_model_dir, make_trainer, tmp_path):
     settings = trainer_parts(tiny_model_dir, **GAE)
     trainer = make_trainer(settings)

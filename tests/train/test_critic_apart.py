@@ -44,6 +44,7 @@ def columns_of(critic, plan, payloads):
     return {"critic": column}
 
 
+@pytest.mark.slow
 def test_values_of_the_batches_that_are_trained_make_the_same_bits_apart(tiny_model_dir, make_trainer):
     """Policy, critic and metrics of two steps of two optimizer steps, of which the critic makes the first alone."""
     keys = {"head_start_steps": 1, "total_optimizer_steps": 4}
@@ -65,6 +66,7 @@ def test_values_of_the_batches_that_are_trained_make_the_same_bits_apart(tiny_mo
     assert same(of_critic, state_of(critic._critic))
 
 
+@pytest.mark.slow
 def test_a_checkpoints_critic_may_go_apart_and_come_back(tiny_model_dir, make_trainer, tmp_path):
     together, apart = (trainer_parts(tiny_model_dir, **GAE, tasks=tasks) for tasks in (None, APART))
     alone = make_trainer(together)

@@ -27,6 +27,7 @@ def come(ranks: tuple[int, ...], world_size: int, point: str, timeout_s: float) 
         return [store.exception() for store in stores]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_all_ranks_meet_or_those_that_came_name_the_others(kind: str, tmp_path: Path) -> None:
     assert come((1, 0, 2), 3, place(kind, tmp_path), 20.0) == [None] * 3
@@ -35,6 +36,7 @@ def test_all_ranks_meet_or_those_that_came_name_the_others(kind: str, tmp_path: 
     assert all(isinstance(error, RanksMissing) and error.ranks == (1, 3) for error in errors), errors
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_reach_rank_0_says_so(tmp_path: Path) -> None:
     (error,) = come((1,), 2, point := place("tcp", tmp_path), 0.5)
     assert isinstance(error, ExecutorFailed)

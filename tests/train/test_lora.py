@@ -30,6 +30,7 @@ def published(trainer) -> dict[str, torch.Tensor]:
     return trainer._publication.packing.tensors()
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained_and_whole_weights_are_published(tiny_model_dir, make_trainer):
     trainer, initial = make_trainer(trainer_parts(tiny_model_dir, **LORA)), load_file(tiny_model_dir / "model.safetensors")
     before = published(trainer)
@@ -51,6 +52,7 @@ def test_adapters_alone_are_trained_and_whole_weights_are_published(tiny_model_d
             assert torch.equal(after[name], weight), name
 
 
+@pytest.mark.slow
 def test_adapters_sent_alone_and_merged_by_a_worker_are_bit_for_bit_what_would_have_been_sent(tiny_model_dir, make_trainer):
     trainers = [make_trainer(trainer_parts(tiny_model_dir, sync=sync, **LORA)) for sync in ("merged", "adapter")]
     for trainer in trainers:
@@ -69,6 +71,7 @@ def test_adapters_sent_alone_and_merged_by_a_worker_are_bit_for_bit_what_would_h
         list(base.whole(pack({"model.layers.9.lora_A.weight": torch.zeros(4, 2)}, 1000)))
 
 
+@pytest.mark.slow
 def test_what_is_published_scores_as_the_trainer_does(tiny_model_dir, make_trainer, tmp_path):
     trainer = make_trainer(trainer_parts(tiny_model_dir, **LORA))
     train(trainer)
@@ -107,6 +110,7 @@ def test_a_checkpoint_without_adapters_is_refused(tiny_model_dir, make_trainer, 
         make_trainer(trainer_parts(tiny_model_dir, **LORA)).load(tmp_path / "checkpoint")
 
 
+@pytest.mark.slow
 def test_a_resume_on_another_base_model_is_refused(tiny_model_dir, make_trainer, tmp_path):
     trainer = make_trainer(trainer_parts(tiny_model_dir, **LORA))
     train(trainer, steps=1)
@@ -135,6 +139,7 @@ def test_two_ranks_train_the_adapters_of_one_and_a_resume_goes_on_bit_for_bit(tm
     assert all(torch.equal(resumed[name], one[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_pefts(tiny_model_dir):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM

@@ -109,6 +109,7 @@ def test_every_matrix_product_of_a_step_and_a_publish_is_in_float32(tiny_model_d
     assert sum(products.values()) > 20
 
 
+@pytest.mark.slow
 def test_prox_of_unchanged_weights_is_the_sampler_when_the_sampler_was_these_weights(tiny_model_dir, make_trainer):
     settings = trainer_parts(tiny_model_dir, old_logprobs="recompute", temperature=0.7, lr=1e-9)
     trainer = make_trainer(settings)
@@ -132,6 +133,7 @@ def with_true_logprobs(metas, payloads, model_dir, temperature):
     return metas, payloads
 
 
+@pytest.mark.slow
 def test_recompute_takes_prox_from_the_windows_first_weights(tiny_model_dir, make_trainer):
     settings = trainer_parts(tiny_model_dir, old_logprobs="recompute", trigger_parameter_sync_step=2, lr=3e-3)
     trainer = make_trainer(settings)
@@ -321,6 +323,7 @@ def test_bfloat16_trains_float32_masters_and_publishes_bfloat16(tiny_model_dir, 
         assert torch.equal(received[name], after.to(torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_moments_that_wait_on_the_host_are_those_of_a_trainer_that_keeps_them(tiny_model_dir, make_trainer, monkeypatch, tmp_path):
     """A CPU is taken for a device with memory of its own."""
     steps = [rank_batch(*make_step(step, num_groups=2)) for step in (1, 2)]
@@ -349,6 +352,7 @@ def spoiled_step(step, num_groups):
     return metas, payloads
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_skips_its_optimizer_step_as_if_it_had_not_been(tiny_model_dir, make_trainer):
     settings = trainer_parts(tiny_model_dir, lr_schedule="linear", total_optimizer_steps=10)
     metas, payloads = spoiled_step(2, num_groups=4)

@@ -110,6 +110,7 @@ def one_step(trainer, step=1):
     trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
 
 
+@pytest.mark.slow
 def test_the_published_version_survives_in_a_checkpoint(tmp_path, tiny_model_dir, make_trainer):
     settings = trainer_parts(tiny_model_dir, gather_bucket_size_mb=0.3)
     trainer = make_trainer(settings)
@@ -126,6 +127,7 @@ def test_the_published_version_survives_in_a_checkpoint(tmp_path, tiny_model_dir
     assert after == before
 
 
+@pytest.mark.slow
 def test_a_snapshot_does_not_change_when_training_goes_on(tmp_path, tiny_model_dir, make_trainer):
     settings = trainer_parts(tiny_model_dir)
     trainer = make_trainer(settings)

@@ -32,6 +32,7 @@ def gradients_of(trainer):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["k2", "low_var_kl"])
 def test_the_kl_of_the_loss_has_a_plain_loops_value_and_gradient(tiny_model_dir, other_model_dir, make_trainer, kind):
     """All rewards of a group are alike, so that the loss is its KL alone."""
@@ -63,6 +64,7 @@ def equal_rewards(group):
     return replace(group, trajectories=tuple(replace(meta, reward=1.0) for meta in group.trajectories))
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_initial_model_and_scores_each_token_once(tiny_model_dir, make_trainer, monkeypatch):
     metas, payloads = make_step(2, num_groups=4)
     (plan,) = planned(metas, num_minibatches=2, use_kl_in_reward=True)
@@ -87,6 +89,7 @@ def test_the_reference_is_the_initial_model_and_scores_each_token_once(tiny_mode
     assert penalty == pytest.approx(0.001 * (mu - ref).sum() / 32, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_reference_is_refused(tiny_model_dir, other_model_dir, make_trainer, tmp_path):
     trainer = make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True))
     trainer.snapshot(0)

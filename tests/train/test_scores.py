@@ -47,6 +47,7 @@ def test_a_column_has_a_plain_forwards_logprobs_in_the_order_of_the_tokens(tiny_
             np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_column_that_is_handed_in_trains_the_same_and_is_not_computed_again(tiny_model_dir, make_trainer, monkeypatch):
     metas, payloads = make_step(1, num_groups=4)
     (plan,) = planned(metas, num_minibatches=2)

@@ -86,6 +86,7 @@ def test_a_decoder_with_a_head_of_its_own_keeps_the_heads_values(ranks, tmp_path
         assert torch.equal(model.model.get_parameter(name).to_local(), parameter), name
 
 
+@pytest.mark.slow
 def test_layers_that_are_computed_again_give_the_same_gradients_for_less_memory(ranks, tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS["tied"]).save_pretrained(tmp_path / "model")

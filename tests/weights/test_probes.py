@@ -80,6 +80,7 @@ PARTS: dict[str, Callable[[int, str], bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_a_worker_that_loaded_only_part_of_a_small_update_is_found(part: str) -> None:
     """At a learning rate of 1e-6 the difference itself is far below what was allowed."""
@@ -92,6 +93,7 @@ def test_a_worker_that_loaded_only_part_of_a_small_update_is_found(part: str) ->
         assert part != "nothing" or judged.share == pytest.approx(0.0, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-7, 1e-6, 1e-5])
 def test_a_worker_that_loaded_all_of_it_is_believed_whatever_its_attention(lr: float) -> None:
     for version in versions(lr, count=3):

@@ -206,6 +206,7 @@ def test_workers_are_sent_to_one_after_another(threads: ThreadPoolExecutor) -> N
     assert all(torch.equal(tensor, there.weights[2][name]) for name, tensor in got.items())
 
 
+@pytest.mark.slow
 def test_a_worker_waits_for_its_turn_before_it_pauses_and_one_that_leaves_gives_it_back(threads: ThreadPoolExecutor) -> None:
     there = Held()
     groups = [there.joined(threads, f"rollout-{number}") for number in range(3)]
@@ -244,6 +245,7 @@ def test_a_transfer_that_hangs_costs_its_own_worker_and_not_the_next_in_line(thr
     assert all(torch.equal(tensor, there.weights[1][name]) for name, tensor in got.items())
 
 
+@pytest.mark.slow
 def test_who_has_the_turn_and_begins_nothing_loses_it_and_is_sent_to_later(threads: ThreadPoolExecutor) -> None:
     there = Held()
     slow, next_one = there.joined(threads), there.joined(threads, "rollout-1")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 PARENT = """
 import multiprocessing, os, threading, time
@@ -28,6 +29,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_child_outlives_the_thread_that_started_it_and_ends_with_the_process(tmp_path: Path) -> None:
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
