@@ -488,3 +488,13 @@ def test_a_resumed_run_goes_on_with_the_tokens_of_running_responses(mode):
     finished += sum(m["response_tokens"] for result in ended for m in result["trajectories"])
     assert sampled == pytest.approx(trained - kept_tokens - finished + discarded, abs=1)
     assert max(resumed.staleness()) <= chosen.schedule.max_staleness
+
+
+def test_a_checkpoint_does_without_a_silent_worker_and_says_whose_responses_it_lacks():
+    """That nothing has failed yet is seen: the worker's own time limit comes later."""
+    ran = run_with([death(0.5, kind=FaultKind.WORKER_HANGS)], times=LONG, checkpoint_every_steps=1)
+    assert_whole(ran)
+    told = [event.fields["message"] for event in ran.recorder.named("warning")]
+    lacks = [text for text in told if text.startswith("the running responses of rollout-1 are not in the checkpoint of step ")]
+    assert lacks
+    assert all(text.endswith(": a report of its responses took longer than so far = 5 s") for text in lacks)

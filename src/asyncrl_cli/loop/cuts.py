@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.errors import AsyncrlError, RefusedError
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, RefusedError
 from asyncrl_cli.loop.admission import takeable_in_time
 from asyncrl_cli.loop.attempts import Stage
 from asyncrl_cli.loop.board import Board, ResumeFrom
@@ -84,7 +84,8 @@ class Checkpointer:
             return await worker.so_far()
         except AsyncrlError as error:
             if board.failure is None:  # else this is the worker's own, or tells nothing new
-                board.warn(f"{error}; its running responses are not in the checkpoint of step {board.step}")
+                why = error.cause if isinstance(error, ExecutorFailed) else error
+                board.warn(f"the running responses of {worker.name} are not in the checkpoint of step {board.step}: {why}")
             return SoFar(rest_tokens=board.reports.running_tokens(worker.name))
 
     async def finish(self) -> None:
