@@ -56,7 +56,7 @@ def row_of(setting: Setting, time_s: float, staleness: float, windows: int) -> R
 
 
 def best_of(rows: Sequence[Row]) -> Row:
-    return Found(space=space(), runs={(one.setting, one.windows): one for one in rows}).best
+    return Found(space=space(), outcomes={one.setting: one for one in rows}).best
 
 
 def row(time_s: float, staleness: float, slots: int = 1) -> Row:
@@ -262,7 +262,7 @@ def test_a_search_with_scorers_apart_shifts_devices_to_and_from_them() -> None:
     for setting in [*eight.shares(eight.current), *eight.splits(eight.current)]:
         plan = compile_job(profile_of(*sets, *setting.sets), gpus_of(8))
         assert (plan.trainer_workers, plan.rollout_workers, plan.gpus) == (setting.trainer_workers, setting.rollout_workers, 8)
-        assert dict(plan.scorers) == {task: devices for task, devices in setting.scorers if devices}
+        assert dict(plan.scorers) == {task: devices for task, devices in setting.scorers.items() if devices}
     half = profile_of(*sets, *scaled_sets("big", profile_of(*sets), sets, 4))
     assert str(compile_job(half, gpus_of(4))).startswith("2 trainer + 1 ref + 1 rollout")
 
@@ -274,7 +274,7 @@ def gpus_of(number: int) -> ClusterResources:
 def test_a_reward_model_always_keeps_a_device() -> None:
     tasks = 'placement.tasks=[["train"],["reward"],["rollout"]]'
     own = space("reward_model.path=judge", tasks, "placement.ratios=[4,2,2]", gpus=8)
-    assert min(dict(one.scorers)["reward"] for one in own.shares(own.current)) == 1
+    assert min(one.scorers["reward"] for one in own.shares(own.current)) == 1
 
 
 # --- Pareto

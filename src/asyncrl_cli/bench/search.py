@@ -68,20 +68,11 @@ Evaluate = Callable[[Sequence[Setting], int], Iterable[Outcome]]
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """What a search has simulated so far: the outcome of each run, by setting and windows."""
+    """What a search has simulated so far: the outcome of each setting's longest run, and the windows of all runs."""
 
     space: Space
-    runs: dict[tuple[Setting, int], Outcome] = field(default_factory=dict)
-
-    @property
-    def outcomes(self) -> dict[Setting, Outcome]:
-        """The last one of each setting."""
-        return {setting: outcome for (setting, _), outcome in self.runs.items()}
-
-    @property
-    def windows(self) -> int:
-        """Windows of all runs."""
-        return sum(windows for _, windows in self.runs)
+    outcomes: dict[Setting, Outcome] = field(default_factory=dict)
+    windows: int = 0
 
     @property
     def rows(self) -> list[Row]:
@@ -107,26 +98,27 @@ class Found:
     @property
     def current(self) -> Row | None:
         """The setting that the search started from, even where it is beyond the bound. None if its run failed."""
-        return self._row_of(self.space.current)
+        return self.row_of(self.space.current)
 
     @property
     def on_current_split(self) -> Row | None:
         """The recommended setting moved to the current split. None if it is there already, or if that run failed."""
-        row = self._row_of(self.space.on_current_split(self.best.setting))
+        row = self.row_of(self.space.on_current_split(self.best.setting))
         return None if row == self.best else row
 
     @property
     def without_bound(self) -> Row | None:
         """The recommended setting without a strict bound. None if it makes nothing ahead, or if that run failed."""
-        return self._row_of(self.space.without_bound(self.best.setting)) if self.best.setting.eta else None
+        return self.row_of(self.space.without_bound(self.best.setting)) if self.best.setting.eta else None
 
     @property
     def speedup(self) -> float | None:
         """Of the recommended setting over the current one."""
         return None if self.current is None else self.current.window_time_s / self.best.window_time_s
 
-    def _row_of(self, setting: Setting) -> Row | None:
-        outcome = self.outcomes[setting]
+    def row_of(self, setting: Setting) -> Row | None:
+        """None if the setting has no run, or one that failed."""
+        outcome = self.outcomes.get(setting)
         return outcome if isinstance(outcome, Row) else None
 
 
@@ -145,9 +137,10 @@ def search(space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[
     found = Found(space=space)
 
     def run(settings: Iterable[Setting], windows: int = SHORT_WINDOWS) -> list[Row]:
-        new = [setting for setting in dict.fromkeys(settings) if (setting, windows) not in found.runs]
+        new = [one for one in dict.fromkeys(settings) if (row := found.row_of(one)) is None or row.windows < windows]
         for setting, outcome in zip(new, evaluate(new, windows), strict=True):
-            found.runs[setting, windows] = outcome
+            found.outcomes[setting] = outcome
+            found.windows += windows
             tell(found.windows)
         return found.rows
 

@@ -8,9 +8,10 @@ setting. A further axis is a field of `Setting` and a line of `Space.axes`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +29,20 @@ MOST_SPLITS = 16
 ETAS = tuple(map(Decimal, ("0", "0.25", "0.5", *(str(2**power) for power in range(7)))))
 SLOT_SHARES = (0.5, 0.75, 1.0)
 PLACEMENTS = ("response", "group")
+RANKS_KEY, WORKERS_KEY = "placement.trainer_workers", "rollout.workers"
+
+
+def split_sets(devices: Mapping[str, int], gpus_per_rollout_worker: int) -> list[str]:
+    """The `--set`s that divide the devices so; fields of `Setting` say what the two mean."""
+    _, *scorers, _ = devices
+    apart = [task for task in scorers if devices[task]]
+    tasks = [[TRAIN, *(task for task in scorers if task not in apart)], *([task] for task in apart), [ROLLOUT]]
+    ratios = [count for count in devices.values() if count]
+    sets = [f"placement.gpus={sum(ratios)}"] if gpus_per_rollout_worker else []
+    if scorers:
+        sets += [f"placement.tasks={toml_value(tasks)}", f"placement.ratios={toml_value(ratios)}"]
+    workers = devices[ROLLOUT] // max(gpus_per_rollout_worker, 1)
+    return [*sets, f"{RANKS_KEY}={devices[TRAINER]}", f"{WORKERS_KEY}={workers}"]
 
 
 def _key(name: str, heading: str = "") -> dict[str, str]:
@@ -37,12 +52,11 @@ def _key(name: str, heading: str = "") -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One point of the search. On CPUs ranks and workers are processes, and `gpus_per_rollout_worker` is 0. `scorers`: devices of
-    each task that the profile has apart; with 0 of them the trainer does it."""
+    """One point of the search. `devices`: GPUs of the trainer, of each scorer that the profile has apart, and of all rollout
+    workers; the trainer does what a scorer with none would. On CPUs they are processes, and `gpus_per_rollout_worker` is 0."""
 
     gpus_per_rollout_worker: int
-    trainer_workers: int = field(metadata=_key("placement.trainer_workers"))
-    rollout_workers: int = field(metadata=_key("rollout.workers"))
+    devices: tuple[tuple[str, int], ...]
     window_steps: int = field(metadata=_key("async_training.trigger_parameter_sync_step", "K"))
     require_batches: int = field(metadata=_key("async_training.require_batches", "batches"))
     eta: Decimal = field(metadata=_key("async_training.staleness_threshold", "eta"))
@@ -51,58 +65,58 @@ class Setting:
     partial_rollout: bool = field(metadata=_key("async_training.partial_rollout"))
     placement: str = field(metadata=_key("rollout.placement", "placement"))
     on_stale: str = field(metadata=_key("async_training.on_stale"))
-    scorers: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, profile: Profile, plan: JobPlan) -> Setting:
         values = {name: attrgetter(key)(profile) for name, key in KEYS.items()} | {"max_staleness": staleness_bound(profile)}
-        of_plan = ("gpus_per_rollout_worker", "trainer_workers", "rollout_workers")
-        return cls(**values | {name: getattr(plan, name) for name in of_plan}, scorers=tuple(plan.scorers.items()))
+        gpus = plan.gpus_per_rollout_worker
+        devices = {TRAINER: plan.trainer_workers, **plan.scorers, ROLLOUT: plan.rollout_workers * max(gpus, 1)}
+        return cls(gpus_per_rollout_worker=gpus, devices=tuple(devices.items()), **values)
 
     @property
-    def rollout_devices(self) -> int:
-        """GPUs of all rollout workers; on CPUs their processes."""
-        return self.rollout_workers * max(self.gpus_per_rollout_worker, 1)
+    def num_devices(self) -> int:
+        return sum(count for _, count in self.devices)
 
     @property
-    def devices(self) -> int:
-        return sum(self._parts.values())
+    def trainer_workers(self) -> int:
+        return dict(self.devices)[TRAINER]
+
+    @property
+    def rollout_workers(self) -> int:
+        return dict(self.devices)[ROLLOUT] // max(self.gpus_per_rollout_worker, 1)
+
+    @property
+    def scorers(self) -> dict[str, int]:
+        """Devices of each task that the profile has apart."""
+        return dict(self.devices[1:-1])
 
     @property
     def split(self) -> str:
         """In GPUs or in processes, as `split_names` says."""
-        return ":".join(map(str, self._parts.values()))
+        return ":".join(str(count) for _, count in self.devices)
 
     @property
     def split_names(self) -> str:
         """trainer:rollout, with scorers between them."""
-        return ":".join(self._parts)
-
-    @property
-    def _parts(self) -> dict[str, int]:
-        return {TRAINER: self.trainer_workers, **dict(self.scorers), ROLLOUT: self.rollout_devices}
-
-    @property
-    def _sharing(self) -> list[str]:
-        """The keys that give scorers their share."""
-        if not self.scorers:
-            return []
-        apart = {task: devices for task, devices in self.scorers if devices}
-        tasks = [[TRAIN, *(task for task, _ in self.scorers if task not in apart)], *([task] for task in apart), [ROLLOUT]]
-        ratios = [self.trainer_workers, *apart.values(), self.rollout_devices]
-        return [f"placement.tasks={toml_value(tasks)}", f"placement.ratios={toml_value(ratios)}"]
+        return ":".join(role for role, _ in self.devices)
 
     @property
     def sets(self) -> list[str]:
         """The `--set`s that make this setting, whatever the profile says."""
-        gpus = [f"placement.gpus={self.devices}"] if self.gpus_per_rollout_worker else []
-        return gpus + self._sharing + [f"{key}={str(getattr(self, name)).lower()}" for name, key in KEYS.items()]
+        others = [f"{key}={str(getattr(self, name)).lower()}" for name, key in KEYS.items()]
+        return split_sets(dict(self.devices), self.gpus_per_rollout_worker) + others
 
     def to_json(self) -> dict[str, Any]:
-        """Under the profile's key names without their sections; the two kinds of `workers` keep the setting's names."""
-        values = {name if "workers" in name else key.rpartition(".")[2]: getattr(self, name) for name, key in KEYS.items()}
-        shares = {"scorers": dict(self.scorers)} if self.scorers else {}
-        return {"split": self.split, **shares, **values, "staleness_threshold": float(self.eta), "sets": self.sets}
+        """Under the profile's key names without their sections, but for the split."""
+        return {
+            "split": self.split,
+            **({"scorers": self.scorers} if self.scorers else {}),
+            "trainer_workers": self.trainer_workers,
+            "rollout_workers": self.rollout_workers,
+            **{key.rpartition(".")[2]: getattr(self, name) for name, key in KEYS.items()},
+            "staleness_threshold": float(self.eta),
+            "sets": self.sets,
+        }
 
 
 KEYS: dict[str, str] = {one.name: one.metadata["key"] for one in fields(Setting) if one.metadata}
@@ -111,47 +125,34 @@ HEADINGS: dict[str, str] = {"split": "split"} | {
     heading: one.name for one in fields(Setting) if (heading := one.metadata.get("heading"))
 }
 """What a table shows of a setting: names of its attributes by the headings of their columns."""
-SPLIT_KEYS = KEYS["trainer_workers"], KEYS["rollout_workers"]
 Axis = Callable[[Setting], list[Setting]]
 """Settings that differ from the given one in the axis's own keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Settings with as many GPUs (or processes) in total as `current`. `bound` is S, the largest max_staleness allowed; `n` is the
-    size of a group; `etas` ascend. Rollouts are partial where eta > 0, if `partial_rollout`. Trainer ranks come in multiples of
-    `sequence_size`, which divide sequences between them."""
+    """Settings of `profile` with as many GPUs (or processes) in total as `current`, its own. `bound` is S, the largest
+    max_staleness allowed; `etas` ascend."""
 
+    profile: Profile
     current: Setting
     bound: int
-    n: int
     etas: tuple[Decimal, ...]
-    partial_rollout: bool
-    sequence_size: int
 
     @classmethod
     def around(cls, profile: Profile, plan: JobPlan, *, bound: int) -> Space:
         """Raises ConfigError if `profile` names a way to interrupt rollouts and the bound allows none that could be interrupted."""
         current, interrupt = Setting.of(profile, plan), profile.rollout.interrupt
-        some = {*ETAS, Decimal(bound), current.eta}
         shortest_window = current.require_batches * profile.trainer.ppo_mini_batch_size
-        whole = (eta for eta in some if eta <= bound and (eta == 0 or eta * shortest_window >= 1))
-        etas = tuple(sorted(eta for eta in whole if eta > 0 or interrupt is None))
+        some = sorted(eta for eta in {*ETAS, Decimal(bound), current.eta} if eta <= bound)
+        etas = tuple(eta for eta in some if eta * shortest_window >= 1 or (eta == 0 and interrupt is None))
         if not etas:
             raise ConfigError(
                 f'rollout.interrupt = "{interrupt}" with at most {bound} versions of staleness: '
                 "nothing is generated ahead, so no rollout can be interrupted",
                 hint="--max-staleness 1, or a profile without rollout.interrupt",
             )
-        partial_rollout = current.partial_rollout or current.eta == 0
-        return cls(
-            current=current,
-            bound=bound,
-            n=profile.rollout.n,
-            etas=etas,
-            partial_rollout=partial_rollout,
-            sequence_size=profile.trainer.sequence_parallel_size,
-        )
+        return cls(profile=profile, current=current, bound=bound, etas=etas)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -169,34 +170,29 @@ class Space:
 
     def splits(self, setting: Setting) -> list[Setting]:
         """At most `MOST_SPLITS` splits, evenly spaced; from two nodes on, by whole nodes where that divides the GPUs."""
-        return self._split(setting, range(self._unit, self.current.devices, self._unit))
-
-    def shares(self, setting: Setting) -> list[Setting]:
-        """More and fewer devices for each scorer, down to none (the reward model needs one), in exchange with either side."""
-        found, each = [setting], self._each
-        for task, now in setting.scorers:
-            least = 1 if task == REWARD else 0
-            for devices in {least, now // 2, now - self._unit, now + self._unit, 2 * now} - {now}:
-                scorers = dict(setting.scorers) | {task: devices}
-                rest = setting.devices - sum(scorers.values())
-                for rollout in {setting.rollout_devices, setting.rollout_devices + now - devices}:
-                    if devices >= least and 0 < rollout < rest and not (rollout % each or (rest - rollout) % self.sequence_size):
-                        sides = {"trainer_workers": rest - rollout, "rollout_workers": rollout // each}
-                        found.append(replace(setting, scorers=tuple(scorers.items()), **sides))
-        return sorted(dict.fromkeys(found), key=lambda one: (one.scorers, one.trainer_workers))
+        return self._split(setting, range(self._unit, self.current.num_devices, self._unit))
 
     def near_splits(self, setting: Setting) -> list[Setting]:
         """Splits next to a setting's: a step of `splits` away, half of it, and so on down to half a node."""
-        step, near = self._unit, list[int]()
-        while step >= min(self._unit, math.lcm(HALF_NODE_GPUS, self._each)):
-            near += [setting.rollout_devices + step, setting.rollout_devices - step]
+        step, now, near = self._unit, dict(setting.devices)[ROLLOUT], list[int]()
+        while step >= min(self._unit, math.lcm(HALF_NODE_GPUS, self._worker_size)):
+            near += [now + step, now - step]
             step //= 2
         return self._split(setting, near)
 
+    def shares(self, setting: Setting) -> list[Setting]:
+        """More and fewer devices for each scorer, down to none (the reward model needs one), in exchange with either side."""
+        divisions = [now := dict(setting.devices)]
+        for task, count in setting.scorers.items():
+            least = 1 if task == REWARD else 0
+            wanted = {least, count // 2, count - self._unit, count + self._unit, 2 * count}
+            for other, side in product(sorted(wanted), (TRAINER, ROLLOUT)):
+                if other >= least:
+                    divisions.append(now | {task: other, side: now[side] + count - other})
+        return self._divided(setting, divisions)
+
     def on_current_split(self, setting: Setting) -> Setting:
-        current = self.current
-        sides = {"trainer_workers": current.trainer_workers, "rollout_workers": current.rollout_workers}
-        return replace(setting, scorers=current.scorers, **sides)
+        return replace(setting, devices=self.current.devices)
 
     def windows(self, setting: Setting) -> list[Setting]:
         """All pairs (K, require_batches) with the current W, and shorter windows of train steps of the current size."""
@@ -220,29 +216,37 @@ class Space:
 
     def slots(self, setting: Setting) -> list[Setting]:
         """Never more slots than now: whether the KV cache would hold more is not known."""
-        counts = {max(self.n, round(share * self.current.slots)) for share in SLOT_SHARES}
+        counts = {max(self.profile.rollout.n, round(share * self.current.slots)) for share in SLOT_SHARES}
         return [replace(setting, slots=count) for count in sorted(counts)]
 
     @property
-    def _each(self) -> int:
+    def _worker_size(self) -> int:
+        """Devices of a rollout worker."""
         return max(self.current.gpus_per_rollout_worker, 1)
 
     @property
     def _unit(self) -> int:
         """The step between splits, in GPUs or processes: a multiple of a rollout worker's GPUs."""
-        unit = 1
-        if self.current.devices >= 2 * NODE_GPUS:
-            unit = next(gpus for gpus in (NODE_GPUS, HALF_NODE_GPUS, 2, 1) if self.current.devices % gpus == 0)
-        while self.current.devices > unit * MOST_SPLITS:
+        total = self.current.num_devices
+        unit = math.gcd(total, NODE_GPUS) if total >= 2 * NODE_GPUS else 1
+        while total > unit * MOST_SPLITS:
             unit *= 2
-        return math.lcm(unit, self._each)
+        return math.lcm(unit, self._worker_size)
 
     def _split(self, setting: Setting, rollout_devices: Iterable[int]) -> list[Setting]:
-        """The setting with each of these numbers of devices for the rollout, as far as both sides get some."""
-        total, each = setting.trainer_workers + setting.rollout_devices, self._each
-        some = (devices for devices in rollout_devices if 0 < devices < total and (total - devices) % self.sequence_size == 0)
-        return [replace(setting, trainer_workers=total - devices, rollout_workers=devices // each) for devices in some]
+        """The setting with each of these numbers of devices for the rollout, and all others of the two sides for the trainer."""
+        now = dict(setting.devices)
+        sides = now[TRAINER] + now[ROLLOUT]
+        return self._divided(setting, (now | {TRAINER: sides - count, ROLLOUT: count} for count in rollout_devices))
+
+    def _divided(self, setting: Setting, divisions: Iterable[Mapping[str, int]]) -> list[Setting]:
+        """The setting with its devices divided in each of these ways, as far as whole groups of ranks and whole workers fill both
+        sides."""
+        sizes = {TRAINER: self.profile.trainer.sequence_parallel_size, ROLLOUT: self._worker_size}
+        possible = (each for each in divisions if all(each[side] > 0 and each[side] % sizes[side] == 0 for side in sizes))
+        return [replace(setting, devices=tuple(each.items())) for each in possible]
 
     def _with_eta(self, setting: Setting, eta: Decimal) -> Setting:
         """With the smallest bound that eta needs. At eta = 0 nothing runs during a sync, so no rollout can be partial."""
-        return replace(setting, eta=eta, max_staleness=math.ceil(eta), partial_rollout=self.partial_rollout and eta > 0)
+        partial = self.current.partial_rollout or self.current.eta == 0
+        return replace(setting, eta=eta, max_staleness=math.ceil(eta), partial_rollout=partial and eta > 0)

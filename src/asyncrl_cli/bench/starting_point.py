@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from asyncrl_cli.bench.space import DEFAULT_PROFILE, SPLIT_KEYS
+from asyncrl_cli.bench.space import DEFAULT_PROFILE, RANKS_KEY, WORKERS_KEY, split_sets
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.plan.compiling import compile_job
-from asyncrl_cli.plan.job_plan import JobPlan
+from asyncrl_cli.plan.job_plan import TRAINER, JobPlan
 from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import ROLLOUT, TRAIN, share_of, tasks_apart
-from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import virtual_cluster
@@ -43,7 +42,7 @@ def starting_point(
     plan = compile_job(profile, virtual_cluster(profile))
     if gpus not in (None, plan.gpus):
         raise ConfigError(
-            f"--gpus {gpus}, but {' and '.join(SPLIT_KEYS)} come to {plan.gpus}",
+            f"--gpus {gpus}, but {RANKS_KEY} and {WORKERS_KEY} come to {plan.gpus}",
             hint=f"--gpus {plan.gpus}, or leave the counts to the search",
         )
     return sets, profile, plan
@@ -61,7 +60,8 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
             f"{workload_name} runs on CPUs, where --gpus {gpus} means nothing",
             hint="leave --gpus out; --set placement.trainer_workers=2 --set rollout.workers=2 gives it more processes",
         )
-    scorers = {task: max(1, _scaled(profile, task, gpus)) for task in tasks_apart(profile)}
+    total = sum(placement.ratios or (gpus,))
+    scorers = {task: max(1, round(gpus * (share_of(profile, task) or 1) / total)) for task in tasks_apart(profile)}
     sides = gpus - sum(scorers.values())
     if sides < sharing + each:
         own = "what the profile says" if placement.gpus is None else f"the workload's own {placement.gpus}"
@@ -72,9 +72,9 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
             f"and a rollout worker of {each}{also}",
             hint=f"--gpus {fewest} or more, or no --gpus: then it is {own}",
         )
-    base = (*sets, f"placement.gpus={gpus}")
-    if set_layer(sets).values.keys() & set(SPLIT_KEYS):
-        return base
+    is_given = set_layer(sets).values.keys() & {RANKS_KEY, WORKERS_KEY}
+    if is_given or (scorers and placement.tasks is None):  # the plan refuses scorers without a list of tasks
+        return (*sets, f"placement.gpus={gpus}")
     left, right = map(int, placement.ratio.split(":"))
     if placement.trainer_workers is not None and profile.rollout.workers is not None:
         left, right = placement.trainer_workers, profile.rollout.workers * each
@@ -88,13 +88,4 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
         )
     proportional = round(sides * left / (left + right))
     ranks = next((ranks for ranks in possible if ranks >= proportional), possible[-1])
-    if scorers and placement.tasks is not None:
-        parts = {TRAIN: ranks, **scorers, ROLLOUT: sides - ranks}
-        ratios = [next(parts[task] for task in tasks if task in parts) for tasks in placement.tasks]
-        base = (*base, f"placement.ratios={toml_value(ratios)}")
-    return (*base, f"{SPLIT_KEYS[0]}={ranks}", f"{SPLIT_KEYS[1]}={(sides - ranks) // each}")
-
-
-def _scaled(profile: Profile, task: str, gpus: int) -> int:
-    """The GPUs of a task apart, of so many in all, in its present proportion."""
-    return round(gpus * (share_of(profile, task) or 1) / sum(profile.placement.ratios or (gpus,)))
+    return (*sets, *split_sets({TRAINER: ranks, **scorers, ROLLOUT: sides - ranks}, each))

@@ -10,7 +10,7 @@ All results are SIMULATED, and whatever prints them says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from asyncrl_cli.bench.starting_point import starting_point
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.paths import expand
 from asyncrl_cli.plan.cluster import counted, usable_cores
-from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound
+from asyncrl_cli.profile.arithmetic import staleness_bound, window_groups_of
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.workload import Reference, Workload
@@ -48,31 +48,32 @@ LIMITS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A search as its user asked for it. `reference` is a workload, or a run that has been measured here; `bound` is S, by default
-    the profile's own; `out` is the profile's file to write."""
+    the profile's own."""
 
     reference: str
-    profile: str | None
-    sets: tuple[str, ...]
-    gpus: int | None
-    bound: int | None
     runs_dir: Path
-    out: Path | None
+    profile: str | None = None
+    sets: tuple[str, ...] = ()
+    gpus: int | None = None
+    bound: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """A finished search from `profile` with the keys in `sets`. Times are seconds per `window_groups` groups, W of the workload's
-    own window. `known`: the measured or published time of the current setting, if there is one. `fit`: how well the simulation
-    reproduces the run that the workload was calibrated on; empty for any other workload."""
+    """A finished search from `profile` with the keys in `sets`. `known`: the measured or published time of the current setting, if
+    there is one. `fit`: how well the simulation reproduces the run that the workload was calibrated on; empty for any other one."""
 
     workload: Workload
     profile: str
     sets: tuple[str, ...]
-    window_groups: int
-    n: int
     found: Found
     known: Reference | None
     fit: Sequence[Residual]
+
+    @property
+    def window_groups(self) -> int:
+        """W of the profile that was tuned: times are seconds per so many groups, whatever a setting's own window is."""
+        return window_groups_of(self.found.space.profile)
 
     @property
     def bound(self) -> str:
@@ -103,7 +104,7 @@ class Tuned:
             "speedup": found.speedup,
             "current_known": known and {"window_time_s": known.window_time_s, "source": known.source},
             "num_settings": len(found.outcomes),
-            "num_trajectories": found.windows * self.window_groups * self.n,
+            "num_trajectories": found.windows * self.window_groups * found.space.profile.rollout.n,
             "failed": [{"sets": setting.sets, "reason": reason} for setting, reason in found.failed.items()],
             "notes": self.workload.notes,
             "limits": list(LIMITS),
@@ -121,17 +122,15 @@ def tune(asked: Asked, progress: Callable[..., None]) -> Tuned:
     reference = asked.profile or own_profile or DEFAULT_PROFILE
     sets, profile, plan = starting_point(workload, reference, asked.sets, asked.gpus)
     space = Space.around(profile, plan, bound=staleness_bound(profile) if asked.bound is None else asked.bound)
-    window_groups, n = Schedule.of(profile).window_groups, profile.rollout.n
-    long_windows = min(max(TRAJECTORIES // (LONG_RUNS * window_groups * n), FEWEST_LONG_WINDOWS), MOST_LONG_WINDOWS)
+    window_groups = window_groups_of(profile)
+    trajectories = LONG_RUNS * window_groups * profile.rollout.n
+    long_windows = min(max(TRAJECTORIES // trajectories, FEWEST_LONG_WINDOWS), MOST_LONG_WINDOWS)
     planned = planned_windows(space, long_windows)
     with simulators(usable_cores()) as pool:
         evaluate = evaluator(pool, workload, reference, sets, window_groups)
         found = search(space, evaluate, long_windows, lambda done: progress("SIMULATED: windows, at most", done, planned))
-    known = _known(workload, profile)
     progress(f"SIMULATED: {len(found.outcomes)} settings tried in {found.windows} windows")
-    return Tuned(
-        workload=workload, profile=reference, sets=sets, window_groups=window_groups, n=n, found=found, known=known, fit=fit
-    )
+    return Tuned(workload=workload, profile=reference, sets=sets, found=found, known=_known(workload, profile), fit=fit)
 
 
 def workload_of(asked: Asked, progress: Callable[..., None]) -> tuple[Workload, str | None]:
@@ -159,18 +158,15 @@ def _known(workload: Workload, profile: Profile) -> Reference | None:
 
 def evaluator(pool: Executor, workload: Workload, reference: str, sets: Sequence[str], window_groups: int) -> Evaluate:
     """The search's `Evaluate`, in parallel."""
-
-    def evaluate(settings: Sequence[Setting], windows: int) -> Iterator[Outcome]:
-        groups = windows * window_groups
-        loaded = [profile_for(workload, reference, (*sets, *setting.sets), groups=groups) for setting in settings]
-        profiles = [one.profile for one in loaded]
-        return pool.map(partial(_simulated, workload, window_groups, windows), settings, profiles)
-
-    return evaluate
+    simulated = partial(_simulated, workload, reference, sets, window_groups)
+    return lambda settings, windows: pool.map(partial(simulated, windows), settings)
 
 
-def _simulated(workload: Workload, window_groups: int, windows: int, setting: Setting, profile: Profile) -> Outcome:
+def _simulated(
+    workload: Workload, reference: str, sets: Sequence[str], window_groups: int, windows: int, setting: Setting
+) -> Outcome:
     """One simulated run. The same groups are measured whatever the setting's own windows are."""
+    profile = profile_for(workload, reference, (*sets, *setting.sets), groups=windows * window_groups).profile
     run = simulate(profile, workload, seed=SEED)
     if run.error is not None:
         return str(run.error)

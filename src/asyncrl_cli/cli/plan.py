@@ -96,8 +96,8 @@ def plan(
                 hint=f"asyncrl plan --profile {named} --gpu-memory {gpu_memory:g}",
             )
         given = tuple(sets or ())
-        asked = Asked(reference=tune, profile=profile, sets=given, gpus=gpus, bound=max_staleness, runs_dir=runs_dir, out=out)
-        return print_tuned(asked, as_json=as_json)
+        asked = Asked(reference=tune, runs_dir=runs_dir, profile=profile, sets=given, gpus=gpus, bound=max_staleness)
+        return print_tuned(asked, out, as_json=as_json)
     if out is not None:
         what = "--out writes what a search has found and belongs to --tune"
         raise ConfigError(what, hint=f"asyncrl profiles show {named} > {out}")

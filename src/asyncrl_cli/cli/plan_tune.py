@@ -33,19 +33,19 @@ now: the current setting; > S: beyond the bound
 """
 
 
-def print_tuned(asked: Asked, *, as_json: bool) -> None:
-    """Search, and print the results on stdout, the progress on stderr."""
-    if asked.out is not None:
-        _check_new(asked.out)
+def print_tuned(asked: Asked, out: Path | None, *, as_json: bool) -> None:
+    """Search, print the results on stdout and the progress on stderr, and write what is recommended to the profile file `out`."""
+    if out is not None:
+        _check_new(out)
     with Starting("auto", stderr()) as progress:
         tuned = tune(asked, progress)
     for setting, reason in tuned.found.failed.items():
         warn(f"the simulated run of {setting.split} failed and is left out: {reason} ({' '.join(setting.sets)})")
-    if asked.out is not None:
-        write_profile(tuned, asked, asked.out)
-        say(f"wrote {asked.out}")
+    if out is not None:
+        write_profile(tuned, asked, out)
+        say(f"wrote {out}")
     if as_json:
-        return print_json(tuned.to_json() | {"profile_file": asked.out and str(asked.out)})
+        return print_json(tuned.to_json() | {"profile_file": out and str(out)})
     for one in tuned.fit:
         found = f"{one.part} {one.measured_s:.4g} s {one.evidence}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
         print_prose(f"SIMULATED, the calibrated run itself: {found}")
@@ -56,12 +56,11 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
     )
     print_prose(f"recommended (SIMULATED): {predicted}")
     remarks = _against_current(tuned), _of_split(tuned), _of_strictness(tuned), _against_known(tuned)
-    for line in (*remarks, _doubt(tuned.found.speedup, tuned.fit)):
-        if line:
-            print_prose(line)
+    for line in filter(None, (*remarks, _doubt(tuned.found.speedup, tuned.fit))):
+        print_prose(line)
     # Each `--set` on a line of its own, so that all can be copied from a narrow terminal.
     print_text("\n" + " \\\n".join(f"  --set {shlex.quote(entry)}" for entry in tuned.recommended_sets))
-    _print_how_to_try(tuned, asked)
+    _print_how_to_try(tuned, asked.reference, out)
     print_prose("\nwhat this search cannot know")
     windows = {row.setting.window_steps * row.setting.require_batches for row in tuned.found.rows}
     for limit in (*LIMITS, *([SHORTER] if len(windows) > 1 else ())):
@@ -157,15 +156,15 @@ def _doubt(speedup: float | None, fit: Sequence[Residual]) -> str:
     return f"that gain, {speedup - 1:.0%}, is within the {off:.0%} that the simulation of the calibrated run itself is off by"
 
 
-def _print_how_to_try(tuned: Tuned, asked: Asked) -> None:
+def _print_how_to_try(tuned: Tuned, workload: str, out: Path | None) -> None:
     """Print the commands that try the setting. They need a profile file: `bench --set` would change the baseline, too."""
-    if asked.out is None:
+    if out is None:
         print_prose("\nto try it: the same search with --out my.toml writes a profile for `bench --profile` and `train --profile`")
         return
-    own, simulated = f"--profile {shlex.quote(str(asked.out))}", f" \\\n    --simulate {shlex.quote(asked.reference)}"
-    print_text(f"\n{asked.out} is a profile with these keys; to try it:")
+    own, simulated = f"--profile {shlex.quote(str(out))}", f" \\\n    --simulate {shlex.quote(workload)}"
+    print_text(f"\n{out} is a profile with these keys; to try it:")
     print_text(f"  asyncrl bench --compare {shlex.quote(tuned.profile)} {own}{'' if tuned.fit else simulated}")
-    print_text(f"  asyncrl train {own} --name {shlex.quote(asked.out.stem)}")  # a run's profile may have that run's name
+    print_text(f"  asyncrl train {own} --name {shlex.quote(out.stem)}")  # a run's profile may have that run's name
 
 
 def _check_new(path: Path) -> None:
@@ -186,6 +185,7 @@ def write_profile(tuned: Tuned, asked: Asked, path: Path) -> None:
 
     Raises RefusedError if the file exists by now, OSError if it cannot be written.
     """
+    _check_new(path)
     best, current = tuned.found.best, tuned.found.current
     before = f" (before: {current.setting.split}, {current.window_time_s:.4g} s)" if current else ""
     values = set_layer(tuned.recommended_sets).values
@@ -199,12 +199,8 @@ def write_profile(tuned: Tuned, asked: Asked, path: Path) -> None:
         "",
         *(f"{'.'.join(map(toml_key, key.split('.')))} = {toml_value(value)}" for key, value in values.items()),
     ]
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-    except FileExistsError:
-        _check_new(path)
-        raise
+    with path.open("x", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
 
 
 def _command(asked: Asked) -> str:

@@ -54,8 +54,7 @@ def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) 
     """What `plan --tune` recommends for the run. Raises as `tune`."""
     from asyncrl_cli.bench.tune import Asked, tune
 
-    asked = Asked(reference=str(recorded.files.path), profile=None, sets=(), gpus=None, bound=None, runs_dir=runs_dir, out=None)
-    tuned = tune(asked, progress)
+    tuned = tune(Asked(reference=str(recorded.files.path), runs_dir=runs_dir), progress)
     best, speedup, heading = tuned.found.best, tuned.found.speedup, f"SIMULATED: what would be faster than {recorded.name}"
     if best == tuned.found.current:
         return card(heading, f"<p>Nothing that was tried: its own setting is the fastest one; {escape(tuned.bound)}.</p>")
