@@ -115,10 +115,10 @@ with (run / "metrics.jsonl").open("w") as file:
 def test_each_repeat_is_held_against_what_the_machine_could_do_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is twice as fast in the second repeat: the runs, which are not, reach half as much of their bound."""
     child(monkeypatch, LINES.replace('"partial" in run.name', "False"))
-    asked: list[tuple[list[tuple[str, int]], float]] = []
+    asked: list[tuple[list[tuple[str, int]], int]] = []
 
-    def with_capacities(entries: Any, runs: Any, watcher: Any, share: float) -> Any:
-        asked.append(([(run.profile, run.seed) for run in runs], share))
+    def with_capacities(entries: Any, runs: Any, watcher: Any, repeats: int) -> Any:
+        asked.append(([(run.profile, run.seed) for run in runs], repeats))
         speed = 1000.0 * (1 + runs[0].seed)
         made = Capacities(rollout_tokens_per_s=10 * speed, trainer_tokens_per_s=speed, colocated=False)
         return [replace(run, capacities=made) for run in runs], ("doubtful",)
@@ -126,7 +126,7 @@ def test_each_repeat_is_held_against_what_the_machine_could_do_then(tmp_path: Pa
     monkeypatch.setattr(compare, "with_capacities", with_capacities)
     compared = compare_real(contest_of("colocate", ["partial-rollout"], sets=SETS, seeds=(0, 1)), tmp_path, Quiet())
     assert compared.error is None
-    assert asked == [([("colocate", seed), ("partial-rollout", seed)], 0.5) for seed in (0, 1)]
+    assert asked == [([("colocate", seed), ("partial-rollout", seed)], 2) for seed in (0, 1)]
     assert compared.remarks == ("doubtful",)
     for result in compared.results:
         ratio = result.figures["bound_ratio"]

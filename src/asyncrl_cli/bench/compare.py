@@ -5,6 +5,7 @@ Contest (same work, same resources) -> runs -> capacities -> Comparison
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -13,7 +14,7 @@ from pathlib import Path
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of, groups_for_all
 from asyncrl_cli.bench.measure import stretches
-from asyncrl_cli.bench.phases import NO_CLUSTER_BOUND, with_capacities
+from asyncrl_cli.bench.phases import NO_CLUSTER_BOUND, REPEATS, with_capacities
 from asyncrl_cli.bench.real import make_run, runs_of
 from asyncrl_cli.bench.results import Comparison, Result, Run, is_uneven, summarise, unevenness
 from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
@@ -156,10 +157,10 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
                     finished.append(made)
                     if is_last:
                         raise KeyboardInterrupt
-                share = 1 / len(contest.seeds)
+                repeats = math.ceil(REPEATS / len(contest.seeds))
                 doubts: Sequence[str] = (NO_CLUSTER_BOUND,)
                 if contest.address is None:
-                    finished[first:], doubts = with_capacities(contest.entries, finished[first:], bars, share)
+                    finished[first:], doubts = with_capacities(contest.entries, finished[first:], bars, repeats)
                 remarks |= dict.fromkeys(doubts)
     except (AsyncrlError, KeyboardInterrupt) as failure:
         error = failure if isinstance(failure, AsyncrlError) else Interrupted("interrupted: what is finished was kept")

@@ -12,7 +12,7 @@ Profiles with the same resources and sizes are measured once.
 from __future__ import annotations
 
 import asyncio
-import math
+import itertools
 import random
 import statistics
 import tempfile
@@ -60,10 +60,10 @@ TURN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """All that a profile's capacities depend on: profiles with equal sides have equal capacities."""
+    """All that a profile's capacities depend on: profiles with equal sides have equal capacities. `profile` is reduced to what the
+    engine and the trainer see."""
 
     profile: Profile
-    """Reduced to what the engine and the trainer see: profiles that differ elsewhere have equal sides."""
     plan: JobPlan
     model_dir: Path
 
@@ -82,16 +82,14 @@ class PhaseFigures:
 
 
 def with_capacities(
-    entries: Sequence[Entry], runs: Sequence[Run], bars: Bars, share: float = 1.0
+    entries: Sequence[Entry], runs: Sequence[Run], bars: Bars, repeats: int = REPEATS
 ) -> tuple[list[Run], tuple[str, ...]]:
-    """The runs with the speed of each of their phases alone, on responses of the same lengths, and reasons to doubt it.
-    `share`: the part of `REPEATS` to make now."""
+    """The runs with the speed of each of their phases alone, on responses of the same lengths, and reasons to doubt it."""
     if entries[0].plan.device == "cuda":
         return list(runs), (NO_GPU_BOUND,)
 
     task, model_dir, _ = asyncio.run(preparing.prepare(entries[0].profile, bars.note))
     sides = {entry.name: side_of(entry.profile, entry.plan, model_dir) for entry in entries}
-    repeats = math.ceil(REPEATS * share)
     measured = measure_all(sides, task.train, measured_lengths(entries, runs), repeats=repeats, progress=bars.note)
     return [replace(run, capacities=measured[run.profile].capacities) for run in runs], doubts_of(measured.values())
 
@@ -118,7 +116,8 @@ def doubts_of(measured: Collection[PhaseFigures]) -> tuple[str, ...]:
 
 
 def side_of(profile: Profile, plan: JobPlan, model_dir: Path) -> Side:
-    """What the job's own actors would be started with, except that the learning rate is 0, so that the weights stay finite.
+    """What the job's own actors would be started with, except that the trainer does what scorers would, and that the learning rate
+    is 0, so that the weights stay finite.
 
     Without a second forward pass (`old_logprobs = "rollout"`) all steps of a window cost the same, so K is set to 1.
     """
@@ -127,11 +126,12 @@ def side_of(profile: Profile, plan: JobPlan, model_dir: Path) -> Side:
         require_batches=training.require_batches,
         trigger_parameter_sync_step=training.trigger_parameter_sync_step if has_prox_pass else 1,
     )
-    names = ("model", "algorithm", "rollout", "weights", "placement", "eval")
+    names = ("model", "algorithm", "rollout", "weights", "eval")
     return Side(
         profile=Profile(
             run=RunSection(seed=profile.run.seed, train_steps=1),
             trainer=profile.trainer.model_copy(update={"lr": 0.0}),
+            placement=profile.placement.model_copy(update={"tasks": None, "ratios": None}),
             async_training=schedule,
             **{name: getattr(profile, name) for name in names},
         ),
@@ -176,14 +176,16 @@ def measure_all(
 async def _measure(jobs: Sequence[Alone], repeats: int, progress: Callable[[str, int, int], None]) -> None:
     from asyncrl_cli.job.calls import all_of
 
-    steps = 2 * len(jobs)
-    starts = [asyncio.ensure_future(job.start()) for job in jobs]
+    num_started, steps = itertools.count(1), 2 * len(jobs)
+
+    async def start(job: Alone) -> None:
+        await job.start()
+        progress("starting each phase alone", next(num_started), steps)
+
     progress("starting each phase alone", 0, steps)
-    for start in starts:
-        start.add_done_callback(lambda _: progress("starting each phase alone", sum(one.done() for one in starts), steps))
-    await all_of(starts)
-    for done, job in enumerate(jobs):
-        progress("warming up each phase alone", len(jobs) + done, steps)
+    await all_of(map(start, jobs))
+    for done, job in enumerate(jobs, len(jobs)):
+        progress("warming up each phase alone", done, steps)
         await job.train()
     turn = [(text, job, phases) for text, phases in TURN.items() for job in jobs if not (all(phases) and job.plan.colocate)]
     total = len(turn) * repeats + 1

@@ -80,8 +80,10 @@ class Alone:
         place = place_of(plan, ROLLOUT, endless_model(model_dir, directory / "model"))
         makers = makers_of(plan, ROLLOUT, GenerationAlone, _reserving_nothing, directory)
         self._workers = {name: make(work, place) for name, make in makers.items()}
-        profile, further = _together(work.profile), further_models(work.profile, model_dir)
-        self._trainer = make_trainer(plan, profile, model_dir, further, _reserving_nothing, run_dir=directory, log_dir=directory)
+        further = further_models(work.profile, model_dir)
+        self._trainer = make_trainer(
+            plan, work.profile, model_dir, further, _reserving_nothing, run_dir=directory, log_dir=directory
+        )
         step_groups = self._training.require_batches * work.profile.trainer.ppo_mini_batch_size
         groups = [made_up_group(work, number) for number in range(BATCHES * step_groups)]
         self._batches = [tuple(groups[batch::BATCHES]) for batch in range(BATCHES)]
@@ -120,10 +122,8 @@ class Alone:
             step, groups = self._num_steps, self._batches[self._num_steps % BATCHES]
             batch = TrainBatch(step=step + 1, window=0, step_in_window=step % window_steps, groups=groups)
             report, _ = await self._trainer.train(batch)
-            tokens, seconds = (
-                tokens + report.tokens,
-                seconds + report.train_s + report.old_logprob_s + sum(report.column_s.values()),
-            )
+            tokens += report.tokens
+            seconds += report.train_s + report.old_logprob_s + sum(report.column_s.values())
             self._num_steps += 1
             is_whole = self._num_steps % (BATCHES * window_steps) == 0
         return tokens / seconds
@@ -132,12 +132,6 @@ class Alone:
         """The answers of all workers to a call."""
         refs = {name: getattr(actor, call).remote() for name, actor in self._workers.items()}
         return await all_of(answer(ref, executor=name, call=call, limit=START_LIMIT) for name, ref in refs.items())
-
-
-def _together(profile: Profile) -> Profile:
-    """The profile with a trainer that does all tasks but generation: no scorer gives it columns."""
-    alone = profile.placement.model_copy(update={"tasks": None, "ratios": None})
-    return profile.model_copy(update={"placement": alone})
 
 
 def _reserving_nothing(role: str, index: int) -> dict[str, Any]:
