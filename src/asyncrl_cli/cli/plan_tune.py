@@ -51,10 +51,8 @@ def print_tuned(asked: Asked, out: Path | None, *, as_json: bool) -> None:
         print_prose(f"SIMULATED, the calibrated run itself: {found}")
     _print_table(tuned)
     best = tuned.found.best
-    predicted = (
-        f"{best.setting.split} {best.setting.split_names}, predicted {best.window_time_s:.2f} s per {tuned.window_groups} groups"
-    )
-    print_prose(f"recommended (SIMULATED): {predicted}")
+    predicted = f"predicted {best.window_time_s:.2f} s per {tuned.window_groups} groups"
+    print_prose(f"recommended (SIMULATED): {best.setting.split} {best.setting.split_names}, {predicted}")
     remarks = _against_current(tuned), _of_split(tuned), _of_strictness(tuned), _against_known(tuned)
     for line in filter(None, (*remarks, _doubt(tuned.found.speedup, tuned.fit))):
         print_prose(line)

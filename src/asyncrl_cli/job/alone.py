@@ -47,13 +47,11 @@ class Work:
     prompts: Sequence[list[int]]
     response_tokens: Sequence[int]
 
-    def prompt(self, number: int) -> list[int]:
-        """The prompt of response `number`."""
-        return self.prompts[number // self.profile.rollout.n % len(self.prompts)]
-
-    def length(self, number: int) -> int:
-        """Tokens of response `number`."""
-        return min(self.response_tokens[number % len(self.response_tokens)], self.profile.rollout.max_response_tokens)
+    def response(self, number: int) -> tuple[list[int], int]:
+        """The prompt of a response, and the response's length in tokens."""
+        prompt = self.prompts[number // self.profile.rollout.n % len(self.prompts)]
+        length = self.response_tokens[number % len(self.response_tokens)]
+        return prompt, min(length, self.profile.rollout.max_response_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,7 @@ class Alone:
             await self._ask("begin")
         actors = {ROLLOUT: self._workers.values() if generate else (), TRAINER: self._trainer.actors if train else ()}
         cpu = [
-            CpuTime(self.plan.role(role).threads, await actor.__ray_call__.remote(_pid))
+            CpuTime(self.plan.role(role).threads, await actor.__ray_call__.remote(lambda actor: os.getpid()))
             for role, working in actors.items()
             for actor in working
         ]
@@ -138,10 +136,6 @@ def _reserving_nothing(role: str, index: int) -> dict[str, Any]:
     return {"num_cpus": 0}
 
 
-def _pid(actor: object) -> int:
-    return os.getpid()
-
-
 class GenerationAlone:
     """A rollout worker's engine with all slots full, as an actor."""
 
@@ -167,22 +161,21 @@ class GenerationAlone:
         while self._num_ended < self._engine.slots:
             self._raise_failure()
             await asyncio.sleep(0.02)
-        self._before = time.perf_counter(), self._engine.sampled_tokens, self._running_s()
+        self._before = self._so_far()
 
     async def end(self) -> tuple[float, float]:
         """Tokens sampled per second, and the mean number of running sequences."""
-        began_s, tokens, running_s = self._before
-        seconds = time.perf_counter() - began_s
-        generated = (self._engine.sampled_tokens - tokens) / seconds, (self._running_s() - running_s) / seconds
+        seconds, tokens, running_s = (now - before for now, before in zip(self._so_far(), self._before, strict=True))
         self._raise_failure()
         self._sources.cancel()
         with suppress(asyncio.CancelledError):
             await self._sources
-        return generated
+        return tokens / seconds, running_s / seconds
 
-    def _running_s(self) -> float:
-        """Integral of the number of running sequences over time."""
-        return self._meter.report(version=0, sampled_tokens=0, decode_steps=0, running_tokens=0).sums["running_sequence_s"]
+    def _so_far(self) -> tuple[float, int, float]:
+        """Seconds, tokens sampled, and the integral of the number of running sequences over time."""
+        report = self._meter.report(version=0, sampled_tokens=0, decode_steps=0, running_tokens=0)
+        return time.perf_counter(), self._engine.sampled_tokens, report.sums["running_sequence_s"]
 
     def _raise_failure(self) -> None:
         if self._sources.done():  # sources end only by failing
@@ -193,9 +186,10 @@ class GenerationAlone:
         work, rollout = self._work, self._work.profile.rollout
         while True:
             number = next(self._numbers)
-            sampling = replace(Sampling.of(rollout, rollout.temperature), max_response_tokens=work.length(number))
+            prompt, length = work.response(number)
+            sampling = replace(Sampling.of(rollout, rollout.temperature), max_response_tokens=length)
             seed = hash((work.profile.run.seed, self._index, number))
-            await self._engine.generate(f"phase-{number}", work.prompt(number), sampling, seed)
+            await self._engine.generate(f"phase-{number}", prompt, sampling, seed)
             self._num_ended += 1
 
 
@@ -217,7 +211,7 @@ def made_up_group(work: Work, number: int) -> GroupResult:
 
     n, metas, trajectories = work.profile.rollout.n, [], []
     for index in range(number * n, (number + 1) * n):
-        prompt, length = work.prompt(index), work.length(index)
+        prompt, length = work.response(index)
         tokens = list(itertools.islice(itertools.cycle(prompt), length))
         context = Context()
         context.grow(prompt, Completion(tokens=tokens, logprobs=[-1.0] * length, versions=[0] * length, finish_reason="length"))
