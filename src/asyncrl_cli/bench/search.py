@@ -68,7 +68,7 @@ Evaluate = Callable[[Sequence[Setting], int], Iterable[Outcome]]
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """What a search has simulated so far: the outcome of each setting's longest run, and the windows of all runs."""
+    """What a search has simulated so far: the outcome of each setting's last run, and the windows of all runs."""
 
     space: Space
     outcomes: dict[Setting, Outcome] = field(default_factory=dict)
@@ -134,11 +134,12 @@ def search(space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[
 
     Raises AsyncrlError if no setting could be simulated.
     """
-    found = Found(space=space)
+    found, simulated = Found(space=space), set[tuple[Setting, int]]()
 
     def run(settings: Iterable[Setting], windows: int = SHORT_WINDOWS) -> list[Row]:
-        new = [one for one in dict.fromkeys(settings) if (row := found.row_of(one)) is None or row.windows < windows]
+        new = [setting for setting in dict.fromkeys(settings) if (setting, windows) not in simulated]
         for setting, outcome in zip(new, evaluate(new, windows), strict=True):
+            simulated.add((setting, windows))
             found.outcomes[setting] = outcome
             found.windows += windows
             tell(found.windows)
