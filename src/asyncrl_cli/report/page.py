@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from html import escape
 from importlib.resources import files
@@ -19,12 +20,13 @@ from asyncrl_cli.observe.meanings import meaning_of
 from asyncrl_cli.observe.side_by_side import SideBySide
 from asyncrl_cli.profile.loaded import DEFAULT
 from asyncrl_cli.profile.toml_files import toml_value
-from asyncrl_cli.report.charts import charts_json
 from asyncrl_cli.report.run_data import RunData
 from asyncrl_cli.report.verdict import Finding
 
 GENERATOR = '<meta name="generator" content="asyncrl report">'
 """In each page's head: what has it may be overwritten."""
+CHART = {"kind": "lines", "unit": "", "series": [], "prefix": "", "log": False, "limit": ["", ""]}
+"""What a chart is where charts.toml does not say otherwise."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
 
@@ -73,10 +75,15 @@ def _own(name: str) -> str:
     return files("asyncrl_cli.report").joinpath(name).read_text(encoding="utf-8")
 
 
+def _charts() -> list[dict[str, Any]]:
+    sections = tomllib.loads(_own("charts.toml"))
+    return [{**CHART, "section": section, **chart} for section, charts in sections.items() for chart in charts]
+
+
 def _embedded(runs: Sequence[RunData]) -> str:
     """The data as JSON that cannot end its script element."""
     metrics = sorted({key for run in runs for key in run.columns.values})
-    data = {"charts": charts_json(), "meanings": {key: meaning_of(key) for key in metrics}, "runs": [run.to_json() for run in runs]}
+    data = {"charts": _charts(), "meanings": {key: meaning_of(key) for key in metrics}, "runs": [run.to_json() for run in runs]}
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
