@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.bench.phases import Side, measure_all, side_of
-from asyncrl_cli.job.alone import NO_SUCH_TOKEN, endless_model
-from asyncrl_cli.job.cpu_time import CpuTime
+from asyncrl_cli.job.alone import NO_SUCH_TOKEN, CpuTime, endless_model
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiling import compile_job

@@ -72,8 +72,7 @@ class Side:
 class PhaseFigures:
     """Medians over the repeats, and two figures that tell how reliable they are.
 
-    `cpu_share`: CPU time over wall time of the process with the smallest ratio (see `CpuTime`); on CPUs far below 1 means that
-    other programs used the machine. `slots_used`: the mean share of slots in use while generation was measured.
+    `cpu_share`: the least of `Measured`'s. `slots_used`: the mean share of slots in use while generation was measured.
     """
 
     capacities: Capacities

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from asyncrl_cli.engines.port import Completion, Sampling, make_engine
 from asyncrl_cli.job.calls import START_LIMIT, all_of, answer
-from asyncrl_cli.job.cpu_time import CpuTime
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.workers import make_trainer, makers_of
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
@@ -134,6 +134,34 @@ class Alone:
 
 def _reserving_nothing(role: str, index: int) -> dict[str, Any]:
     return {"num_cpus": 0}
+
+
+class CpuTime:
+    """CPU seconds that a process (by default this one) and its children spend from now on, per core: those of the busiest thread
+    or, if that is more, the busiest process's sum divided by `threads`. (An engine may compute in a child.)
+
+    A plain sum would hide that other programs take cores: two threads with half a core each also add up to 1 s per second.
+    """
+
+    def __init__(self, threads: int, pid: int | None = None) -> None:
+        self._threads = threads
+        self._process = psutil.Process(pid)
+        self._began_s = self._thread_seconds()
+
+    def spent_s(self) -> float:
+        spent_s = {
+            pid: [seconds - self._began_s.get(pid, {}).get(thread, 0.0) for thread, seconds in own.items()]
+            for pid, own in self._thread_seconds().items()
+        }
+        return max(max(max(own), sum(own) / self._threads) for own in spent_s.values())
+
+    def _thread_seconds(self) -> dict[int, dict[int, float]]:
+        """CPU seconds so far by process id and thread id."""
+        seconds: dict[int, dict[int, float]] = {}
+        for process in (self._process, *self._process.children(recursive=True)):
+            with suppress(psutil.Error):  # a child that ends while we look
+                seconds[process.pid] = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+        return seconds
 
 
 class GenerationAlone:
