@@ -30,7 +30,6 @@ class Bars(Progress):
         options: dict[str, Any] = {} if now is None else {"get_time": now}
         super().__init__(text, bar, _HowFar(), _Time(), console=console, disable=not console.is_terminal, **options)
         self._ids: dict[str, TaskID] = {}
-        self._totals: dict[str, int] = {}
         self._said: tuple[str, float] = ("", 0.0)
 
     def run(
@@ -42,12 +41,11 @@ class Bars(Progress):
         is_over = groups >= total and phase in ("", "done")
         own = {} if not time_s else {"time_s": time_s}
         self._show(name, groups, total, is_started=groups > 0 or bool(phase), text=text, **own, left_s=0.0 if is_over else left_s)
-        self._totals[name] = total
-        if len(self._totals) > 1:
-            over = sum(bool(task.finished) for key, task in self._tasks_by_key() if key in self._totals)
-            done = sum(task.completed for key, task in self._tasks_by_key() if key in self._totals)
-            every = f"{ALL}: {over} of {len(self._totals)} runs"
-            self._show(ALL, int(done), sum(self._totals.values()), is_started=True, text=every)
+        runs = [self._task(key) for key in self._ids if key not in (ALL, NOTE)]
+        if len(runs) > 1:
+            over = sum(run.finished for run in runs)
+            done, planned = sum(int(run.completed) for run in runs), sum(int(run.total or 0) for run in runs)
+            self._show(ALL, done, planned, is_started=True, text=f"{ALL}: {over} of {len(runs)} runs")
 
     def note(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
         """Show what else is being done, in one bar for everything that is not a run."""
@@ -79,9 +77,6 @@ class Bars(Progress):
 
     def _task(self, key: str) -> Task:
         return self._tasks[self._ids[key]]
-
-    def _tasks_by_key(self) -> list[tuple[str, Task]]:
-        return [(key, self._task(key)) for key in self._ids]
 
 
 def how_far(task: Task) -> str:
