@@ -14,7 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from asyncrl_cli.profile.file_schema import profile_schema
-from asyncrl_cli.simulate.workload_schema import workload_schema
+from asyncrl_cli.simulate.workload import workload_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS: dict[str, tuple[Path, Callable[[], dict[str, Any]]]] = {

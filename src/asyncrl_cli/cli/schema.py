@@ -27,6 +27,6 @@ def schema(
 
         print_json(profile_schema())
     else:
-        from asyncrl_cli.simulate.workload_schema import workload_schema
+        from asyncrl_cli.simulate.workload import workload_schema
 
         print_json(workload_schema())

@@ -57,13 +57,8 @@ class TimelineLine(TypedDict):
     slots: NotRequired[dict[str, list[tuple[Count, str, float, float]]]]
 
 
-def read_metrics(path: Path) -> list[Line]:
-    """The lines of metrics.jsonl, without values that are not finite. Raises as `lines_of`."""
-    return list(metrics_of(path))
-
-
 def metrics_of(path: Path) -> Iterator[Line]:
-    """`read_metrics`, line by line."""
+    """The lines of metrics.jsonl, without values that are not finite. Raises as `lines_of`."""
     return map(_finite, lines_of(path, Annotated[dict[str, Figure | list[Figure]], AfterValidator(_with_its_place)]))
 
 
@@ -72,11 +67,6 @@ def _with_its_place(line: dict[str, Any]) -> dict[str, Any]:
     if missing := [key for key in PLACE if not is_number(line.get(key))]:
         raise ValueError(f"a line of metrics without {', '.join(missing)}")
     return line
-
-
-def read_events(path: Path) -> list[EventLine]:
-    """The lines of events.jsonl. Raises as `lines_of`."""
-    return list(lines_of(path, EventLine))
 
 
 def lines_of(path: Path, kind: Any, wanted: Callable[[bytes], bool] = bool) -> Iterator[Any]:

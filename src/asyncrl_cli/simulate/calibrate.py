@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.observe.lines import Line, read_events, read_metrics, spent_s
+from asyncrl_cli.observe.lines import EventLine, Line, lines_of, metrics_of, spent_s
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.loaded import Layer, load, read_document
@@ -87,7 +87,7 @@ def calibrate(run_directory: Path) -> Workload:
 
 def _calibrated(run_directory: Path) -> Workload:
     profile = _profile(run_directory)
-    everything = read_metrics(run_directory / "metrics.jsonl")
+    everything = list(metrics_of(run_directory / "metrics.jsonl"))
     lines = undisturbed(everything)
     _enough(lines, run_directory, f"of {len(everything)} train steps are whole and free of evals and checkpoints")
     job = compile_job(profile, virtual_cluster(profile))
@@ -196,7 +196,7 @@ def _common(profile: Profile, device: str, turns: Turns | None) -> dict[str, Any
 
 def _syncing(run_directory: Path, lines: Sequence[Line], profile: Profile) -> Syncing:
     """Medians over the run's syncs. If the run had none, a sync costs nothing."""
-    events = read_events(run_directory / "events.jsonl")
+    events = list(lines_of(run_directory / "events.jsonl", EventLine))
     published = [event for event in events if event["event"] == "published" and {"num_bytes", "publish_s"} <= event.keys()]
     loaded = [event for event in events if event["event"] == "loaded" and {"send_s", "load_s", "pause_s"} <= event.keys()]
     num_bytes = max(1.0, float(published[-1]["num_bytes"])) if published else 1.0

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from asyncrl_cli.profile.fields import Bytes, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Ratio, Section, Share
+from asyncrl_cli.profile.file_schema import DEFINITIONS, DIALECT, profile_schema, tidied
 
 Tables = Annotated[dict[str, Any], Field(default_factory=dict)]
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
@@ -205,3 +206,14 @@ class Workload(Section):
     syncing: Syncing
     references: Annotated[tuple[Reference, ...], FromList] = ()
     """Measured rows."""
+
+
+def workload_schema() -> dict[str, Any]:
+    """The JSON Schema of a workload's file, in which the keys of `[profile]` and `[profiles.NAME]` are a profile's."""
+    schema, of_profile = tidied(Workload.model_json_schema()), profile_schema()
+    sections = {name: section for name, section in of_profile["properties"].items() if "$ref" in section}
+    overrides = {"type": "object", "additionalProperties": False, "properties": sections}
+    schema["properties"]["profile"] |= overrides
+    schema["properties"]["profiles"] |= {"additionalProperties": overrides}
+    definitions = {**of_profile[DEFINITIONS], **schema[DEFINITIONS]}
+    return {"$schema": DIALECT, **schema, DEFINITIONS: definitions, "title": "asyncrl workload"}
