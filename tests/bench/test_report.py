@@ -14,10 +14,9 @@ from rich.console import Console
 from asyncrl_cli.bench import pictures
 from asyncrl_cli.bench.pictures import view_length_s
 from asyncrl_cli.bench.report import output_directory, report_text, write_report, write_results
-from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread, Timeline, read_results
+from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread, Timeline, read_results, shown_workers
 from asyncrl_cli.bench.table import heading_of, table_of
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.simulate.world import shown_workers
 
 NAMES = ("colocate", "on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
 

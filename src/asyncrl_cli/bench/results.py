@@ -19,15 +19,16 @@ from typing import Any
 
 from asyncrl_cli.bench.measure import figures_of, stretch_of, stretches
 from asyncrl_cli.errors import AsyncrlError, RefusedError
+from asyncrl_cli.observe.format import evenly
 from asyncrl_cli.observe.lines import Line, read_timeline
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.safe_files import load_json
 from asyncrl_cli.simulate.capacities import Capacities
-from asyncrl_cli.simulate.world import of_role, shown_workers
 
 SCHEMA_VERSION = 1
 UNEVEN_WORK = 0.03
+MAX_SHOWN_WORKERS = 8
 SPEEDS = {"speedup": "groups_per_s", "speedup_per_token": "tokens_per_s"}
 IDEAL = {"window_time_s": "ideal_s", "generation_s": "generation_s", "training_s": "training_s", "at_once_s": "at_once_s"}
 """The bound's figures, by their names in results.json."""
@@ -258,11 +259,21 @@ def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Timel
     ends = {line["window"]: line["time_s"] for line in stretch.lines}
     return Timeline(
         profile=profile,
-        trainers=tuple(of_role(roles, TRAINER)),
+        trainers=tuple(_of_role(roles, TRAINER)),
         workers=shown_workers(roles),
-        num_workers=len(of_role(roles, ROLLOUT)),
+        num_workers=len(_of_role(roles, ROLLOUT)),
         spans=spans,
         running=running,
         publishes_s=tuple(publishes_s),
         window_ends_s=(stretch.before["time_s"], *ends.values()),
     )
+
+
+def shown_workers(roles: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of all rollout workers, or of `MAX_SHOWN_WORKERS` spread evenly from the first to the last."""
+    return tuple(evenly(_of_role(roles, ROLLOUT), MAX_SHOWN_WORKERS))
+
+
+def _of_role(roles: Mapping[str, str], role: str) -> list[str]:
+    """Executors of a role, in the order of their numbers: rollout-2 before rollout-10."""
+    return sorted((name for name, found in roles.items() if found == role), key=lambda name: (len(name), name))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTHING = "-"
 SHOWN_WARNINGS = 3
+T = TypeVar("T")
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -57,6 +58,13 @@ def small(value: object) -> str:
 def _written(value: object, form: str) -> str:
     """`-` for an absent value, never 0. Values that are not finite ("nan", "inf") are strings in JSON and are shown as such."""
     return NOTHING if value is None else format(value, form) if is_number(value) else str(value)
+
+
+def evenly(items: Sequence[T], most: int) -> Sequence[T]:
+    """At most `most` of the items, evenly chosen. The first and the last are among them."""
+    if len(items) <= most:
+        return items
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def sparkline(values: Sequence[Any], width: int, *, low: float | None = None, high: float | None = None) -> str:

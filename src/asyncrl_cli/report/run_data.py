@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
-from asyncrl_cli.observe.format import clock, count, event_text, number
+from asyncrl_cli.observe.format import clock, count, evenly, event_text, number
 from asyncrl_cli.observe.lines import EventLine, Line
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.status import read_status
@@ -34,7 +34,7 @@ MARKS = {
 """Event -> its word on the page."""
 PUBLISHED = "published"
 MOST_MARKS = 100
-"""Of one kind. The first and the last are among those that are kept."""
+"""Of one kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,8 @@ def run_data(recorded: Recorded) -> RunData:
     settings = LoopSettings.of(profile)
     num_steps = sum(1 for _ in read_lines(recorded.files.metrics)) if recorded.files.metrics.exists() else 0
     totals = Totals()
-    timeline = Timeline(roles=recorded.roles, length_s=_length_s(recorded)).read(recorded.timeline())
+    length_s = recorded.status.get("progress", {}).get("time_s", 0.0)
+    timeline = Timeline(roles=recorded.roles, length_s=length_s).read(recorded.timeline())
     lines = _with_shares(totals.of(recorded.metrics()), timeline, profile.rollout.n)
     columns = columns_of(lines, num_steps)
     if not totals.steps:
@@ -99,14 +100,10 @@ def run_data(recorded: Recorded) -> RunData:
         columns=columns,
         timeline=timeline,
         evals=evals,
-        marks=[event for name in MARKS for event in _thinned([event for event in events if event["event"] == name])],
+        marks=[mark for name in MARKS for mark in evenly([event for event in events if event["event"] == name], MOST_MARKS)],
         published_s=[event["time_s"] for event in events if event["event"] == PUBLISHED],
         limits={"staleness": settings.schedule.max_staleness, "logprob_diff": settings.max_logprob_diff},
     )
-
-
-def _length_s(recorded: Recorded) -> float:
-    return float(recorded.status.get("progress", {}).get("time_s", 0.0))
 
 
 def _with_shares(lines: Iterator[Line], timeline: Timeline, n: int) -> Iterator[Line]:
@@ -122,13 +119,6 @@ def _event(event: EventLine, samples_per_step: int) -> dict[str, Any]:
     text = event_text(event) or f"{name}: {event.get('worker', '')}"
     place = {"step": step, "time_s": rounded(event.get("time_s", 0.0)), "samples": step * samples_per_step}
     return {"event": name, "kind": MARKS.get(name, name), "text": text, **own, **place}
-
-
-def _thinned(items: list[Any]) -> list[Any]:
-    """At most `MOST_MARKS` of them, evenly chosen."""
-    if len(items) <= MOST_MARKS:
-        return items
-    return [items[round(place * (len(items) - 1) / (MOST_MARKS - 1))] for place in range(MOST_MARKS)]
 
 
 def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[tuple[str, str]]:

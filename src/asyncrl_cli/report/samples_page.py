@@ -8,6 +8,7 @@ from html import escape
 from itertools import chain, islice
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.observe.format import evenly
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.samples_text import AGE_COLOURS
 from asyncrl_cli.report.trajectories import Sampled, Stretch, trajectories_of
@@ -36,10 +37,8 @@ LEGEND = (
 def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MAX_CHARACTERS) -> str:
     """A section with some trajectories of dumped steps, spread over the run; empty if there are none. A malformed dump is said to
     be one, and the others are shown."""
-    dumped = run.sampled_steps
-    steps = sorted({dumped[round(index * (len(dumped) - 1) / (MAX_STEPS - 1))] for index in range(MAX_STEPS)}) if dumped else []
     parts, room = [], max_characters
-    for text in chain.from_iterable(_of_step(run, step) for step in steps):
+    for text in chain.from_iterable(_of_step(run, step) for step in evenly(run.sampled_steps, MAX_STEPS)):
         if (room := room - len(text)) < 0:
             parts.append('<p class="dim">More than fits here: asyncrl samples shows them.</p>')
             break

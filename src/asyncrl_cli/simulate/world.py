@@ -23,7 +23,6 @@ from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources, asked_gpus
 from asyncrl_cli.plan.compiling import compile_job
-from asyncrl_cli.plan.job_plan import ROLLOUT
 from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
@@ -33,7 +32,6 @@ from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Workload
 
 T = TypeVar("T")
-MAX_SHOWN_WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,19 +138,6 @@ class TrainedGroups(Observer):
 
     def step(self, record: StepRecord) -> None:
         self._tell(record.ledger["trained"])
-
-
-def shown_workers(roles: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of all rollout workers, or of `MAX_SHOWN_WORKERS` spread evenly from the first to the last."""
-    names = of_role(roles, ROLLOUT)
-    if len(names) <= MAX_SHOWN_WORKERS:
-        return tuple(names)
-    return tuple(names[round(index * (len(names) - 1) / (MAX_SHOWN_WORKERS - 1))] for index in range(MAX_SHOWN_WORKERS))
-
-
-def of_role(roles: Mapping[str, str], role: str) -> list[str]:
-    """Executors of a role, in the order of their numbers: rollout-2 before rollout-10."""
-    return sorted((name for name, found in roles.items() if found == role), key=lambda name: (len(name), name))
 
 
 class DeadlockError(RuntimeError):
