@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -83,14 +83,10 @@ class Wandb(Background):
 def sample_row(sample: Mapping[str, Any]) -> list[Any]:
     """A dumped trajectory as a table's row. `versions`: which versions sampled how many tokens, as in `3: 12, 4: 7`."""
     versions = [version for version, is_sampled in zip(sample["versions"], sample["mask"], strict=True) if is_sampled]
-    told = ", ".join(f"{version}: {amount}" for version, amount in _stretches(versions))
+    told = ", ".join(f"{version}: {len(list(tokens))}" for version, tokens in groupby(versions))
     span = max(versions) - min(versions) if versions else None
     own = {"versions": told, "span": span, "tokens": len(versions)}
     return [own.get(column, sample.get(column)) for column in COLUMNS]
-
-
-def _stretches(versions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return ((version, len(list(tokens))) for version, tokens in groupby(versions))
 
 
 def _end_service() -> None:

@@ -6,7 +6,7 @@ mean of its steps, and `lows` and `highs` keep what a mean hides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from statistics import fmean
@@ -46,9 +46,10 @@ class Columns:
 def columns_of(lines: Iterable[Line], num_steps: int) -> Columns:
     """`num_steps`: how many lines there are."""
     columns = Columns(steps_per_point=1 if num_steps <= MOST_STEPS else -(-num_steps // JOINED_POINTS))
-    points = 0
-    for points, steps in enumerate(_runs_of(lines, columns.steps_per_point), 1):
-        columns.add(steps, points - 1)
+    points, remaining = 0, iter(lines)
+    while steps := list(islice(remaining, columns.steps_per_point)):
+        columns.add(steps, points)
+        points += 1
     for column in (*columns.values.values(), *columns.lows.values(), *columns.highs.values()):
         column.extend([None] * (points - len(column)))
     return columns
@@ -76,9 +77,3 @@ def _mean(values: Sequence[Any]) -> Any:
     if isinstance(values[0], list):
         return [fmean(items) for items in zip_longest(*values, fillvalue=0)]
     return fmean(values)
-
-
-def _runs_of(lines: Iterable[Line], length: int) -> Iterator[list[Line]]:
-    remaining = iter(lines)
-    take: Callable[[], list[Line]] = lambda: list(islice(remaining, length))  # noqa: E731
-    return iter(take, [])

@@ -26,6 +26,11 @@ class Track(NamedTuple):
     process: int
     thread: int
 
+    @property
+    def place(self) -> Entry:
+        """The keys that put an entry on this track."""
+        return {"pid": self.process, "tid": self.thread}
+
 
 class Tracks:
     """Numbers tracks as they are asked for, the topmost first. `entries` are their names."""
@@ -46,16 +51,14 @@ class Tracks:
         if (process, thread) not in self._threads:
             # A thread's number is unique in the whole trace: Perfetto takes two threads with one number for the same thread.
             track = self._threads[process, thread] = Track(self.process(process), 1000 + len(self._threads))
-            where = {"ph": "M", "pid": track.process, "tid": track.thread}
-            self.entries.append({**where, "name": "thread_name", "args": {"name": thread}})
-            self.entries.append({**where, "name": "thread_sort_index", "args": {"sort_index": track.thread}})
+            for what, value in (("thread_name", {"name": thread}), ("thread_sort_index", {"sort_index": track.thread})):
+                self.entries.append({"ph": "M", **track.place, "name": what, "args": value})
         return self._threads[process, thread]
 
 
 def slice_on(track: Track, name: str, kind: str, start: int, end: int, args: Mapping[str, Any]) -> Entry:
     known = {key: value for key, value in args.items() if value not in (None, "")}
-    where = {"pid": track.process, "tid": track.thread, "ts": start, "dur": end - start}
-    return {"ph": "X", "name": name, "cat": kind, **where, "args": known}
+    return {"ph": "X", "name": name, "cat": kind, **track.place, "ts": start, "dur": end - start, "args": known}
 
 
 def arrow(name: str, number: int, stops: Sequence[tuple[Track, int]]) -> Iterator[Entry]:
@@ -63,7 +66,7 @@ def arrow(name: str, number: int, stops: Sequence[tuple[Track, int]]) -> Iterato
     for index, (track, time) in enumerate(stops):
         phase = "s" if index == 0 else "f" if index == len(stops) - 1 else "t"
         end = {"bp": "e"} if phase == "f" else {}
-        yield {"ph": phase, "name": name, "cat": name, "id": number, "pid": track.process, "tid": track.thread, "ts": time, **end}
+        yield {"ph": phase, "name": name, "cat": name, "id": number, **track.place, "ts": time, **end}
 
 
 def counter(process: int, name: str, time: int, figures: Mapping[str, float]) -> Entry:
@@ -71,16 +74,7 @@ def counter(process: int, name: str, time: int, figures: Mapping[str, float]) ->
 
 
 def instant(track: Track, name: str, kind: str, time: int, args: Mapping[str, Any]) -> Entry:
-    return {
-        "ph": "i",
-        "s": "t",
-        "name": name,
-        "cat": kind,
-        "pid": track.process,
-        "tid": track.thread,
-        "ts": time,
-        "args": dict(args),
-    }
+    return {"ph": "i", "s": "t", "name": name, "cat": kind, **track.place, "ts": time, "args": dict(args)}
 
 
 def apart(times: Iterable[int]) -> list[int]:

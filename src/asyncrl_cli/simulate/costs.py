@@ -96,7 +96,7 @@ class Costs:
         Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no effect here: the
         workload's `send_bytes_per_s` already includes what it saves.
         """
-        workload, weights, max_tokens = self.workload, self.profile.weights, self._max_response_tokens
+        workload, weights, max_tokens = self.workload, self.profile.weights, self.profile.rollout.max_response_tokens
         decoding, syncing, slowdown = workload.decoding, workload.syncing, self._slowdown(workload.decoding, self.workers)
         slowed = {key: getattr(decoding, key) * slowdown for key in ("step_s", "step_s_per_sequence", "prefill_s_per_token")}
         num_bytes = 0.0 if self._is_colocated else syncing.parameter_bytes
@@ -170,10 +170,6 @@ class Costs:
         return min(self.workload.lengths.prompt_tokens, self.profile.rollout.max_prompt_tokens)
 
     @property
-    def _max_response_tokens(self) -> int:
-        return self.profile.rollout.max_response_tokens
-
-    @property
     def _block_tokens(self) -> int:
         return DEFAULT_BLOCK_TOKENS if self.workload.memory is None else self.workload.memory.block_tokens
 
@@ -182,7 +178,8 @@ class Costs:
         memory = self.workload.memory
         if memory is None:
             return CacheSize(block_tokens=self._block_tokens)
-        gpus, longest = self.profile.placement.gpus_per_rollout_worker, self._prompt_tokens + self._max_response_tokens
+        gpus = self.profile.placement.gpus_per_rollout_worker
+        longest = self._prompt_tokens + self.profile.rollout.max_response_tokens
         if self.workload.turns is not None:
             longest = max(longest, max_context_tokens(self.profile))
         num_bytes = cache_bytes_left(
