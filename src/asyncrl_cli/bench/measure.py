@@ -13,14 +13,15 @@ What a run did not measure is absent from its figures, never 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.observe.lines import Line, sampled_tokens, spent_s, trajectories
+from asyncrl_cli.observe.totals import Totals
 from asyncrl_cli.simulate.capacities import Capacities, ideal_times
 
 PARTS = {
@@ -119,7 +120,8 @@ def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | No
     """Figures by name. `window_groups` is W of the baseline. With `capacities` the figures of the bound are included."""
     steps_s = [step_s(line) for line in stretch.lines]
     seconds, windows, num_steps = stretch.seconds, stretch.groups / window_groups, len(stretch.lines)
-    parts = _parts(stretch.lines)
+    totals = Totals(stretch.lines)
+    parts = _known({name: totals.seconds(*keys) for name, keys in PARTS.items()})
     figures = {
         "wall_s": stretch.run[-1]["time_s"],
         "measured_s": seconds,
@@ -133,9 +135,9 @@ def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | No
         "tokens_per_s": stretch.tokens / seconds,
     }
     # An eval keeps workers busy: steps beside one say nothing about idleness.
-    alone = [line for line in stretch.lines if spent_s(line, "eval") == 0.0]
-    figures |= _means(alone, RATIOS, step_s)
-    figures |= _means(stretch.lines, {"staleness_mean": "staleness/mean"}, sampled_tokens)
+    alone = Totals(line for line in stretch.lines if spent_s(line, "eval") == 0.0)
+    means = {name: alone.mean(key) for name, key in RATIOS.items()} | {"staleness_mean": totals.mean("staleness/mean")}
+    figures |= _known(means)
     figures |= _partial_ratio(stretch) | _of_whole_run(stretch.run)
     return figures if capacities is None else figures | _of_bound(stretch, windows, capacities)
 
@@ -153,18 +155,8 @@ def tokens_made(stretch: Stretch) -> float:
     stretch may begin with more groups ahead than it ends with, and those were generated before it."""
     trained = sum(sampled_tokens(line) for line in stretch.lines)
     steps_s = sum(spent_s(line, "step") for line in stretch.lines)  # evals too: the rate counts their tokens
-    rates = _means(stretch.lines, {RATE: RATE}, lambda line: spent_s(line, "step")).values()
-    return min([trained, *(rate * steps_s for rate in rates)])
-
-
-def _parts(lines: Sequence[Line]) -> dict[str, float]:
-    """Total seconds of each part of a step that at least one line has."""
-    timings = {name: [f"timing/{key}_s" for key in keys] for name, keys in PARTS.items()}
-    return {
-        name: float(sum(line.get(key, 0.0) for line in lines for key in keys))
-        for name, keys in timings.items()
-        if any(key in line for line in lines for key in keys)
-    }
+    rate = Totals(stretch.lines).mean(RATE)
+    return trained if rate is None else min(trained, rate * steps_s)
 
 
 def step_s(line: Line) -> float:
@@ -180,11 +172,8 @@ def _partial_ratio(stretch: Stretch) -> dict[str, float]:
 
 
 def _of_whole_run(lines: Sequence[Line]) -> dict[str, float]:
-    found = {}
-    for name, key in (("staleness_max", "staleness/max"), ("max_span", f"{PARTIAL}max_partial_span")):
-        if values := [line[key] for line in lines if key in line]:
-            found[name] = max(values)
-    last = lines[-1]
+    run, last = Totals(lines), lines[-1]
+    found = _known({"staleness_max": run.most("staleness/max"), "max_span": run.most(f"{PARTIAL}max_partial_span")})
     if "waste/tokens_discarded" in last:
         found["tokens_discarded"] = float(last["waste/tokens_discarded"])
     if "eval/reward_mean" in last and last["eval/version"] == last["version"]:
@@ -192,11 +181,6 @@ def _of_whole_run(lines: Sequence[Line]) -> dict[str, float]:
     return found
 
 
-def _means(lines: Sequence[Line], keys: Mapping[str, str], weight: Callable[[Line], float]) -> dict[str, float]:
-    """Weighted means over the lines that have the key; absent if the weights add up to 0."""
-    means = {}
-    for name, key in keys.items():
-        weighted = [(line[key], weight(line)) for line in lines if key in line]
-        if (total := sum(share for _, share in weighted)) > 0:
-            means[name] = sum(value * share for value, share in weighted) / total
-    return means
+def _known(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Those that were measured."""
+    return {name: value for name, value in figures.items() if value is not None}

@@ -12,13 +12,13 @@ from asyncrl_cli.observe.format import clock, count, evenly, event_text, number
 from asyncrl_cli.observe.lines import EventLine, Line
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.status import read_status
+from asyncrl_cli.observe.totals import Totals
 from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.keys import entries_of
 from asyncrl_cli.profile.schema import PlacementSection
 from asyncrl_cli.report.columns import Columns, columns_of, rounded
 from asyncrl_cli.report.timeline import Timeline
-from asyncrl_cli.report.totals import Totals
 from asyncrl_cli.report.verdict import Finding, verdict_of
 from asyncrl_cli.safe_files import read_lines
 

@@ -1,4 +1,4 @@
-"""Figures of a whole run from its lines of metrics: means with the weights of docs/metrics.md, maxima, first and last values."""
+"""Figures of lines of metrics: means with the weights of docs/metrics.md, maxima, first and last values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ PER_SECOND = ("trainer/", "rollouter/", "overlap_ratio")
 
 
 class Totals:
-    def __init__(self) -> None:
+    """Of these lines, and of all that `of` passes on."""
+
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
         self.steps = 0
         self.first: Line = {}
         self.last: Line = {}
@@ -20,6 +22,8 @@ class Totals:
         self._weights: dict[str, float] = defaultdict(float)
         self._maxima: dict[str, float] = {}
         self._parts_s: dict[str, float] = defaultdict(float)
+        for line in lines:
+            self._add(line)
 
     def of(self, lines: Iterable[Line]) -> Iterator[Line]:
         """Pass the lines on and add them up."""
@@ -46,6 +50,11 @@ class Totals:
     def most(self, key: str) -> float | None:
         return self._maxima.get(key)
 
+    def seconds(self, *parts: str) -> float | None:
+        """The time of these parts (`timing/<part>_s`); None if none was measured."""
+        known = [self._parts_s[part] for part in parts if part in self._parts_s]
+        return sum(known) if known else None
+
     def share(self, *parts: str) -> float:
-        """The share of these parts (`timing/<part>_s`) in the time of all steps."""
-        return sum(self._parts_s[part] for part in parts) / max(self._parts_s["step"], 1e-9)
+        """The share of these parts in the time of all steps."""
+        return (self.seconds(*parts) or 0.0) / max(self._parts_s["step"], 1e-9)
