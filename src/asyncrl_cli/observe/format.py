@@ -89,7 +89,6 @@ LEADING: Mapping[str, tuple[str, Callable[[object], str]]] = {
     "trainer/tokens_per_s": ("trainer", count),
 }
 """The figures shown first in every view: metric -> (label, formatter)."""
-_HEADLINES = {"done": "done", "stopped": "stopped on request", "failed": "failed"}
 _EVENTS = {
     "warning": lambda event: str(event.get("message", "")),
     "failed": lambda event: f"failed: {event.get('error', '')}",
@@ -140,8 +139,9 @@ def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(label, figures) rows for the whole run, with the screen's labels. Rows without a measured value are left out."""
     progress, totals = status["progress"], status["totals"]
     steps = f"{progress['step']} of {progress['train_steps']} steps, {count(progress['groups_trained'])} groups"
+    phase = "stopped on request" if status["phase"] == "stopped" else status["phase"]
     rows = [
-        ("run", f"{status['name']}: {_HEADLINES.get(status['phase'], status['phase'])} ({status['profile']})"),
+        ("run", f"{status['name']}: {phase} ({status['profile']})"),
         ("trained", f"{steps}, {count(progress.get('tokens_trained'))} tokens in {clock(progress['time_s'])}"),
         *((f"eval {name}".strip(), _evals(points)) for name, points in by_set(status["eval"]["history"]).items()),
         ("whole run", ", ".join(f"{what} {form(totals.get(key))}" for key, (what, form) in LEADING.items()) if totals else ""),

@@ -247,20 +247,16 @@ class TimelineFile(StepFile):
 
 def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
     """A step's spans as JSON. `ahead_s` is the run's time minus the driver's clock."""
-    spans = {
-        name: [(str(span.state), round(span.start_s + ahead_s, DIGITS), round(span.end_s + ahead_s, DIGITS)) for span in stays]
-        for name, stays in record.spans.items()
+
+    def at(time_s: float) -> float:
+        return round(time_s + ahead_s, DIGITS)
+
+    spans = {name: [(str(span.state), at(span.start_s), at(span.end_s)) for span in stays] for name, stays in record.spans.items()}
+    slots = {
+        name: [(slot, sequence, at(start_s), at(end_s)) for slot, sequence, start_s, end_s in stays]
+        for name, stays in record.stays.items()
     }
-    line: dict[str, Any] = {"step": record.step, "spans": spans}
-    if record.stays:
-        line["slots"] = {
-            name: [
-                (slot, sequence, round(start_s + ahead_s, DIGITS), round(end_s + ahead_s, DIGITS))
-                for slot, sequence, start_s, end_s in stays
-            ]
-            for name, stays in record.stays.items()
-        }
-    return line
+    return {"step": record.step, "spans": spans, **({"slots": slots} if slots else {})}
 
 
 class StatusFile(Sink):

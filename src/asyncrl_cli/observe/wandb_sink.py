@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.observe.background import CLOSE_TIMEOUT_S, START_TIMEOUT_S, Background, kept_id
@@ -25,22 +25,13 @@ class Wandb(Background):
     figures of W&B's summary to those of the whole run, as in `asyncrl status`: W&B would keep the last step's.
 
     Dumped samples become tables `samples`. A resumed run continues the same W&B run: its id is kept in the run's directory.
+    `settings`: of `wandb.init`: `mode` (offline or online), `project`, `name`, `config`, and `tags`.
     """
 
     service, otherwise = "W&B", _OTHER_MODES
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        mode: Literal["offline", "online"],
-        project: str,
-        name: str,
-        config: Mapping[str, Any],
-        tags: Sequence[str] = (),
-    ) -> None:
-        self._settings: dict[str, Any] = {"mode": mode, "project": project, "name": name, "id": kept_id(run_dir / "wandb-run-id")}
-        self._settings |= {"dir": str(run_dir), "config": dict(config), "tags": list(tags)}
+    def __init__(self, run_dir: Path, **settings: Any) -> None:
+        self._settings = {**settings, "id": kept_id(run_dir / "wandb-run-id"), "dir": str(run_dir)}
         self._recorded = Recorded(run_dir)
         self._sampled = self._recorded.sampled_steps
         super().__init__()
