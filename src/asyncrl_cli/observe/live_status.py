@@ -231,11 +231,11 @@ class LiveStatus:
 
     def _utilization(self, using: Period | None) -> dict[str, Any]:
         figures = using.figures if using else {}
-        reports = self._snapshot.reports.values() if self._snapshot else ()
+        reports = list(self._snapshot.reports.values()) if self._snapshot else []
         scorers = [f"{report.name}/{figure}" for report in reports if report.role == SCORER for figure in SCORER_FIGURES]
         known: dict[str, Any] = {name.replace("/", "_"): figures[name] for name in (*LEADING, *scorers) if name in figures}
-        gauges = [report.gauges for report in self._snapshot.reports.values()] if self._snapshot else []
-        totals = {name: [own[name] for own in gauges if name in own] for name in ("running_sequences", "slots")}
+        gauges = ("running_sequences", "slots")
+        totals = {name: [report.gauges[name] for report in reports if name in report.gauges] for name in gauges}
         return known | {name: sum(amounts) for name, amounts in totals.items() if amounts}
 
 

@@ -73,7 +73,7 @@ class Costs:
         return TrainerTimes(
             train_s=self._train_s,
             old_logprob_s=self._old_logprob_s,
-            old_logprob_tokens=self._old_logprob_tokens if self._recomputes else None,
+            old_logprob_tokens=lambda batch: _tokens(self._scored(batch))[0],
             column_s={task: partial(self._own_scoring_s, task) for task in self._own_columns},
             overhead_s=self.workload.training.step_overhead_s,
             gather_s=syncing.colocated_s if self._is_colocated else gather_s,
@@ -239,9 +239,6 @@ class Costs:
         }
         each_s = training.s_per_token / 3 if (known := costs[task]) is None else known
         return _tokens(groups)[1] * each_s * self._share(training.old_logprob_scaling_exponent, devices)
-
-    def _old_logprob_tokens(self, batch: TrainBatch) -> int:
-        return _tokens(self._scored(batch))[0]
 
     def _scored(self, batch: TrainBatch) -> Sequence[GroupResult]:
         """Groups that need an old-logprob pass: all but a window's first mini-batch, whose own forward pass yields them."""

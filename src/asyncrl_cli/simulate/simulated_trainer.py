@@ -82,13 +82,13 @@ class SharedMachine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
     """Seconds, on a machine of its own. `overhead_s` is part of a train call but not of its reported parts: the loop's timing shows
-    it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; None if there is no such pass. `column_s`:
+    it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; 0 without such a pass. `column_s`:
     of the reference's and the critic's passes, by name, if the trainer has them."""
 
     train_s: Callable[[TrainBatch], float]
     old_logprob_s: Callable[[TrainBatch], float] = lambda batch: 0.0
     column_s: Mapping[str, Callable[[TrainBatch], float]] = field(default_factory=dict)
-    old_logprob_tokens: Callable[[TrainBatch], int] | None = None
+    old_logprob_tokens: Callable[[TrainBatch], int] = lambda batch: 0
     overhead_s: float = 0.0
     gather_s: float = 0.0
     publish_s: float = 0.0
@@ -116,7 +116,7 @@ class SimulatedTrainer:
         self._clock.add("busy_s", self._loop.time() - began_s)
         self._clock.add("trained_tokens", tokens)
         self._clock.gauges["step"] = batch.step
-        scored = self._times.old_logprob_tokens(batch) if self._times.old_logprob_tokens else 0
+        scored = self._times.old_logprob_tokens(batch)
         metrics = {"train/old_logprob_tokens": Sum(scored)} if scored else {}
         report = TrainReport(train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics=metrics, column_s=column_s)
         return report, self._clock.report()
