@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -31,6 +34,7 @@ from tests.loop.worlds import worker_times
 
 FILES = ("loop_state.json", "payloads.json", "config.resolved.json")
 VALUES = (None, True, 0, 1, -1, 2, 7, 300, 2**70, 0.5, "", "x", "nan", [], [1], {}, {"a": 1}, [[]], "\ud800")
+REMOVED = object()
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +49,32 @@ def nodes(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def mutated(path: Path, data: st.DataObject) -> None:
-    content = json.loads(path.read_text())
-    *above, last = data.draw(st.sampled_from(nodes(content)), label="node")
-    parent = content
-    for part in above:
+    node = data.draw(st.sampled_from(nodes(json.loads(path.read_text()))), label="node")
+    removed = data.draw(st.booleans(), label="removed")
+    change(path, node, REMOVED if removed else data.draw(st.sampled_from(VALUES), label="value"))
+
+
+def change(path: Path, node: tuple[Any, ...], value: Any) -> None:
+    parent = content = json.loads(path.read_text())
+    for part in node[:-1]:
         parent = parent[part]
-    if data.draw(st.booleans(), label="removed"):
-        del parent[last]
+    if value is REMOVED:
+        del parent[node[-1]]
     else:
-        parent[last] = data.draw(st.sampled_from(VALUES), label="value")
+        parent[node[-1]] = value
     path.write_text(json.dumps(content))
+
+
+@contextmanager
+def put_back(directory: Path) -> Iterator[None]:
+    """Undo at the end what is changed within."""
+    with TemporaryDirectory() as kept:
+        shutil.copytree(directory, kept, dirs_exist_ok=True)
+        try:
+            yield
+        finally:
+            shutil.rmtree(directory)
+            shutil.copytree(kept, directory)
 
 
 def resume_and_go_on(place: Place) -> None:
@@ -82,35 +102,40 @@ def resume_and_go_on(place: Place) -> None:
 @pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
-def test_a_checkpoint_is_refused_or_resumed_to_its_end(place: Place, data: st.DataObject, tmp_path_factory: Any) -> None:
-    kept = tmp_path_factory.mktemp("kept") / "checkpoint"
-    shutil.copytree(place.newest, kept)
-    try:
+def test_a_checkpoint_is_refused_or_resumed_to_its_end(place: Place, data: st.DataObject) -> None:
+    with put_back(place.newest), suppress(ConfigError, RefusedError):
         mutated(place.newest / data.draw(st.sampled_from(FILES), label="file"), data)
         reseal(place.newest)
         resume_and_go_on(place)
-    except (ConfigError, RefusedError):
-        pass
-    finally:
-        shutil.rmtree(place.newest)
-        kept.rename(place.newest)
 
 
 def test_an_untouched_checkpoint_is_resumed_to_its_end(place: Place) -> None:
     resume_and_go_on(place)
 
 
+def test_a_running_group_that_kept_older_tokens_without_its_deadline_is_refused(place: Place) -> None:
+    with put_back(place.newest):
+        change(place.newest / "loop_state.json", ("loop_state", "groups", "running", 0, "deadline"), REMOVED)
+        reseal(place.newest)
+        with pytest.raises(RefusedError, match=r"the deadline of running prompt .* is 4, with tokens of version 2"):
+            resume_and_go_on(place)
+
+
 @pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_a_status_is_refused_or_shown(place: Place, data: st.DataObject, capsys: pytest.CaptureFixture[str]) -> None:
-    path = place.run / "status.json"
-    kept = path.read_text()
-    try:
-        mutated(path, data)
+    with put_back(place.run):
+        mutated(place.run / "status.json", data)
         code = run(["status", NAME, "--runs-dir", str(place.runs)])
-    finally:
-        path.write_text(kept)
     said = capsys.readouterr().err
     assert code in (0, 4), said
     assert "this is a bug" not in said
+
+
+@pytest.mark.parametrize("value", [None, [None], [{"time_s": 1.0}]])
+def test_warnings_that_are_none_are_refused(place: Place, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with put_back(place.run):
+        change(place.run / "status.json", ("warnings",), value)
+        assert run(["status", NAME, "--runs-dir", str(place.runs)]) == 4
+    assert "status.json cannot be read: warnings" in capsys.readouterr().err

@@ -218,8 +218,9 @@ def _wrong_running(entry: RunningState, version: int, settings: LoopSettings) ->
     if any(versions != sorted(set(versions)) or versions[-1] > version for versions in sampled):
         yield f"{prompt} has tokens of impossible versions"
     oldest = min([version, *chain.from_iterable(sampled), *(part["version"] for part in ended)])
-    if not entry.get("deadline", 0) <= oldest + settings.schedule.max_staleness:
-        yield f"the deadline of {prompt} is {entry.get('deadline')}, with tokens of version {oldest}"
+    bound = settings.schedule.max_staleness
+    if (deadline := entry.get("deadline", version + bound)) > oldest + bound:
+        yield f"the deadline of {prompt} is {deadline}, with tokens of version {oldest}"
 
 
 def _wrong_group(entry: FinishedState, version: int, profile: Profile) -> Iterator[str]:

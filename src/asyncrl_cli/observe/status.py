@@ -88,6 +88,7 @@ STATUS = _record(
     tokens_discarded=Figure | None,
     checkpoint=str,
     notes=list[_record(time_s=Seconds, event=str, text=str)],
+    warnings=NotRequired[list[_record(time_s=Seconds, text=str)]],
     num_warnings=Count,
     totals=dict[str, Any],
 )

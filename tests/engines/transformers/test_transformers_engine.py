@@ -235,7 +235,7 @@ def test_all_slots_run_in_every_forward(model_dir: Path) -> None:
             completions = await all_of(engine, [[2 + i, 3, 4, 5] * 8 for i in range(32)], how)
             forwards = engine._manager.current_batch
             longest = max(len(completion.tokens) for completion in completions)
-            assert forwards <= longest + 8  # a few while the requests came in; with half of the slots it would be twice
+            assert forwards < 1.5 * longest  # some while the requests came in; with half of the slots it would be twice
 
     run(body)
 
