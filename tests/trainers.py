@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.profile.model_sections import CriticSection
+from asyncrl_cli.profile.algorithm_section import CriticSection
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
 from asyncrl_cli.profile.schema import AlgorithmSection, LoraSection, Place, Profile, RunSection, TrainerSection
 from asyncrl_cli.train.balance import RankPlan, plan_train_step

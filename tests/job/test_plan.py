@@ -13,7 +13,7 @@ import pytest
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan, plan_rows
-from asyncrl_cli.profile.model_sections import RewardModelSection
+from asyncrl_cli.profile.algorithm_section import RewardModelSection
 from asyncrl_cli.profile.schema import AlgorithmSection, ModelSection, Profile, TrainerSection
 
 from .crew import nodes, small_profile

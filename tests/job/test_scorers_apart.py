@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.loop.ports import Cut, TrainBatch
-from asyncrl_cli.profile.model_sections import RewardModelSection
+from asyncrl_cli.profile.algorithm_section import RewardModelSection
 from asyncrl_cli.profile.schema import AlgorithmSection
 
 from .crew import make_classifier, make_model, nodes, small_profile

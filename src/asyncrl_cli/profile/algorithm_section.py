@@ -1,4 +1,5 @@
-"""The section [algorithm]: advantages, loss, and corrections for data that older weights sampled.
+"""The section [algorithm]: advantages, loss, and corrections for data that older weights sampled; and [ref], [critic] and
+[reward_model], the further models that these may ask for.
 
 Three policies: theta is being trained, prox are the weights at the start of the window, mu is the sampler. Per token
 u = theta / prox, w = prox / mu and r = theta / mu are ratios of probabilities. Keys have verl's names where it has them.
@@ -10,7 +11,18 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from asyncrl_cli.profile.fields import AboveOne, AtLeastOne, NonNegativeFloat, PositiveFloat, PositiveInt, Ratio, Section, Share
+from asyncrl_cli.profile.fields import (
+    AboveOne,
+    AtLeastOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Ratio,
+    Section,
+    Share,
+)
 
 
 def bounds(threshold: float | str) -> tuple[float, float]:
@@ -131,3 +143,40 @@ class AlgorithmSection(Section):
     @property
     def has_critic(self) -> bool:
         return self.adv_estimator == "gae"
+
+
+class RefSection(Section):
+    """The reference: a frozen model that the policy is compared with. There is one only if `algorithm.use_kl_loss` or
+    `use_kl_in_reward` asks for it."""
+
+    path: PathText | None = None
+    """A local Hugging Face directory or a hub name, with the policy's vocabulary; the run's initial weights if not given."""
+
+
+class CriticSection(Section):
+    """The critic of `algorithm.adv_estimator = "gae"`: a transformer with a linear head, which learns what each response will earn.
+    Betas, weight decay and schedule are the trainer's."""
+
+    path: PathText | None = None
+    """A local Hugging Face directory or a hub name, with the policy's vocabulary, from which the transformer begins; the policy's
+    initial weights if not given. The head begins at zero."""
+    lr: PositiveFloat | None = None
+    """Peak learning rate of AdamW; trainer.lr if not given."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+    cliprange_value: PositiveFloat = 0.5
+    """How far a value may go from that at the train step's start before the larger of both losses counts."""
+    head_start_steps: NonNegativeInt = 0
+    """Optimizer steps at the run's beginning in which only the critic learns (verl's `critic_warmup`)."""
+
+
+class RewardModelSection(Section):
+    """The reward model: a sequence classifier that scores finished responses, and those of evals, in processes of its own (`reward`
+    in `placement.tasks`). Its score is the first logit, of the conversation in its own chat template; without a template, of prompt
+    and response end to end. For tasks of one turn."""
+
+    path: PathText | None = None
+    """A local Hugging Face directory or a hub name; no reward model if not given. Alone it gives the whole reward; what a
+    `task.reward` that you name gives is added."""
+    weight: PositiveFloat = 1.0
+    """How many times its score counts."""

@@ -39,31 +39,6 @@ def _positive(value: Any) -> bool:
     return value is not None and value > 0
 
 
-def _more_than_one(value: Any) -> bool:
-    return bool(value > 1)
-
-
-def _over_sequences(rollout_is: str) -> bool:
-    return rollout_is in ("sequence", "geometric")
-
-
-def _two_sided(rule: str | None) -> bool:
-    return rule is not None and rule.endswith("k1")
-
-
-def _one_sided(rule: str | None) -> bool:
-    return rule is not None and not _two_sided(rule)
-
-
-def _band(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _empty_band(value: object) -> bool:
-    """Of a number x as the band from 1/x to x."""
-    return isinstance(value, float) and value <= 1
-
-
 def direct(transport: object) -> bool:
     return transport in DIRECT_TRANSPORTS
 
@@ -72,12 +47,12 @@ def _of_verifiers(source: Any) -> bool:
     return bool(source.startswith(VERIFIERS))
 
 
-def _of_others(source: Any) -> bool:
-    return not _of_verifiers(source)
-
-
 def _other_than(value: object) -> Callable[[object], bool]:
     return lambda other: other != value
+
+
+def _ends_in(*ends: str) -> Callable[[str | None], bool]:
+    return lambda rule: rule is not None and rule.endswith(ends)
 
 
 def _unused(keys: str, where: Mapping[str, object], because: str, hint: str) -> Iterator[Clash]:
@@ -138,7 +113,10 @@ CLASHES = (
             "the proximal policy is the sampler, so every weight is 1",
             f"--set algorithm.old_logprobs=recompute, or leave {key} out",
         )
-        for key, wrong in (("algorithm.rollout_is_threshold", given), ("algorithm.rollout_is", _over_sequences))
+        for key, wrong in (
+            ("algorithm.rollout_is_threshold", given),
+            ("algorithm.rollout_is", lambda over: over in ("sequence", "geometric")),
+        )
     ),
     *(
         Clash(
@@ -164,12 +142,12 @@ CLASHES = (
         "--set algorithm.rollout_rs=seq_mean_k3, or leave algorithm.rollout_rs_threshold out",
     ),
     Clash(
-        {"algorithm.rollout_rs": _two_sided, "algorithm.rollout_rs_threshold": _empty_band},
+        {"algorithm.rollout_rs": _ends_in("k1"), "algorithm.rollout_rs_threshold": lambda x: isinstance(x, float) and x <= 1},
         "k1 keeps ratios between 1/x and x, and there are none",
         '--set algorithm.rollout_rs_threshold=2.0, or "0.5_2.0"',
     ),
     Clash(
-        {"algorithm.rollout_rs": _one_sided, "algorithm.rollout_rs_threshold": _band},
+        {"algorithm.rollout_rs": _ends_in("k2", "k3"), "algorithm.rollout_rs_threshold": lambda band: isinstance(band, str)},
         "k2 and k3 are never negative, so they have an upper bound only",
         "--set algorithm.rollout_rs_threshold=0.01, or a k1 rule",
     ),
@@ -224,7 +202,7 @@ CLASHES = (
         "--set algorithm.use_kl_loss=true in its place, or algorithm.mask_truncated=false",
     ),
     Clash(
-        {"eval.samples_per_prompt": _more_than_one, "eval.temperature": 0},
+        {"eval.samples_per_prompt": _other_than(1), "eval.temperature": 0},
         "greedy samples of a prompt are all the same",
         "--set eval.samples_per_prompt=1, or an eval.temperature above 0",
     ),
@@ -255,7 +233,7 @@ CLASHES = (
         "leave task.agent out, or take prompts from a file for your agent",
     ),
     Clash(
-        {"task.source": _of_others, "task.python": given},
+        {"task.source": lambda source: not _of_verifiers(source), "task.python": given},
         "only environments of the package verifiers run in another Python",
         "leave task.python out",
     ),

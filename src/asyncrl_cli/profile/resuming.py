@@ -59,14 +59,11 @@ def _refuse_fixed(before: Profile, after: Profile) -> None:
     old, new = entries_of(before), entries_of(after)
     moved = [key for key in new | old if new.get(key) != old.get(key) and not may_change(key)]
     hint = "start another run for that (`asyncrl export`, then --set model.path=...), or leave it out"
-    problems = [ConfigError(f"{key} cannot change in a resumed run: {_reason(key)}", hint=hint) for key in moved]
+    reasons = {key: FIXED.get(key) or FIXED.get(key.partition(".")[0]) or ELSE for key in moved}
+    problems = [ConfigError(f"{key} cannot change in a resumed run: {why}", hint=hint) for key, why in reasons.items()]
     if problems:
         raise combine(problems)
 
 
 def may_change(key: str) -> bool:
     return key not in FIXED and (key in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE)
-
-
-def _reason(key: str) -> str:
-    return FIXED.get(key) or FIXED.get(key.partition(".")[0]) or ELSE

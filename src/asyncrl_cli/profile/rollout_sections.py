@@ -1,4 +1,5 @@
-"""The keys of `[rollout]`, `[async_training]` and `[weights]`: who generates, how far ahead, and how new weights get there."""
+"""The keys of `[rollout]`, `[env]`, `[async_training]` and `[weights]`: who generates, within which limits, how far ahead, and how
+new weights get there."""
 
 from __future__ import annotations
 
@@ -80,6 +81,24 @@ class RolloutSection(Section):
     min_workers: Processes | None = None
     """With how many workers the run goes on when others have no restart left, or no room (`placement.timeout_s`): these come back
     when there is room. By default the run needs all of its workers."""
+
+
+class EnvSection(Section):
+    """Limits of an episode, which may have many turns and tools."""
+
+    tool_timeout_s: PositiveFloat = 60.0
+    """Seconds that a tool call, an environment's `reset` or its reward may take, or an agent without awaiting. What takes longer is
+    killed with its process, and its trajectory counts as failed (`tool-timeout`; `environment` for a reset, `reward` for a reward).
+    Importing the environment's module may take as long, at least 30 s; an agent's, at least 10 s."""
+    max_turns: PositiveInt = 16
+    """Responses of one episode. After the last one the episode ends, with the reward for what it has reached, and counts as
+    truncated."""
+    episode_timeout_s: PositiveFloat = 600.0
+    """Seconds from an episode's start to its end, waiting for a slot included. A longer one counts as failed
+    (`episode-timeout`)."""
+    max_context_tokens: PositiveInt | None = None
+    """Longest token sequence of an episode: prompt, responses and all that tools and environment add. An episode that fills it
+    ends as truncated. rollout.max_prompt_tokens + rollout.max_response_tokens if not given, which suits one turn."""
 
 
 class AsyncTrainingSection(Section):

@@ -1,7 +1,7 @@
 """The keys of a profile. A field's docstring is its help, its schema description and its reference: written once.
 
-`[rollout]`, `[async_training]` and `[weights]` are in rollout_sections.py, `[algorithm]` in algorithm_section.py, `[ref]`,
-`[critic]` and `[reward_model]` in model_sections.py, `[env]` in env_section.py.
+`[rollout]`, `[env]`, `[async_training]` and `[weights]` are in rollout_sections.py; `[algorithm]`, `[ref]`, `[critic]` and
+`[reward_model]` in algorithm_section.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from asyncrl_cli.profile.algorithm_section import AlgorithmSection
-from asyncrl_cli.profile.env_section import EnvSection
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection, CriticSection, RefSection, RewardModelSection
 from asyncrl_cli.profile.fields import (
     Betas,
     Labels,
@@ -28,8 +27,7 @@ from asyncrl_cli.profile.fields import (
     Sources,
     Strings,
 )
-from asyncrl_cli.profile.model_sections import CriticSection, RefSection, RewardModelSection
-from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, RolloutSection, WeightsSection
+from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, EnvSection, RolloutSection, WeightsSection
 
 Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
 """What a weight load does to a worker's running rollouts: they finish first, or freeze and keep or rebuild their KV cache."""
