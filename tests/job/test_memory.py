@@ -83,7 +83,7 @@ def test_the_bytes_of_a_reference_and_a_critic_are_those_of_their_tensors(config
     profile, _, estimate = planned(str(tmp_path), 'algorithm.adv_estimator="gae"', "algorithm.use_kl_in_reward=true")
     trainer = TrainerParts(profile, Place(model_dir=str(tmp_path)), 4).made(f"file://{tmp_path}/meet")
     try:
-        reference, critic = trainer.reference.locals(), trainer.critic.model.locals()
+        reference, critic = trainer.reference.locals(), trainer.critic.locals()
         moments = trainer.critic.optimizer.moments()
     finally:
         trainer.close()

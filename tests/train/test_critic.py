@@ -20,7 +20,7 @@ GAE = {"adv_estimator": "gae", "gamma": 0.99, "lam": 0.9}
 def with_a_head(trainer):
     """A head that is not zero, so that values differ and the transformer gets a gradient."""
     head = torch.randn(128, generator=torch.Generator().manual_seed(1)) * 0.05
-    trainer.critic.model.locals()["head.weight"].copy_(head[None])
+    trainer.critic.locals()["head.weight"].copy_(head[None])
     return trainer, head
 
 

@@ -40,10 +40,12 @@ RETURN_SUMS = ("returns", "squared returns", "errors", "squared errors")
 """Sums from which `critic/explained_variance` is made; they are not metrics of their own."""
 
 
-class CriticModel:
-    """One rank's part of the critic. `parameters` are its sharded float32 master weights by name."""
+class Critic:
+    """One rank's part of the critic, with its optimizer. `parameters` are its sharded float32 master weights by name. OSError or
+    ValueError, from transformers, if `model_dir` is no model."""
 
-    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
+    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks, *, total_optimizer_steps: int) -> None:
+        self._profile, self._ranks = profile, ranks
         model, empty = (skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code) for _ in range(2))
         self._valuer = _Valuer(model)
         self._gathered = sharded(model, self._valuer, model_dir, profile, SavedForm(empty), ranks)
@@ -51,6 +53,9 @@ class CriticModel:
         _, self._valuer.divide = choose_computation(self._gathered, decoder, decoder, ranks)
         self.is_packed = is_packed(self._valuer.divide)
         self.parameters = cast(dict[str, DTensor], dict(self._valuer.named_parameters()))
+        own, trainer = profile.critic, profile.trainer
+        section = trainer.model_copy(update={"lr": own.lr or trainer.lr, "grad_clip": own.grad_clip})
+        self.optimizer = PolicyOptimizer(section, ranks, self.parameters, total_optimizer_steps=total_optimizer_steps)
 
     def valued_N(self, microbatch: Microbatch) -> torch.Tensor:
         """Values of the states in which the tokens were sampled, with gradient. A collective."""
@@ -64,34 +69,16 @@ class CriticModel:
         self._gathered.release()
         return values_N
 
-    def before_backward(self, *, is_last: bool) -> None:
-        self._gathered.before_backward(is_last=is_last)
-
     def locals(self) -> dict[str, torch.Tensor]:
         return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
 
-
-class Critic:
-    """One rank's part of the critic, with its optimizer. OSError or ValueError, from transformers, if `model_dir` is no model."""
-
-    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks, *, total_optimizer_steps: int) -> None:
-        own, trainer = profile.critic, profile.trainer
-        self.model = CriticModel(profile, model_dir, ranks)
-        section = trainer.model_copy(update={"lr": own.lr or trainer.lr, "grad_clip": own.grad_clip})
-        self.optimizer = PolicyOptimizer(section, ranks, self.model.parameters, total_optimizer_steps=total_optimizer_steps)
-        self._profile, self._ranks = profile, ranks
-
-    def values_N(self, microbatch: Microbatch) -> torch.Tensor:
-        """Values of the states in which the tokens were sampled, without gradient. A collective."""
-        return self.model.values_N(microbatch)
-
     def state_parameters(self) -> dict[str, DTensor]:
         """Its parameters by their names in the trainer's state."""
-        return {f"{CRITIC}{name}": parameter for name, parameter in self.model.parameters.items()}
+        return {f"{CRITIC}{name}": parameter for name, parameter in self.parameters.items()}
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """This rank's live shards of weights and moments, by `<kind>/<parameter>`."""
-        tensors = {f"weight/{name}": local for name, local in self.model.locals().items()} | self.optimizer.moments()
+        tensors = {f"weight/{name}": local for name, local in self.locals().items()} | self.optimizer.moments()
         return {key.replace("/", f"/{CRITIC}", 1): local for key, local in tensors.items()}
 
     def learn(self, steps: Sequence[OptimizerStepPlan], work: Sequence[Sequence[Microbatch]]) -> tuple[dict[str, Value], int]:
@@ -104,9 +91,9 @@ class Critic:
     def _step(self, plan: OptimizerStepPlan, parts: Sequence[Microbatch], seen: list[dict[str, Metric]]) -> tuple[float, float]:
         """Adds the metrics of each microbatch to `seen`. Returns the gradient's norm and the learning rate."""
         for part in parts:
-            self.model.before_backward(is_last=part is parts[-1])
+            self._gathered.before_backward(is_last=part is parts[-1])
             old_N, returns_N = part.columns[VALUES], part.columns[RETURNS]
-            loss_N, is_clipped_N = value_loss(self.model.valued_N(part), old_N, returns_N, self._profile.critic.cliprange_value)
+            loss_N, is_clipped_N = value_loss(self.valued_N(part), old_N, returns_N, self._profile.critic.cliprange_value)
             loss = aggregated(loss_N, part, plan, self._profile)
             (loss * self._ranks.world_size).backward()  # as in policy_update.py
             errors_N = returns_N - old_N

@@ -35,7 +35,7 @@ class CriticApart:
         self._profile, self._ranks = profile, ranks
         total = Schedule.of(profile).optimizer_steps
         self._critic = Critic(profile, place.critic_dir or place.model_dir, ranks, total_optimizer_steps=total)
-        max_tokens, are_packed = profile.trainer.max_tokens_per_microbatch, self._critic.model.is_packed
+        max_tokens, are_packed = profile.trainer.max_tokens_per_microbatch, self._critic.is_packed
         self._cut: dict[str, Any] = {"max_tokens": max_tokens, "ranks": ranks, "are_packed": are_packed}
         self._snapshots: dict[int, tuple[HostState, int]] = {}
 

@@ -57,7 +57,7 @@ class PolicyUpdate:
         self._profile = profile
         self._ranks = ranks
         self._model = model
-        models = (model, reference, critic and critic.model)  # all have the same microbatches
+        models = (model, reference, critic)  # all have the same microbatches
         self._are_packed = all(each.is_packed for each in models if each is not None)
         self._optimizer = optimizer
 
@@ -77,8 +77,9 @@ class PolicyUpdate:
             steps, payloads, scores, window=plan.window, max_tokens=max_tokens, ranks=self._ranks, are_packed=self._are_packed
         )
         column_s, num_scored = self._columns(work, step_in_window)
-        metrics = self._credit(steps, work, payloads)
-        skipped = 0
+        metrics, skipped = dict[str, Value](), 0
+        if needs_columns(self._algorithm):  # before the first optimizer step changes anything
+            metrics |= credited(steps, work, payloads, algorithm=self._algorithm, ranks=self._ranks)
         if self._critic is not None:
             of_critic, skipped = self._critic.learn(steps, work)
             metrics |= of_critic
@@ -106,8 +107,9 @@ class PolicyUpdate:
         self, seen: Sequence[Mapping[str, Metric]], made: Sequence[tuple[float, float]], tokens: int
     ) -> dict[str, Value]:
         metrics = reduced(self._ranks, seen)
-        if WEIGHTS in metrics:
-            metrics["correction/effective_ratio"] = _effective_ratio(metrics.pop(WEIGHTS), metrics.pop(WEIGHT_SQUARES), tokens)
+        if WEIGHTS in metrics:  # their effective sample size, as a share of the tokens: (sum w)^2 / sum w^2 / tokens
+            weights, squares = metrics.pop(WEIGHTS).value, metrics.pop(WEIGHT_SQUARES).value
+            metrics["correction/effective_ratio"] = Ratio(weights * weights / max(tokens, 1), squares)
         return metrics | optimizer_metrics("train", metrics["train/loss"], made)
 
     def _columns(self, work: list[list[Microbatch]], step_in_window: int) -> tuple[dict[str, float], int]:
@@ -129,14 +131,6 @@ class PolicyUpdate:
         yield
         self._ranks.synchronize()
         seconds[name] = time.monotonic() - began_s
-
-    def _credit(
-        self, steps: Sequence[OptimizerStepPlan], work: Sequence[list[Microbatch]], payloads: Mapping[int, GroupPayload]
-    ) -> dict[str, Value]:
-        """Advantages that follow from columns, before the first optimizer step changes anything. Returns their metrics."""
-        if not needs_columns(self._algorithm):
-            return {}
-        return credited(steps, work, payloads, algorithm=self._algorithm, ranks=self._ranks)
 
     def _prox(self, work: list[list[Microbatch]], step_in_window: int) -> int:
         """Proximal logprobs as a column. Returns how many optimizer steps, of the last ones, it took a forward pass for. Where the
@@ -228,11 +222,6 @@ class PolicyUpdate:
             total += torch.stack([weights_N.double().sum(), total.new_tensor(len(weights_N))])
         weights, tokens = self._ranks.sum(total).tolist()
         return tokens / weights if weights else 1.0
-
-
-def _effective_ratio(weights: Sum, squares: Sum, tokens: int) -> Ratio:
-    """The effective sample size of importance weights, as a share of the tokens: (sum w)^2 / sum w^2 / tokens."""
-    return Ratio(weights.value * weights.value / max(tokens, 1), squares.value)
 
 
 def _copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:

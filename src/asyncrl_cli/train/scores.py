@@ -63,9 +63,10 @@ def step_microbatches(
     another add empty ones, because all must take part in every FSDP collective."""
     budget = max_tokens * ranks.sequence_size
     build = partial(build_microbatches, window=window, max_tokens=budget, device=ranks.device, are_packed=are_packed)
-    own = [build(step, payloads) for step in steps]
-    counts = ranks.max(torch.tensor([max(len(parts), 1) for parts in own], device=ranks.device)).tolist()
-    work = [parts + _empty(count - len(parts), ranks) for parts, count in zip(own, counts, strict=True)]
+    work = [build(step, payloads) for step in steps]
+    counts = ranks.max(torch.tensor([max(len(parts), 1) for parts in work], device=ranks.device)).tolist()
+    for parts, count in zip(work, counts, strict=True):
+        parts += [empty_microbatch(ranks.device) for _ in range(count - len(parts))]
     for name, column in (scores or {}).items():
         for step, parts in zip(steps, work, strict=True):
             arrays = [column[planned.group][planned.trajectory] for planned in step.trajectories]
@@ -98,10 +99,6 @@ def sampled_tokens(plan: OptimizerStepPlan, payloads: Mapping[int, GroupPayload]
     """How many each trajectory of the plan has."""
     trajectories = [payloads[planned.group].trajectories[planned.trajectory] for planned in plan.trajectories]
     return [sum(int(segment.mask_T.sum()) for segment in trajectory.segments) for trajectory in trajectories]
-
-
-def _empty(number: int, ranks: Ranks) -> list[Microbatch]:
-    return [empty_microbatch(ranks.device) for _ in range(number)]
 
 
 def _everything(payloads: Mapping[int, GroupPayload]) -> OptimizerStepPlan:

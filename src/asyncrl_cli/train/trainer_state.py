@@ -104,27 +104,23 @@ def rank_file(directory: Path, rank: int, role: str = "rank") -> Path:
 
 def write_state(ranks: Ranks, state: HostState, counters: Mapping[str, float], directory: Path) -> None:
     """Write this rank's file, on rank 0 the counters too, and fsync. Raises the system's OSError if that fails."""
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_rows(state, rank_file(directory, ranks.rank))
-    if ranks.rank == 0:
-        content = Counters(schema_version=2, ranks=ranks.world_size, **counters)
-        (directory / COUNTERS_FILE).write_text(json.dumps(content, indent=1) + "\n")
-    sync_files(directory)
+    content = Counters(schema_version=2, ranks=ranks.world_size, **counters)
+    _write(ranks, state, directory, "rank", COUNTERS_FILE, content)
 
 
 def write_critic(ranks: Ranks, state: HostState, critic_steps: int, directory: Path) -> None:
     """The same for a process of a critic apart, beside the trainer's files."""
+    content = CriticCounters(schema_version=1, processes=ranks.world_size, critic_steps=critic_steps)
+    _write(ranks, state, directory, "critic", CRITIC_FILE, content)
+
+
+def _write(ranks: Ranks, state: HostState, directory: Path, role: str, counters_file: str, counters: Mapping[str, Any]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    _write_rows(state, rank_file(directory, ranks.rank, "critic"))
-    if ranks.rank == 0:
-        content = CriticCounters(schema_version=1, processes=ranks.world_size, critic_steps=critic_steps)
-        (directory / CRITIC_FILE).write_text(json.dumps(content, indent=1) + "\n")
-    sync_files(directory)
-
-
-def _write_rows(state: HostState, path: Path) -> None:
     places = json.dumps({key: (rows.first_row, rows.num_rows) for key, rows in state.items()})
-    write_weights({key: rows.tensor for key, rows in state.items()}, path, rows=places)
+    write_weights({key: rows.tensor for key, rows in state.items()}, rank_file(directory, ranks.rank, role), rows=places)
+    if ranks.rank == 0:
+        (directory / counters_file).write_text(json.dumps(counters, indent=1) + "\n")
+    sync_files(directory)
 
 
 class SavedState:
