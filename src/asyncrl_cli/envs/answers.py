@@ -84,10 +84,7 @@ class Parser:
         self._own: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
         known = [self._own] if self._own else map(_template, FORMS.values())
         self._with_calls = next((spec for spec in known if written and self._reads(spec, written, prompt)), None)
-
-    @property
-    def reads_calls(self) -> bool:
-        return self._with_calls is not None
+        self.reads_calls = self._with_calls is not None
 
     def answer(self, text: str, whole: str, finish_reason: str, prompt: str, tools: Sequence[ToolSchema]) -> Answer:
         """`text`: what was said without special tokens; `whole`: with them, but without the one that ended it; `prompt`: the end of

@@ -67,7 +67,8 @@ class RepeatedCalls:
         self._lost = noted_calls(logs)
         self._earlier: dict[tuple[str, str], dict[str, Calls]] = {}
         for trajectory, calls in self._lost.items():
-            self._earlier.setdefault(_prompt(trajectory), {})[trajectory] = calls
+            uid, _, rest = trajectory.rpartition("@")  # <uid>@<epoch>.<attempt>/<index>
+            self._earlier.setdefault((uid, rest.partition(".")[0]), {})[trajectory] = calls
 
     def __call__(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Further events, one per trajectory: `calls` are the tools that it had called, by turn. It may call them again."""
@@ -81,9 +82,3 @@ class RepeatedCalls:
             found = {name: self._lost.pop(name) for name in names if name in self._lost}
         again = {name: event[name] for name in ("group", "uid", "epoch", "attempt") if name in event}
         return [{"event": "tools_again", **again, "trajectory": name, "calls": calls} for name, calls in found.items()]
-
-
-def _prompt(trajectory: str) -> tuple[str, str]:
-    """Uid and epoch of `<uid>@<epoch>.<attempt>/<index>`."""
-    uid, _, rest = trajectory.rpartition("@")
-    return uid, rest.partition(".")[0]

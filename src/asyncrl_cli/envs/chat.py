@@ -35,8 +35,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.answers import EXAMPLE, EXAMPLE_TOOL, Parser, plain_answer
-from asyncrl_cli.envs.port import Answer, EpisodeFailed, Message, ToolSchema, prompt_of
+from asyncrl_cli.envs.port import Answer, EpisodeFailed, Message, ToolSchema
 from asyncrl_cli.errors import PreflightError, first_line
+from asyncrl_cli.tasks.item import messages_of
 
 MARK, THOUGHT = "asyncrl-mark", "asyncrl-thought"
 QUESTION: Message = {"role": "user", "content": "q"}
@@ -106,8 +107,9 @@ class Chat:
         if not after.startswith(before) or not mark or (_thinks(answer) and THOUGHT not in written):
             return None
         closes = [(rest.index(text), text) for text in self._stop_texts if text in rest] if self._closes else []
-        if not closes:
-            return self._unclosed(after, [*seen, marked], tools)
+        if not closes:  # the template closes no answer with a token at which the model stops: what follows it as text
+            alone = self._text([*seen, marked], tools, add_generation_prompt=False)
+            return self._ids(after.removeprefix(alone)) if after.startswith(alone) else None
         at, _ = min(closes)
         added = self._ids(rest[at:])
         return added[1:] if tokens and tokens[-1] in self._stops else added
@@ -160,13 +162,6 @@ class Chat:
         except EpisodeFailed as failed:
             return failed.text
         return "" if is_written else "its chat template does not write the results of tools"
-
-    def _unclosed(self, after: str, said: Sequence[Message], tools: Tools) -> list[int] | None:
-        """For templates that do not close an answer with a token at which the model stops: what follows the answer as text."""
-        alone = self._text(said, tools, add_generation_prompt=False)
-        if not after.startswith(alone):
-            return None
-        return self._ids(after.removeprefix(alone))
 
     def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         try:
@@ -263,7 +258,7 @@ def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool) -> Any:
 def render_prompts(tokenizer: PreTrainedTokenizerBase, items: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Ids of the items' prompts, each as the only message of a conversation."""
     chat = Chat(tokenizer)
-    return [chat.render(prompt_of(item)) for item in items]
+    return [chat.render(messages_of(item["prompt"])) for item in items]
 
 
 def _marked(answer: Message) -> Message:

@@ -36,18 +36,6 @@ class _Running:
         return self.request.key.attempt if self.request is not None else None
 
 
-class _FreeSlots:
-    """Counts the episodes of a part that need no slot now."""
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
-        self._number = 0
-
-    def change(self, change: int) -> None:
-        self._number += change
-        self._tell(self._number)
-
-
 class GroupRunner:
     """`sampling`: of groups; evals bring their own."""
 
@@ -92,7 +80,13 @@ class GroupRunner:
         """
         key, generator = request.key.attempt, random.Random(request.seed)
         seeds = [generator.getrandbits(63) for _ in range(max(request.indices) + 1)]
-        free = _FreeSlots(on_sequence)
+        num_free = 0
+
+        def on_slot(change: int) -> None:
+            nonlocal num_free
+            num_free += change
+            on_sequence(num_free)
+
         episodes = [
             Episode(
                 f"{key}/{index}",
@@ -100,7 +94,7 @@ class GroupRunner:
                 seeds[index],
                 self._means,
                 self._sampling,
-                free.change,
+                on_slot,
                 _completion(so_far.trajectories[index]) if so_far is not None and index in request.goes_on else None,
             )
             for index in request.indices
@@ -130,15 +124,13 @@ class GroupRunner:
         name = f"eval-{request.version}-{request.seed}/{entry.eval_set}/{uid}/{entry.sample}"
         return Episode(name, item, seed, self._means, sampling)
 
-    async def abort(self, key: AttemptKey) -> None:
-        """Every `run` of a part of this attempt returns soon after, without trajectories. Unknown keys are ignored."""
-        await self._abort(key)
-
     async def abort_evals(self) -> None:
         """Every running `evaluate` returns soon after; trajectories without a reward are among its failures."""
-        await self._abort(None)
+        await self.abort(None)
 
-    async def _abort(self, key: AttemptKey | None) -> None:
+    async def abort(self, key: AttemptKey | None) -> None:
+        """Every `run` of a part of this attempt (None: every `evaluate`) returns soon after, without trajectories. Unknown keys are
+        ignored."""
         for running in [running for running in self._running if running.key == key]:
             running.aborted = True
             for episode in running.episodes:

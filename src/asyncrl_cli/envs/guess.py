@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asyncrl_cli.envs.port import Answer, End, Environment, Turn, prompt_of
+from asyncrl_cli.envs.port import Answer, End, Environment, Turn
 from asyncrl_cli.tasks.guessing import guess_of, hint, reward_of
-from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.tasks.item import Item, messages_of
 
 
 class Guess(Environment):
@@ -16,7 +16,7 @@ class Guess(Environment):
         self._secret, self._par, self._most = facts["secret"], facts["par"], facts["max_guesses"]
         self._help = f"say a number from {facts['low']} to {facts['high']}"
         self._num_guesses = 0
-        return Turn(messages=prompt_of(item), is_last=self._most == 1)
+        return Turn(messages=messages_of(item["prompt"]), is_last=self._most == 1)
 
     async def step(self, answer: Answer) -> Turn | End:
         self._num_guesses += 1

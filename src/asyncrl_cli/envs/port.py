@@ -106,11 +106,7 @@ class OneTurn(Environment):
 
     async def start(self, item: Item) -> Turn:
         self._item = item
-        return Turn(messages=prompt_of(item), is_last=True)
+        return Turn(messages=messages_of(item["prompt"]), is_last=True)
 
     async def step(self, answer: Answer) -> End:
         return End(reward=await self._rewards.score(self._item, answer.text))
-
-
-def prompt_of(item: Mapping[str, Any]) -> tuple[Message, ...]:
-    return messages_of(item["prompt"])

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl_cli.envs.call_log import CallLog
-from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed, Message, Rewards, Turn, prompt_of
+from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed, Message, Rewards, Turn
 from asyncrl_cli.envs.processes import EnvironmentProcess, EnvironmentProcesses, ProcessEnded
-from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.tasks.item import Item, messages_of
 from asyncrl_cli.tasks.tool_class import ToolClass
 
 MALFORMED = "The tool call could not be read: {}"
@@ -46,7 +46,7 @@ class ToolEnvironment(Environment):
             self._process = await self._processes.take()
         except ProcessEnded as ended:
             raise EpisodeFailed("environment", str(ended)) from None
-        prompt = list(prompt_of(item))
+        prompt = list(messages_of(item["prompt"]))
         columns = {"answer": item["answer"], **item["metadata"]}
         columns.pop("prompt", None)
         self._process.ask("reset", zlib.crc32(self.episode.encode()), prompt, columns)

@@ -26,18 +26,14 @@ SCHEMA_VERSION = 1
 
 def user_code(name: str, only_file: str | None = None, directory: str | None = None) -> UserCode:
     """`only_file`: the module must be imported from this file ("": from none). `directory`: where it is looked up first."""
+    module, root = name.partition(":")[0], ""
     if only_file is None:
-        is_there = directory is not None and has_module(Path(directory), name.partition(":")[0])
+        is_there = directory is not None and has_module(Path(directory), module)
         return UserCode(name=name, import_path=directory if directory and is_there else os.getcwd())
-    return UserCode(name=name, import_path=_import_root(name.partition(":")[0], only_file), file=only_file, only_there=True)
-
-
-def _import_root(module: str, file: str) -> str:
-    """The directory in which the module can be found by its name."""
-    if file == "":
-        return ""
-    parents = Path(file).parents
-    return str(parents[min(module.count(".") + (Path(file).stem == "__init__"), len(parents) - 1)])
+    if only_file:  # its root is the directory in which the module can be found by its name
+        parents = Path(only_file).parents
+        root = str(parents[min(module.count(".") + (Path(only_file).stem == "__init__"), len(parents) - 1)])
+    return UserCode(name=name, import_path=root, file=only_file, only_there=True)
 
 
 def try_out(key: str, code: UserCode, check: Callable[[UserCode], Any], *, limit_s: float, limit_key: str, expects: str) -> Any:

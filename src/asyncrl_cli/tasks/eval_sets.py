@@ -42,12 +42,17 @@ def read_sets(profile: Profile, read_file: Callable[..., Read]) -> dict[str, Seq
     return found
 
 
-def check_no_sets(profile: Profile) -> None:
-    """Raises ConfigError if the profile names sets and its task is not read from a file."""
+def check_no_files(profile: Profile) -> None:
+    """Raises ConfigError if a profile whose task is not read from a file names sets, or a file of eval prompts."""
     if profile.eval.sets:
         raise ConfigError(
             f"eval.sets are files, and the reward of {profile.task.source} judges its own prompts only",
             hint="leave eval.sets out; eval.prompts says how many prompts are held out",
+        )
+    if profile.task.eval_path is not None:
+        raise ConfigError(
+            f"task.eval_path is for files; {profile.task.source} makes its eval prompts itself",
+            hint="leave it out; eval.prompts says how many are made",
         )
 
 

@@ -112,16 +112,14 @@ def check_function(code: UserCode) -> None:
 
 
 def load_function(code: UserCode) -> Scorer:
-    return _checked_function(code.load(), code.attribute)
-
-
-def _checked_function(found: object, name: str) -> Scorer:
+    """Raises any error of its import, TypeError if it cannot be a reward."""
+    found, name = code.load(), code.attribute
     if inspect.isclass(found):
         raise TypeError(f"{name} is a class; name a function, or an instance that can be called")
     if not callable(found):
         raise TypeError(f"{name} is not a function but {type(found).__name__}")
-    code = found if inspect.isroutine(found) or isinstance(found, partial) else type(found).__call__
-    if inspect.isasyncgenfunction(code) or inspect.isgeneratorfunction(code):
+    called = found if inspect.isroutine(found) or isinstance(found, partial) else type(found).__call__
+    if inspect.isasyncgenfunction(called) or inspect.isgeneratorfunction(called):
         raise TypeError(f"{name} yields values; a reward returns one number")
     try:
         signature = inspect.signature(found)

@@ -15,7 +15,7 @@ from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.builtin import builtin_task, drawn, environment_of
 from asyncrl_cli.tasks.code_records import recorded_file
-from asyncrl_cli.tasks.eval_sets import KINDS, check_no_sets, file_of, read_sets, without
+from asyncrl_cli.tasks.eval_sets import KINDS, check_no_files, file_of, read_sets, without
 from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module, make_entries
 from asyncrl_cli.tasks.item import WORKED, Item, prompt_key
@@ -104,7 +104,7 @@ def _load_items(profile: Profile, run_dir: Path | None) -> Task:
         )
     if kind in KINDS:
         return _file_task(profile, file_of(profile.task.source, "task.source"), run_dir)
-    check_no_sets(profile)
+    check_no_files(profile)
     if kind == "builtin":
         return _builtin_task(profile, name, run_dir)
     if kind == "verifiers":
@@ -132,7 +132,6 @@ def _reward(
 
 
 def _builtin_task(profile: Profile, name: str, run_dir: Path | None) -> Task:
-    _refuse_eval_path(profile)
     form, num_eval = _adapter(profile, None), profile.eval.prompts
     task = builtin_task(name, profile.task.params, form)
     reward, notes = _reward(profile, run_dir, "", {}, "plain")
@@ -152,23 +151,13 @@ def _builtin_task(profile: Profile, name: str, run_dir: Path | None) -> Task:
     )
 
 
-def _refuse_eval_path(profile: Profile) -> None:
-    if profile.task.eval_path is not None:
-        raise ConfigError(
-            f"task.eval_path is for files; {profile.task.source} makes its eval prompts itself",
-            hint="leave it out; eval.prompts says how many are made",
-        )
-
-
 def _verifiers_task(profile: Profile, name: str) -> Task:
-    _refuse_eval_path(profile)
     spec = verifiers_spec(profile, name)
     train, held_out, notes = verifiers_items(profile, spec)
     return Task(name=profile.task.source, train=train, eval=held_out, reward=spec, notes=tuple(notes))
 
 
 def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
-    _refuse_eval_path(profile)
     dataset_module(dataset)
     adapter, params = _adapter(profile, dataset), dict(profile.task.params)
     worked = WORKED[dataset] if adapter == "worked" else None

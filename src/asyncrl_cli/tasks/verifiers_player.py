@@ -51,18 +51,15 @@ def read_rows(name: str, params: Mapping[str, Any], most_train: int | None, most
     """The first rows of the environment's datasets for training and eval, as JSON has them; None if it has none for eval. Raises
     ConfigError, or ChildFailed with what its package has raised."""
     try:
-        return _rows(load_environment(name, params), name, most_train, most_eval)
+        environment = load_environment(name, params)
+        train, held_out = environment.build_dataset(), environment.build_eval_dataset()
+        if train is None:
+            raise ConfigError(f'task.source = "verifiers:{name}" has no dataset to train on')
+        return _plain(train, most_train), None if held_out is None else _plain(held_out, most_eval)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         raise ChildFailed(describe(error)) from None
-
-
-def _rows(environment: Any, name: str, most_train: int | None, most_eval: int) -> tuple[list[Row], list[Row] | None]:
-    train, held_out = environment.build_dataset(), environment.build_eval_dataset()
-    if train is None:
-        raise ConfigError(f'task.source = "verifiers:{name}" has no dataset to train on')
-    return _plain(train, most_train), None if held_out is None else _plain(held_out, most_eval)
 
 
 def _plain(dataset: Any, most: int | None) -> list[Row]:

@@ -139,9 +139,6 @@ class ChatRequest(ModelRequest):
     tools: list[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
 
-    def plain_messages(self) -> list[Message]:
-        return [message.plain() for message in self.messages]
-
     def offered_tools(self) -> tuple[dict[str, Any], ...]:
         if self.tool_choice == "none":
             return ()

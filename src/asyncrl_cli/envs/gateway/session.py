@@ -45,7 +45,7 @@ class Session:
         limits: Limits,
         *,
         seed: int,
-        on_running: Callable[[int], None] = lambda running: None,
+        on_running: Callable[[int], None],
     ) -> None:
         self.id = id
         self.conversation = conversation
@@ -65,7 +65,7 @@ class Session:
 
     async def chat(self, request: ChatRequest) -> Reply:
         """The next message of a chat. Raises Refused."""
-        messages, tools, chat = request.plain_messages(), request.offered_tools(), self.conversation.chat
+        messages, tools, chat = [message.plain() for message in request.messages], request.offered_tools(), self.conversation.chat
         try:
             context, prompt = self._continued(messages, tools) or self._context_of(chat.render(messages, tools))
         except EpisodeFailed as failed:
