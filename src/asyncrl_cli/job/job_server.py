@@ -186,11 +186,16 @@ class JobServer:
 
     def follow(self, job: str, write: Write, warn: Write | None = None) -> int:
         """Hand each line that the job says to `write` until it ends. Returns its exit code. A log whose end cannot be
-        fetched raises PreflightError; with `warn` it is a warning, for those to whom the exit code matters more."""
+        fetched raises PreflightError; with `warn` it is a warning, for those to whom the exit code matters more.
+
+        That the log was closed in order does not say that it was read to its end: a proxy may have closed it just before."""
         write = _without_rays_own(write)
         num_written = asyncio.run(self._follow(job, write))
         try:
-            self._write_rest(job, write, num_written)
+            with self._asking():
+                log = self._client.get_job_logs(job)
+            for line in log.removesuffix("\n").split("\n")[num_written:]:
+                write(line)
         except PreflightError as error:
             if warn is None:
                 raise
@@ -212,14 +217,6 @@ class JobServer:
             await asyncio.sleep(LOOK_EVERY_S)
             num_written = await self._tail(job, write, num_written)
         return num_written
-
-    def _write_rest(self, job: str, write: Write, num_written: int) -> None:
-        """Of a job that has ended, write the lines behind the first `num_written`. That the log was closed in order does not say
-        that it was read to its end: a proxy may have closed it just before."""
-        with self._asking():
-            log = self._client.get_job_logs(job)
-        for line in log.removesuffix("\n").split("\n")[num_written:]:
-            write(line)
 
     async def _goes_on(self, job: str) -> bool:
         return (await asyncio.to_thread(self.details, job)).status in GOES_ON

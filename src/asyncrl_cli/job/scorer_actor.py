@@ -27,7 +27,7 @@ from asyncrl_cli.job.meeting import meeting_point
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.transports import arriving, merging
 from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.loop.meters import ScorerMeter
+from asyncrl_cli.loop.meters import CallMeter
 from asyncrl_cli.loop.ports import EvalResult, Published
 from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.loop.worker_tasks import CALL_KEY
@@ -54,7 +54,7 @@ class ScorerActor:
         self._task = task
         self._profile = profile
         self._place = place
-        self._meter = ScorerMeter(task, time.monotonic)
+        self._meter = CallMeter(task, "scorer", "finished groups", time.monotonic)
 
     def __repr__(self) -> str:
         return f"{self._task}-{self._rank}"
@@ -98,7 +98,7 @@ class ScorerActor:
         that all processes score in this call."""
         with self._meter.doing(State.BUSY):
             columns = self._scorer.score(joined(parts), items)
-            self._meter.scored(num_tokens)
+            self._meter.add(scored_tokens=num_tokens)
         report = self._meter.report()
         return (report, *columns) if columns else report
 

@@ -13,10 +13,8 @@ Who waits for whom: collectives in `main` for the other ranks' `main`; `direct` 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -29,7 +27,8 @@ from asyncrl_cli.job.meeting import meeting_point, naming_nodes
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.step_share import taken
 from asyncrl_cli.job.transports import ObjectStoreSender, Sending
-from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+from asyncrl_cli.loop.meters import CallMeter
+from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.safe_files import MIB
@@ -61,9 +60,7 @@ class TrainerActor:
         self._profile = profile
         self._place = place
         self._run_dir = run_dir
-        self._lock = threading.Lock()
-        self._clock = StateClock("trainer", "trainer", time.monotonic)
-        self._clock.waiting_for = "groups"
+        self._meter = CallMeter("trainer", "trainer", "groups", time.monotonic)
 
     def __repr__(self) -> str:
         return f"trainer-{self._rank}"
@@ -95,7 +92,7 @@ class TrainerActor:
     @ray.method(concurrency_group="main")
     def load(self, directory: str) -> None:
         """Restore a checkpoint's trainer state."""
-        with self._in(State.BUSY, "a checkpoint to be read"):
+        with self._meter.doing(State.BUSY, "a checkpoint to be read"):
             self._trainer.load(Path(directory))
 
     @ray.method(concurrency_group="main")
@@ -104,14 +101,11 @@ class TrainerActor:
     ) -> tuple[TrainReport, ExecutorReport]:
         """One train step on the groups of `plan.groups`. `given`: those of `step_share.arguments`."""
         began_s = time.monotonic()
-        with self._in(State.BUSY):
+        with self._meter.doing(State.BUSY):
             payloads, scores = taken(plan, names, given)
             report = self._trainer.train(step_in_window=step_in_window, plan=plan, payloads=payloads, scores=scores)
-        with self._lock:
-            self._clock.add("busy_s", time.monotonic() - began_s)
-            self._clock.add("trained_tokens", report.tokens)
-            self._clock.gauges["step"] = step
-            return report, self._clock.report()
+        self._meter.add(busy_s=time.monotonic() - began_s, trained_tokens=report.tokens, gauges={"step": step})
+        return report, self._meter.report()
 
     @ray.method(concurrency_group="main")
     def gather(self, version: int, wanted: Sequence[int] = ()) -> tuple[float, ExecutorReport]:
@@ -119,13 +113,13 @@ class TrainerActor:
 
         `wanted`: older versions that a worker may still ask for; rank 0 drops all others.
         """
-        with self._in(State.SYNCING, "weights to be gathered"):
+        with self._meter.doing(State.SYNCING, "weights to be gathered"):
             gather_s = self._trainer.gather(version, self._sending.of(version, wanted))
         return gather_s, self.report()
 
     @ray.method(concurrency_group="main")
     def snapshot(self, step: int) -> float:
-        with self._in(State.BUSY, "a checkpoint's snapshot"):
+        with self._meter.doing(State.BUSY, "a checkpoint's snapshot"):
             return self._trainer.snapshot(step)
 
     @ray.method(concurrency_group="publish")
@@ -178,7 +172,7 @@ class TrainerActor:
     @ray.method(concurrency_group="main")
     def logprobs(self, indices: Sequence[int], *parts: GroupPayload) -> Column:
         """Of these groups' sampled tokens, by the current weights. A collective: every rank has groups of its own, or none."""
-        with self._in(State.BUSY, "samples to be scored"):
+        with self._meter.doing(State.BUSY, "samples to be scored"):
             return self._trainer.logprobs(dict(zip(indices, joined(parts), strict=True)))
 
     @ray.method(concurrency_group="write")
@@ -221,19 +215,8 @@ class TrainerActor:
 
     @ray.method(concurrency_group="control")
     def report(self) -> ExecutorReport:
-        with self._lock:
-            return self._clock.report()
+        return self._meter.report()
 
     @ray.method(concurrency_group="main")
     def stop(self) -> None:
         self._trainer.close()
-
-    @contextmanager
-    def _in(self, state: State, waiting_for: str = "") -> Iterator[None]:
-        with self._lock:
-            self._clock.enter(state, waiting_for)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._clock.enter(State.STARVED, "groups")

@@ -165,13 +165,13 @@ class MeteredRewards:
             self._clock.enter(State.STARVED, "responses")
 
 
-class ScorerMeter:
-    """How a scorer spends its time: busy while it scores (a critic also while it learns, or reads or copies its state), loading
-    while it takes in weights, else starved. Thread-safe: calls and reports may have two threads."""
+class CallMeter:
+    """How the trainer or a scorer spends its time: in the state of the call that it answers, else starved: it waits for `input`.
+    Thread-safe: calls and reports may have two threads."""
 
-    def __init__(self, name: str, now: Callable[[], float]) -> None:
-        self._clock = StateClock(name, "scorer", now)
-        self._clock.waiting_for = "finished groups"
+    def __init__(self, name: str, role: str, input: str, now: Callable[[], float]) -> None:
+        self._clock = StateClock(name, role, now)
+        self._clock.waiting_for = self._input = input
         self._lock = threading.Lock()
 
     @contextmanager
@@ -182,12 +182,14 @@ class ScorerMeter:
             yield
         finally:
             with self._lock:
-                self._clock.enter(State.STARVED, "finished groups")
+                self._clock.enter(State.STARVED, self._input)
 
-    def scored(self, tokens: int) -> None:
-        """So many sampled tokens have their number in a column now."""
+    def add(self, *, gauges: Mapping[str, float] | None = None, **sums: float) -> None:
+        """Add to the sums of these names, and set gauges."""
         with self._lock:
-            self._clock.add("scored_tokens", tokens)
+            for name, amount in sums.items():
+                self._clock.add(name, amount)
+            self._clock.gauges |= gauges or {}
 
     def report(self) -> ExecutorReport:
         with self._lock:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.loop.meters import ScorerMeter
+from asyncrl_cli.loop.meters import CallMeter
 from asyncrl_cli.loop.ports import EvalResult, Published, TrainBatch, TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.profile.sharing import REWARD
@@ -40,7 +40,7 @@ class SimulatedScorer:
         self._begin()
 
     def _begin(self) -> None:
-        self._meter = ScorerMeter(self.name, asyncio.get_running_loop().time)
+        self._meter = CallMeter(self.name, "scorer", "finished groups", asyncio.get_running_loop().time)
 
     async def load(self, published: Published) -> None:
         with self._meter.doing(State.LOADING, "weights"):
@@ -51,7 +51,7 @@ class SimulatedScorer:
     ) -> tuple[Sequence[Any], ExecutorReport]:
         with self._meter.doing(State.BUSY):
             await self._machine.compute(self._times.score_s(groups))
-            self._meter.scored(sum(group.response_tokens for group in groups))
+            self._meter.add(scored_tokens=sum(group.response_tokens for group in groups))
         return [self._column(group) for group in groups], self._meter.report()
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
