@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli import completion
-from asyncrl_cli.cli.console import AddressOption, JsonOption, print_json, print_prose, say, stderr, stdout, warn
+from asyncrl_cli.cli.console import (
+    AddressOption,
+    JsonOption,
+    print_json,
+    print_prose,
+    profile_option,
+    say,
+    set_option,
+    stderr,
+    stdout,
+    warn,
+)
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.results import Comparison
@@ -35,14 +46,7 @@ def bench(
         ),
     ] = "colocate",
     profiles: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--profile",
-            "-p",
-            metavar="NAME|FILE",
-            help="A profile to compare; may be repeated. If none is given: partial-rollout.",
-            autocompletion=completion.profiles,
-        ),
+        list[str] | None, profile_option("A profile to compare; may be repeated. If none is given: partial-rollout.")
     ] = None,
     simulate: Annotated[
         str | None,
@@ -66,13 +70,7 @@ def bench(
         int | None, typer.Option("--windows", metavar="N", min=1, help="The same, in windows of the baseline.")
     ] = None,
     sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="SECTION.KEY=VALUE",
-            help="Override a key of all profiles, the baseline included. To change one of them, give a file.",
-            autocompletion=completion.sets,
-        ),
+        list[str] | None, set_option("Override a key of all profiles, the baseline included. To change one of them, give a file.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the first repeat.")] = 0,
     out: Annotated[

@@ -9,8 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl_cli.cli import completion
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_prose, stdout, warn
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_prose, run_argument, stdout, warn
 from asyncrl_cli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,14 +22,7 @@ EXAMPLES = """
 
 
 def compare(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN RUN...",
-            help="Names or directories of two or more runs.",
-            autocompletion=completion.runs,
-        ),
-    ],
+    runs: Annotated[list[str], run_argument("RUN RUN...", "Names or directories of two or more runs.")],
     runs_dir: RunsDirOption = RUNS_DIR,
     reward: Annotated[
         float | None,

@@ -28,27 +28,26 @@ if TYPE_CHECKING:
 
 STDOUT = "stdout"
 Ui = Literal["auto", "live", "plain", "none"]
+
+
+def profile_option(help: str) -> Any:
+    return typer.Option("--profile", "-p", metavar="NAME|FILE", help=help, autocompletion=completion.profiles)
+
+
+def set_option(help: str) -> Any:
+    return typer.Option("--set", metavar="SECTION.KEY=VALUE", help=help, autocompletion=completion.sets)
+
+
+def run_argument(metavar: str, help: str) -> Any:
+    return typer.Argument(metavar=metavar, help=help, autocompletion=completion.runs)
+
+
 ProfileOption = Annotated[
-    str,
-    typer.Option(
-        "--profile",
-        "-p",
-        metavar="NAME|FILE",
-        help="Name of a profile (see [bold]asyncrl profiles[/]), or a TOML file. A+B lays B over A.",
-        autocompletion=completion.profiles,
-    ),
+    str, profile_option("Name of a profile (see [bold]asyncrl profiles[/]), or a TOML file. A+B lays B over A.")
 ]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Override a key; the value is TOML or else a string. May be repeated.",
-        autocompletion=completion.sets,
-    ),
-]
+SetOption = Annotated[list[str] | None, set_option("Override a key; the value is TOML or else a string. May be repeated.")]
 NameOption = Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run; by default profile and time.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.", autocompletion=completion.runs)]
+RunArgument = Annotated[str, run_argument("RUN", "A run's name or directory.")]
 RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Directory that holds all runs.")]
 UiOption = Annotated[Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")]
 AddressOption = Annotated[

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from asyncrl_cli.cli import completion
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_text, say, warn
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_text, run_argument, say, warn
 
 EXAMPLES = """
   asyncrl export first                                    the newest whole checkpoint of run "first"
@@ -18,12 +17,7 @@ GB = 10**9
 
 
 def export(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|CHECKPOINT", help="A run's name or directory, or a checkpoint's directory.", autocompletion=completion.runs
-        ),
-    ],
+    source: Annotated[str, run_argument("RUN|CHECKPOINT", "A run's name or directory, or a checkpoint's directory.")],
     version: Annotated[
         int | None, typer.Option("--version", metavar="N", min=0, help="A published version that was kept, or is in a checkpoint.")
     ] = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli.cli import completion
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, SetOption, load_profile, say
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, SetOption, load_profile, profile_option, say
 from asyncrl_cli.errors import ConfigError
 
 EXAMPLES = """
@@ -27,13 +27,9 @@ or two, without a GPU: its output is simulated."""
 def plan(
     profile: Annotated[
         str | None,
-        typer.Option(
-            "--profile",
-            "-p",
-            metavar="NAME|FILE",
-            help="A profile by name ([bold]asyncrl profiles[/]) or a TOML file. "
-            "By default base, for a look at what --set does; with --tune partial-rollout, or the run's own.",
-            autocompletion=completion.profiles,
+        profile_option(
+            "A profile by name ([bold]asyncrl profiles[/]) or a TOML file. "
+            "By default base, for a look at what --set does; with --tune partial-rollout, or the run's own."
         ),
     ] = None,
     sets: SetOption = None,

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli import completion
-from asyncrl_cli.cli.console import RUNS_DIR, RunsDirOption, print_text, say
+from asyncrl_cli.cli.console import RUNS_DIR, RunsDirOption, print_text, run_argument, say
 
 EXAMPLES = """
   asyncrl report first                          the page of run "first"; stdout is its path
@@ -17,12 +16,7 @@ EXAMPLES = """
 
 
 def report(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN...", help="Names or directories of runs, or the directory of a bench.", autocompletion=completion.runs
-        ),
-    ],
+    runs: Annotated[list[str], run_argument("RUN...", "Names or directories of runs, or the directory of a bench.")],
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE", help="The file to write; by default report.html, in a single run's own directory."),

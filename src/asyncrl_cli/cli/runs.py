@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import (
     RUNS_DIR,
     AddressOption,
@@ -21,6 +20,7 @@ from asyncrl_cli.cli.console import (
     UiOption,
     load_profile,
     print_json,
+    run_argument,
     run_to_its_end,
     say,
     warn,
@@ -154,12 +154,7 @@ def _detach(arguments: Sequence[str], name: str, runs_dir: Path, address: str | 
 
 
 def resume(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="CHECKPOINT|RUN", help="A checkpoint's directory, or a run's name or directory.", autocompletion=completion.runs
-        ),
-    ],
+    target: Annotated[str, run_argument("CHECKPOINT|RUN", "A checkpoint's directory, or a run's name or directory.")],
     sets: SetOption = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     ui: UiOption = "auto",

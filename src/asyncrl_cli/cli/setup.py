@@ -25,6 +25,7 @@ from asyncrl_cli.cli.console import (
     load_profile,
     print_json,
     print_text,
+    profile_option,
     say,
     stderr,
     stdout,
@@ -130,16 +131,7 @@ def init(
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write, new or empty.")],
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile",
-            "-p",
-            metavar="NAME|FILE",
-            help="For a cluster: what the job trains, as `asyncrl train` is told.",
-            autocompletion=completion.profiles,
-        ),
-    ] = None,
+    profile: Annotated[str | None, profile_option("For a cluster: what the job trains, as `asyncrl train` is told.")] = None,
     sets: SetOption = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="N", help="For a cluster: name of the run; by default the profile's.")

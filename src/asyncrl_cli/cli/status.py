@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import (
     RUNS_DIR,
     JobAddressOption,
@@ -22,6 +21,7 @@ from asyncrl_cli.cli.console import (
     RunArgument,
     RunsDirOption,
     print_json,
+    run_argument,
     say,
     stdout,
 )
@@ -49,12 +49,7 @@ STOP_EXAMPLES = """
 
 def status(
     run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="A run's name or directory; by default all runs, if there are several.",
-            autocompletion=completion.runs,
-        ),
+        str | None, run_argument("[RUN]", "A run's name or directory; by default all runs, if there are several.")
     ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     address: JobAddressOption = None,
@@ -101,10 +96,7 @@ def _print_in_depth(found: RunStatus) -> None:
 
 
 def watch(
-    run: Annotated[
-        str | None,
-        typer.Argument(metavar="[RUN]", help="A run's name or directory; by default the newest.", autocompletion=completion.runs),
-    ] = None,
+    run: Annotated[str | None, run_argument("[RUN]", "A run's name or directory; by default the newest.")] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     address: JobAddressOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole status once a second, a line of JSON each.")] = False,
