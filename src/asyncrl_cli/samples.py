@@ -42,6 +42,17 @@ class Segment:
         if len(lengths) != 1:
             raise ValueError(f"arrays of a segment differ in length: {sorted(lengths)}")
 
+    @classmethod
+    def of(cls, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> Segment:
+        """Of lists; a token was sampled if it has a version."""
+        versions_T = np.array(versions, dtype=np.int32)
+        return cls(
+            tokens_T=np.array(tokens, dtype=np.int32),
+            logprobs_T=np.array(logprobs, dtype=np.float32),
+            versions_T=versions_T,
+            mask_T=versions_T != NOT_SAMPLED,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:

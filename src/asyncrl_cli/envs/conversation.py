@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.chat import Chat, Tools
 from asyncrl_cli.envs.port import Answer, Message
@@ -54,13 +52,7 @@ class Context:
 
     def segment(self) -> Segment:
         """Tokens that were not sampled have mask 0, version -1 and logprob 0."""
-        versions_T = np.array(self.versions, dtype=np.int32)
-        return Segment(
-            tokens_T=np.array(self.tokens, dtype=np.int32),
-            logprobs_T=np.array(self.logprobs, dtype=np.float32),
-            versions_T=versions_T,
-            mask_T=versions_T != NOT_SAMPLED,
-        )
+        return Segment.of(self.tokens, self.logprobs, self.versions)
 
 
 @dataclass(slots=True, eq=False)

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
 from asyncrl_cli.loop.attempts import AttemptKey, Kept, PartKey, PartResult
@@ -169,12 +167,7 @@ def _tokens_by_index(key: AttemptKey, kept: Mapping[int, Completion]) -> GroupPa
     none = Trajectory(segments=(), reward=0.0, finish_reason="abort")
     trajectories = [none] * (max(kept) + 1)
     for index, completion in kept.items():
-        segment = Segment(
-            tokens_T=np.array(completion.tokens, dtype=np.int32),
-            logprobs_T=np.array(completion.logprobs, dtype=np.float32),
-            versions_T=np.array(completion.versions, dtype=np.int32),
-            mask_T=np.ones(len(completion.tokens), dtype=bool),
-        )
+        segment = Segment.of(completion.tokens, completion.logprobs, completion.versions)
         trajectories[index] = Trajectory(segments=(segment,), reward=0.0, finish_reason=completion.finish_reason)
     return GroupPayload(uid=key.uid, epoch=key.epoch, attempt=key.attempt, trajectories=tuple(trajectories))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncrl_cli.samples import GroupPayload, Segment
+from asyncrl_cli.samples import NOT_SAMPLED, GroupPayload, Segment
 from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches, packed
 
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
@@ -125,12 +125,6 @@ def scoring_microbatch(sequences: Sequence[Sequence[int]], device: torch.device,
     """A microbatch of whole sequences of any lengths, in which every token but the first is scored (none unless `is_scored`)."""
     rows = []
     for tokens in sequences:
-        length = len(tokens)
-        segment = Segment(
-            tokens_T=np.array(tokens, dtype=np.int32),
-            logprobs_T=np.zeros(length, dtype=np.float32),
-            versions_T=np.zeros(length, dtype=np.int32),
-            mask_T=(np.arange(length) > 0) & is_scored,
-        )
-        rows.append(Row(segment, 0.0, length))
+        versions = [NOT_SAMPLED, *[0 if is_scored else NOT_SAMPLED] * (len(tokens) - 1)]
+        rows.append(Row(Segment.of(tokens, [0.0] * len(tokens), versions), 0.0, len(tokens)))
     return build_microbatch(rows, 0, device)
