@@ -9,9 +9,7 @@ process of the pool outlives the command, however the command ends.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
@@ -21,6 +19,7 @@ from typing import Any
 
 from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.results import Run, timeline_of_run
+from asyncrl_cli.engines.vllm.plugin import end_with_parent
 from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.job.process import StopRequests, blocked, collect_garbage_seldom
 from asyncrl_cli.plan.cluster import usable_cores
@@ -68,17 +67,9 @@ _process: dict[str, Any] = {}
 
 def _begin(told: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    end_with_parent()  # a process that waits for work would not notice that it is alone
     collect_garbage_seldom()
     _process["told"] = told
-
-
-def _end_with_parent() -> None:
-    """Kill this process when its parent has ended: a process that waits for work would never notice."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
