@@ -115,20 +115,25 @@ def remove_unfinished() -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write `text` to a temporary file beside `path` and rename it over `path`. `durable` waits for the disk (checkpoints do;
-    a status file that is rewritten every second does not)."""
+@contextlib.contextmanager
+def appearing_file(path: Path) -> Iterator[Path]:
+    """A hidden file beside `path`, which the block writes. It is renamed to `path` when the block ends, deleted if that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with naming(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        yield temporary
         temporary.replace(path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
+
+
+def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write `text` to `path` whole or not at all. `durable` waits for the disk (checkpoints do; a status file that is rewritten
+    every second does not)."""
+    with appearing_file(path) as temporary, naming(path), temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     if durable:
         fsync(path.parent)
 

@@ -176,5 +176,5 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
+    figure.savefig(path, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
     return path

@@ -4,7 +4,6 @@ briefly on the screen, at length in report.md, and only rows that the table has.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -14,7 +13,7 @@ from asyncrl_cli.bench.results import Comparison
 from asyncrl_cli.bench.table import markdown_of
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.plan.cluster import usable_cores
-from asyncrl_cli.storage import replace_text
+from asyncrl_cli.storage import appearing_file, replace_text
 
 SIMULATED_STRETCH = (
     "Measured are the same groups in every run, to a train step: after the warm-up (the longest window of all profiles) and "
@@ -87,14 +86,12 @@ def write_report(comparison: Comparison, directory: Path) -> tuple[list[Path], l
     drawn: list[Path] = []
     failures: list[str] = []
     for name, draw in draws.items():
-        temporary = directory / f".{name}.{os.getpid()}.tmp.png"
         try:
-            draw(temporary)
-            drawn.append(temporary.replace(directory / name))
+            with appearing_file(directory / name) as temporary:
+                draw(temporary)
+            drawn.append(directory / name)
         except Exception as error:  # a plotting library may raise anything, and a picture is not worth losing the report
             failures.append(f"{name} could not be drawn: {type(error).__name__}: {error}")
-        finally:
-            temporary.unlink(missing_ok=True)
     report = directory / "report.md"
     replace_text(report, report_text(comparison, [path.name for path in drawn]))
     return [report, *drawn], failures

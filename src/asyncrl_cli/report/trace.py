@@ -24,6 +24,7 @@ from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.overwriting import check_out
 from asyncrl_cli.report.trace_events import Entry, Tracks, arrow, counter, micros, slice_on
 from asyncrl_cli.report.trace_groups import LOOP, Group, Steps, Story, group_entries, mark_entries, version_entries
+from asyncrl_cli.storage import appearing_file
 
 EXECUTORS = "executors"
 GENERATOR = "asyncrl trace"
@@ -49,22 +50,17 @@ def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = No
     check_out(path, GENERATOR, "trace")
     head = json.dumps({"generator": GENERATOR, "run": run.name})
     counted: Counter[str] = Counter()
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with _opened(temporary, is_gzipped=path.suffix == ".gz") as file:
-            file.write(f'{{"displayTimeUnit": "ms", "otherData": {head}, "traceEvents": [\n')
-            for index, entry in enumerate(trace_entries(run, first, last)):
-                counted[entry.get("cat", entry["ph"]) if entry["ph"] in "Xi" else entry["ph"]] += 1
-                file.write((",\n" if index else "") + json.dumps(entry, separators=(",", ":")))
-            file.write("\n]}\n")
+    with appearing_file(path) as temporary, _opened(temporary, is_gzipped=path.suffix == ".gz") as file:
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {head}, "traceEvents": [\n')
+        for index, entry in enumerate(trace_entries(run, first, last)):
+            counted[entry.get("cat", entry["ph"]) if entry["ph"] in "Xi" else entry["ph"]] += 1
+            file.write((",\n" if index else "") + json.dumps(entry, separators=(",", ":")))
+        file.write("\n]}\n")
         if (first > 1 or last is not None) and not counted["step"]:
             raise ConfigError(
                 f"run '{run.name}' has trained no step of --steps {first}:{'' if last is None else last}",
                 hint=f"'asyncrl status {run.name}' says how far it has come",
             )
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return counted
 
 
