@@ -177,11 +177,9 @@ def _signals(totals: Totals, algorithm: AlgorithmSection) -> Iterator[Finding]:
 
 def _by_age(totals: Totals, name: str) -> str:
     fresh, stale = (totals.mean(f"{name}/stale_{age}") for age in (0, 1))
-    return (
-        ""
-        if fresh is None or stale is None
-        else f" ({number(fresh, 4)} for fresh tokens, {number(stale, 4)} for those one version old)"
-    )
+    if fresh is None or stale is None:
+        return ""
+    return f" ({number(fresh, 4)} for fresh tokens, {number(stale, 4)} for those one version old)"
 
 
 def _syncs(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from statistics import fmean
 
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
@@ -40,7 +39,3 @@ def draw(figure: Drawn, rng: random.Random) -> float:
     if figure.median is None:
         return rng.choice(figure.values)
     return figure.median * math.exp(min(figure.sigma * rng.gauss(0.0, 1.0), 40.0))
-
-
-def mean(figure: Drawn) -> float:
-    return fmean(figure.values) if figure.median is None else figure.median * math.exp(figure.sigma**2 / 2)
