@@ -12,7 +12,7 @@ PER_SECOND = ("trainer/", "rollouter/", "overlap_ratio")
 
 
 class Totals:
-    """Of these lines, and of all that `of` passes on."""
+    """Of these lines, and of all that `of` passes on. `parts_s`: seconds of each `timing/<part>_s`."""
 
     def __init__(self, lines: Iterable[Line] = ()) -> None:
         self.steps = 0
@@ -21,7 +21,7 @@ class Totals:
         self._sums: dict[str, float] = defaultdict(float)
         self._weights: dict[str, float] = defaultdict(float)
         self._maxima: dict[str, float] = {}
-        self._parts_s: dict[str, float] = defaultdict(float)
+        self.parts_s: dict[str, float] = defaultdict(float)
         for line in lines:
             self._add(line)
 
@@ -36,7 +36,7 @@ class Totals:
         step_s, tokens = spent_s(line, "step"), sampled_tokens(line)
         for key, value in line.items():
             if key.startswith("timing/"):
-                self._parts_s[key.removeprefix("timing/").removesuffix("_s")] += value
+                self.parts_s[key.removeprefix("timing/").removesuffix("_s")] += value
             elif not isinstance(value, list):
                 weight = step_s if key.startswith(PER_SECOND) else tokens
                 self._sums[key] += weight * value
@@ -51,10 +51,10 @@ class Totals:
         return self._maxima.get(key)
 
     def seconds(self, *parts: str) -> float | None:
-        """The time of these parts (`timing/<part>_s`); None if none was measured."""
-        known = [self._parts_s[part] for part in parts if part in self._parts_s]
+        """The time of these parts; None if none was measured."""
+        known = [self.parts_s[part] for part in parts if part in self.parts_s]
         return sum(known) if known else None
 
     def share(self, *parts: str) -> float:
         """The share of these parts in the time of all steps."""
-        return (self.seconds(*parts) or 0.0) / max(self._parts_s["step"], 1e-9)
+        return (self.seconds(*parts) or 0.0) / max(self.parts_s["step"], 1e-9)

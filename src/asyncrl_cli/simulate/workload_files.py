@@ -18,7 +18,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
-from asyncrl_cli.observe.lines import spent_s
+from asyncrl_cli.observe.totals import Totals
 from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.keys import flatten
@@ -219,6 +219,5 @@ def window_parts(run: SimulatedRun) -> dict[str, float]:
     windows = sorted({line["window"] for line in run.lines})
     kept = windows[1:-1] if len(windows) > 2 else windows
     lines = [line for line in run.lines if kept[0] <= line["window"] <= kept[-1]]
-    names = [key.removeprefix("timing/").removesuffix("_s") for key in lines[0] if key.startswith("timing/")]
-    parts = {name: sum(spent_s(line, name) for line in lines) / len(kept) for name in names}
+    parts = {part: seconds / len(kept) for part, seconds in Totals(lines).parts_s.items()}
     return {WINDOW: parts.pop("step"), **parts, "rest": parts.get("gather", 0.0) + parts.get("other", 0.0)}
