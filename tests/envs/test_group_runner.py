@@ -388,6 +388,7 @@ class Judged(Questions):
         return End(reward=float(len(self.said)), turn_rewards=(1.0,) * len(self.said), facts={"asked": len(self.said)})
 
 
+@pytest.mark.slow
 def test_an_episode_that_is_cut_short_has_the_reward_of_what_it_reached(model_dir: Path) -> None:
     async def body() -> None:
         short = Sampling(temperature=0.9, max_response_tokens=4)

@@ -74,6 +74,7 @@ def test_another_base_model_is_refused(lora_run, tmp_path):
         export("otter", runs_dir=directory.parent, max_file_bytes=10**9, model=other)
 
 
+@pytest.mark.slow
 def test_a_critic_is_left_out(tmp_path):
     model_dir = model_with_tokenizer(tmp_path / "base")
     profile = profile_of(model_dir)

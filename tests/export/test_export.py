@@ -76,6 +76,7 @@ def test_a_version_is_the_same_from_wherever_it_comes(make_run, dtype):
         shutil.rmtree(source)
 
 
+@pytest.mark.slow
 def test_a_version_that_is_nowhere_is_refused_with_those_that_are_there(make_run):
     made = make_run()
     with pytest.raises(RefusedError, match="run 'otter': there is no version 7 in it") as told:
@@ -101,6 +102,7 @@ def test_the_dtype_can_be_chosen_and_the_configuration_says_it(make_run):
     assert_equal(weights_of(result.path), made.weights[3])
 
 
+@pytest.mark.slow
 def test_large_models_are_written_in_several_files(make_run):
     made = make_run(tied=True)
     result = exported(made, max_file_bytes=500_000)

@@ -21,7 +21,7 @@ from tests.loop.worlds import MODES, run_world, settings
 from tests.marks import one_in
 
 ENDED = ("done", "stopped", "failed")
-NUM_SEEDS, CHUNK_SEEDS = 100, 5
+NUM_SEEDS, CHUNK_SEEDS = 100, 2
 TOOL = r"waits for a tool of (\S+)/\d+ \(\d+ s so far\)(?: and \d+ more)?"
 FINISHES = rf"(rollout-\d+) finishes (\d+) responses(?: \({TOOL}\))? before it (loads version \d+)"
 

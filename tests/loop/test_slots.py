@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +59,7 @@ def searched(workers: list[WorkerSlots], unit: int, num_responses: int, at_least
     return placed
 
 
+@pytest.mark.slow
 @given(changes, st.sampled_from((1, N)), st.integers(0, 2))
 def test_where_responses_start_is_what_a_search_through_all_workers_finds(changes, unit, at_least):
     workers = [WorkerSlots(name=f"w{index}", slots=SLOTS) for index in range(WORKERS)]

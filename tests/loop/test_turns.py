@@ -60,6 +60,7 @@ def test_tools_that_take_three_times_the_limit_of_silence_are_no_loss(mode: str)
     assert len(ran.trained) == 6 * 4
 
 
+@pytest.mark.slow
 def test_a_drain_says_for_which_trajectory_and_tool_it_waits() -> None:
     ran = run_turns("stale-samples", tool_s=TOOL_S)
     waits = {

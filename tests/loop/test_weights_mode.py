@@ -134,6 +134,7 @@ def test_a_worker_that_dies_in_the_wait_ends_it_with_its_own_error() -> None:
     assert ran.checkpoints.cuts[-1][0].step == 4
 
 
+@pytest.mark.slow
 def test_a_stop_does_not_wait_for_the_loads() -> None:
     slow = EXACT | {"prefetch_s": lambda rng: 60.0}
     undisturbed = run_sync("on-policy-pipeline", times=slow)

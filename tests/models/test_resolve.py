@@ -66,6 +66,7 @@ def test_everything_that_changes_the_model_changes_its_directory(task, tmp_path)
     assert len({resolve_model(profile, task) for profile in profiles}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fewer_or_more", [0, 64])
 def test_another_number_of_eval_prompts_finds_the_same_model(built, fewer_or_more):
     profile = tiny_profile(built.parent, eval={"prompts": fewer_or_more})

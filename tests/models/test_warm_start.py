@@ -46,6 +46,7 @@ def test_every_lesson_is_used_once_and_batches_hold_lessons_of_like_length():
     assert sum(spread) / len(spread) < 2
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights():
     models = [tiny_model(10, seed=0) for _ in range(2)]
     for model in models:

@@ -172,6 +172,7 @@ def test_a_step_longer_than_the_recent_ones_is_shown_for_itself_and_says_so(fact
         assert status["utilization"]["trainer_idle_ratio"] * (now_s - period["from_s"]) == pytest.approx(idle_s, abs=at_most_late)
 
 
+@pytest.mark.slow
 def test_after_a_resume_recent_figures_are_of_this_attempt_and_the_end_is_of_the_whole_run(facts):
     first = watched_run(facts, stop_at_s=100.0)
     assert first.statuses[-1]["phase"] == "stopped"

@@ -50,6 +50,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(tmp_path):
         MetricsFile(tmp_path / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_a_killed_writer_has_handed_over_every_line(tmp_path):
     path = tmp_path / "events.jsonl"
     program = (

@@ -46,6 +46,7 @@ def write_status(runs_dir, name, facts, **changed):
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_is_live_until_it_is_killed_and_dead_from_then_on(tmp_path):
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

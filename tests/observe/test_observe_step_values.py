@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ def cells(intervals):
     return {cell for start, end in intervals for cell in range(start, end)}
 
 
+@pytest.mark.slow
 @given(INTERVALS, INTERVALS, INTERVALS)
 def test_overlap_counts_a_side_as_busy_while_any_of_its_executors_is(trainer, first, second):
     named = {"trainer": trainer, "rollout-0": first, "rollout-1": second}

@@ -139,6 +139,7 @@ def test_a_run_with_tools_is_predicted_back_from_its_mean_turns(tmp_path: Path) 
     assert window.ratio == pytest.approx(1.0, abs=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window_steps", [1, 4])
 def test_old_logprobs_cost_what_they_cost_per_scored_token(tmp_path: Path, window_steps: int) -> None:
     sets = ["algorithm.old_logprobs=recompute", "async_training.require_batches=2"]
@@ -148,6 +149,7 @@ def test_old_logprobs_cost_what_they_cost_per_scored_token(tmp_path: Path, windo
     assert "old_logprob" not in found.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 def test_scorers_cost_what_they_cost_per_token_of_the_trainers_devices(tmp_path: Path, apart: bool) -> None:
     sets = ["algorithm.old_logprobs=recompute", "algorithm.use_kl_loss=true", "async_training.require_batches=2"]
@@ -169,6 +171,7 @@ def test_what_one_run_cannot_tell_is_in_the_notes(tmp_path: Path) -> None:
         assert word in found.notes
 
 
+@pytest.mark.slow
 def test_its_row_is_the_run_itself(tmp_path: Path) -> None:
     sets = ["rollout.interrupt=recompute-kv", "async_training.max_staleness=2", "algorithm.old_logprobs=recompute"]
     found = calibrate(write_run(tmp_path / "run", truth(), "partial-rollout", 20, *sets))

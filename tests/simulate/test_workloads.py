@@ -44,6 +44,7 @@ def small(directory: Path, old: str = "", new: str = "") -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_every_shipped_workload_loads_and_runs_every_shipped_profile() -> None:
     for name in shipped_workloads():
         workload = load_workload(name)

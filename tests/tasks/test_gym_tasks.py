@@ -139,6 +139,7 @@ def test_an_unknown_dataset_is_refused_with_the_nearest_names():
     assert "number_sorting" in refused.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "message", "hint"),
     [
@@ -176,6 +177,7 @@ def test_the_worked_form_is_taken_for_the_tiny_model_only():
     assert elsewhere.demonstration is None
 
 
+@pytest.mark.slow
 def test_worked_items_come_with_demonstrations_that_survive_pickling():
     task = pickle.loads(pickle.dumps(load_task(profile_of(task={"adapter": "worked"}))))
     for demonstrate in (task.demonstration, task.flawed_demonstration):

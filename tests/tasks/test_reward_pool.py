@@ -302,6 +302,7 @@ def test_the_event_loop_goes_on_while_a_reward_hangs(functions):
     assert with_pool(spec_of(functions, "by_command"), use, timeout_s=1.0) < 0.9  # of the second that it hangs
 
 
+@pytest.mark.slow
 def test_a_reward_that_kills_its_process_fails_with_the_signal(functions):
     fine, died, also_fine = score(spec_of(functions, "by_command"), ["ok", "die", "ok"])
     assert died == "the reward process died (SIGSEGV) while scoring"
@@ -552,6 +553,7 @@ def test_slow_rewards_are_computed_by_as_many_processes_as_there_are(functions, 
     assert 3.0 / workers <= took_s < 3.0 / workers + 2.0  # of sleeping: it needs no core
 
 
+@pytest.mark.slow
 def test_async_rewards_are_shared_among_all_processes(functions):
     async def use(pool):
         await pool.start()
@@ -625,6 +627,7 @@ def test_a_process_may_start_for_as_long_as_a_reward_may_take(functions, monkeyp
     assert score(spec_of(functions, "length"), ["four"]) == [4.0]
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_that_cannot_start_again_fails_all_with_the_reason(functions):
     async def use(pool):
         await pool.start()

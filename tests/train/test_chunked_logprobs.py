@@ -58,6 +58,7 @@ def test_chunks_give_the_values_and_gradients_of_whole_logits(name, chunk_tokens
         torch.testing.assert_close(gradient, dict(model.named_parameters())[parameter].grad, msg=parameter)
 
 
+@pytest.mark.slow
 def test_gradients_of_chunks_in_bfloat16_are_added_up_in_float32(monkeypatch):
     """A sum of many chunks in bfloat16 would lose its small parts; here it is as near to float32 as whole logits are."""
     heads = {}

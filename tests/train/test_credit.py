@@ -49,6 +49,7 @@ def test_gae_is_its_definition(of, gamma, lam):
     np.testing.assert_allclose(gae(rewards, values, ends, gamma, lam), np.concatenate(expected), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @given(trajectories)
 def test_with_lambda_and_gamma_of_1_and_values_of_0_every_advantage_is_the_return(of):
     rewards, values, ends = flat(of)

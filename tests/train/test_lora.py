@@ -102,6 +102,7 @@ def test_a_module_that_the_model_lacks_is_refused_with_those_that_it_has(tiny_mo
     assert "it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in refused.value.hint
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_adapters_is_refused(tiny_model_dir, make_trainer, tmp_path):
     trainer = make_trainer(trainer_parts(tiny_model_dir))
     trainer.snapshot(1)
@@ -122,6 +123,7 @@ def test_a_resume_on_another_base_model_is_refused(tiny_model_dir, make_trainer,
         make_trainer(trainer_parts(other, **LORA)).load(tmp_path / "checkpoint")
 
 
+@pytest.mark.slow
 def test_the_reference_has_no_adapters(tiny_model_dir, make_trainer):
     trainer = make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True, **LORA))
     assert not [name for name in trainer.reference.parameters if ".lora_" in name]

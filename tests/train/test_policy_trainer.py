@@ -150,6 +150,7 @@ def test_recompute_takes_prox_from_the_windows_first_weights(tiny_model_dir, mak
     assert any(not torch.equal(before[name], after) for name, after in weights_of(trainer).items())
 
 
+@pytest.mark.slow
 def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir, make_trainer):
     metas, payloads = make_step(3, num_groups=2)
     plain = shown(make_trainer(trainer_parts(tiny_model_dir)).train(**rank_batch(metas, payloads)).metrics)
@@ -179,6 +180,7 @@ def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir,
     assert 0 < full["correction/masked_ratio"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_a_loss_is_added_up_as_its_mode_says_in_any_microbatches(tiny_model_dir, make_trainer, mode):
     """At the window's start u and w are 1, so a token's loss is minus its advantage."""
@@ -282,6 +284,7 @@ def test_the_manifests_probe_logprobs_are_those_of_a_plain_forward(tiny_model_di
     assert len(manifest.probe_tokens) == 3
 
 
+@pytest.mark.slow
 def test_a_manifest_has_the_probe_logprobs_of_the_version_before(tiny_model_dir, make_trainer):
     trainer = make_trainer(trainer_parts(tiny_model_dir))
     manifests = []

@@ -143,6 +143,7 @@ def test_a_snapshot_does_not_change_when_training_goes_on(tmp_path, tiny_model_d
         again.published(0)
 
 
+@pytest.mark.slow
 def test_a_foreign_or_missing_checkpoint_is_refused(tmp_path, tiny_model_dir, make_trainer):
     from transformers import AutoModelForCausalLM, Qwen3Config
 

@@ -41,6 +41,7 @@ def frequencies(responses: list[list[int]]) -> list[float]:
     return (torch.bincount(flat, minlength=len(PROBABILITIES)) / len(flat)).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -359,6 +359,7 @@ def test_a_load_that_begins_again_gets_a_handle_of_its_own_and_a_part_out_of_ord
         rank_zero.export(WORKER, 1, there.names, 0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaves_while_a_part_is_made_gives_its_buffer_back() -> None:
     there = Held()
     buffers: list[weakref.ref[torch.Tensor]] = []
