@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.lines import Line, add_span
@@ -50,7 +50,8 @@ def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = No
     check_out(path, GENERATOR, "trace")
     head = json.dumps({"generator": GENERATOR, "run": run.name})
     counted: Counter[str] = Counter()
-    with appearing_file(path) as temporary, _opened(temporary, is_gzipped=path.suffix == ".gz") as file:
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    with appearing_file(path) as temporary, opened(temporary, "wt", encoding="utf-8") as file:
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {head}, "traceEvents": [\n')
         for index, entry in enumerate(trace_entries(run, first, last)):
             counted[entry.get("cat", entry["ph"]) if entry["ph"] in "Xi" else entry["ph"]] += 1
@@ -62,10 +63,6 @@ def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = No
                 hint=f"'asyncrl status {run.name}' says how far it has come",
             )
     return counted
-
-
-def _opened(path: Path, *, is_gzipped: bool) -> IO[str]:
-    return cast("IO[str]", gzip.open(path, "wt", encoding="utf-8") if is_gzipped else path.open("w", encoding="utf-8"))
 
 
 def trace_entries(run: Recorded, first: int = 1, last: int | None = None) -> Iterator[Entry]:

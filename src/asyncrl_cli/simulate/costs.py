@@ -28,7 +28,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD
 from asyncrl_cli.simulate.capacities import Capacities
 from asyncrl_cli.simulate.episodes import Episodes
-from asyncrl_cli.simulate.kv_cache import DEFAULT_BLOCK_TOKENS, CacheSize, prefix_tokens
+from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.responses import ResponseLengths, WorkerTimes, mean_tokens
 from asyncrl_cli.simulate.simulated_scorer import ScorerTimes
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
@@ -139,7 +139,7 @@ class Costs:
         result_tokens = done.prompt_tokens - before.prompt_tokens - trajectories * self._prompt_tokens
         decoding = self.workload.decoding
         token_s = decoding.step_s / self.profile.rollout.slots + decoding.step_s_per_sequence
-        prefix = prefix_tokens(self._prompt_tokens, self._block_tokens)
+        prefix = prefix_tokens(self._prompt_tokens, self._cache_size().block_tokens)
         prefilled = self._prompt_tokens - prefix + prefix / self.profile.rollout.n
         prefill_s = (trajectories * prefilled + max(result_tokens, 0)) * decoding.prefill_s_per_token
         worker_s = (tokens * token_s + prefill_s) * self._slowdown(decoding, self.workers)
@@ -169,15 +169,11 @@ class Costs:
     def _prompt_tokens(self) -> int:
         return min(self.workload.lengths.prompt_tokens, self.profile.rollout.max_prompt_tokens)
 
-    @property
-    def _block_tokens(self) -> int:
-        return DEFAULT_BLOCK_TOKENS if self.workload.memory is None else self.workload.memory.block_tokens
-
     def _cache_size(self) -> CacheSize:
         """Blocks of one worker's cache. Raises ConfigError if they cannot hold the longest sequence."""
         memory = self.workload.memory
         if memory is None:
-            return CacheSize(block_tokens=self._block_tokens)
+            return UNLIMITED
         gpus = self.profile.placement.gpus_per_rollout_worker
         longest = self._prompt_tokens + self.profile.rollout.max_response_tokens
         if self.workload.turns is not None:

@@ -24,14 +24,12 @@ from typing import NamedTuple
 
 from asyncrl_cli.simulate.sequences import NEVER, SimulatedSequence
 
-DEFAULT_BLOCK_TOKENS = 16
-
 
 class CacheSize(NamedTuple):
     """Blocks of one engine's cache; by default without a limit."""
 
     blocks: float = NEVER
-    block_tokens: int = DEFAULT_BLOCK_TOKENS
+    block_tokens: int = 16
 
     @property
     def is_limited(self) -> bool:
