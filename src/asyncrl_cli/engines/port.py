@@ -256,8 +256,7 @@ class EngineKind:
 
 
 def kind_of(profile: Profile) -> EngineKind:
-    kind: EngineKind = engine_kind(profile.rollout.engine)
-    return kind
+    return engine_kind(profile.rollout.engine)
 
 
 def make_engine(profile: Profile, place: Place, on_running: Callable[[int], None]) -> Engine:

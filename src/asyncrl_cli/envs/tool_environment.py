@@ -69,7 +69,8 @@ class ToolEnvironment(Environment):
         if is_done:
             self._completion += told
             return await self._end()
-        return self._turn([_answering(call, message) for call, message in zip(calls, told, strict=True)])
+        answered = zip(calls, told, strict=True)
+        return self._turn([{**message, "tool_call_id": call["id"]} if call.get("id") else message for call, message in answered])
 
     async def cut(self, reason: str) -> End:
         return await self._end()
@@ -133,7 +134,3 @@ def _named(call: Mapping[str, Any]) -> tuple[str, Any]:
         except ValueError:
             return function["name"], {arguments: ""}  # no tool has such an argument, and the model is told
     return function["name"], arguments
-
-
-def _answering(call: Mapping[str, Any], message: Message) -> Message:
-    return {**message, "tool_call_id": call["id"]} if call.get("id") else message

@@ -34,11 +34,13 @@ def merged_weights(source: Source, given: Path | None) -> SavedWeights:
     """
     from transformers import AutoModelForCausalLM
 
+    from asyncrl_cli.models.saved_form import persistent_buffers
+
     profile = source.profile
     base_dir = given or resolve_model(profile, load_task(profile, source.run_dir))
     check_model_directory(base_dir)
     model = AutoModelForCausalLM.from_pretrained(base_dir, dtype="auto", trust_remote_code=profile.model.trust_remote_code)
-    base = dict(model.named_parameters()) | dict(model.named_buffers())
+    base = dict(model.named_parameters()) | persistent_buffers(model)
     adapted = {name.partition(ADAPTER)[0] + ".weight" for name in source.weights.shapes}
     if wrong := [name for name in sorted(adapted) if name not in base or base[name].shape != _adapted_shape(source, name)]:
         raise RefusedError(
@@ -49,12 +51,7 @@ def merged_weights(source: Source, given: Path | None) -> SavedWeights:
     def read(names: Collection[str]) -> dict[str, torch.Tensor]:
         return {name: _merged(source, name, base[name].detach()) if name in adapted else base[name].detach() for name in names}
 
-    return SavedWeights({name: tuple(tensor.shape) for name, tensor in base.items() if name in _saved(model)}, read)
-
-
-def _saved(model: torch.nn.Module) -> set[str]:
-    """Names of parameters, tied ones once, and of the buffers that are saved."""
-    return {name for name, _ in model.named_parameters()} | (model.state_dict().keys() & dict(model.named_buffers()).keys())
+    return SavedWeights({name: tuple(tensor.shape) for name, tensor in base.items()}, read)
 
 
 def _adapted_shape(source: Source, name: str) -> tuple[int, int]:

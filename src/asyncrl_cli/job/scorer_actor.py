@@ -162,12 +162,10 @@ class RayScorer:
         self._num_judged += 1
         index = self._num_judged % len(self.actors)
         call = f"the scores of {len(items)} trajectories of an eval"
-        scores: list[float] = await self._answer(self.actors[index].judge.remote(items, result.payload), call, index)
-        return scores
+        return await self._answer(self.actors[index].judge.remote(items, result.payload), call, index)
 
     async def report(self) -> ExecutorReport:
-        report: ExecutorReport = await self._answer(self.actors[0].report.remote(), "a report")
-        return report
+        return await self._answer(self.actors[0].report.remote(), "a report")
 
     async def restart(self) -> None:
         """Kill all actors, dead or alive, and start others, which get their bundles once the old ones are gone."""

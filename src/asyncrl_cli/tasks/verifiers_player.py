@@ -77,7 +77,6 @@ def player(name: str, params: Mapping[str, Any]) -> Callable[[Item, Access], Awa
             played = await environment.run_rollout(dict(item["metadata"]["row"]), model, access.model, {})
         if played["error"]:
             raise RuntimeError(f"verifiers: {played['error']}")
-        reward: float = played["reward"]
-        return reward
+        return played["reward"]
 
     return play

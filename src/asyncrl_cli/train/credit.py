@@ -139,8 +139,7 @@ def _of_trajectories(plan: OptimizerStepPlan, sums_P: Floats, algorithm: Algorit
 
 
 def _summed(values: Sequence[float] | Floats, ranks: Ranks) -> list[float]:
-    found: list[float] = ranks.sum(torch.tensor(values, dtype=torch.float64, device=ranks.device)).tolist()
-    return found
+    return ranks.sum(torch.tensor(values, dtype=torch.float64, device=ranks.device)).tolist()
 
 
 def _on_host(values_F: torch.Tensor) -> Floats:

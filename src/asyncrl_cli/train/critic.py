@@ -59,8 +59,7 @@ class Critic:
 
     def valued_N(self, microbatch: Microbatch) -> torch.Tensor:
         """Values of the states in which the tokens were sampled, with gradient. A collective."""
-        values_N: torch.Tensor = self._gathered(partial(self._valuer, microbatch))
-        return values_N
+        return self._gathered(partial(self._valuer, microbatch))
 
     def values_N(self, microbatch: Microbatch) -> torch.Tensor:
         """The same without gradient. A collective."""

@@ -67,8 +67,7 @@ class PolicyModel:
 
     def scored(self, microbatch: Microbatch) -> Scored:
         """Logprobs, with gradient, and entropies of the sampled tokens at the sampling temperature. A collective."""
-        scored: Scored = self._gathered(partial(self._scorer, microbatch))
-        return scored
+        return self._gathered(partial(self._scorer, microbatch))
 
     def logprobs_N(self, microbatch: Microbatch) -> torch.Tensor:
         """Logprobs of the sampled tokens, without gradient. A collective: all ranks call it."""

@@ -79,8 +79,7 @@ class Part:
         """All N, from those of each rank: a collective. Every rank's gradient is that of its own tokens."""
         if self.tokens_n is None or self.sequence is None:
             return values_n
-        joined_N: torch.Tensor = _Joined.apply(values_n, self.tokens_n, num_tokens, self.sequence)
-        return joined_N
+        return _Joined.apply(values_n, self.tokens_n, num_tokens, self.sequence)
 
 
 Divide = Callable[[Microbatch], Part]

@@ -31,8 +31,7 @@ def produce_on(device: torch.device, tensors: Iterator[tuple[str, torch.Tensor]]
 
     torch.cuda.set_device(device)
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    chunks: Iterator[Any] = packed_ipc_producer(tensors, uuid, lambda item: item[1], buffer_bytes)
-    return chunks
+    return packed_ipc_producer(tensors, uuid, lambda item: item[1], buffer_bytes)
 
 
 class IpcExports:

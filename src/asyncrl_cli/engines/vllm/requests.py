@@ -187,8 +187,7 @@ async def _scored_as_samples(llm: AsyncLLM, name: str, tokens: list[int], temper
     async def one(count: int) -> float:
         how = {"temperature": temperature, "logprob_token_ids": [tokens[count]]}
         output = await _last(llm, f"{name}/{count}", tokens[:count], name, **how)
-        logprob: float = output.outputs[0].logprobs[0][tokens[count]].logprob
-        return logprob
+        return output.outputs[0].logprobs[0][tokens[count]].logprob
 
     return list(await asyncio.gather(*(one(count) for count in range(1, len(tokens)))))
 
