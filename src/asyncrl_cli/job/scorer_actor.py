@@ -38,6 +38,7 @@ from asyncrl_cli.train.balance import split_by_tokens
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 
 if TYPE_CHECKING:
+    from asyncrl_cli.train.ranks import Ranks
     from asyncrl_cli.weights.versions import Manifest
 
 CONCURRENCY_GROUPS = {"main": 1, "control": 1}
@@ -54,6 +55,7 @@ class ScorerActor:
         self._task = task
         self._profile = profile
         self._place = place
+        self._ranks: Ranks | None = None
         self._meter = CallMeter(task, "scorer", "finished groups", time.monotonic)
 
     def __repr__(self) -> str:
@@ -76,10 +78,10 @@ class ScorerActor:
             from asyncrl_cli.train.ranks import Ranks
             from asyncrl_cli.train.scorers import LogprobScorer
 
-            ranks = Ranks.of(self._profile, self._place, rank=self._rank, init_method=init_method)
+            self._ranks = Ranks.of(self._profile, self._place, rank=self._rank, init_method=init_method)
             if self._task == CRITIC:
-                return CriticApart(self._profile, self._place, ranks)
-            return LogprobScorer(self._task, self._profile, self._place, ranks)
+                return CriticApart(self._profile, self._place, self._ranks)
+            return LogprobScorer(self._task, self._profile, self._place, self._ranks)
         from asyncrl_cli.envs.chat import load_tokenizer
         from asyncrl_cli.train.reward_model import RewardModel
 
@@ -114,7 +116,8 @@ class ScorerActor:
 
     @ray.method(concurrency_group="main")
     def stop(self) -> None:
-        self._scorer.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
 
 class RayScorer:

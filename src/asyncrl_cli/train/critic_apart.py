@@ -76,7 +76,3 @@ class CriticApart:
         saved = SavedState(directory)
         restore(self._critic.state_parameters(), self._critic.state_tensors(), saved)
         self._critic.optimizer.restore_steps(saved.critic_steps)
-
-    def close(self) -> None:
-        """Leave the process group."""
-        self._ranks.close()

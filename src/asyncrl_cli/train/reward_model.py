@@ -9,7 +9,7 @@ chat template; a model without one reads prompt and response end to end, with it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from asyncrl_cli.models.inspection import positions_of
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.samples import GroupPayload, Trajectory
 from asyncrl_cli.tasks.item import messages_of
+from asyncrl_cli.train.balance import microbatches
+from asyncrl_cli.train.batch import SPLIT_COST_TOKENS
 from asyncrl_cli.train.ranks import indexed
 from asyncrl_cli.weights.buckets import torch_dtype
 
@@ -51,8 +53,11 @@ class RewardModel:
         texts = [self._text(item, one) for group, item in zip(groups, items, strict=True) for one in group.trajectories]
         has_template = self._tokenizer.chat_template is not None
         ids = self._tokenizer(texts, add_special_tokens=not has_template)["input_ids"] if texts else []
-        scores = [math.nan] * len(ids)
-        for batch in self._batches([len(tokens) for tokens in ids]):
+        scores, lengths = [math.nan] * len(ids), [len(tokens) for tokens in ids]
+        longest, limit = max(lengths, default=0), positions_of(self._model.config.get_text_config())
+        if limit is not None and longest > limit:
+            raise AsyncrlError(f"a prompt with its response has {longest} tokens, and the reward model takes {limit}", hint=ANOTHER)
+        for batch in microbatches(lengths, self._max_tokens, SPLIT_COST_TOKENS[self._device.type]):
             for index, found in zip(batch, self._logits([ids[index] for index in batch]), strict=True):
                 scores[index] = found
         if wrong := [found for found in scores if not math.isfinite(found)]:
@@ -60,29 +65,12 @@ class RewardModel:
         left = iter(scores)
         return [tuple(next(left) for _ in group.trajectories) for group in groups]
 
-    def close(self) -> None:
-        """Nothing to leave."""
-
     def _text(self, item: Mapping[str, Any], trajectory: Trajectory) -> str:
         sampled = [token for part in trajectory.segments for token in part.tokens_T[part.mask_T].tolist()]
         messages = [*messages_of(item["prompt"]), {"role": "assistant", "content": self._decode(sampled)}]
         if self._tokenizer.chat_template is None:
             return "".join(message["content"] for message in messages)
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-
-    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Indices of texts that are computed together: of similar lengths, and padded within `max_tokens_per_microbatch`."""
-        longest, limit = max(lengths, default=0), positions_of(self._model.config.get_text_config())
-        if limit is not None and longest > limit:
-            raise AsyncrlError(f"a prompt with its response has {longest} tokens, and the reward model takes {limit}", hint=ANOTHER)
-        batch = list[int]()
-        for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-            if batch and (len(batch) + 1) * lengths[index] > self._max_tokens:
-                yield batch
-                batch = []
-            batch.append(index)
-        if batch:
-            yield batch
 
     def _logits(self, ids: Sequence[Sequence[int]]) -> list[float]:
         padded = self._tokenizer.pad({"input_ids": ids}, padding_side="right", return_tensors="pt").to(self._device)

@@ -42,7 +42,3 @@ class LogprobScorer:
         payloads = dict(enumerate(groups))
         column = score(self._task, model.logprobs_N, payloads, max_tokens=max_tokens, ranks=self._ranks, are_packed=model.is_packed)
         return list(column.values())
-
-    def close(self) -> None:
-        """Leave the process group."""
-        self._ranks.close()

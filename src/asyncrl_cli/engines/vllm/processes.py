@@ -15,7 +15,6 @@ import asyncio
 import dataclasses
 import logging
 import re
-import signal
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -25,6 +24,7 @@ from asyncrl_cli.engines.vllm.launch import check_engine_args, engine_arguments,
 from asyncrl_cli.engines.vllm.requests import VllmCounters
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.tasks.child import how_it_ended
 from asyncrl_cli.timeouts import timeout
 
 if TYPE_CHECKING:
@@ -157,4 +157,4 @@ def _listed(ended: Mapping[str, int]) -> str:
 
 
 def _ended(name: str, code: int) -> str:
-    return f"{name} with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+    return f"{name} with {how_it_ended(code)}"
