@@ -43,6 +43,7 @@ def export(
     """Write a run's weights as an ordinary Hugging Face directory."""
     from asyncrl_cli.checkpoint.find import resolve
     from asyncrl_cli.observe.starting import Starting
+    from asyncrl_cli.plan.cluster import counted
 
     resolve(source, runs_dir)  # fail on a wrong name before importing torch
     with Starting("auto") as progress:
@@ -62,8 +63,7 @@ def export(
         )
     for wrong in exported.source.passed_over:
         warn(f"{wrong}; using an older checkpoint instead")
-    num_files = len(exported.files)
-    files = f"{_size(exported.num_bytes)} in {num_files} file{'s' if num_files > 1 else ''}"
+    files = f"{_size(exported.num_bytes)} in {counted(len(exported.files), 'file')}"
     say(f"exported {exported.source}: {exported.parameters:,} parameters, {exported.dtype}, {files}")
     if as_json:
         print_json(exported.to_json())

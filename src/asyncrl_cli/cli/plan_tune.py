@@ -14,6 +14,7 @@ from asyncrl_cli.bench.search import SAME_TIME, front
 from asyncrl_cli.bench.space import HEADINGS, Setting
 from asyncrl_cli.bench.tune import LIMITS, Asked, Tuned, tune
 from asyncrl_cli.cli.console import RUNS_DIR, print_json, print_prose, print_text, say, stderr, stdout, warn
+from asyncrl_cli.cli.submit import set_words
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.starting import Starting
 from asyncrl_cli.plan.cluster import counted
@@ -206,8 +207,7 @@ def _command(asked: Asked) -> str:
     runs_dir = None if asked.runs_dir == RUNS_DIR else asked.runs_dir
     options = {"--profile": asked.profile, "--gpus": asked.gpus, "--max-staleness": asked.bound, "--runs-dir": runs_dir}
     words = [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
-    sets = [word for entry in asked.sets for word in ("--set", entry)]
-    return shlex.join(["asyncrl", "plan", "--tune", asked.reference, *words, *sets])
+    return shlex.join(["asyncrl", "plan", "--tune", asked.reference, *words, *set_words(asked.sets)])
 
 
 def _extended(reference: str, path: Path) -> str:

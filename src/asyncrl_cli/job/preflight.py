@@ -26,6 +26,7 @@ from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.placing import ray_cluster
 from asyncrl_cli.job.session import connected
 from asyncrl_cli.models.resolve import BUILTIN, is_on_hub
+from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.plan.machine import GIB, LEAST_SHARED_MEMORY_BYTES, Finding
 from asyncrl_cli.plan.node_fit import node_lines
 from asyncrl_cli.profile.schema import Profile
@@ -110,10 +111,8 @@ def refuse(found: Sequence[Finding]) -> list[str]:
     """Warnings of the findings. Raises one PreflightError for all that forbid a run."""
     if wrong := [finding for finding in found if finding.ok is False]:
         lines = "".join(f"\n  - {finding.what}: {finding.found}" for finding in wrong)
-        problems = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
-        raise PreflightError(
-            f"{problems} on the nodes of the cluster:{lines}", hint="\n".join(dict.fromkeys(finding.hint for finding in wrong))
-        )
+        hint = "\n".join(dict.fromkeys(finding.hint for finding in wrong))
+        raise PreflightError(f"{counted(len(wrong), 'problem')} on the nodes of the cluster:{lines}", hint=hint)
     return [f"{finding.what}: {finding.found} ({finding.hint})" for finding in found if finding.ok is None]
 
 

@@ -137,7 +137,12 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
         tokenizer = checked_tokenizer(profile, model_dir)
         check_prompt_lengths(profile, task, partial(tokens, tokenizer))
         if environment_of(profile.task) != "one-turn":
-            check_chat(tokenizer, model_dir, tools=task.tool_class is not None)
+            from asyncrl_cli.envs.chat import Chat, stop_tokens_of
+
+            chat = Chat(tokenizer, stop_tokens_of(model_dir))
+            chat.check_turns()
+            if task.tool_class is not None:
+                chat.check_tools()
 
 
 def check_adapters(profile: Profile, model_dir: Path) -> None:
@@ -172,16 +177,6 @@ def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
         raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
     check_vocabulary(model_dir, len(tokenizer), vocab_size)
     return tokenizer
-
-
-def check_chat(tokenizer: Any, model_dir: Path, *, tools: bool) -> None:
-    """Raises PreflightError if the model's chat template cannot write a second turn, or (with `tools`) tools."""
-    from asyncrl_cli.envs.chat import Chat, stop_tokens_of
-
-    chat = Chat(tokenizer, stop_tokens_of(model_dir))
-    chat.check_turns()
-    if tools:
-        chat.check_tools()
 
 
 def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:

@@ -24,7 +24,7 @@ import contextlib
 import importlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -113,11 +113,9 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         self._llm = None
         await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
 
-    async def generate(
-        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, **further: Any
-    ) -> Completion:
+    def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
+        super()._check(request_id, prompt_tokens, sampling)
         requests.check_logprobs_exist(sampling, truncated_sampling=is_truncated(self._profile))
-        return await super().generate(request_id, prompt_tokens, sampling, seed, **further)
 
     def so_far(self, request_id: str) -> Completion | None:
         """None with stop strings: vLLM would not find one that begins in the tokens so far."""
