@@ -161,13 +161,12 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _values(column: Any, where: str) -> list[Any]:
     try:
-        values: list[Any] = column.cast(_without_nanoseconds(column.type), safe=False).to_pylist()
+        return column.cast(_without_nanoseconds(column.type), safe=False).to_pylist()
     except (ValueError, TypeError, ArithmeticError, LookupError, NotImplementedError, RecursionError) as error:
         raise ConfigError(
             f"{where} of type {column.type!s:.80} holds a value that Python cannot represent: {first_line(error)}",
             hint="leave the column out of the file, or write it as text",
         ) from error
-    return values
 
 
 def _without_nanoseconds(kind: Any) -> Any:

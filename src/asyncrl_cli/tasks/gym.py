@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -162,7 +162,7 @@ def make_entries(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, 
     the dataset has too few prompts.
     """
     try:
-        return cast(dict[str, list[Item]], call_once(_made, spec, num_prompts, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0"))
+        return call_once(_made, spec, num_prompts, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0")
     except ChildFailed as failure:
         raise ConfigError(f'dataset "{spec.dataset}" cannot make its prompts: {failure}') from failure
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import cast
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.paths import expand
@@ -55,7 +54,7 @@ def verifiers_items(profile: Profile, spec: RewardSpec) -> tuple[list[Item], lis
 
 def _read(spec: RewardSpec, most_train: int | None, most_eval: int) -> tuple[list[Row], list[Row] | None]:
     try:
-        found = call_once(
+        return call_once(
             read_rows,
             spec.dataset,
             spec.params,
@@ -65,7 +64,6 @@ def _read(spec: RewardSpec, most_train: int | None, most_eval: int) -> tuple[lis
             python=spec.python,
             HF_DATASETS_DISABLE_PROGRESS_BARS="1",
         )
-        return cast(tuple[list[Row], list[Row] | None], found)
     except ChildFailed as failure:
         python = spec.python or sys.executable
         raise ConfigError(

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -203,7 +203,7 @@ class PolicyTrainer:
         """
         saved = SavedState(directory)
         counters = saved.counters
-        self._check_frozen(directory, cast(Mapping[str, float], counters))
+        self._check_frozen(directory, counters)
         if counters["has_window_first"]:
             shards = self.model.locals()
             self._update.window_first = {name: torch.empty_like(t, device="cpu") for name, t in shards.items()}
