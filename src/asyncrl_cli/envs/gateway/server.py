@@ -138,14 +138,14 @@ class Gateway:
             raise Refused(401, "the admin key is wrong or missing", "invalid_api_key")
 
     def _routes(self) -> list[web.AbstractRouteDef]:
-        models = [(f"{prefix}/v1", prefix) for prefix in ("", "/sessions/{id}")]
+        bases = ("/v1", "/sessions/{id}/v1")
         return [
             web.get("/health", _health),
             web.get("/sessions/{id}/reward", self._get_reward),
             web.post("/sessions/{id}/reward", self._post_reward),
-            *(web.get(f"{base}/models", self._models) for base, _ in models),
-            *(web.post(f"{base}/chat/completions", self._answer_chat) for base, _ in models),
-            *(web.post(f"{base}/completions", self._answer_text) for base, _ in models),
+            *(web.get(f"{base}/models", self._models) for base in bases),
+            *(web.post(f"{base}/chat/completions", self._answer_chat) for base in bases),
+            *(web.post(f"{base}/completions", self._answer_text) for base in bases),
         ]
 
     def _session_of(self, request: web.Request) -> Session:
