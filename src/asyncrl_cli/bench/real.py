@@ -18,7 +18,7 @@ from asyncrl_cli.bench.results import Run, timeline_of_run
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.job.process import StopRequests
-from asyncrl_cli.observe.lines import metrics_of
+from asyncrl_cli.observe.lines import read_metrics
 
 POLL_S = 0.5
 STOP_EXTRA_S = 30.0
@@ -105,7 +105,7 @@ def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
         raise KeyboardInterrupt
     if code != 0:
         raise _failure(run, code)
-    lines = list(metrics_of(run.directory / "metrics.jsonl"))
+    lines = read_metrics(run.directory / "metrics.jsonl")
     bars.run(run.name, run.groups, run.groups, time_s=lines[-1]["time_s"])
     timeline = timeline_of_run(run.entry.name, run.directory, lines) if run.repeat == 0 else None
     return Run(profile=run.entry.name, seed=run.seed, lines=lines, timeline=timeline), bool(interrupts)

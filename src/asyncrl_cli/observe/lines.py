@@ -57,8 +57,13 @@ class TimelineLine(TypedDict):
     slots: NotRequired[dict[str, list[tuple[Count, str, float, float]]]]
 
 
-def metrics_of(path: Path) -> Iterator[Line]:
+def read_metrics(path: Path) -> list[Line]:
     """The lines of metrics.jsonl, without values that are not finite. Raises as `lines_of`."""
+    return list(metrics_of(path))
+
+
+def metrics_of(path: Path) -> Iterator[Line]:
+    """`read_metrics`, line by line."""
     return map(_finite, lines_of(path, Annotated[dict[str, Figure | list[Figure]], AfterValidator(_with_its_place)]))
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.observe.lines import EventLine, Line, lines_of, metrics_of, spent_s
+from asyncrl_cli.observe.lines import EventLine, Line, lines_of, read_metrics, spent_s
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.loaded import Layer, load, read_document
@@ -87,7 +87,7 @@ def calibrate(run_directory: Path) -> Workload:
 
 def _calibrated(run_directory: Path) -> Workload:
     profile = _profile(run_directory)
-    everything = list(metrics_of(run_directory / "metrics.jsonl"))
+    everything = read_metrics(run_directory / "metrics.jsonl")
     lines = undisturbed(everything)
     _enough(lines, run_directory, f"of {len(everything)} train steps are whole and free of evals and checkpoints")
     job = compile_job(profile, virtual_cluster(profile))
