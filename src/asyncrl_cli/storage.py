@@ -122,8 +122,9 @@ def appearing_file(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.replace(path)
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
