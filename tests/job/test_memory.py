@@ -23,6 +23,7 @@ from asyncrl_cli.plan.memory import (
 from asyncrl_cli.plan.memory_fit import device_needs, memory_warnings
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Place, Profile
+from tests.marks import one_in
 from tests.trainers import TrainerParts
 
 SMALL = {
@@ -55,7 +56,7 @@ def num_bytes(tensors: object) -> int:
     return sum(tensor.nbytes for tensor in tensors)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", one_in(3, CONFIGS.values()), ids=CONFIGS)
 def test_a_trainers_bytes_are_those_of_its_tensors(config: PretrainedConfig, tmp_path: Path) -> None:
 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -77,7 +78,7 @@ def test_a_trainers_bytes_are_those_of_its_tensors(config: PretrainedConfig, tmp
     assert estimated["published weights"] == pytest.approx(2 * published, rel=0.01)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", one_in(3, CONFIGS.values()), ids=CONFIGS)
 def test_the_bytes_of_a_reference_and_a_critic_are_those_of_their_tensors(config: PretrainedConfig, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     profile, _, estimate = planned(str(tmp_path), 'algorithm.adv_estimator="gae"', "algorithm.use_kl_in_reward=true")
@@ -104,7 +105,7 @@ def test_the_windows_first_weights_are_kept_only_where_they_are_needed() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", one_in(3, CONFIGS.values()), ids=CONFIGS)
 def test_activations_are_what_autograd_saves(config: PretrainedConfig, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -125,7 +126,7 @@ def test_activations_are_what_autograd_saves(config: PretrainedConfig, dtype: to
     assert 0.9 * real < estimated <= real
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", one_in(3, CONFIGS.values()), ids=CONFIGS)
 def test_the_kv_cache_is_that_of_the_slots_at_full_length(config: PretrainedConfig, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     lengths = ("rollout.slots=8", "rollout.max_prompt_tokens=32", "rollout.max_response_tokens=64")

@@ -43,12 +43,13 @@ class Max:
         return Max(max((value for value in (self.value, later.value) if value is not None), default=None))
 
 
-@dataclass(frozen=True, slots=True)
 class _Added:
     """Values whose parts are added one by one."""
 
+    __slots__: tuple[str, ...] = ()
+
     def merge(self, later: Self) -> Self:
-        return type(self)(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(later), strict=True)))
+        return type(self)(*(getattr(self, name) + getattr(later, name) for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
