@@ -47,6 +47,23 @@ def test_a_killed_worker_process_is_named_with_its_signal(log: tuple[EngineLog, 
     assert engine_log.killed_worker() == engine_log.why() == "VllmWorker-0 with SIGKILL"
 
 
+def test_a_killed_worker_whose_exit_code_came_too_late_is_the_cause_of_the_errors_after_it(
+    log: tuple[EngineLog, Callable[[str], None]],
+) -> None:
+    engine_log, write = log
+    write(KILLED.replace("-9", "None") + "(EngineCore pid=19573) ERROR 11-21 20:46:27 [core.py:1512] RuntimeError: cancelled\n")
+    assert engine_log.killed_worker() == engine_log.why() == "VllmWorker-0 with an unknown exit code"
+
+
+def test_a_worker_that_failed_is_not_taken_for_killed_when_its_exit_code_came_too_late(
+    log: tuple[EngineLog, Callable[[str], None]],
+) -> None:
+    engine_log, write = log
+    write(FAILED.replace("(exit code: 0)", "(exit code: None)"))
+    assert engine_log.killed_worker() == ""
+    assert engine_log.why() == "ValueError: No available memory for the cache blocks. Try more."
+
+
 def test_the_last_error_that_does_not_point_elsewhere_is_the_cause(log: tuple[EngineLog, Callable[[str], None]]) -> None:
     engine_log, write = log
     write(FAILED)

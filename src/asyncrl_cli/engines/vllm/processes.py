@@ -38,7 +38,8 @@ STDOUT = 1
 TAIL_BYTES = 512 * 1024
 LONGEST_ERROR = 400
 """Most characters of an error from the log that a message quotes."""
-DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-\d+)\)")
+DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-\d+|None)\)")
+"""The exit code is None if vLLM looks before the kernel has it: the worker was killed, or it failed and logged its error before."""
 ERROR = re.compile(r"^(?:.*\bERROR\b[^\]\n]*\] )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b(?:: .*)?)$", re.MULTILINE)
 """The last line of a traceback, as vLLM's loggers write it (with process, level, time and place before it), or bare."""
 POINTS_ELSEWHERE = re.compile(r"see (the )?(root cause|stack trace|error)", re.IGNORECASE)
@@ -53,9 +54,13 @@ class EngineLog:
         self._begin = self._size()
 
     def killed_worker(self) -> str:
-        """The worker process that a signal ended, as logged by the engine process; "" if there is none."""
-        found = DIED.search(self._tail())
-        return _ended(found[1], int(found[2])) if found else ""
+        """The worker process that was killed, as logged by the engine process; "" if there is none."""
+        tail = self._tail()
+        if (found := DIED.search(tail)) is None:
+            return ""
+        if found[2] == "None":
+            return "" if ERROR.search(tail, 0, found.start()) else f"{found[1]} with an unknown exit code"
+        return _ended(found[1], int(found[2]))
 
     def why(self) -> str:
         """The signal or the last error that ended a process of the engine; "" if the log has neither."""
