@@ -33,6 +33,7 @@ ENDS_WITHIN_S = 10.0
 QUICK = {
     "worker_niceness": 0,
     "enable_metrics_collection": False,
+    "prestart_worker_first_driver": False,
     # A killed raylet is dead after 10 s or so, instead of 20; a busy machine delays living ones by seconds.
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 10_000,

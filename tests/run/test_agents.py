@@ -1,4 +1,4 @@
-"""Agents that know nothing of asyncrl are trained by the command line: a loop over the openai client, and smolagents."""
+"""Two agents that know nothing of asyncrl are trained by one run: a loop over the openai client, and smolagents."""
 
 from __future__ import annotations
 
@@ -64,8 +64,14 @@ AGENTS = """
         agent.prompt_templates["system_prompt"] = "calculate"
         agent.prompt_templates["final_answer"] = {"pre_messages": "answer", "post_messages": "now"}
         said = await asyncio.to_thread(agent.run, item["prompt"])
-        return 1.0 / (1.0 + len(str(said)))
+        return 1.0 / (2.5 + len(str(said)))
+
+
+    async def either(client, item):
+        return await (looping, framework)[sum(map(ord, item["prompt"])) % 2](client, item)
 """
+OF_THE_LOOP = {0.0, 0.5, 1.0}
+"""The rewards of `looping`; those of `framework` are others."""
 SETS = (
     "task.source=builtin:calculator",
     "run.train_steps=10",
@@ -87,12 +93,11 @@ SETS = (
 )
 
 
-@pytest.mark.parametrize("agent", ["looping", "framework"])
-def test_an_unchanged_agent_is_trained_for_ten_steps(tmp_path: Path, agent: str) -> None:
+def test_unchanged_agents_are_trained_for_ten_steps(tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(textwrap.dedent(AGENTS))
-    words = ("--profile", "partial-rollout", "--name", agent, "--ui", "plain")
-    process = start(tmp_path, "train", *words, sets=(*SETS, f"task.agent=my_agent:{agent}"))
-    run = tmp_path / "runs" / agent
+    words = ("--profile", "partial-rollout", "--name", "agents", "--ui", "plain")
+    process = start(tmp_path, "train", *words, sets=(*SETS, "task.agent=my_agent:either"))
+    run = tmp_path / "runs" / "agents"
     wait_for_steps(process, run, 2)
     family = descendants(process.pid)
     (address,) = run.glob("logs/attempt-1/rollout-0.gateway.json")
@@ -105,6 +110,8 @@ def test_an_unchanged_agent_is_trained_for_ten_steps(tmp_path: Path, agent: str)
     samples = [sample for path in sorted(run.glob("samples/*.jsonl")) for sample in lines(path)]
     assert 0.8 * 80 <= len(samples) <= 80  # task.max_failed_ratio
     assert all(any(sample["mask"]) for sample in samples)
+    of_loop = [sample["reward"] in OF_THE_LOOP for sample in samples]
+    assert min(sum(of_loop), len(of_loop) - sum(of_loop)) > 10
     assert {
         version >= 0 for sample in samples for version, mask in zip(sample["versions"], sample["mask"], strict=True) if mask
     } == {True}

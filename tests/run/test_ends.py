@@ -1,16 +1,13 @@
-"""How a run ends: killed, interrupted, stopped from elsewhere; and how it goes on. Its workers' deaths are in test_deaths.py."""
+"""How a run ends: killed, interrupted, stopped from elsewhere; and how it goes on. Its workers' deaths are in test_deaths.py, the
+signals of schedulers and terminals in test_detached.py, two interrupts in test_lost_nodes.py."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
-import termios
-import threading
 import time
 from collections import Counter
 
@@ -21,7 +18,6 @@ from asyncrl_cli.checkpoint.sealed import load_checkpoint
 from tests.run.commands import (
     LONG,
     SMALL,
-    arguments,
     command_line,
     descendants,
     finish,
@@ -31,7 +27,6 @@ from tests.run.commands import (
     wait_for_steps,
     wait_until_gone,
 )
-from tests.run.listening import assert_shut
 
 pytestmark = pytest.mark.slow
 
@@ -121,8 +116,8 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts
     assert_calls_that_may_be_repeated_are_told(run)
 
 
-def test_a_stopped_run_goes_on_with_what_its_critic_apart_has_learned(tmp_path):
-    words = ("--profile", "partial-rollout", "--name", "apart", "--ui", "plain")
+def test_a_stopped_run_with_stale_samples_goes_on_with_what_its_critic_apart_has_learned(tmp_path):
+    words = ("--profile", "stale-samples", "--name", "apart", "--ui", "plain")
     process = start(tmp_path, "train", *words, sets=(*SMALL, *CRITIC_APART))
     run = tmp_path / "runs" / "apart"
     wait_for_steps(process, run, 2)
@@ -133,7 +128,11 @@ def test_a_stopped_run_goes_on_with_what_its_critic_apart_has_learned(tmp_path):
     (steps, moments), first = critic_at(run), len(lines(run / "metrics.jsonl"))
     code, _, err = finish(start(tmp_path, "resume", "apart", "--ui", "plain"))
     assert code == 0, err
-    assert [step["step"] for step in lines(run / "metrics.jsonl")] == list(range(1, 11))
+    whole = lines(run / "metrics.jsonl")
+    assert [step["step"] for step in whole] == list(range(1, 11))
+    assert [step["ledger/trained"] for step in whole] == [4 * step["step"] for step in whole]
+    assert max(step["fully_async/partial/max_partial_span"] for step in whole) == 0
+    assert max(step["staleness/max"] for step in whole) <= 1
     trained = [(event["uid"], event["epoch"]) for event in trained_that_count(lines(run / "events.jsonl"))]
     assert len(trained) == len({*trained}) == 40
     steps_then, moments_then = critic_at(run)
@@ -171,57 +170,6 @@ def test_the_first_interrupt_checkpoints_and_a_second_terminal_can_stop_the_resu
     assert max(step["staleness/max"] for step in steps) == 0
     assert steps[0]["ref/kl"] < 1e-5 < steps[first]["ref/kl"]
     assert all("critic/loss" in step and step["timing/critic_s"] > 0 for step in steps)
-
-
-def test_stale_samples_train_and_a_second_interrupt_ends_their_run_within_seconds(tmp_path):
-    words = ("--profile", "stale-samples", "--name", "aborted", "--ui", "plain")
-    process = start(tmp_path, "train", *words, sets=LONG)
-    run = tmp_path / "runs" / "aborted"
-    wait_for_steps(process, run, 4)
-    family = descendants(process.pid)
-    steps = lines(run / "metrics.jsonl")
-    assert [step["ledger/trained"] for step in steps] == [4 * step["step"] for step in steps]
-    assert max(step["fully_async/partial/max_partial_span"] for step in steps) == 0
-    assert max(step["staleness/max"] for step in steps) <= 1
-    kill(process, signal.SIGINT)
-    kill(process, signal.SIGINT)
-    began_s = time.monotonic()
-    code, _, _ = finish(process)
-    assert code == 130
-    assert time.monotonic() - began_s < 10
-    assert not wait_until_gone(family, 10.0)
-
-
-def test_a_run_is_shut_to_others_and_ends_in_order_when_its_terminal_goes(tmp_path):
-    """The kernel tells the whole process group; what it and Ray's processes say on the terminal fails from then on."""
-    terminal, screen = os.openpty()
-    words = ("--profile", "partial-rollout", "--name", "hangup")
-    command = arguments("train", *words, sets=(*LONG, "placement.trainer_workers=2"))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        stdin=screen,
-        stdout=screen,
-        stderr=screen,
-        start_new_session=True,
-        preexec_fn=own_terminal,
-    )
-    os.close(screen)
-    threading.Thread(target=drain, args=(terminal,), daemon=True).start()
-    run = tmp_path / "runs" / "hangup"
-    wait_for_steps(process, run, 2)
-    family = descendants(process.pid)
-    assert_shut({process.pid, *family})
-    ours = {pid for pid in family if b"ray::" in command_line(pid)}
-    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in ours} == {os.getpriority(os.PRIO_PROCESS, 0)}
-    os.close(terminal)
-    assert process.wait(60) == 130
-    assert not wait_until_gone(family, 10.0)
-    steps = len(lines(run / "metrics.jsonl"))
-    assert (run / "checkpoints" / f"step-{steps:06d}" / "manifest.json").exists()
-    assert json.loads((run / "status.json").read_text())["phase"] == "stopped"
 
 
 @pytest.mark.parametrize("doing", ["warm start", "starting Ray", "starting 1 trainer"])
@@ -264,16 +212,6 @@ def test_a_disk_that_fills_is_one_error_and_the_last_checkpoint_stays(tmp_path):
         assert json.loads((disk / "full" / "status.json").read_text())["phase"] == "failed"
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def own_terminal():
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-def drain(terminal):
-    with contextlib.suppress(OSError):
-        while os.read(terminal, 65536):
-            pass
 
 
 def status_of(run):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.cluster import processes_of, ray_nodes
-from tests.run.commands import LONG, finish, kill, lines, start, wait_for_steps
+from tests.run.commands import LONG, descendants, finish, kill, lines, start, wait_for_steps, wait_until_gone
 from tests.run.test_deaths import named, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 SETS = (
     *LONG,
     "placement.trainer_workers=1",
-    "placement.timeout_s=15",
+    "placement.timeout_s=8",
     "rollout.workers=2",
     "rollout.max_restarts=1",
     "rollout.min_workers=1",
@@ -33,7 +33,8 @@ def node_with(cluster, word):
 
 
 def test_a_run_outlives_a_rollout_node_and_its_checkpoint_the_trainers(tmp_path):
-    """One CPU per node: each rank and worker has its own. The rollout node's place is taken by one that joins later."""
+    """One CPU per node: each rank and worker has its own. The rollout node's place is taken by one that joins later. A second
+    interrupt ends the resumed run at once."""
     run = tmp_path / "runs" / "torn"
     with ray_nodes((0, 0), (1, 0), (1, 0), (1, 0)) as cluster:
         where = ("--address", cluster.address, "--ui", "plain")
@@ -63,8 +64,13 @@ def test_a_run_outlives_a_rollout_node_and_its_checkpoint_the_trainers(tmp_path)
         step = len(lines(run / "metrics.jsonl"))
         wait_for(resumed, run, lambda events: named(events, "resumed"))
         wait_for_steps(resumed, run, step + 2)
-        kill(resumed, signal.SIGTERM)
+        family = descendants(resumed.pid)
+        kill(resumed, signal.SIGINT)
+        kill(resumed, signal.SIGINT)
+        interrupted_s = time.monotonic()
         assert finish(resumed)[0] == 130
+        assert time.monotonic() - interrupted_s < 10
+        assert not wait_until_gone(family, 10.0)
     counted = []
     for event in lines(run / "events.jsonl"):
         if event["event"] == "resumed":

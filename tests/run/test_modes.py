@@ -1,5 +1,5 @@
 """A whole run of a colocated job with two vLLM engines. Other files run the other profiles: on-policy with the transport by
-disk; stale samples, and colocate with the embedded engine, until an interrupt."""
+disk (test_verl_data.py); stale samples, and colocate with the embedded engine, until an interrupt."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ from tests.run.commands import SMALL, descendants, finish, lines, start, wait_fo
 
 pytestmark = pytest.mark.slow
 
+STEPS, AHEAD = 10, 8
+
 
 class Ended(NamedTuple):
     """A run that has ended. `engines`: how many of its processes held one of vLLM; `left`: those that were still there later;
@@ -37,13 +39,15 @@ def partial(tmp_path_factory, request):
     sets = (
         f"rollout.engine={request.param}",
         "rollout.interrupt=recompute-kv",
-        "run.train_steps=20",  # responses grow: the later ones are long enough to meet a load
-        "rollout.slots=4",  # one group at a time: the engine is busy when a version comes, however fast it is
+        f"run.train_steps={STEPS}",
+        # One group at a time, long responses, many of them ahead: however fast the engine is, the first versions find it busy.
+        "rollout.slots=4",
+        "rollout.max_response_tokens=128",
+        f"async_training.staleness_threshold={AHEAD}",
         "weights.keep_versions=all",
         "logging.samples_every_steps=1",
         "logging.samples_per_step=1000",
         "logging.wandb=offline",
-        "async_training.staleness_threshold=1",
         "async_training.trigger_parameter_sync_step=1",
     )
     words = ("--profile", "partial-rollout", "--name", "kept", "--ui", "plain")
@@ -62,18 +66,18 @@ def test_a_run_ends_with_clean_accounts_and_data_only_on_stdout(partial):
     run, out, err, *_ = partial
     last = lines(run / "metrics.jsonl")[-1]
     assert out == ""
-    assert "step 20/20" in err
-    assert last["step"] == 20
-    assert last["ledger/trained"] == 80
-    assert last["ledger/admitted_total"] == 80 + last["ledger/dropped"] + last["ledger/requeued"]
-    assert last["eval/version"] == last["version"] == 20
+    assert f"step {STEPS}/{STEPS}" in err
+    assert last["step"] == STEPS
+    assert last["ledger/trained"] == 4 * STEPS
+    assert last["ledger/admitted_total"] == 4 * STEPS + last["ledger/dropped"] + last["ledger/requeued"]
+    assert last["eval/version"] == last["version"] == STEPS
 
 
 def test_rollouts_cross_weight_syncs_within_the_bound(partial):
     run = partial.run
     steps = lines(run / "metrics.jsonl")
     assert max(step["fully_async/partial/max_partial_span"] for step in steps) >= 1
-    assert max(step["staleness/max"] for step in steps) == 1
+    assert 1 <= max(step["staleness/max"] for step in steps) <= AHEAD
 
 
 def test_every_logprob_is_that_of_the_version_that_sampled_its_token(partial):
@@ -93,7 +97,7 @@ def test_every_logprob_is_that_of_the_version_that_sampled_its_token(partial):
                 worst = max(worst, _difference(models[version], sample, version))
                 counted += 1
     assert crossed > 0
-    assert counted >= 320
+    assert counted >= 16 * STEPS
     assert worst <= 1e-4
 
 
@@ -136,7 +140,7 @@ def _difference(model, sample, version):
 def test_syncs_are_verified_by_the_workers_own_engine(partial):
     run = partial.run
     loaded = [event for event in lines(run / "events.jsonl") if event["event"] == "loaded"]
-    assert {event["version"] for event in loaded} >= {0, 20}
+    assert {event["version"] for event in loaded} >= {0, STEPS}
     assert all(event["logprob_abs_diff"] <= 1e-5 for event in loaded)
 
 

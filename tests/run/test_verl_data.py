@@ -1,7 +1,10 @@
-"""A Parquet file as verl's DAPO has it, trained as it is: messages, an answer in a field, math-verify."""
+"""A Parquet file as verl's DAPO has it, trained as it is: messages, an answer in a field, math-verify. The run is on-policy, its
+weights travel to two workers over the disk, and its last checkpoint is exported."""
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl_cli.models.tiny import tiny_tokenizer
-from tests.run.commands import lines, train
+from tests.run.commands import LIMIT_S, SMALL, finish, lines, start
 
 pytestmark = pytest.mark.slow
 
@@ -43,29 +47,60 @@ def save_model(directory: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
-def test_a_file_in_verls_layout_trains(tmp_path):
-    save_model(tmp_path / "model")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(index) for index in range(24)]), tmp_path / "train.parquet")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(24)]), tmp_path / "val.parquet")
+def trained(directory: Path) -> tuple[set[str], int]:
+    """A whole run `verl`. Returns the names of all versions that were on the disk, and how many were there at a time."""
+    save_model(directory / "model")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(index) for index in range(24)]), directory / "train.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(24)]), directory / "val.parquet")
     sets = (
-        f"model.path={tmp_path / 'model'}",
-        f"task.source=parquet:{tmp_path / 'train.parquet'}",
-        f"task.eval_path={tmp_path / 'val.parquet'}",
+        *SMALL,
+        f"model.path={directory / 'model'}",
+        f"task.source=parquet:{directory / 'train.parquet'}",
+        f"task.eval_path={directory / 'val.parquet'}",
         "task.answer_key=reward_model.ground_truth",
         "task.reward=math-verify",
         "task.reward_timeout_s=60",
         "eval.prompts=1",
         "rollout.n=8",
         "rollout.max_response_tokens=3",
+        "rollout.workers=2",
         "run.train_steps=6",
+        "weights.transport=disk",
+        "weights.keep_versions=all",
         "logging.samples_every_steps=1",
         "logging.samples_per_step=0",
     )
-    code, _, err = train(tmp_path, "partial-rollout", "verl", *sets)
+    words = ("--profile", "on-policy-pipeline", "--name", "verl", "--ui", "plain")
+    process = start(directory, "train", *words, sets=sets)
+    seen, most, deadline_s = set[str](), 0, time.monotonic() + LIMIT_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        there = {path.name for path in (directory / "runs" / "verl" / "weights").glob("version-*")}
+        seen, most = seen | there, max(most, len(there))
+        time.sleep(0.01)
+    code, _, err = finish(process)
     assert code == 0, err
+    return seen, most
+
+
+def test_a_file_in_verls_layout_trains_every_version_arrives_over_the_disk_and_the_last_one_is_exported(tmp_path):
+    seen, most = trained(tmp_path)
     run = tmp_path / "runs" / "verl"
+    assert_learned_from_verls_rows(run)
+    assert_on_policy(run)
+    assert_every_version_arrived(run, seen, most)
+
+    code, out, err = finish(start(tmp_path, "export", "verl"))
+    assert code == 0, err
+    assert out == "runs/verl/exports/step-000006\n"
+    assert "version 6 (step 6) of run 'verl'" in err
+    exported = load_file(run / "exports" / "step-000006" / "model.safetensors")
+    kept = load_file(run / "versions" / "version-000006" / "model.safetensors")
+    assert exported.keys() == kept.keys()
+    assert all(torch.equal(exported[name], kept[name]) for name in kept)
+
+
+def assert_learned_from_verls_rows(run):
     steps = lines(run / "metrics.jsonl")
-    assert steps[-1]["ledger/trained"] == 24
     assert any(step["train/grad_norm"] > 0 for step in steps)  # some responses to a prompt were right, and others wrong
     samples = [sample for path in sorted((run / "samples").glob("*.jsonl")) for sample in lines(path)]
     right = [sample for sample in samples if sample["reward"] == 1]
@@ -75,3 +110,21 @@ def test_a_file_in_verls_layout_trains(tmp_path):
         prompt = sample["text"].partition("=")[0]
         first, _, second = prompt.rpartition(">")[2].partition("+")
         assert prompt.startswith("<9>") == (int(first) + 5 * int(second)) % 2
+
+
+def assert_on_policy(run):
+    steps = lines(run / "metrics.jsonl")
+    assert steps[-1]["ledger/trained"] == 24
+    assert max(step["fully_async/partial/max_partial_span"] for step in steps) == 0
+    assert max(step["staleness/max"] for step in steps) == 0
+    assert json.loads((run / "status.json").read_text())["phase"] == "done"
+
+
+def assert_every_version_arrived(run, seen, most):
+    loaded = [event for event in lines(run / "events.jsonl") if event["event"] == "loaded"]
+    for worker in ("rollout-0", "rollout-1"):
+        assert [event["version"] for event in loaded if event["worker"] == worker] == list(range(7))
+    assert all(event["logprob_abs_diff"] <= 1e-5 for event in loaded)
+    assert seen <= {f"version-00000{version}" for version in range(7)}
+    assert 1 <= most <= 2
+    assert not (run / "weights").exists()

@@ -60,6 +60,8 @@ SYSTEM_CONFIG = PATIENT | {
     # Ray's default is 15: beside two busy processes on two cores the workers got 5% of a core, and a run took minutes to start.
     "worker_niceness": 0,
     "enable_metrics_collection": False,
+    # Each of our actors has environment variables of its own, and so a process of its own: idle ones made ahead would stay idle.
+    "prestart_worker_first_driver": False,
     # Nobody reads these events, and without a gcs_server Ray would wait 5 s at the end for them to be taken.
     "task_events_report_interval_ms": 0,
     "task_events_shutdown_flush_timeout_ms": 100,
