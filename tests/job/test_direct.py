@@ -22,10 +22,9 @@ from asyncrl_cli.engines.vllm.nccl import NcclLinks
 from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.job import adapters, calls, trainer_actor
+from asyncrl_cli.job import adapters, calls, rank_actors, trainer_actor
 from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.calls import Limit, RayRankZero
-from asyncrl_cli.job.meeting import Whereabouts
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.loop.meters import RolloutMeter
@@ -85,7 +84,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     rollout = parts.profile.rollout.model_copy(update={"engine": "vllm"})
     profile = parts.profile.model_copy(update={"weights": weights, "rollout": rollout})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_actor, "set_up_process", lambda **_: None)  # this process is the test's
+        patch.setattr(rank_actors, "set_up_process", lambda **_: None)  # this process is the test's
         kind = replace(engine_kind("vllm"), rank_zero_end=in_process_nccl)
         patch.setattr(trainer_actor, "kind_of", lambda profile: kind)
         rank_zero = TrainerActor(0, profile, parts.place, directory, log_path=directory / "log")
@@ -146,7 +145,7 @@ class Driver:
         self.calls.append("made")
         return SimpleNamespace(
             __ray_ready__=remote(lambda: True),
-            start=remote(lambda: self.calls.append("started") or Whereabouts()),
+            start=remote(lambda: self.calls.append("started") or ("", "")),
             connect=remote(lambda rank_zero: self.calls.append(("connect", rank_zero.actor is self.trainer_actor))),
         )
 

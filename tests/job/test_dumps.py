@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.job import trainer_actor
+from asyncrl_cli.job import rank_actors
 from asyncrl_cli.job.adapters import RayTrainer
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.profile.schema import ModelSection, Place, Profile
@@ -81,7 +81,7 @@ def test_samples_are_decoded_by_a_tokenizers_own_code_if_it_is_trusted(
     config = json.loads((directory / "tokenizer_config.json").read_text())
     config |= {"auto_map": {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}, "tokenizer_class": "OwnTokenizer"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(trainer_actor, "set_up_process", lambda **_: None)  # this process is the test's
+    monkeypatch.setattr(rank_actors, "set_up_process", lambda **_: None)  # this process is the test's
     profile = Profile(model=ModelSection(trust_remote_code=trust))
     trainer = TrainerActor(0, profile, Place(model_dir=str(directory)), tmp_path, log_path=tmp_path / "log")
     assert (trainer._decode([1, 2]) == "decoded by its own code") is trust

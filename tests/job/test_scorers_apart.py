@@ -124,7 +124,7 @@ async def _learn_and_restore(plan: Any, profile: Any, model_dir: Path, tmp_path:
         await trainer.write(tmp_path / "cut", Cut(step=1, version=0, at_window_boundary=True, loop_state={}))
         await critic.learn(batch)
         assert await values() != after_one
-        await trainer.load(tmp_path / "cut")
+        await trainer.restore(tmp_path / "cut")
         assert await values() == after_one
 
         ray.kill(critic.actors[1])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.job.meeting import naming_nodes
+from asyncrl_cli.job.rank_actors import naming_nodes
 from asyncrl_cli.train.first_meeting import RanksMissing, met
 
 

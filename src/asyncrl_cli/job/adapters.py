@@ -9,22 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import ray
 from ray.exceptions import RayError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorLost, NoRoom
-from asyncrl_cli.job.calls import START_LIMIT, Limit, RayRankZero, all_of, answer
+from asyncrl_cli.job.calls import START_LIMIT, Limit, RayRankZero, all_of, answer, shown_host
 from asyncrl_cli.job.exchange import PartExchange
-from asyncrl_cli.job.meeting import Whereabouts
-from asyncrl_cli.job.step_share import arguments
+from asyncrl_cli.job.rank_actors import RayRanks, shares
 from asyncrl_cli.job.transports import HeldRefs
 from asyncrl_cli.loop import ports
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
@@ -36,12 +35,9 @@ from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.samples import choose_samples, is_dump_step
 from asyncrl_cli.timeouts import timeout
 from asyncrl_cli.train.advantages import needs_columns
-from asyncrl_cli.train.balance import RankPlan, plan_train_step, training_order
+from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.weights.versions import DRIVER_MARGIN_S, load_s
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
-
-if TYPE_CHECKING:
-    from asyncrl_cli.job.critic_actor import RayCritic
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +67,7 @@ class RayRolloutWorker:
         self._weights = Limit(weights_s, WEIGHTS_KEY)
         self._load = Limit(load_s(weights_s, workers), WEIGHTS_KEY, weights_s) if is_direct else self._weights
         self._num_workers = workers
-        self._at = Whereabouts()
+        self._node, self._host = "", ""
         self._rank_zero: RayRankZero | None = None
         self._parts = PartExchange(self.actor, self._answer)
 
@@ -84,7 +80,7 @@ class RayRolloutWorker:
 
     async def so_far(self) -> ports.SoFar:
         head, payloads = self.actor.so_far.remote()
-        told = await answer(head, executor=self.name, call="a report of its responses", limit=Limit(SO_FAR_S), host=self._at.host)
+        told = await answer(head, executor=self.name, call="a report of its responses", limit=Limit(SO_FAR_S), host=self._host)
         return replace(told, handle=payloads)
 
     async def progress(self, seen: int) -> ports.Progress:
@@ -151,8 +147,8 @@ class RayRolloutWorker:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def start(self) -> None:
-        at: Whereabouts = await self._answer(self.actor.start.remote(), "its start", START_LIMIT)
-        self._at = at.seen_from_here()
+        self._node, host = await self._answer(self.actor.start.remote(), "its start", START_LIMIT)
+        self._host = shown_host(host)
 
     async def node_is_gone(self) -> bool:
         """A node lives if its raylet takes a connection. (Ray itself needs some 15 s to know that one is gone.) One that Ray cannot
@@ -163,7 +159,7 @@ class RayRolloutWorker:
         except (RayError, TimeoutError) as error:
             logger.warning("whether the node of %s is gone is unknown: %s", self.name, error or "Ray does not answer")
             return False
-        node = next((node for node in nodes if node["NodeID"] == self._at.node), None)
+        node = next((node for node in nodes if node["NodeID"] == self._node), None)
         if node is None:  # it never started
             return False
         try:
@@ -187,15 +183,15 @@ class RayRolloutWorker:
     async def _answer(self, ref: Any, call: str, limit: Limit | None = None, since: Callable[[], float] | None = None) -> Any:
         """By default within `rollout.call_timeout_s`."""
         try:
-            return await answer(ref, executor=self.name, call=call, limit=limit or self._calls, since=since, host=self._at.host)
+            return await answer(ref, executor=self.name, call=call, limit=limit or self._calls, since=since, host=self._host)
         except ExecutorLost:
             if self._rank_zero is not None:  # at once: else rank 0's GPU stays busy with sending to the lost worker until a timeout
                 self._rank_zero.actor.leave.remote(self.name)
             raise
 
 
-class RayTrainer:
-    """`loop.ports.Trainer` on all `TrainerActor` ranks. Collective calls go to every rank, in the same order.
+class RayTrainer(RayRanks):
+    """`loop.ports.Trainer` on all `TrainerActor` ranks.
 
     Samples are dumped beside training, one step at a time: the next dump first awaits the last, so that no failure goes unseen. A
     failed dump loses its samples, not the step: `warn` is called for the first failure, and all failures are counted. `expected`:
@@ -204,36 +200,26 @@ class RayTrainer:
     `critic`: one with processes of its own, whose state its checkpoints hold, too.
     """
 
-    name = "trainer"
-    critic: RayCritic | None = None
+    critic: RayRanks | None = None
 
     def __init__(self, actors: Sequence[Any], profile: Profile, *, samples_dir: Path) -> None:
-        self.actors = list(actors)
+        super().__init__("trainer", actors, profile)
         self.warn: Callable[[str], None] = logger.warning
         self.expected: Callable[[str], str | None] = lambda uid: None
         self.failed_dumps = 0
         self._dumping: tuple[int, asyncio.Task[None]] | None = None
-        self._profile = profile
         self._samples_dir = samples_dir
-        self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
-        self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
-        self._hosts = [""] * len(self.actors)
         self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
 
     async def train(self, batch: ports.TrainBatch) -> tuple[ports.TrainReport, ExecutorReport]:
         """Split the step over ranks and mini-batches by metadata; Ray brings each rank the parts and columns of its own groups."""
-        minibatches = self._profile.async_training.require_batches
-        call = f"train step {batch.step}"
-        groups = training_order(batch.groups, num_minibatches=minibatches, seed=self._profile.run.seed, step=batch.step)
-        plans = plan_train_step(groups, self._profile, ranks=len(self.actors), step=batch.step, window=batch.window)
+        names = tuple(next(iter(batch.columns.values()), {}))
+        groups, plans, given = shares(batch, self._profile, len(self.actors), names)
         is_dumped = is_dump_step(batch.step, self._profile.logging.samples_every_steps, train_steps_of(self._profile))
         dump = self._sampled(batch, groups, plans) if is_dumped else None
-        names = tuple(next(iter(batch.columns.values()), {}))
-        refs = [
-            actor.train.remote(batch.step, batch.step_in_window, plan, names, *arguments(batch, groups, plan, names))
-            for actor, plan in zip(self.actors, plans, strict=True)
-        ]
-        answers = await all_of(self._answer(ref, call, self._calls, rank) for rank, ref in enumerate(refs))
+        ranks = zip(self.actors, given, strict=True)
+        refs = [actor.train.remote(batch.step, batch.step_in_window, *own) for actor, own in ranks]
+        answers = await self._answers(f"train step {batch.step}", refs, self._calls)
         reports = [report for report, _ in answers]
         if dump is not None:
             await self.begin_dump(batch.step, dump)
@@ -273,10 +259,15 @@ class RayTrainer:
         planned = (t for plan in plans for step in plan.optimizer_steps for t in step.trajectories)
         is_planned = not needs_columns(self._profile.algorithm)
         known = {(t.group, t.trajectory): t.advantage for t in planned if is_planned}
-        chosen = {index: [known.get((index, number)) for number in range(size)] for index, size in sizes.items()}
-        rewards = {index: [meta.reward for meta in groups[index].trajectories] for index in chosen}
-        answers = {index: self.expected(groups[index].key.uid) for index in chosen}
-        indices, columns = list(chosen), []
+        facts = {
+            index: {
+                "advantages": [known.get((index, number)) for number in range(size)],
+                "rewards": [meta.reward for meta in groups[index].trajectories],
+                "answer": self.expected(groups[index].key.uid),
+            }
+            for index, size in sizes.items()
+        }
+        indices, columns = list(facts), []
         for rank, actor in enumerate(self.actors if logging.samples_per_step else ()):
             own = indices[rank // sharing :: len(self.actors) // sharing]
             columns.append(actor.logprobs.remote(own, *chain.from_iterable(groups[index].payload for index in own)))
@@ -284,13 +275,13 @@ class RayTrainer:
         async def dump() -> None:
             parts = list(chain.from_iterable(groups[index].payload for index in indices))
             directory = str(self._samples_dir.absolute())
-            ref = self.actors[0].dump.remote(directory, batch.step, batch.window, chosen, rewards, answers, parts, *columns)
+            ref = self.actors[0].dump.remote(directory, batch.step, batch.window, facts, parts, *columns)
             await self._answer(ref, f"the dump of the samples of step {batch.step}")
 
         return dump
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
-        answers = await self._collective(f"the gather of version {version}", "gather", version, sorted(self._wanted))
+        answers = await self.collective(f"the gather of version {version}", "gather", version, sorted(self._wanted))
         return max(seconds for seconds, _ in answers), answers[0][1]
 
     async def publish(self, version: int) -> ports.Published:
@@ -302,34 +293,20 @@ class RayTrainer:
         return ports.Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, refs))
 
     async def snapshot(self, step: int) -> float:
-        snapshots: list[Awaitable[Any]] = [self._collective(f"the snapshot of step {step}", "snapshot", step)]
-        if self.critic is not None:
-            snapshots.append(self.critic.snapshot(step))
-        (seconds, *_) = await all_of(snapshots)
-        return float(max(seconds))
+        return float(max(await self._learners(f"the snapshot of step {step}", "snapshot", step)))
 
     async def write(self, directory: Path, cut: ports.Cut) -> None:
-        target, cut = str(directory.absolute()), replace(cut, loop_state={})
-        writes: list[Awaitable[Any]] = [self._collective(f"the checkpoint of step {cut.step}", "write", target, cut)]
-        if self.critic is not None:
-            writes.append(self.critic.write(cut.step, target))
-        await all_of(writes)
+        await self._learners(f"the checkpoint of step {cut.step}", "write", str(directory.absolute()), replace(cut, loop_state={}))
 
-    async def report(self) -> ExecutorReport:
-        return await self._answer(self.actors[0].report.remote(), "a report", self._calls)
+    async def restore(self, directory: Path) -> None:
+        """Load a checkpoint."""
+        await self._learners(f"the load of {directory}", "restore", str(directory.absolute()))
 
-    async def start(self) -> None:
-        nodes = await self._collective("its imports", "prepare", limit=START_LIMIT)
-        init_method = await self._answer(self.actors[0].meeting_point.remote(), "its start", START_LIMIT)
-        await self._collective("its start", "start", init_method, nodes, limit=START_LIMIT)
-        self._hosts = [Whereabouts(host=node).seen_from_here().host for node in nodes]
-
-    async def load(self, directory: Path) -> None:
-        """Restore a checkpoint."""
-        loads: list[Awaitable[Any]] = [self._collective(f"the load of {directory}", "load", str(directory.absolute()))]
-        if self.critic is not None:
-            loads.append(self.critic.restore(str(directory.absolute())))
-        await all_of(loads)
+    async def _learners(self, call: str, method: str, *args: Any) -> list[Any]:
+        """Call all whose state is in a checkpoint: the ranks and the critic apart, if there is one. Returns the ranks' answers."""
+        learners = [self] if self.critic is None else [self, self.critic]
+        of_ranks, *_ = await all_of(learner.collective(call, method, *args) for learner in learners)
+        return of_ranks
 
     async def stop(self, timeout_s: float) -> None:
         try:
@@ -337,13 +314,9 @@ class RayTrainer:
                 await self.finish_dumps()
         except TimeoutError:
             logger.warning("the last dump of samples was still being written: it is lost")
-        await self._collective("its end", "stop", limit=Limit(timeout_s))
+        await super().stop(timeout_s)
 
-    async def _collective(self, call: str, method: str, *args: Any, limit: Limit | None = None) -> list[Any]:
-        refs = [getattr(actor, method).remote(*args) for actor in self.actors]
-        return await all_of(self._answer(ref, call, limit, rank) for rank, ref in enumerate(refs))
-
-    async def _answer(self, ref: Any, call: str, limit: Limit | None = None, rank: int = 0) -> Any:
+    async def _answer(self, ref: Any, call: str, rank: int = 0, limit: Limit | None = None) -> Any:
         """By default within `weights.timeout_s`."""
-        host = self._hosts[rank]
-        return await answer(ref, executor=f"trainer-{rank}", call=call, limit=limit or self._weights, patient=True, host=host)
+        limit, host = limit or self._weights, self._hosts.get(rank, "")
+        return await answer(ref, executor=f"trainer-{rank}", call=call, limit=limit, patient=True, host=host)

@@ -51,6 +51,11 @@ START_LIMIT = Limit(600.0)
 """Covers imports, loading a large model from a slow disk, and an engine's memory profiling."""
 
 
+def shown_host(host: str) -> str:
+    """A node's address as messages name it: "" for the driver's own node, which none needs to name."""
+    return "" if host == ray.util.get_node_ip_address() else host
+
+
 async def answer(
     ref: Any,
     *,

@@ -15,26 +15,24 @@ from typing import Any
 
 import ray
 
-from asyncrl_cli.job.calls import all_of
-from asyncrl_cli.job.scorer_actor import CONCURRENCY_GROUPS as SCORER_GROUPS
+from asyncrl_cli.job.rank_actors import shares, taken
 from asyncrl_cli.job.scorer_actor import RayScorer, ScorerActor
-from asyncrl_cli.job.step_share import arguments, taken
-from asyncrl_cli.loop.ports import TrainBatch, TrainReport
+from asyncrl_cli.loop.ports import Cut, TrainBatch, TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import CRITIC, REF
 from asyncrl_cli.storage import telling_storage
-from asyncrl_cli.train.balance import RankPlan, plan_train_step, training_order
-
-CONCURRENCY_GROUPS = SCORER_GROUPS | {"write": 1}
+from asyncrl_cli.train.balance import RankPlan
 
 
 class CriticActor(ScorerActor):
-    """Methods mirror those of `RayCritic`, per process."""
+    """Methods mirror `loop.ports.Critic` and, for its part of a checkpoint, those of `TrainerActor`; all per process."""
+
+    THREADS = ScorerActor.THREADS | {"write": 1}
 
     @ray.method(concurrency_group="main")
     def learn(self, plan: RankPlan, names: Sequence[str], *given: Any) -> tuple[TrainReport, ExecutorReport]:
-        """One train step on the groups of `plan.groups`. `given`: those of `step_share.arguments`."""
+        """One train step on the groups of `plan.groups`. `given`: what `shares` gives besides."""
         with self._meter.doing(State.BUSY):
             payloads, scores = taken(plan, names, given)
             report = self._scorer.learn(plan, payloads, scores)
@@ -46,9 +44,9 @@ class CriticActor(ScorerActor):
             self._scorer.snapshot(step)
 
     @ray.method(concurrency_group="write")
-    def write(self, step: int, directory: str) -> None:
+    def write(self, directory: str, cut: Cut) -> None:
         with telling_storage():
-            self._scorer.write(step, Path(directory))
+            self._scorer.write(cut.step, Path(directory))
 
     @ray.method(concurrency_group="main")
     def restore(self, directory: str) -> None:
@@ -67,25 +65,10 @@ class RayCritic(RayScorer):
 
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         """The optimizer steps that the trainer makes, with the same groups in each."""
-        minibatches = self._profile.async_training.require_batches
-        groups = training_order(batch.groups, num_minibatches=minibatches, seed=self._profile.run.seed, step=batch.step)
-        plans = plan_train_step(groups, self._profile, ranks=len(self.actors), step=batch.step, window=batch.window)
         names = (CRITIC, REF) if self._profile.algorithm.use_kl_in_reward else (CRITIC,)
-        refs = [
-            actor.learn.remote(plan, names, *arguments(batch, groups, plan, names))
-            for actor, plan in zip(self.actors, plans, strict=True)
-        ]
-        call = f"what it learns in step {batch.step}"
-        told: list[tuple[TrainReport, ExecutorReport]] = await all_of(
-            self._answer(ref, call, process) for process, ref in enumerate(refs)
+        *_, given = shares(batch, self._profile, len(self.actors), names)
+        refs = [actor.learn.remote(*own) for actor, own in zip(self.actors, given, strict=True)]
+        told: list[tuple[TrainReport, ExecutorReport]] = await self._answers(
+            f"what it learns in step {batch.step}", refs, self._calls
         )
         return told[0]
-
-    async def snapshot(self, step: int) -> None:
-        await self._all("snapshot", step, call=f"the snapshot of step {step}", limit=self._weights)
-
-    async def write(self, step: int, directory: str) -> None:
-        await self._all("write", step, directory, call=f"the checkpoint of step {step}", limit=self._weights)
-
-    async def restore(self, directory: str) -> None:
-        await self._all("restore", directory, call=f"the load of {directory}", limit=self._weights)

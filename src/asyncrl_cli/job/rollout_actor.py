@@ -34,7 +34,6 @@ from asyncrl_cli.envs.tool_environment import ToolEnvironment
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.calls import RayRankZero
 from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, PartDesk
-from asyncrl_cli.job.meeting import Whereabouts, whereabouts
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.transports import arriving, merging
 from asyncrl_cli.loop.attempts import AttemptKey, PartResult
@@ -88,12 +87,12 @@ class RolloutActor:
     def __repr__(self) -> str:
         return self._name
 
-    async def start(self) -> Whereabouts:
-        """Load the model and start the reward processes, side by side. May take minutes."""
+    async def start(self) -> tuple[str, str]:
+        """Load the model and start the reward processes, side by side. May take minutes. Returns its node's id and address."""
         with no_collection_while_starting():
             await self._start()
         logger.info("%s started: %s", self._name, self._place)
-        return whereabouts()
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     async def _start(self) -> None:
         profile, place = self._profile, self._place

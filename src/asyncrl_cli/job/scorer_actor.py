@@ -11,8 +11,6 @@ for a load weights.timeout_s.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -22,71 +20,48 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.job.calls import START_LIMIT, Limit, all_of, answer
-from asyncrl_cli.job.meeting import meeting_point
-from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
+from asyncrl_cli.job.calls import Limit, all_of, answer
+from asyncrl_cli.job.rank_actors import RankActor, RayRanks
 from asyncrl_cli.job.transports import arriving, merging
 from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.loop.meters import CallMeter
 from asyncrl_cli.loop.ports import EvalResult, Published
 from asyncrl_cli.loop.states import ExecutorReport, State
-from asyncrl_cli.loop.worker_tasks import CALL_KEY
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
 from asyncrl_cli.samples import GroupPayload, joined
 from asyncrl_cli.train.balance import split_by_tokens
-from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 
 if TYPE_CHECKING:
     from asyncrl_cli.train.ranks import Ranks
     from asyncrl_cli.weights.versions import Manifest
 
-CONCURRENCY_GROUPS = {"main": 1, "control": 1}
 
-logger = logging.getLogger(__name__)
-
-
-class ScorerActor:
+class ScorerActor(RankActor):
     """Methods mirror `loop.ports.Scorer`, per process; `RayScorer` calls them on all."""
 
+    NEEDS = "asyncrl_cli.train.scorers"
+    ROLE, INPUT = "scorer", "finished groups"
+
     def __init__(self, rank: int, task: str, profile: Profile, place: Place, *, log_path: Path) -> None:
-        set_up_process(threads=place.threads, log_path=log_path)
-        self._rank = rank
-        self._task = task
-        self._profile = profile
-        self._place = place
+        super().__init__(task, rank, profile, place, log_path)
         self._ranks: Ranks | None = None
-        self._meter = CallMeter(task, "scorer", "finished groups", time.monotonic)
 
-    def __repr__(self) -> str:
-        return f"{self._task}-{self._rank}"
+    def _start(self, init_method: str) -> None:
+        task, profile, place = self._name, self._profile, self._place
+        self._whole = merging(profile, place) if task == PROX else iter
+        if task == REWARD:
+            from asyncrl_cli.envs.chat import load_tokenizer
+            from asyncrl_cli.train.reward_model import RewardModel
 
-    @ray.method(concurrency_group="control")
-    def meeting_point(self) -> str:
-        return meeting_point()
+            policys = load_tokenizer(place.model_dir, trust_remote_code=profile.model.trust_remote_code)
+            self._scorer: Any = RewardModel(profile, place, partial(policys.decode, skip_special_tokens=True))
+            return
+        from asyncrl_cli.train.critic_apart import CriticApart
+        from asyncrl_cli.train.ranks import Ranks
+        from asyncrl_cli.train.scorers import LogprobScorer
 
-    @ray.method(concurrency_group="main")
-    def start(self, init_method: str) -> None:
-        with no_collection_while_starting():
-            self._scorer = self._made(init_method)
-        self._whole = merging(self._profile, self._place) if self._task == PROX else iter
-        logger.info("%r started at %s", self, self._place)
-
-    def _made(self, init_method: str) -> Any:
-        if self._task != REWARD:
-            from asyncrl_cli.train.critic_apart import CriticApart
-            from asyncrl_cli.train.ranks import Ranks
-            from asyncrl_cli.train.scorers import LogprobScorer
-
-            self._ranks = Ranks.of(self._profile, self._place, rank=self._rank, init_method=init_method)
-            if self._task == CRITIC:
-                return CriticApart(self._profile, self._place, self._ranks)
-            return LogprobScorer(self._task, self._profile, self._place, self._ranks)
-        from asyncrl_cli.envs.chat import load_tokenizer
-        from asyncrl_cli.train.reward_model import RewardModel
-
-        policys = load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code)
-        return RewardModel(self._profile, self._place, partial(policys.decode, skip_special_tokens=True))
+        ranks = self._ranks = Ranks.of(profile, place, rank=self._rank, init_method=init_method)
+        self._scorer = CriticApart(profile, place, ranks) if task == CRITIC else LogprobScorer(task, profile, place, ranks)
 
     @ray.method(concurrency_group="main")
     def load(self, manifest: Manifest, bucket_refs: list[Any]) -> None:
@@ -110,33 +85,26 @@ class ScorerActor:
         with self._meter.doing(State.BUSY):
             return [score for (score,) in self._scorer.score(groups, items)]
 
-    @ray.method(concurrency_group="control")
-    def report(self) -> ExecutorReport:
-        return self._meter.report()
-
     @ray.method(concurrency_group="main")
     def stop(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
 
 
-class RayScorer:
+class RayScorer(RayRanks):
     """`loop.ports.Scorer` on all `ScorerActor`s. A column's handle is its ObjectRef: it goes to the trainer's ranks, never through
     the driver, which owns it, so that it outlives the process that made it. (Rewards are what the driver needs.)"""
 
     def __init__(self, name: str, make_actors: Callable[[], list[Any]], profile: Profile) -> None:
         """`make_actors()` makes the actors of all processes in their bundles, now and at every restart."""
-        self.name = name
-        self.actors = make_actors()
+        super().__init__(name, make_actors(), profile)
         self.call_tokens = len(self.actors) * profile.trainer.max_tokens_per_microbatch
         self._make_actors = make_actors
         self._num_judged = 0
-        self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
-        self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
 
     async def load(self, published: Published) -> None:
         manifest, bucket_refs = published.handle
-        await self._all("load", manifest, list(bucket_refs), call=f"the load of version {published.version}", limit=self._weights)
+        await self.collective(f"the load of version {published.version}", "load", manifest, list(bucket_refs))
 
     async def score(
         self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
@@ -154,7 +122,7 @@ class RayScorer:
             reports.append(report)
             columns |= dict(zip(share, of_groups, strict=True))
         call = f"the scores of {len(groups)} groups"
-        told = await all_of(self._answer(report, call, rank) for rank, report in enumerate(reports))
+        told = await self._answers(call, reports, self._calls)
         handles = [columns[index] for index in range(len(groups))]
         if self.name == REWARD:
             handles = await all_of(self._answer(handle, call) for handle in handles)
@@ -167,9 +135,6 @@ class RayScorer:
         call = f"the scores of {len(items)} trajectories of an eval"
         return await self._answer(self.actors[index].judge.remote(items, result.payload), call, index)
 
-    async def report(self) -> ExecutorReport:
-        return await self._answer(self.actors[0].report.remote(), "a report")
-
     async def restart(self) -> None:
         """Kill all actors, dead or alive, and start others, which get their bundles once the old ones are gone."""
         for actor in self.actors:
@@ -177,22 +142,12 @@ class RayScorer:
         self.actors = self._make_actors()
         await self.start()
 
-    async def start(self) -> None:
-        init_method = await self._answer(self.actors[0].meeting_point.remote(), "its start", limit=START_LIMIT)
-        await self._all("start", init_method, call="its start", limit=START_LIMIT)
-
-    async def stop(self, timeout_s: float) -> None:
-        await self._all("stop", call="its end", limit=Limit(timeout_s))
-
-    async def _all(self, method: str, *args: Any, call: str, limit: Limit) -> None:
-        refs = [getattr(actor, method).remote(*args) for actor in self.actors]
-        await all_of(self._answer(ref, call, rank, limit) for rank, ref in enumerate(refs))
-
     async def _answer(self, ref: Any, call: str, rank: int = 0, limit: Limit | None = None) -> Any:
         """By default within `rollout.call_timeout_s`. A failure names the whole scorer, which is restarted as one: where a process
         is lost, the others' collectives fail, and that may be heard of first."""
         try:
-            return await answer(ref, executor=self.name, call=f"{call} (process {rank})", limit=limit or self._calls)
+            host = self._hosts.get(rank, "")
+            return await answer(ref, executor=self.name, call=f"{call} (process {rank})", limit=limit or self._calls, host=host)
         except ExecutorLost:
             raise
         except ExecutorFailed as error:

@@ -12,7 +12,6 @@ Who waits for whom: collectives in `main` for the other ranks' `main`; `direct` 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -23,11 +22,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.engines.port import kind_of
-from asyncrl_cli.job.meeting import meeting_point, naming_nodes
-from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
-from asyncrl_cli.job.step_share import taken
+from asyncrl_cli.job.rank_actors import RankActor, taken
 from asyncrl_cli.job.transports import ObjectStoreSender, Sending
-from asyncrl_cli.loop.meters import CallMeter
 from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Place, Profile
@@ -44,54 +40,35 @@ if TYPE_CHECKING:
 
 WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
 """In the run's directory: versions on their way to the workers, if `weights.transport` is `disk`; versions that are kept."""
-CONCURRENCY_GROUPS = {"main": 1, "publish": 1, "write": 1, "control": 1}
-"""Threads per group. workers.py adds `direct`: a thread for each rollout worker, which makes one call at a time."""
-
-logger = logging.getLogger(__name__)
 
 
-class TrainerActor:
-    """Methods mirror `loop.ports.Trainer`, per rank; `RayTrainer` calls them on all ranks."""
+class TrainerActor(RankActor):
+    """Methods mirror `loop.ports.Trainer`, per rank; `RayTrainer` calls them on all ranks.
+
+    workers.py adds `direct` to `THREADS`: a thread for each rollout worker, which makes one call at a time.
+    """
+
+    THREADS = RankActor.THREADS | {"publish": 1, "write": 1}
+    NEEDS = "asyncrl_cli.train.policy_trainer"
+    ROLE, INPUT = "trainer", "groups"
 
     def __init__(self, rank: int, profile: Profile, place: Place, run_dir: Path, *, log_path: Path) -> None:
         """`run_dir`: the directory for versions that are kept or that travel as files."""
-        set_up_process(threads=place.threads, log_path=log_path)
-        self._rank = rank
-        self._profile = profile
-        self._place = place
+        super().__init__("trainer", rank, profile, place, log_path)
         self._run_dir = run_dir
-        self._meter = CallMeter("trainer", "trainer", "groups", time.monotonic)
 
-    def __repr__(self) -> str:
-        return f"trainer-{self._rank}"
+    def _start(self, init_method: str) -> None:
+        from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
-    @ray.method(concurrency_group="control")
-    def meeting_point(self) -> str:
-        return meeting_point()
-
-    @ray.method(concurrency_group="main")
-    def prepare(self) -> str:
-        """Import what `start` needs, which does not take all ranks the same time. Returns the address of this rank's node."""
-        with no_collection_while_starting():
-            import asyncrl_cli.train.policy_trainer  # noqa: F401
-        return str(ray.util.get_node_ip_address())
-
-    @ray.method(concurrency_group="main")
-    def start(self, init_method: str, nodes: Sequence[str]) -> None:
-        """Meet the other ranks, which are on `nodes`, and load the model."""
         num_steps = Schedule.of(self._profile).optimizer_steps
-        with no_collection_while_starting(), naming_nodes(nodes):
-            from asyncrl_cli.train.policy_trainer import PolicyTrainer
-
-            self._trainer = PolicyTrainer(
-                self._profile, self._place, rank=self._rank, init_method=init_method, total_optimizer_steps=num_steps
-            )
+        self._trainer = PolicyTrainer(
+            self._profile, self._place, rank=self._rank, init_method=init_method, total_optimizer_steps=num_steps
+        )
         self._sending = Sending(self._make_sender(), overlap=self._profile.weights.overlap)
-        logger.info("%r started at %s", self, self._place)
 
     @ray.method(concurrency_group="main")
-    def load(self, directory: str) -> None:
-        """Restore a checkpoint's trainer state."""
+    def restore(self, directory: str) -> None:
+        """Load a checkpoint's trainer state."""
         with self._meter.doing(State.BUSY, "a checkpoint to be read"):
             self._trainer.load(Path(directory))
 
@@ -99,7 +76,7 @@ class TrainerActor:
     def train(
         self, step: int, step_in_window: int, plan: RankPlan, names: Sequence[str], *given: Any
     ) -> tuple[TrainReport, ExecutorReport]:
-        """One train step on the groups of `plan.groups`. `given`: those of `step_share.arguments`."""
+        """One train step on the groups of `plan.groups`. `given`: what `shares` gives besides."""
         began_s = time.monotonic()
         with self._meter.doing(State.BUSY):
             payloads, scores = taken(plan, names, given)
@@ -181,27 +158,19 @@ class TrainerActor:
         directory: str,
         step: int,
         window: int,
-        chosen: Mapping[int, Sequence[float | None]],
-        rewards: Mapping[int, Sequence[float]],
-        answers: Mapping[int, str | None],
+        facts: Mapping[int, Mapping[str, Any]],
         part_refs: list[Any],
         *of: Column,
     ) -> None:
         """Trajectories of a train step as text lines, beside training (rank 0).
 
-        `chosen`: the groups by their index in the step, with the advantages of their trajectories, in the order of `part_refs`;
-        `rewards`: theirs; `answers`: the groups' reference answers; `of`: the logprobs that the ranks have computed, if any.
+        `facts`: what the driver knows of each chosen group, by its index in the step, in the order of `part_refs`: fields of
+        `SampledGroup`. `of`: the logprobs that the ranks have computed, if any.
         """
         payloads, known = joined(ray.get(part_refs)), {index: arrays for column in of for index, arrays in column.items()}
         groups = [
-            SampledGroup(
-                payload=payload,
-                advantages=advantages,
-                rewards=rewards[index],
-                logprobs=known.get(index),
-                answer=answers[index],
-            )
-            for payload, (index, advantages) in zip(payloads, chosen.items(), strict=True)
+            SampledGroup(payload=payload, logprobs=known.get(index), **own)
+            for payload, (index, own) in zip(payloads, facts.items(), strict=True)
         ]
         max_bytes = self._profile.logging.samples_max_mb * MIB
         with telling_storage():
@@ -212,10 +181,6 @@ class TrainerActor:
         from asyncrl_cli.envs.chat import load_tokenizer
 
         return load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code).decode
-
-    @ray.method(concurrency_group="control")
-    def report(self) -> ExecutorReport:
-        return self._meter.report()
 
     @ray.method(concurrency_group="main")
     def stop(self) -> None:

@@ -18,14 +18,13 @@ from asyncrl_cli.checkpoint.sealed import Checkpoint
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.calls import all_of
-from asyncrl_cli.job.critic_actor import CONCURRENCY_GROUPS as CRITIC_GROUPS
 from asyncrl_cli.job.critic_actor import CriticActor, RayCritic
 from asyncrl_cli.job.placing import Options, Say, is_local_session, placed, used_nodes
 from asyncrl_cli.job.preflight import Wanted, examined, refuse
+from asyncrl_cli.job.rank_actors import RayRanks
 from asyncrl_cli.job.rollout_actor import RolloutActor
-from asyncrl_cli.job.scorer_actor import CONCURRENCY_GROUPS as SCORER_GROUPS
 from asyncrl_cli.job.scorer_actor import RayScorer, ScorerActor
-from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, WEIGHTS_DIR, TrainerActor
+from asyncrl_cli.job.trainer_actor import WEIGHTS_DIR, TrainerActor
 from asyncrl_cli.job.transports import clear
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
@@ -99,7 +98,7 @@ def make_trainer(
 ) -> RayTrainer:
     """The trainer with the actors of its ranks, not yet started."""
     num_direct = plan.rollout_workers if profile.weights.transport in DIRECT_TRANSPORTS else 1
-    threads = CONCURRENCY_GROUPS | {"direct": num_direct}
+    threads = {**TrainerActor.THREADS, "direct": num_direct}
     makers = makers_of(plan, TRAINER, TrainerActor, options, log_dir, concurrency_groups=threads)
     place = replace(place_of(plan, TRAINER, model_dir), **further)
     ranks = [make(profile, place, run_dir.absolute()) for make in makers.values()]
@@ -111,8 +110,8 @@ def make_scorer(
 ) -> RayScorer:
     """A scorer with the actors of its processes, not yet started."""
     place = replace(place_of(plan, task, model_dir), **further)
-    actor, ports, groups = (CriticActor, RayCritic, CRITIC_GROUPS) if task == CRITIC else (ScorerActor, RayScorer, SCORER_GROUPS)
-    makers = makers_of(plan, task, actor, options, log_dir, concurrency_groups=groups)
+    actor, ports = (CriticActor, RayCritic) if task == CRITIC else (ScorerActor, RayScorer)
+    makers = makers_of(plan, task, actor, options, log_dir, concurrency_groups=actor.THREADS)
     return ports(task, lambda: [make(task, profile, place) for make in makers.values()], profile)
 
 
@@ -129,7 +128,7 @@ def makers_of(
     return makers
 
 
-async def _started(executor: RayTrainer | RayRolloutWorker | RayScorer, say: Say) -> None:
+async def _started(executor: RayRanks | RayRolloutWorker, say: Say) -> None:
     await executor.start()
     say(f"{executor.name} is ready")
 
@@ -138,7 +137,7 @@ async def _restored(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) 
     """Load the trainer's state; return handles of the arrays, in the order of the file. The loop publishes the checkpoint's
     version."""
     progress(f"restoring {checkpoint.directory.name}")
-    await trainer.load(checkpoint.directory)
+    await trainer.restore(checkpoint.directory)
     payloads = await asyncio.to_thread(read_payloads, checkpoint.directory)
     first_kept = len(payloads) - sum(bool(entry.get("kept")) for entry in checkpoint.loop_state["groups"]["running"])
     return [(ray.put([payload] if index >= first_kept else payload),) for index, payload in enumerate(payloads)]

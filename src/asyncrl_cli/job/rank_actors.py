@@ -1,0 +1,164 @@
+"""What the trainer's ranks and the processes of a scorer have in common: the actor of one of them, and all of them as one.
+
+    driver    RayRanks: a call to every process, in the same order, and the answers of all of them
+    process   RankActor: group `main`, one thread, for what they compute together; group `control` for what is answered at once
+
+A process is given its share of a train step as arguments of a call (`shares`, `taken`): its plan, and the columns and parts of the
+plan's groups. Ray brings arguments to the process before the call begins: small ones with the call, large ones from the object
+store. A `ray.get` of each would be a call to its owner.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import ray
+
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.job.calls import START_LIMIT, Limit, all_of, shown_host
+from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
+from asyncrl_cli.loop.attempts import GroupResult
+from asyncrl_cli.loop.meters import CallMeter
+from asyncrl_cli.loop.ports import TrainBatch
+from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.loop.worker_tasks import CALL_KEY
+from asyncrl_cli.plan.cluster import LOOPBACK
+from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.samples import GroupPayload, joined
+from asyncrl_cli.train.balance import RankPlan, plan_train_step, training_order
+from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
+
+if TYPE_CHECKING:  # torch: the driver imports this module
+    from asyncrl_cli.train.scores import Scores
+
+logger = logging.getLogger(__name__)
+
+
+class RankActor:
+    """One process. `THREADS`: per concurrency group. `NEEDS`: the module that `start` needs. `ROLE`, `INPUT`: for its report."""
+
+    THREADS: ClassVar[Mapping[str, int]] = {"main": 1, "control": 1}
+    NEEDS: ClassVar[str]
+    ROLE: ClassVar[str]
+    INPUT: ClassVar[str]
+
+    def __init__(self, name: str, rank: int, profile: Profile, place: Place, log_path: Path) -> None:
+        set_up_process(threads=place.threads, log_path=log_path)
+        self._name = name
+        self._rank = rank
+        self._profile = profile
+        self._place = place
+        self._meter = CallMeter(name, self.ROLE, self.INPUT, time.monotonic)
+
+    def __repr__(self) -> str:
+        return f"{self._name}-{self._rank}"
+
+    @ray.method(concurrency_group="control")
+    def meeting_point(self) -> str:
+        """An address on this process's node. In a local session a file: torch would listen on all interfaces."""
+        host = ray.util.get_node_ip_address()
+        if host == LOOPBACK:
+            return f"file://{tempfile.mkdtemp(dir=ray._private.worker._global_node.get_session_dir_path())}/ranks"
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{host}:{free.getsockname()[1]}"
+
+    @ray.method(concurrency_group="main")
+    def prepare(self) -> str:
+        """Import what `start` needs, which does not take all processes the same time. Returns the address of this one's node."""
+        with no_collection_while_starting():
+            import_module(self.NEEDS)
+        return str(ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="main")
+    def start(self, init_method: str, nodes: Sequence[str]) -> None:
+        """Meet the other processes, which are on `nodes`, and load the model."""
+        with no_collection_while_starting(), naming_nodes(nodes):
+            self._start(init_method)
+        logger.info("%r started at %s", self, self._place)
+
+    def _start(self, init_method: str) -> None:
+        raise NotImplementedError
+
+    @ray.method(concurrency_group="control")
+    def report(self) -> ExecutorReport:
+        return self._meter.report()
+
+
+@contextmanager
+def naming_nodes(nodes: Sequence[str]) -> Iterator[None]:
+    """Adds to the error of missing ranks the node of each. `nodes`: of all ranks."""
+    from asyncrl_cli.train.first_meeting import RanksMissing
+
+    try:
+        yield
+    except RanksMissing as missing:
+        where = ", ".join(f"rank {rank} on {nodes[rank]}" for rank in missing.ranks)
+        raise ExecutorFailed(f"{missing.cause}: {where}", hint=missing.hint) from missing
+
+
+class RayRanks:
+    """All processes of the trainer or of a scorer as one executor."""
+
+    def __init__(self, name: str, actors: Sequence[Any], profile: Profile) -> None:
+        self.name = name
+        self.actors = list(actors)
+        self._profile = profile
+        self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
+        self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
+        self._hosts: dict[int, str] = {}
+
+    async def start(self) -> None:
+        self._hosts = {}
+        nodes = await self.collective("its imports", "prepare", limit=START_LIMIT)
+        init_method = await self._answer(self.actors[0].meeting_point.remote(), "its start", limit=START_LIMIT)
+        await self.collective("its start", "start", init_method, nodes, limit=START_LIMIT)
+        self._hosts = {rank: shown_host(node) for rank, node in enumerate(nodes)}
+
+    async def report(self) -> ExecutorReport:
+        return await self._answer(self.actors[0].report.remote(), "a report", limit=self._calls)
+
+    async def stop(self, timeout_s: float) -> None:
+        await self.collective("its end", "stop", limit=Limit(timeout_s))
+
+    async def collective(self, call: str, method: str, *args: Any, limit: Limit | None = None) -> list[Any]:
+        """The answers of all processes to `method`; by default within `weights.timeout_s`. `call`: its name in an error."""
+        return await self._answers(call, [getattr(actor, method).remote(*args) for actor in self.actors], limit or self._weights)
+
+    async def _answers(self, call: str, refs: Sequence[Any], limit: Limit) -> list[Any]:
+        return await all_of(self._answer(ref, call, rank, limit) for rank, ref in enumerate(refs))
+
+    async def _answer(self, ref: Any, call: str, rank: int = 0, limit: Limit | None = None) -> Any:
+        raise NotImplementedError
+
+
+def shares(
+    batch: TrainBatch, profile: Profile, ranks: int, names: Sequence[str]
+) -> tuple[list[GroupResult], list[RankPlan], list[list[Any]]]:
+    """The batch's groups in training order, the plan of each rank, and what each is given of the step: its plan, `names`, for each
+    name the handles of the columns of the plan's groups, and then those of the groups' parts."""
+    training = profile.async_training
+    groups = training_order(batch.groups, num_minibatches=training.require_batches, seed=profile.run.seed, step=batch.step)
+    plans = plan_train_step(groups, profile, ranks=ranks, step=batch.step, window=batch.window)
+    given: list[list[Any]] = []
+    for plan in plans:
+        own = [groups[index] for index in plan.groups]
+        columns = [batch.columns[group.key][name] for name in names for group in own]
+        given.append([plan, names, *columns, *chain.from_iterable(group.payload for group in own)])
+    return groups, plans, given
+
+
+def taken(plan: RankPlan, names: Sequence[str], values: Sequence[Any]) -> tuple[dict[int, GroupPayload], Scores]:
+    """Payloads by group and columns by name, from the values of what `shares` gives."""
+    groups, left = plan.groups, iter(values)
+    scores = {name: {group: next(left) for group in groups} for name in names}
+    return dict(zip(groups, joined(left), strict=True)), scores
