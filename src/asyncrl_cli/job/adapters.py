@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from asyncrl_cli.errors import AsyncrlError, ExecutorLost, NoRoom
 from asyncrl_cli.job.calls import START_LIMIT, Limit, RayRankZero, all_of, answer, shown_host
 from asyncrl_cli.job.exchange import PartExchange
-from asyncrl_cli.job.rank_actors import RayRanks, shares
+from asyncrl_cli.job.rank_actors import RayRanks
 from asyncrl_cli.job.transports import HeldRefs
 from asyncrl_cli.loop import ports
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
@@ -214,7 +214,7 @@ class RayTrainer(RayRanks):
     async def train(self, batch: ports.TrainBatch) -> tuple[ports.TrainReport, ExecutorReport]:
         """Split the step over ranks and mini-batches by metadata; Ray brings each rank the parts and columns of its own groups."""
         names = tuple(next(iter(batch.columns.values()), {}))
-        groups, plans, given = shares(batch, self._profile, len(self.actors), names)
+        groups, plans, given = self._shares(batch, names)
         is_dumped = is_dump_step(batch.step, self._profile.logging.samples_every_steps, train_steps_of(self._profile))
         dump = self._sampled(batch, groups, plans) if is_dumped else None
         ranks = zip(self.actors, given, strict=True)

@@ -1,7 +1,7 @@
 """The critic with processes of its own: a scorer that also learns, and whose state is a part of the trainer's checkpoints.
 
-    group main     start, load, score, learn, snapshot, restore, in the order in which they were called: what is scored after a
-                   `learn` is scored by what that has learned
+    group main     start, load, score, learn, snapshot, restore, in the order in which they were called: a `score` after a `learn`
+                   uses the weights that it has left
     group write    writes snapshots to disk, beside all else
 
 Who waits for whom: as in scorer_actor.py; for snapshots and files weights.timeout_s at most, as the trainer.
@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from asyncrl_cli.job.rank_actors import shares, taken
+from asyncrl_cli.job.rank_actors import taken
 from asyncrl_cli.job.scorer_actor import RayScorer, ScorerActor
 from asyncrl_cli.loop.ports import Cut, TrainBatch, TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, State
@@ -32,7 +32,7 @@ class CriticActor(ScorerActor):
 
     @ray.method(concurrency_group="main")
     def learn(self, plan: RankPlan, names: Sequence[str], *given: Any) -> tuple[TrainReport, ExecutorReport]:
-        """One train step on the groups of `plan.groups`. `given`: what `shares` gives besides."""
+        """One train step on the groups of `plan.groups`. `given`: the columns and parts of these."""
         with self._meter.doing(State.BUSY):
             payloads, scores = taken(plan, names, given)
             report = self._scorer.learn(plan, payloads, scores)
@@ -66,7 +66,7 @@ class RayCritic(RayScorer):
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         """The optimizer steps that the trainer makes, with the same groups in each."""
         names = (CRITIC, REF) if self._profile.algorithm.use_kl_in_reward else (CRITIC,)
-        *_, given = shares(batch, self._profile, len(self.actors), names)
+        *_, given = self._shares(batch, names)
         refs = [actor.learn.remote(*own) for actor, own in zip(self.actors, given, strict=True)]
         told: list[tuple[TrainReport, ExecutorReport]] = await self._answers(
             f"what it learns in step {batch.step}", refs, self._calls

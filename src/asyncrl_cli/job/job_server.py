@@ -17,7 +17,7 @@ import secrets
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,47 +210,49 @@ class JobServer:
         return int(found.driver_exit_code)
 
     async def _follow(self, job: str, write: Write) -> int:
-        """Write whole lines of the log until the job ends. Returns how many. A log that closes while the job goes on (a proxy's
-        time limit, a busy head) is opened again."""
-        num_written = await self._tail(job, write, 0)
-        while await self._goes_on(job):
+        """Write whole lines of the log until the job ends. Returns how many. A log that closes or breaks off while the job goes on
+        (a proxy's time limit, a busy head) is opened again."""
+        num_written = 0
+        while True:
+            num_read = 0
+            try:
+                async for line in self._lines(job):
+                    num_read += 1
+                    if num_read > num_written:
+                        write(line)
+                        num_written = num_read
+            except PreflightError:
+                if num_written == 0:
+                    raise
+            if not await self._goes_on(job):
+                return num_written
             await asyncio.sleep(LOOK_EVERY_S)
-            num_written = await self._tail(job, write, num_written)
-        return num_written
 
     async def _goes_on(self, job: str) -> bool:
         return (await asyncio.to_thread(self.details, job)).status in GOES_ON
 
-    async def _tail(self, job: str, write: Write, num_written: int) -> int:
-        """Write the whole lines of the log behind the first `num_written`, until it closes or breaks off. Returns how many are
-        written now. The server closes the log of a job that has ended when all of it is sent.
+    async def _lines(self, job: str) -> AsyncIterator[str]:
+        """The whole lines of the log, from its beginning until it closes: the server closes the log of an ended job when all of it
+        is sent. The log's chunks may end within a line. PreflightError if it breaks off.
 
-        The log's chunks may end within a line. A connection that is lost may never say so: the job is asked for meanwhile.
+        A connection that is lost may never say so: the job is asked for meanwhile.
         """
-        rest, num_read = "", 0
-        chunks = self._client.tail_job_logs(job)
+        rest, chunks = "", self._client.tail_job_logs(job)
         coming = asyncio.ensure_future(anext(chunks, None))
         try:
             while True:
                 done, _ = await asyncio.wait({coming}, timeout=LOOK_EVERY_S)
-                if not done:
-                    if await self._goes_on(job):
-                        continue
-                    return max(num_written, num_read)
-                try:
+                if done:
                     with self._asking():
                         chunk = coming.result()
-                except PreflightError:
-                    if num_read == num_written == 0:
-                        raise
-                    return max(num_written, num_read)
-                if chunk is None:
-                    return max(num_written, num_read)
-                *lines, rest = (rest + chunk).split("\n")
-                for line in lines[max(num_written - num_read, 0) :]:
-                    write(line)
-                num_read += len(lines)
-                coming = asyncio.ensure_future(anext(chunks, None))
+                    if chunk is None:
+                        return
+                    *lines, rest = (rest + chunk).split("\n")
+                    for line in lines:
+                        yield line
+                    coming = asyncio.ensure_future(anext(chunks, None))
+                elif not await self._goes_on(job):
+                    return
         finally:
             coming.cancel()
 

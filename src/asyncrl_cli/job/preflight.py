@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -210,48 +210,40 @@ async def gathered(nodes: Mapping[str, str], wanted: Wanted, say: Callable[[str]
     """Facts of all nodes, from one probe on each. The first node is the one that the others try to reach."""
     async with _token_in(wanted.directory) as token:
         with _probes(nodes) as probes:
-            first, *_ = nodes
-            try:
-                port = await _ask(probes[first].listen, nodes[first])
-            except AsyncrlError:
-                port = None
-            meeting = (nodes[first], port)
-            looks = (
-                _facts(probe, nodes[node], wanted, token, None if node == first else meeting, say) for node, probe in probes.items()
-            )
+            first, *others = nodes
+            meeting = None
+            with suppress(AsyncrlError):  # its own facts tell what is wrong with it
+                meeting = nodes[first], await _ask(probes[first].listen, nodes[first])
+            looks = [_facts(probes[first], nodes[first], wanted, token, None, say)]
+            looks += [_facts(probes[node], nodes[node], wanted, token, meeting, say) for node in others]
             return await asyncio.gather(*looks)
 
 
 async def _facts(
-    probe: Any, address: str, wanted: Wanted, token: str, meeting: tuple[str, int | None] | None, say: Callable[[str], None]
+    probe: Any, address: str, wanted: Wanted, token: str, meeting: tuple[str, int] | None, say: Callable[[str], None]
 ) -> NodeFacts:
+    """What one node is like. The models that it may download are there afterwards. `meeting`: the first node's address and port."""
     directory = str(wanted.directory.absolute())
     try:
         facts = NodeFacts(address=address, **await _ask(probe.look, address, wanted.packages, directory, token, wanted.models))
         asked_s = time.time()
         facts = replace(facts, ahead_s=ahead_s(asked_s, await _ask(probe.clock, address), time.time()))
-        if meeting is not None and meeting[1] is not None:
+        if meeting is not None:
             facts = replace(facts, unreached=await _ask(probe.reach, address, *meeting, REACH_S))
         missing, not_fetched = list[str](), dict[str, PreflightError]()
         for key in facts.missing_models:
+            fetched = ""
             try:
-                if not await _fetched(probe, address, key, wanted, say):
+                if name := wanted.downloads.get(key):
+                    say(f"downloading {name} to {address}")
+                    fetched = await _ask(probe.fetch, address, name, wanted.trust_remote_code, limit=DOWNLOAD_LIMIT)
+                if fetched != wanted.models[key]:
                     missing.append(key)
-            except PreflightError as error:
+            except PreflightError as error:  # the hub does not give it
                 not_fetched[key] = error
         return replace(facts, missing_models=missing, not_fetched=not_fetched)
     except AsyncrlError as error:
         return NodeFacts(address=address, error=error.message)
-
-
-async def _fetched(probe: Any, address: str, key: str, wanted: Wanted, say: Callable[[str], None]) -> bool:
-    """Have a node download a model of the hub, if it may; whether it is then where the driver has it. Raises PreflightError if the
-    hub does not give it."""
-    if key not in wanted.downloads:
-        return False
-    name = wanted.downloads[key]
-    say(f"downloading {name} to {address}")
-    return bool(await _ask(probe.fetch, address, name, wanted.trust_remote_code, limit=DOWNLOAD_LIMIT) == wanted.models[key])
 
 
 async def _ask(method: Any, address: str, *args: Any, limit: Limit = LOOK_LIMIT) -> Any:

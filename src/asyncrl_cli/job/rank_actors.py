@@ -3,7 +3,7 @@
     driver    RayRanks: a call to every process, in the same order, and the answers of all of them
     process   RankActor: group `main`, one thread, for what they compute together; group `control` for what is answered at once
 
-A process is given its share of a train step as arguments of a call (`shares`, `taken`): its plan, and the columns and parts of the
+A process is given its share of a train step as arguments of a call (`_shares`, `taken`): its plan, and the columns and parts of the
 plan's groups. Ray brings arguments to the process before the call begins: small ones with the call, large ones from the object
 store. A `ray.get` of each would be a call to its owner.
 """
@@ -134,6 +134,19 @@ class RayRanks:
         """The answers of all processes to `method`; by default within `weights.timeout_s`. `call`: its name in an error."""
         return await self._answers(call, [getattr(actor, method).remote(*args) for actor in self.actors], limit or self._weights)
 
+    def _shares(self, batch: TrainBatch, names: Sequence[str]) -> tuple[list[GroupResult], list[RankPlan], list[list[Any]]]:
+        """The batch's groups in training order, each process's plan, and the arguments of its call: that plan, `names`, for each
+        name the handles of the columns of the plan's groups, and then those of the groups' parts."""
+        minibatches, seed = self._profile.async_training.require_batches, self._profile.run.seed
+        groups = training_order(batch.groups, num_minibatches=minibatches, seed=seed, step=batch.step)
+        plans = plan_train_step(groups, self._profile, ranks=len(self.actors), step=batch.step, window=batch.window)
+        given: list[list[Any]] = []
+        for plan in plans:
+            own = [groups[index] for index in plan.groups]
+            columns = [batch.columns[group.key][name] for name in names for group in own]
+            given.append([plan, names, *columns, *chain.from_iterable(group.payload for group in own)])
+        return groups, plans, given
+
     async def _answers(self, call: str, refs: Sequence[Any], limit: Limit) -> list[Any]:
         return await all_of(self._answer(ref, call, rank, limit) for rank, ref in enumerate(refs))
 
@@ -141,24 +154,8 @@ class RayRanks:
         raise NotImplementedError
 
 
-def shares(
-    batch: TrainBatch, profile: Profile, ranks: int, names: Sequence[str]
-) -> tuple[list[GroupResult], list[RankPlan], list[list[Any]]]:
-    """The batch's groups in training order, the plan of each rank, and what each is given of the step: its plan, `names`, for each
-    name the handles of the columns of the plan's groups, and then those of the groups' parts."""
-    training = profile.async_training
-    groups = training_order(batch.groups, num_minibatches=training.require_batches, seed=profile.run.seed, step=batch.step)
-    plans = plan_train_step(groups, profile, ranks=ranks, step=batch.step, window=batch.window)
-    given: list[list[Any]] = []
-    for plan in plans:
-        own = [groups[index] for index in plan.groups]
-        columns = [batch.columns[group.key][name] for name in names for group in own]
-        given.append([plan, names, *columns, *chain.from_iterable(group.payload for group in own)])
-    return groups, plans, given
-
-
 def taken(plan: RankPlan, names: Sequence[str], values: Sequence[Any]) -> tuple[dict[int, GroupPayload], Scores]:
-    """Payloads by group and columns by name, from the values of what `shares` gives."""
+    """Payloads by group and columns by name, from the values of the arguments that follow `names` (`RayRanks._shares`)."""
     groups, left = plan.groups, iter(values)
     scores = {name: {group: next(left) for group in groups} for name in names}
     return dict(zip(groups, joined(left), strict=True)), scores

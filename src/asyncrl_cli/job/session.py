@@ -48,12 +48,13 @@ def ray_session(
     with contextlib.ExitStack() as stack:
         if address is not None:
             plan = compile_job(profile, stack.enter_context(connected(address)))
-            stack.enter_context(head_lifeline(_gcs_address()))
+            import ray
+
+            stack.enter_context(head_lifeline(str(ray.get_runtime_context().gcs_address)))
         else:
             cluster = cluster or local_cluster()
             plan = compile_job(profile, cluster)
             _start_here(stack, cluster, plan, model_dir)
-            stack.callback(_shutdown)
         yield plan
 
 
@@ -63,17 +64,15 @@ def connected(address: str) -> Iterator[ClusterResources]:
     check_reachable(address)
     from asyncrl_cli.job.local_ray import ray_variables
 
-    with ray_variables():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ray_variables())
         try:
-            _init(address=address)
+            stack.enter_context(_connection(address=address))
         except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
             raise _unreachable(address, error) from error
-        try:
-            from asyncrl_cli.job.placing import ray_cluster
+        from asyncrl_cli.job.placing import ray_cluster
 
-            yield ray_cluster()
-        finally:
-            _shutdown()
+        yield ray_cluster()
 
 
 def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, plan: JobPlan, model_dir: Path | None) -> None:
@@ -94,15 +93,16 @@ def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, plan: Jo
         address, daemons = stack.enter_context(node)
         stack.enter_context(lifeline(daemons, reaping.mend))
         # `uv run` sets a runtime-environment hook, which needs an agent; a local session has none.
-        _init(address=address, _skip_env_hook=True)
+        stack.enter_context(_connection(address=address, _skip_env_hook=True))
     except Exception as error:  # Ray raises bare Exceptions when it fails to start
         raise PreflightError(
             f"ray did not start on this machine: {error}", hint="`df /dev/shm /tmp` and `ulimit -n` may tell why"
         ) from error
 
 
-def _init(**options: Any) -> None:
-    """Call `ray.init` without its output, and keep our SIGTERM handler."""
+@contextlib.contextmanager
+def _connection(**options: Any) -> Iterator[None]:
+    """This process's connection to Ray: `ray.init` without its output and with our SIGTERM handler, `ray.shutdown` in the end."""
     import ray
 
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it logs at every start
@@ -114,18 +114,10 @@ def _init(**options: Any) -> None:
     finally:
         if in_main_thread and handler is not None:
             signal.signal(signal.SIGTERM, handler)
-
-
-def _gcs_address() -> str:
-    import ray
-
-    return str(ray.get_runtime_context().gcs_address)
-
-
-def _shutdown() -> None:
-    import ray
-
-    ray.shutdown()
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def is_job_server(address: str) -> bool:

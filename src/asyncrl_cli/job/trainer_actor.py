@@ -76,7 +76,7 @@ class TrainerActor(RankActor):
     def train(
         self, step: int, step_in_window: int, plan: RankPlan, names: Sequence[str], *given: Any
     ) -> tuple[TrainReport, ExecutorReport]:
-        """One train step on the groups of `plan.groups`. `given`: what `shares` gives besides."""
+        """One train step on the groups of `plan.groups`. `given`: the columns and parts of these."""
         began_s = time.monotonic()
         with self._meter.doing(State.BUSY):
             payloads, scores = taken(plan, names, given)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl_cli.errors import ConfigError, PreflightError
@@ -89,12 +89,6 @@ def planned_nodes(profile: Profile, number: int, gpus: int, *, least_cpus: int =
 def usable_cores() -> int:
     """Cores this process may run on: fewer than the machine's under taskset or a cpuset."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def with_logical_gpus(cluster: ClusterResources, gpus: int) -> ClusterResources:
-    """This machine's session with at least so many logical GPUs (`placement.gpu_bundles`)."""
-    (node,) = cluster.nodes
-    return replace(cluster, nodes=(replace(node, gpus=max(node.gpus, gpus)),))
 
 
 def _visible_gpus() -> int:
@@ -256,7 +250,7 @@ def _total(profile: Profile, cluster: ClusterResources) -> int:
 
 
 def _there(cluster: ClusterResources, gpus: int) -> int:
-    """How many of so many GPUs the cluster has, for a hint that fits at once; all of them if it has none."""
+    """The number of GPUs for a hint: `gpus`, or what the cluster has if that is less. A cluster without GPUs does not lower it."""
     return min(gpus, cluster.gpus or gpus)
 
 

@@ -7,15 +7,7 @@ from dataclasses import replace
 from math import gcd
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.plan.cluster import (
-    ClusterResources,
-    asked_gpus,
-    counted,
-    cpu_counts,
-    cuda_counts,
-    scorer_processes,
-    with_logical_gpus,
-)
+from asyncrl_cli.plan.cluster import ClusterResources, asked_gpus, counted, cpu_counts, cuda_counts, scorer_processes
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, Spot
 from asyncrl_cli.plan.node_fit import check_fit
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
@@ -29,7 +21,8 @@ def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
     device, placement = device_of(profile, cluster), profile.placement
     tensor_parallel_size(profile, device)
     if placement.gpu_bundles and cluster.elastic_cpus and len(cluster.nodes) == 1:
-        cluster = with_logical_gpus(cluster, asked_gpus(profile))
+        (here,) = cluster.nodes  # this machine, whose GPUs are logical
+        cluster = replace(cluster, nodes=(replace(here, gpus=max(here.gpus, asked_gpus(profile))),))
     claims = "cuda" if placement.gpu_bundles else device
     ranks, workers = cuda_counts(profile, cluster) if claims == "cuda" else cpu_counts(profile)
     if ranks % (sharing := profile.trainer.sequence_parallel_size):

@@ -84,53 +84,47 @@ class JobPlan:
     @property
     def gpus(self) -> int:
         """GPUs of the whole job."""
-        apart = self._one_device_each if self.gpus_per_rollout_worker and not self.colocate else 0
-        return self.rollout_workers * self.gpus_per_rollout_worker + apart
+        return sum(bundle.gpus for bundle in self.bundles)
 
     @property
     def cpus(self) -> int:
-        """CPUs of the whole job. Colocated on CPUs, a rank and a worker share their cores."""
-        shared = self.colocate and not self.gpus
-        return self.cpus_per_worker * (self._one_device_each + (0 if shared else self.rollout_workers))
-
-    @property
-    def _one_device_each(self) -> int:
-        """Trainer ranks and scorers' processes."""
-        return self.trainer_workers + sum(self.scorers.values())
-
-    @property
-    def groups(self) -> dict[str, list[Bundle]]:
-        """Bundles by placement group: one for each process or, with `Spot.nodes`, one for all processes on a node."""
-        if self.colocate:
-            return {COLOCATED: self._bundles(COLOCATED, self.trainer_workers)}
-        scorers = {task: self._bundles(task, processes) for task, processes in self.scorers.items()}
-        rollout = {ROLLOUT: self._bundles(ROLLOUT, self.rollout_workers)}
-        return {TRAINER: self._bundles(TRAINER, self.trainer_workers), **scorers, **rollout}
-
-    def _bundles(self, group: str, processes: int) -> list[Bundle]:
-        num_bundles = self.spot(group).nodes or processes
-        return [self._each(group).times(processes // num_bundles)] * num_bundles
-
-    def _each(self, group: str) -> Bundle:
-        """What one process reserves. A colocated rank and worker share theirs."""
-        if group == COLOCATED:
-            return Bundle(cpus=self.cpus // self.trainer_workers, gpus=self.gpus // self.trainer_workers)
-        gpus = self.gpus_per_rollout_worker
-        return Bundle(cpus=self.cpus_per_worker, gpus=gpus if group == ROLLOUT else min(gpus, 1))
-
-    def spot(self, group: str) -> Spot:
-        """What the trainer's nodes are is true of colocated processes, too, and of others apart, which may be on any of them."""
-        if group == ROLLOUT:
-            return self.rollout_spot
-        return self.trainer_spot if group not in self.scorers else replace(self.trainer_spot, nodes=0, strategy="pack")
+        """CPUs of the whole job."""
+        return sum(bundle.cpus for bundle in self.bundles)
 
     @property
     def bundles(self) -> list[Bundle]:
         return [bundle for group in self.groups.values() for bundle in group]
 
     @property
+    def groups(self) -> dict[str, list[Bundle]]:
+        """Bundles by placement group: one for each process or, with `Spot.nodes`, one for all processes on a node."""
+        return {group: self._bundles(group) for group in ([COLOCATED] if self.colocate else self._processes)}
+
+    def _bundles(self, group: str) -> list[Bundle]:
+        processes = self._processes[TRAINER if group == COLOCATED else group]
+        num_bundles = self.spot(group).nodes or processes
+        return [self._each(group).times(processes // num_bundles)] * num_bundles
+
+    @property
+    def _processes(self) -> dict[str, int]:
+        return {TRAINER: self.trainer_workers, **self.scorers, ROLLOUT: self.rollout_workers}
+
+    def _each(self, group: str) -> Bundle:
+        """What one process reserves. A colocated rank and worker share theirs: the GPU, or without GPUs the cores."""
+        gpus = self.gpus_per_rollout_worker
+        if group == COLOCATED:
+            return Bundle(gpus=gpus, cpus=self.cpus_per_worker * (2 if gpus else 1))
+        return Bundle(gpus=gpus if group == ROLLOUT else min(gpus, 1), cpus=self.cpus_per_worker)
+
+    def spot(self, group: str) -> Spot:
+        """Colocated processes are on the trainer's nodes. So are scorers, but each of their processes has a bundle of its own."""
+        if group == ROLLOUT:
+            return self.rollout_spot
+        return self.trainer_spot if group not in self.scorers else replace(self.trainer_spot, nodes=0, strategy="pack")
+
+    @property
     def roles(self) -> tuple[RolePlan, ...]:
-        return tuple(self.role(name) for name in (TRAINER, *self.scorers, ROLLOUT))
+        return tuple(map(self.role, self._processes))
 
     def role(self, name: str) -> RolePlan:
         group = COLOCATED if self.colocate else name
@@ -139,7 +133,7 @@ class JobPlan:
         shares_cores = self.colocate and not self.gpus and name == ROLLOUT
         return RolePlan(
             role=name,
-            workers={TRAINER: self.trainer_workers, **self.scorers, ROLLOUT: self.rollout_workers}[name],
+            workers=self._processes[name],
             device=self.device,
             gpus_per_worker=bundle.gpus / 2 if self.colocate else bundle.gpus,
             cpus_per_worker=0 if shares_cores else self.cpus_per_worker,
