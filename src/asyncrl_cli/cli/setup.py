@@ -84,10 +84,11 @@ def doctor(
     """Check this machine: versions, cores, GPUs, Ray, engines. Exits with 3 if something that is needed is missing.
 
     With --address: whether the nodes of a cluster have the same versions, see the runs directory, and reach each other."""
+    from asyncrl_cli.engines.vllm import kind as vllm_kind
     from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.plan import machine
 
-    if fix and (broken := machine.broken_packages()):
+    if fix and (broken := vllm_kind.broken_packages()):
         _uninstall(broken)
         # A failed import leaves traces in this process, so a fresh process checks again.
         again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]

@@ -197,7 +197,7 @@ class RayTrainer(RayRanks):
     failed dump loses its samples, not the step: `warn` is called for the first failure, and all failures are counted. `expected`:
     the reference answer of a prompt's uid, for the samples.
 
-    `critic`: one with processes of its own, whose state its checkpoints hold, too.
+    `critic`: that with processes of its own, if there is one. Its state is a part of the checkpoints.
     """
 
     critic: RayRanks | None = None

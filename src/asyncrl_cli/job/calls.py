@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GUESSES = " Some common causes include"
 OWNER_DIED = "owner has died"
-"""Of an actor whose owner is this process, which lives: the raylet is just ending, and the lifeline will see it."""
+"""Ray says so of an actor whose owner, this process, lives: the raylet is just ending, and the lifeline will see it."""
 ENDS_WITHIN_S, LOOK_EVERY_S = 2.0, 0.1
 DISK_HINT = "`df` there shows the disk; `ray start --object-store-memory` gives the object store more memory"
 RAISED_AT = re.compile(r"\(pid=\d+, ip=([^,)]+)")

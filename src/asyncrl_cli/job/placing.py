@@ -83,7 +83,8 @@ async def _telling(plan: JobPlan, timeout_s: float, say: Say) -> AsyncIterator[N
 
 
 async def _reserve(plan: JobPlan, groups: dict[str, PlacementGroup]) -> None:
-    """Add the placement groups to `groups`, and wait for them. Where rollout workers may not be is known once others are placed."""
+    """Add the placement groups to `groups`, and wait for them. With disjoint nodes, the rollout's is asked for when all others have
+    their nodes, which it must not use."""
     for name in plan.groups:  # the rollout's is the last
         taken = nodes_of(groups.values()) if plan.disjoint_nodes and name == ROLLOUT else ()
         groups[name] = _create(plan, name, taken)

@@ -68,7 +68,6 @@ async def prepare(
         further = further_models(profile, model_dir)
         look()
         check_prompts(profile, task, model_dir)
-        check_adapters(profile, model_dir)
         return task, model_dir, further
 
     return await interruptible(work)
@@ -83,10 +82,7 @@ def check_without_making(profile: Profile, address: str | None = None) -> Task:
     """Raises what `prepare` would raise, as far as this can be checked without making or downloading a model."""
     check_surroundings(profile, address)
     task = load_task(profile)
-    model_dir = model_here(profile)
-    check_prompts(profile, task, model_dir)
-    if model_dir is not None:
-        check_adapters(profile, model_dir)
+    check_prompts(profile, task, model_here(profile))
     return task
 
 
@@ -126,8 +122,8 @@ def _check_one_turn(profile: Profile) -> None:
 
 
 def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
-    """Check the prompts' lengths in tokens and, if `model_dir` is known, the model and its tokenizer. Without a directory only the
-    built-in model's tokens can be counted: its characters. Opening it would take seconds of imports."""
+    """Check the prompts' lengths in tokens and, if `model_dir` is known, the model, its tokenizer and the adapters. Without a
+    directory only the built-in model's tokens can be counted: its characters. Opening it would take seconds of imports."""
     if is_builtin(profile):
         if profile.model.path != UNTAUGHT:
             demonstrations_of(task)
@@ -143,6 +139,8 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
             chat.check_turns()
             if task.tool_class is not None:
                 chat.check_tools()
+    if model_dir is not None:
+        check_adapters(profile, model_dir)
 
 
 def check_adapters(profile: Profile, model_dir: Path) -> None:

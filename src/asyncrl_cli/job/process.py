@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from asyncrl_cli.job import reaper
 from asyncrl_cli.storage import remove_unfinished
 
@@ -136,8 +138,8 @@ class StopRequests:
         in its loop    step, checkpoint, end    aborts the loop         out, without waiting
         ending         nothing at once
 
-    After the first request, whenever it comes, the process is out when the limit of `within` is over. All notices together are one
-    request, and none after another request: only people insist. "Out" ends the process immediately; the reaper ends its children,
+    After the first request, whenever it comes, the process is out when the limit of `within` is over. All notices together count as
+    one request; a notice after another request is ignored. "Out" ends the process immediately; the reaper ends its children,
     and whole checkpoints stay whole. `mean` sets what the next requests do. Until it is called they do `actions`; by default each
     raises KeyboardInterrupt, as a Ctrl-C does.
     """
@@ -243,8 +245,6 @@ def tell(text: str) -> None:
 
 def end_descendants() -> None:
     """Kill our descendants, so that nothing writes to what we are about to remove. The reaper is spared: it cleans up after us."""
-    import psutil
-
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if not any(word.endswith("reaper.py") for word in process.cmdline()):

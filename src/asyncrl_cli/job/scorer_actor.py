@@ -1,5 +1,5 @@
-"""A scorer with processes of its own (`ref`, `prox`, `critic`, the reward model): the actor of one of them, and all of them as the
-loop's.
+"""A scorer with processes of its own (`ref`, `prox`, `critic`, the reward model): `ScorerActor` is one of them, and `RayScorer` is
+all of them, as the loop sees them.
 
     group main     one thread: start, load, score, judge. All processes get the same calls in the same order, but for `judge`: one
                    process scores an eval's trajectories, without the others
@@ -143,8 +143,8 @@ class RayScorer(RayRanks):
         await self.start()
 
     async def _answer(self, ref: Any, call: str, rank: int = 0, limit: Limit | None = None) -> Any:
-        """By default within `rollout.call_timeout_s`. A failure names the whole scorer, which is restarted as one: where a process
-        is lost, the others' collectives fail, and that may be heard of first."""
+        """By default within `rollout.call_timeout_s`. An error names the whole scorer, which is restarted as one. (When a
+        process is lost, the others' collectives fail, and their error may come first.)"""
         try:
             host = self._hosts.get(rank, "")
             return await answer(ref, executor=self.name, call=f"{call} (process {rank})", limit=limit or self._calls, host=host)

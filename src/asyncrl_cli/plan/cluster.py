@@ -124,9 +124,9 @@ def computes_bfloat16() -> bool | None:
 def cpu_counts(profile: Profile) -> Counts:
     """One worker per role unless the profile says more; `placement.gpus` is ignored (the plan warns about it).
 
-    Colocated, there is one place of `cpus_per_worker` cores for every rank and worker there would be apart, so that both placements
-    use the same resources. Each place has a rank and a worker. (One rank and one worker with more threads would be slower: small
-    matrices do not gain from threads.)
+    Colocated, a place of `cpus_per_worker` cores has a rank and a worker, and there are as many places as there would be ranks and
+    workers apart: both placements use the same cores. (One rank and one worker with more threads would be slower: small matrices
+    do not gain from threads.)
     """
     ranks = profile.placement.trainer_workers or share_of(profile, TRAIN) or 1
     workers = profile.rollout.workers or share_of(profile, ROLLOUT) or 1
@@ -163,8 +163,8 @@ def _scorer_processes(profile: Profile, cluster: ClusterResources, device: str, 
 
 
 def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
-    """Explicit counts win; the rest comes from `placement.gpus` (or all of the cluster's) and `placement.ratio`. What scorers have
-    of their own is not theirs."""
+    """Explicit counts win; the rest comes from `placement.gpus` (or all of the cluster's) and `placement.ratio`. The GPUs of
+    scorers are taken off first."""
     if profile.placement.colocate:
         return _colocated_counts(profile, cluster)
     scorers = sum(scorer_processes(profile, cluster, "cuda").values())

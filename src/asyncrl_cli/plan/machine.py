@@ -59,13 +59,8 @@ def examine(say: Callable[[str], None]) -> Iterator[Finding]:
     yield _importable("engine transformers", "transformers.generation.continuous_batching")
     say("loading packages that came with vLLM")
     hint = "asyncrl doctor --fix removes what vLLM does not need"
-    yield from (Finding(name, "does not load beside this torch", False, hint) for name in broken_packages())
+    yield from (Finding(name, "does not load beside this torch", False, hint) for name in vllm_kind.broken_packages())
     yield _vllm(say)
-
-
-def broken_packages() -> list[str]:
-    """Packages that were installed with vLLM, are not needed by it, and do not load beside this torch."""
-    return vllm_kind.broken_packages()
 
 
 def _package(name: str, start: str) -> Finding:

@@ -143,7 +143,8 @@ def activation_bytes_per_token(shape: ModelShape, value_bytes: int) -> int:
 
 
 def kept_bytes_per_token(shape: ModelShape, value_bytes: int, recompute: ActivationCheckpointing) -> int:
-    """Of these, what a layer keeps until its backward pass: its input, and if `selective` what products and attention give."""
+    """Of `activation_bytes_per_token`, what a layer keeps until its backward pass: its input, and if `selective` what products and
+    attention give."""
     if recompute == "none":
         return activation_bytes_per_token(shape, value_bytes)
     h, a, j = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -268,7 +269,7 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
 
 
 def _read_whole(shape: ModelShape) -> tuple[int, str]:
-    """What a rank may read at once on its host; of a model whose files have the tensors of memory, its rows alone."""
+    """The model as a rank may have to read it, whole. Where files have the tensors that memory has, it reads its own rows alone."""
     num_bytes = 0 if shape.model_type in FAMILY else MASTER_BYTES * shape.parameters
     return num_bytes, f"float32, if {shape.model_type} joins tensors of its files"
 
@@ -294,7 +295,7 @@ def _further(profile: Profile, plan: JobPlan, policy: ModelShape) -> Iterator[Me
 
 
 def _critic_shape(profile: Profile, policy: ModelShape) -> ModelShape:
-    """The critic's, whose own head takes the place of the language model's, and no memory to speak of."""
+    """The critic's shape. Its own head replaces the language model's and takes next to no memory."""
     shape = shape_of(profile.critic.path) if profile.critic.path else policy
     embedding = shape.vocab_size * shape.hidden_size
     head = embedding if shape.root_parameters > 2 * embedding else 0  # else it is tied to the embedding
