@@ -126,7 +126,7 @@ def differences(directory: str, rank: int) -> list[tuple[float, float, float]]:
     for recompute in ("none", "selective", "full"):
         model = PolicyModel(Profile(trainer=TrainerSection(activation_checkpointing=recompute)), directory, ranks)
         batch = scoring_microbatch(SEQUENCES, device)
-        off = (model.logprobs_N(batch) - expected).abs().max().item()
+        off = (model.numbers_N(batch) - expected).abs().max().item()
         for is_last in (False, True):
             model.before_backward(is_last=is_last)
             (loss_of(model.scored(batch).logprobs_N) * ranks.world_size).backward()

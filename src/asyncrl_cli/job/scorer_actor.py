@@ -75,13 +75,13 @@ class ScorerActor:
     def _made(self, init_method: str) -> Any:
         if self._task != REWARD:
             from asyncrl_cli.train.critic_apart import CriticApart
+            from asyncrl_cli.train.policy_model import frozen_model
             from asyncrl_cli.train.ranks import Ranks
-            from asyncrl_cli.train.scorers import LogprobScorer
 
             self._ranks = Ranks.of(self._profile, self._place, rank=self._rank, init_method=init_method)
             if self._task == CRITIC:
                 return CriticApart(self._profile, self._place, self._ranks)
-            return LogprobScorer(self._task, self._profile, self._place, self._ranks)
+            return frozen_model(self._task, self._profile, self._place, self._ranks)
         from asyncrl_cli.envs.chat import load_tokenizer
         from asyncrl_cli.train.reward_model import RewardModel
 
