@@ -78,7 +78,7 @@ class ScorerActor:
             from asyncrl_cli.train.policy_model import frozen_model
             from asyncrl_cli.train.ranks import Ranks
 
-            self._ranks = Ranks.of(self._profile, self._place, rank=self._rank, init_method=init_method)
+            self._ranks = Ranks(self._profile, self._place, rank=self._rank, init_method=init_method)
             if self._task == CRITIC:
                 return CriticApart(self._profile, self._place, self._ranks)
             return frozen_model(self._task, self._profile, self._place, self._ranks)

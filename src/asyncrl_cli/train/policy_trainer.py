@@ -77,7 +77,7 @@ class PolicyTrainer:
     def __init__(self, profile: Profile, place: Place, *, rank: int, init_method: str, total_optimizer_steps: int) -> None:
         self.profile = profile
         sequence_size = profile.trainer.sequence_parallel_size
-        self.ranks = Ranks.of(profile, place, rank=rank, init_method=init_method, sequence_size=sequence_size)
+        self.ranks = Ranks(profile, place, rank=rank, init_method=init_method, sequence_size=sequence_size)
         self.model = PolicyModel(profile, place.model_dir, self.ranks)
         algorithm, head_start = profile.algorithm, profile.critic.head_start_steps
         self.optimizer = PolicyOptimizer(
