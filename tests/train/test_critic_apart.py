@@ -7,7 +7,7 @@ import torch
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.values import shown
-from asyncrl_cli.train.critic_apart import CriticApart
+from asyncrl_cli.train.critic import CriticApart
 from tests.train.train_samples import make_step
 from tests.trainers import planned, trainer_parts
 

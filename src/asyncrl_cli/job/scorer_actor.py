@@ -74,7 +74,7 @@ class ScorerActor:
 
     def _made(self, init_method: str) -> Any:
         if self._task != REWARD:
-            from asyncrl_cli.train.critic_apart import CriticApart
+            from asyncrl_cli.train.critic import CriticApart
             from asyncrl_cli.train.policy_model import frozen_model
             from asyncrl_cli.train.ranks import Ranks
 

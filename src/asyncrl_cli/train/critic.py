@@ -14,24 +14,29 @@ What it is not: it shares no layer with the policy; its value of a state knows t
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.loop.values import Ratio, Value
+from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Place, Profile
-from asyncrl_cli.train.balance import OptimizerStepPlan
+from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch
-from asyncrl_cli.train.credit import RETURNS
+from asyncrl_cli.train.credit import RETURNS, credited
 from asyncrl_cli.train.losses import Metric, mean_of, sum_of
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.reduction import aggregated, optimizer_metrics, reduced
-from asyncrl_cli.train.scores import VALUES
+from asyncrl_cli.train.reduction import aggregated, finite, optimizer_metrics, reduced
+from asyncrl_cli.train.scores import VALUES, Scores, step_microbatches
 from asyncrl_cli.train.sharded_model import ShardedModel
-from asyncrl_cli.train.trainer_state import CRITIC
+from asyncrl_cli.train.trainer_state import CRITIC, CriticCounters, HostState, SavedState, restore, to_host, write_state
 from asyncrl_cli.train.unpadded import Divide
 
 RETURN_SUMS = ("returns", "squared returns", "errors", "squared errors")
@@ -89,6 +94,56 @@ class Critic(ShardedModel):
                 }
             )
         return self.optimizer.step()
+
+
+class CriticApart(Critic):
+    """The critic with processes of its own: one object per process. All of them make the same calls in the same order.
+
+        score(...)                  values of finished groups, by the weights that the last `learn` has left
+        learn(...)                  its optimizer steps of one train step, on the values that the trainer has, too
+        snapshot / write / restore  its part of a checkpoint
+
+    It learns what the trainer's own critic would: from the same plan, the same columns, the same returns (credit.py). `write` may
+    run in any thread, the other calls belong to one.
+    """
+
+    def __init__(self, profile: Profile, place: Place, ranks: Ranks) -> None:
+        super().__init__(profile, place, ranks, total_optimizer_steps=Schedule.of(profile).optimizer_steps)
+        self._snapshots: dict[int, tuple[HostState, CriticCounters]] = {}
+
+    def learn(self, plan: RankPlan, payloads: Mapping[int, GroupPayload], scores: Scores) -> TrainReport:
+        """The optimizer steps of a train step. A collective. `scores`: values, and what the returns need besides."""
+        began_s, steps = time.monotonic(), plan.optimizer_steps
+        max_tokens = self._profile.trainer.max_tokens_per_microbatch
+        work = step_microbatches(
+            steps, payloads, scores, window=plan.window, max_tokens=max_tokens, ranks=self._ranks, are_packed=self.is_packed
+        )
+        credited(steps, work, payloads, algorithm=self._profile.algorithm, ranks=self._ranks)
+        metrics, skipped = self.update(steps, work)
+        self._ranks.synchronize()
+        return TrainReport(
+            train_s=time.monotonic() - began_s,
+            old_logprob_s=0.0,
+            tokens=sum(step.num_loss_tokens for step in steps),
+            metrics=finite(metrics),
+            skipped_steps=skipped,
+            skipped_in_a_row=self.optimizer.skipped_in_a_row,
+        )
+
+    def snapshot(self, step: int) -> None:
+        """Copy this process's shards to the host under the name `step`."""
+        counters = CriticCounters(schema_version=1, processes=self._ranks.world_size, critic_steps=self.optimizer.steps_made)
+        self._snapshots[step] = (to_host(self.state_parameters(), self.state_tensors()), counters)
+
+    def write(self, step: int, directory: Path) -> None:
+        """Write the snapshot of `step` beside the trainer's files, and forget it."""
+        write_state(self._ranks.rank, *self._snapshots.pop(step), directory)
+
+    def restore(self, directory: Path) -> None:
+        """Restore weights, moments and counter, whoever has written them. RefusedError if the directory has none of this critic."""
+        saved = SavedState(directory)
+        restore(self.state_parameters(), self.state_tensors(), saved)
+        self.optimizer.restore_steps(saved.critic_steps)
 
 
 def value_loss(

@@ -40,6 +40,7 @@ from asyncrl_cli.train.scores import REF, Scores
 from asyncrl_cli.train.trainer_state import (
     ANOTHER_MODEL,
     PUBLISHED_FILE,
+    Counters,
     HostState,
     SavedState,
     random_state,
@@ -92,7 +93,7 @@ class PolicyTrainer:
         self._layout = plan_layout(self.model.specs, profile.weights.gather_bucket_size_mb * BYTES_PER_MB)
         self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
         self._frozen_logprobs = self._score_frozen()
-        self._snapshots: dict[int, tuple[HostState, dict[str, float], Publication | None]] = {}
+        self._snapshots: dict[int, tuple[HostState, Counters, Publication | None]] = {}
 
     def close(self) -> None:
         """Leave the process group."""
@@ -153,12 +154,14 @@ class PolicyTrainer:
     def snapshot(self, step: int) -> float:
         """Copy this rank's state to the host under the name `step`. Returns seconds."""
         started_s = time.monotonic()
-        counters: dict[str, float] = {
-            "step": step,
-            "optimizer_steps": self.optimizer.steps_made,
-            "has_window_first": int(self._update.window_first is not None),
+        counters = Counters(
+            schema_version=2,
+            ranks=self.ranks.world_size,
+            step=step,
+            optimizer_steps=self.optimizer.steps_made,
+            has_window_first=int(self._update.window_first is not None),
             **self._frozen_logprobs,
-        }
+        )
         if self.critic is not None:
             counters["critic_steps"] = self.critic.optimizer.steps_made
         state = to_host(self._parameters(), self._state_tensors()) | random_state(self.ranks)
@@ -179,7 +182,7 @@ class PolicyTrainer:
             directory.mkdir(parents=True, exist_ok=True)
             manifest = json.dumps(asdict(replace(publication.manifest, previous_logprobs=())))
             write_weights(publication.packing.tensors(), directory / PUBLISHED_FILE, manifest=manifest)
-        write_state(self.ranks, state, counters, directory)
+        write_state(self.ranks.rank, state, counters, directory)
 
     def load(self, directory: Path) -> None:
         """Restore weights, moments, counters, RNG, the window's first weights, and the published version if saved.

@@ -13,7 +13,6 @@ number of ranks. (RNG states follow their rank; the trainer itself draws no rand
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired
@@ -102,23 +101,13 @@ def rank_file(directory: Path, rank: int, role: str = "rank") -> Path:
     return directory / f"{role}-{rank:05d}.safetensors"
 
 
-def write_state(ranks: Ranks, state: HostState, counters: Mapping[str, float], directory: Path) -> None:
-    """Write this rank's file, on rank 0 the counters too, and fsync. Raises the system's OSError if that fails."""
-    content = Counters(schema_version=2, ranks=ranks.world_size, **counters)
-    _write(ranks, state, directory, "rank", COUNTERS_FILE, content)
-
-
-def write_critic(ranks: Ranks, state: HostState, critic_steps: int, directory: Path) -> None:
-    """The same for a process of a critic apart, beside the trainer's files."""
-    content = CriticCounters(schema_version=1, processes=ranks.world_size, critic_steps=critic_steps)
-    _write(ranks, state, directory, "critic", CRITIC_FILE, content)
-
-
-def _write(ranks: Ranks, state: HostState, directory: Path, role: str, counters_file: str, counters: Mapping[str, Any]) -> None:
+def write_state(rank: int, state: HostState, counters: Counters | CriticCounters, directory: Path) -> None:
+    """Write this process's file, on rank 0 the counters too, and fsync. Raises the system's OSError if that fails."""
+    role, counters_file = ("critic", CRITIC_FILE) if "processes" in counters else ("rank", COUNTERS_FILE)
     directory.mkdir(parents=True, exist_ok=True)
     places = json.dumps({key: (rows.first_row, rows.num_rows) for key, rows in state.items()})
-    write_weights({key: rows.tensor for key, rows in state.items()}, rank_file(directory, ranks.rank, role), rows=places)
-    if ranks.rank == 0:
+    write_weights({key: rows.tensor for key, rows in state.items()}, rank_file(directory, rank, role), rows=places)
+    if rank == 0:
         (directory / counters_file).write_text(json.dumps(counters, indent=1) + "\n")
     sync_files(directory)
 
