@@ -22,7 +22,7 @@ from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, Refuse
 from asyncrl_cli.export.adapters import ADAPTER_WEIGHTS, has_adapters, merged_weights, write_adapter
 from asyncrl_cli.export.source import Read, SavedWeights, Source, find_source
 from asyncrl_cli.models.inspection import TOKENIZER_FILES, check_config
-from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, from_hub, looks_like_a_path
+from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, from_hub, is_on_hub
 from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.storage import appearing_directory
@@ -178,7 +178,7 @@ def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None)
         places = [run_dir / RUN_COPY, *(version_directory(run_dir / "versions", version) for version in newest)]
     if not path.startswith(BUILTIN):
         places.append(expand(path))
-        if all(map(_missing_in, places)) and not looks_like_a_path(path) and not places[-1].exists():
+        if all(map(_missing_in, places)) and is_on_hub(path):
             places.append(_from_hub(profile))
     found = next((place for place in places if not _missing_in(place)), None)
     if found is None:

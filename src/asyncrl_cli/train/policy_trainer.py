@@ -45,6 +45,7 @@ from asyncrl_cli.train.trainer_state import (
     SavedState,
     random_state,
     restore,
+    restore_random_state,
     to_host,
     write_state,
 )
@@ -200,8 +201,8 @@ class PolicyTrainer:
                 f"{directory}: has no weights of its window's start, which algorithm.old_logprobs = recompute needs",
                 hint="resume with the profile that wrote it",
             )
-        live = self._state_tensors()
-        restore(self._parameters(), live, saved, random_state(self.ranks))
+        restore(self._parameters(), self._state_tensors(), saved)
+        restore_random_state(self.ranks, saved)
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.critic is not None:
             self.critic.optimizer.restore_steps(saved.critic_steps)

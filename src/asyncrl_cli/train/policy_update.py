@@ -115,12 +115,10 @@ class PolicyUpdate:
     def _columns(self, work: list[list[Microbatch]], step_in_window: int) -> tuple[dict[str, float], int]:
         """Compute all columns that are missing. Returns the seconds of each, and what `_prox` returns."""
         seconds: dict[str, float] = {}
-        if self._reference is not None:
-            with self._timed(REF, seconds):
-                fill(REF, self._reference.numbers_N, chain.from_iterable(work))
-        if self._critic is not None:
-            with self._timed(VALUES, seconds):
-                fill(VALUES, self._critic.numbers_N, chain.from_iterable(work))
+        for name, model in ((REF, self._reference), (VALUES, self._critic)):
+            if model is not None:
+                with self._timed(name, seconds):
+                    fill(name, model.numbers_N, chain.from_iterable(work))
         with self._timed(PROX, seconds):
             num_scored = self._prox(work, step_in_window)
         return seconds, num_scored

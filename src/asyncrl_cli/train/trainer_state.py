@@ -82,7 +82,12 @@ def to_host(like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor]) ->
 
     Keys of `local_tensors` are `<kind>/<parameter>`; shape and sharding are those of the parameter in `like`.
     """
-    return {key: _host_rows(like[key.split("/", 1)[1]], local) for key, local in local_tensors.items()}
+    rows = HostState()
+    for key, local in local_tensors.items():
+        parameter = like[key.split("/", 1)[1]]
+        copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
+        rows[key] = Rows(copy, first_row(parameter), parameter.shape[0])
+    return rows
 
 
 def random_state(ranks: Ranks) -> HostState:
@@ -91,10 +96,6 @@ def random_state(ranks: Ranks) -> HostState:
     if ranks.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(ranks.device)
     return {f"rng/{kind}/{ranks.rank}": Rows(values, 0, len(values)) for kind, values in random.items()}
-
-
-def _host_rows(parameter: DTensor, local: torch.Tensor) -> Rows:
-    return Rows(torch.empty(local.shape, dtype=local.dtype).copy_(local), first_row(parameter), parameter.shape[0])
 
 
 def rank_file(directory: Path, rank: int, role: str = "rank") -> Path:
@@ -162,24 +163,24 @@ class SavedState:
             raise RefusedError(f"{self.directory} has {num_read} of {len(into)} rows of {key}", hint=ANOTHER)
 
 
-def restore(like: dict[str, DTensor], live: dict[str, torch.Tensor], saved: SavedState, random: HostState | None = None) -> None:
-    """Fill this rank's live shards from disk, keyed and shaped as in `to_host`, and set the random states that `random` names."""
+def restore(like: dict[str, DTensor], live: dict[str, torch.Tensor], saved: SavedState) -> None:
+    """Fill this rank's live shards from disk, keyed and shaped as in `to_host`. RefusedError, with nothing changed, if a tensor is
+    missing or has another shape."""
     state = to_host(like, live)
-    read_state(state | (random or {}), saved)
-    for key, tensor in live.items():
-        tensor.copy_(state[key].tensor)
-
-
-def read_state(state: HostState, saved: SavedState) -> None:
-    """Fill `state` from disk, and set the random state saved there. RefusedError if a tensor is missing or has another shape."""
     for key, rows in sorted(state.items()):
-        found, is_random = saved.shapes.get(key), key.startswith("rng/")
-        if found == rows.whole_shape:
-            saved.read(key, rows.tensor, rows.first_row)
-        elif not is_random:
+        if (found := saved.shapes.get(key)) != rows.whole_shape:
             raise RefusedError(
                 f"{saved.directory}: checkpoint is of another model: {key} is {found or 'absent'}, not {rows.whole_shape}",
                 hint=ANOTHER_MODEL,
             )
-        if is_random:  # unchanged if fewer ranks wrote the checkpoint
+        saved.read(key, rows.tensor, rows.first_row)
+    for key, tensor in live.items():
+        tensor.copy_(state[key].tensor)
+
+
+def restore_random_state(ranks: Ranks, saved: SavedState) -> None:
+    """Set this rank's random state, unless fewer ranks wrote the checkpoint."""
+    for key, rows in random_state(ranks).items():
+        if saved.shapes.get(key) == rows.whole_shape:
+            saved.read(key, rows.tensor)
             (torch.cuda if "/cuda/" in key else torch).set_rng_state(rows.tensor)
