@@ -1,4 +1,4 @@
-"""The critic: a transformer with a linear head, which tells for each sampled token what its trajectory will earn from there on.
+"""The critic: a transformer with a linear head, which predicts for each sampled token the reward that is still to come.
 
 With V the critic in training, V_old its value at the train step's start and R the return (credit.py), per token
 

@@ -188,7 +188,7 @@ class PolicyTrainer:
     def load(self, directory: Path) -> None:
         """Restore weights, moments, counters, RNG, the window's first weights, and the published version if saved.
 
-        RefusedError if the directory is no trainer state of this model.
+        RefusedError if the directory holds no trainer state of this model.
         """
         saved = SavedState(directory)
         counters = saved.counters

@@ -60,7 +60,7 @@ class Ranks:
                 _set_pg_timeout(timedelta(seconds=timeout_s), group)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of what ranks found in their trajectories, in place: over one of each that have the same ones."""
+        """Sum over ranks, in place, of what each found in its trajectories. Ranks that have the same trajectories count once."""
         if self.world_size > self.sequence_size:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._data)
         return tensor

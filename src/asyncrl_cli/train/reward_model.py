@@ -41,7 +41,7 @@ class RewardModel:
             directory, dtype=torch_dtype(profile.model.dtype), trust_remote_code=trusts, output_loading_info=True
         )
         if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
-            what = f"reward_model.path: {directory} is no sequence classifier: it lacks {first_names(missing)}"
+            what = f"reward_model.path: {directory} is not a sequence classifier: it lacks {first_names(missing)}"
             raise PreflightError(what, hint="take a model with a trained classification head")
         self._model: Any = model.eval().to(self._device)
         self._name_padding()

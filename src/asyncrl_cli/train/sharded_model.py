@@ -1,8 +1,8 @@
 """Makes a rank's model: laid out on the meta device, divided between ranks by FSDP2, then filled from files.
 
 Every decoder layer is one shard group and the rest (embedding, norm, head) another. A rank reads its own rows of each tensor and
-nothing else: on the host there is never more than its shards and one tensor. The exception are models whose tensors differ between
-files and memory (`SavedForm.converts`: joined experts) or have other names there: transformers reads those whole, on every rank.
+nothing else: on the host there is never more than its shards and one tensor. Models whose tensors differ between files and memory
+(`SavedForm.converts`: joined experts), or have other names there, are an exception: transformers reads them whole, on every rank.
 """
 
 from __future__ import annotations
