@@ -136,7 +136,7 @@ class PolicyOptimizer:
                 **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
             }
         self._on_host: dict[str, torch.Tensor] | None = None
-        if _offloads(section, ranks):
+        if section.offload_optimizer and ranks.device.type != "cpu":
             live = self._live_moments()
             self._on_host = {key: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for key, t in live.items()}
             self._offload(self._on_host)
@@ -201,10 +201,6 @@ class PolicyOptimizer:
         self.steps_made = steps_made
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(steps_made))
-
-
-def _offloads(section: TrainerSection, ranks: Ranks) -> bool:
-    return section.offload_optimizer and ranks.device.type != "cpu"
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:
