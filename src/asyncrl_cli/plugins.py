@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl_cli.errors import ConfigError, first_line
 
 ENGINES = {
-    "transformers": "asyncrl_cli.engines.transformers:KIND",
+    "transformers": "asyncrl_cli.engines.transformers.kind:KIND",
     "vllm": "asyncrl_cli.engines.vllm.kind:KIND",
 }
 """The built-in values of `rollout.engine`."""
