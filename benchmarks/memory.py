@@ -41,7 +41,7 @@ from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.samples import GroupPayload, Trajectory
-from asyncrl_cli.train import policy_model
+from asyncrl_cli.train import sharded_model
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
@@ -143,17 +143,17 @@ def _save_model(case: Case, directory: str) -> None:
 def _measured(case: Case, directory: str, rank: int) -> dict[str, float]:
     """One rank's peaks in MiB, while loading and in a train step, and what they are compared with."""
     peaks: dict[str, int] = {}
-    sharded = policy_model.sharded
+    sharded = sharded_model.sharded
 
     def watched(*args: Any) -> Any:
-        policy_model.sharded = sharded  # a reference, which comes after the policy, is not watched
+        sharded_model.sharded = sharded  # a reference, which comes after the policy, is not watched
         peaks["before"] = _status("RssAnon")
         _forget_peak()
         made = sharded(*args)
         peaks["load"] = _peak()
         return made
 
-    policy_model.sharded = watched
+    sharded_model.sharded = watched
     profile, place = _profile(case, directory), Place(model_dir=directory, workers=case.ranks, threads=case.threads)
     trainer = PolicyTrainer(profile, place, rank=rank, init_method=f"file://{directory}/meet", total_optimizer_steps=2)
     groups = _groups(case)

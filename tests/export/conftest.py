@@ -116,7 +116,7 @@ def _make(place: Path, *, tied: bool, dtype: str) -> MadeRun:
         for step in (1, 2, 3):
             train(trainer, step)
             weights[step] = {name: local.clone() for name, local in trainer.model.locals().items()}
-            logprobs[step] = trainer.score([SEQUENCE])[0]
+            logprobs[step] = trainer.model.logprobs([SEQUENCE])[0]
             if step == K:
                 trainer.gather(1)
                 keep_version(directory / "versions", *trainer.published(1), model_dir, 3)

@@ -32,7 +32,7 @@ def lora_run(tmp_path):
             train(trainer, step)
         trainer.snapshot(2)
         checkpoint(directory, 2, lambda path: trainer.write(2, path, False))
-        return directory, model_dir, trainer.score([SEQUENCE])[0]
+        return directory, model_dir, trainer.model.logprobs([SEQUENCE])[0]
     finally:
         trainer.close()
 

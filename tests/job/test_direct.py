@@ -36,7 +36,7 @@ from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.plugins import engine_kind
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Place, Profile, WeightsSection
-from asyncrl_cli.train.ranks import indexed
+from asyncrl_cli.train.ranks import own_device
 from asyncrl_cli.weights.buckets import fingerprint
 from asyncrl_cli.weights.held import AnnouncedWeights
 from asyncrl_cli.weights.versions import WORKER_MARGIN_S, Manifest, Meeting, all_loads_s
@@ -355,6 +355,5 @@ def test_the_memory_estimate_counts_what_weights_pass_through_on_the_gpus(tmp_pa
 
 
 def test_a_gpu_without_a_number_is_the_first_one() -> None:
-    assert indexed(torch.device("cuda")) == torch.device("cuda:0")
-    assert indexed(torch.device("cuda:3")) == torch.device("cuda:3")
-    assert indexed(torch.device("cpu")) == torch.device("cpu")
+    found = {device: own_device(Place(model_dir="", device=device)) for device in ("cuda", "cuda:3", "cpu")}
+    assert found == {"cuda": torch.device("cuda:0"), "cuda:3": torch.device("cuda:3"), "cpu": torch.device("cpu")}

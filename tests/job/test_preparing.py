@@ -115,7 +115,7 @@ def own(model: Path) -> list[str]:
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str, int]] = {
     "an unknown kind": ({"model_type": "zebra"}, "", "config.json cannot be read as a configuration .*zebra", 3),
-    "a vision model": ({"model_type": "vit"}, "", "type .vit., which is no causal language model", 3),
+    "a vision model": ({"model_type": "vit"}, "", "type .vit., which is not a causal language model", 3),
     "heads that do not divide": (
         {"num_attention_heads": "two"},
         "",

@@ -7,7 +7,7 @@ import torch
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.values import shown
-from asyncrl_cli.train.critic_apart import CriticApart
+from asyncrl_cli.train.critic import CriticApart
 from tests.train.train_samples import make_step
 from tests.trainers import planned, trainer_parts
 
@@ -63,7 +63,7 @@ def test_values_of_the_batches_that_are_trained_make_the_same_bits_apart(tiny_mo
         found.append(shown(trained.metrics) | shown(critic.learn(**batch, scores=scores).metrics))
     assert found == expected
     assert same(weights, trainer.model.locals())
-    assert same(of_critic, state_of(critic._critic))
+    assert same(of_critic, state_of(critic))
 
 
 @pytest.mark.slow
@@ -79,8 +79,8 @@ def test_a_checkpoints_critic_may_go_apart_and_come_back(tiny_model_dir, make_tr
     critic = critic_of(apart, trainer)
     trainer.load(tmp_path / "together")
     critic.restore(tmp_path / "together")
-    assert critic._critic.optimizer.steps_made == 2
-    assert same(expected, state_of(critic._critic))
+    assert critic.optimizer.steps_made == 2
+    assert same(expected, state_of(critic))
     trainer.snapshot(1)
     critic.snapshot(1)
     trainer.write(1, tmp_path / "apart", with_published=False)

@@ -72,15 +72,15 @@ def test_the_reference_is_the_initial_model_and_scores_each_token_once(tiny_mode
     trainer = make_trainer(trainer_parts(tiny_model_dir, use_kl_in_reward=True, lr=1e-3))
     before = {name: local.clone() for name, local in trainer.reference.locals().items()}
     seen = []
-    own = trainer.reference.logprobs_N
-    monkeypatch.setattr(trainer.reference, "logprobs_N", lambda part: seen.append(len(part.targets_N)) or own(part))
+    own = trainer.reference.numbers_N
+    monkeypatch.setattr(trainer.reference, "numbers_N", lambda part: seen.append(len(part.targets_N)) or own(part))
     reports = [trainer.train(step_in_window=0, plan=plan, payloads=groups) for _ in range(2)]
     assert sum(seen) == sum(report.tokens for report in reports)
     assert 0 < reports[0].metrics["ref/kl"].value < reports[1].metrics["ref/kl"].value
     assert all(torch.equal(before[name], local) for name, local in trainer.reference.locals().items())
     assert any(not torch.equal(before[name], local) for name, local in trainer.model.locals().items())
-    column = score(REF, own, groups, max_tokens=500, ranks=trainer.ranks)
-    monkeypatch.setattr(trainer.reference, "logprobs_N", lambda part: pytest.fail("it was computed again"))
+    column = score(own, groups, max_tokens=500, ranks=trainer.ranks)
+    monkeypatch.setattr(trainer.reference, "numbers_N", lambda part: pytest.fail("it was computed again"))
     handed_in = trainer.train(step_in_window=0, plan=plan, payloads=groups, scores={REF: column})
     penalty = reports[0].metrics["reward/kl_penalty"].value
     assert handed_in.metrics["reward/kl_penalty"].value == pytest.approx(penalty, rel=1e-4)

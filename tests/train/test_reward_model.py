@@ -85,7 +85,7 @@ def test_its_scores_are_plain_transformers_first_logits(classifier_dir, tmp_path
 def test_a_language_model_is_refused_whose_head_would_be_drawn_at_random(tmp_path, classifier_dir):
     save_tiny_model(tmp_path)
     AutoTokenizer.from_pretrained(classifier_dir).save_pretrained(tmp_path)
-    with pytest.raises(PreflightError, match=r"is no sequence classifier: it lacks score\.weight"):
+    with pytest.raises(PreflightError, match=r"is not a sequence classifier: it lacks score\.weight"):
         reward_model(tmp_path)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.train.scorers import LogprobScorer
+from asyncrl_cli.train.policy_model import frozen_model
 from tests.train.train_samples import make_step, save_tiny_model
 from tests.trainers import planned, trainer_parts
 
@@ -44,7 +44,7 @@ def test_columns_from_processes_of_their_own_make_the_same_weights(tiny_model_di
     for made in (together, apart):
         trainer, columns = make_trainer(made), []
         first = {name: local.clone() for name, local in trainer.model.locals().items()}
-        scorer = LogprobScorer(task, made.profile, made.place, trainer.ranks)
+        scorer = frozen_model(task, made.profile, made.place, trainer.ranks)
         assert (trainer.reference is None) is (made is apart or task == "prox")
         for number, (metas, payloads) in enumerate(steps):
             in_window = number % STEPS_IN_WINDOW
@@ -74,7 +74,7 @@ def publish(trainer, version, scorer):
 def test_weights_that_arrive_as_others_are_refused(tiny_model_dir, make_trainer):
     parts = trainer_parts(tiny_model_dir, old_logprobs="recompute", probe_sequences=2)
     trainer = make_trainer(parts)
-    scorer = LogprobScorer("prox", parts.profile, parts.place, trainer.ranks)
+    scorer = frozen_model("prox", parts.profile, parts.place, trainer.ranks)
     publish(trainer, 1, scorer)
     manifest, buckets = trainer.published(1)
     wrong = replace(manifest, probe_logprobs=tuple(tuple(x - 0.5 for x in row) for row in manifest.probe_logprobs))

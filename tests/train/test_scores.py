@@ -37,7 +37,7 @@ def plain_logprobs(model, segment) -> np.ndarray:
 @pytest.mark.parametrize("max_tokens", [8192, 25])
 def test_a_column_has_a_plain_forwards_logprobs_in_the_order_of_the_tokens(tiny_model_dir, make_trainer, max_tokens):
     trainer, groups = make_trainer(trainer_parts(tiny_model_dir)), groups_of_several_segments()
-    found = score(PROX, trainer.model.logprobs_N, groups, max_tokens=max_tokens, ranks=trainer.ranks)
+    found = score(trainer.model.numbers_N, groups, max_tokens=max_tokens, ranks=trainer.ranks)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     assert list(found) == list(groups)
     for group, payload in groups.items():
@@ -56,8 +56,8 @@ def test_a_column_that_is_handed_in_trains_the_same_and_is_not_computed_again(ti
         trainer = make_trainer(trainer_parts(tiny_model_dir, old_logprobs="recompute", lr=1e-3, max_tokens_per_microbatch=300))
         scores = None
         if is_handed_in:
-            scores = {PROX: score(PROX, trainer.model.logprobs_N, groups, max_tokens=300, ranks=trainer.ranks)}
-            monkeypatch.setattr(trainer.model, "logprobs_N", lambda microbatch: pytest.fail("it was computed again"))
+            scores = {PROX: score(trainer.model.numbers_N, groups, max_tokens=300, ranks=trainer.ranks)}
+            monkeypatch.setattr(trainer.model, "numbers_N", lambda microbatch: pytest.fail("it was computed again"))
         report = trainer.train(step_in_window=0, plan=plan, payloads=groups, scores=scores)
         assert ("train/old_logprob_tokens" in report.metrics) is not is_handed_in
         weights.append({name: local.clone() for name, local in trainer.model.locals().items()})

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.schema import Profile, TrainerSection
+from asyncrl_cli.profile.schema import Place, Profile, TrainerSection
 from asyncrl_cli.train import unpadded
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.policy_model import PolicyModel, Scorer
@@ -117,7 +117,7 @@ def differences(directory: str, rank: int) -> list[tuple[float, float, float]]:
     gradients, and the largest gradient."""
     torch.set_num_threads(1)
     device, init_method = torch.device("cpu"), f"file://{directory}/rendezvous"
-    ranks = Ranks(rank=rank, world_size=2, device=device, init_method=init_method, timeout_s=60, sequence_size=2)
+    ranks = Ranks(Profile(), Place(model_dir=directory, workers=2), rank=rank, init_method=init_method, sequence_size=2)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     expected = expected_of(theirs)
     (2 * loss_of(expected)).backward()  # of two microbatches
@@ -126,7 +126,7 @@ def differences(directory: str, rank: int) -> list[tuple[float, float, float]]:
     for recompute in ("none", "selective", "full"):
         model = PolicyModel(Profile(trainer=TrainerSection(activation_checkpointing=recompute)), directory, ranks)
         batch = scoring_microbatch(SEQUENCES, device)
-        off = (model.logprobs_N(batch) - expected).abs().max().item()
+        off = (model.numbers_N(batch) - expected).abs().max().item()
         for is_last in (False, True):
             model.before_backward(is_last=is_last)
             (loss_of(model.scored(batch).logprobs_N) * ranks.world_size).backward()

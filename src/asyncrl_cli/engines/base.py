@@ -1,4 +1,4 @@
-"""The base class of both engines. A request waits for one of `rollout.slots`, runs, and ends; a failed engine fails all of them."""
+"""The base class of both engines. A request waits for one of `rollout.slots`, runs, and ends. All fail if the engine does."""
 
 from __future__ import annotations
 

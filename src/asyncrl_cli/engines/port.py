@@ -220,10 +220,6 @@ class EngineMemory:
     """The engine's own default for `share`."""
 
 
-def _fine(*args: object) -> None:
-    """Nothing to refuse."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
     """What asyncrl needs to know of an engine before one is made. Importing an EngineKind must not import an inference library.
@@ -247,11 +243,11 @@ class EngineKind:
     """Memory that a worker takes on that device. None: the cache takes half of what is free, as in the transformers engine."""
     conflicts: Callable[[Profile], Iterable[ConfigError]] = lambda profile: ()
     """Yields an error for each setting in the profile that the engine does not support."""
-    check_arguments: Callable[[Profile, str], None] = _fine
+    check_arguments: Callable[[Profile, str], None] = lambda profile, device: None
     """Raises ConfigError for arguments that the engine would refuse on that device."""
-    check_here: Callable[[str], None] = _fine
+    check_here: Callable[[str], None] = lambda device: None
     """Raises PreflightError if the engine cannot run on this machine, on that device."""
-    check_driver: Callable[[], None] = _fine
+    check_driver: Callable[[], None] = lambda: None
     """Raises PreflightError for what would break the driver of a job whose workers are on other machines."""
 
 

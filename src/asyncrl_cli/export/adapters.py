@@ -65,8 +65,8 @@ def _merged(source: Source, name: str, weight: torch.Tensor) -> torch.Tensor:
     return merged(weight, adapter[a], adapter[b], scale_of(source.profile.lora))
 
 
-def write_adapter(source: Source, dtype: torch.dtype, directory: Path) -> dict[str, torch.Tensor]:
-    """Write what `peft.PeftModel.from_pretrained` reads. Returns the tensors under peft's names."""
+def write_adapter(source: Source, dtype: torch.dtype, directory: Path) -> tuple[tuple[str], int, int]:
+    """Write what `peft.PeftModel.from_pretrained` reads. Returns the weight file's name, and the parameters and bytes in it."""
     lora, names = source.profile.lora, list(source.weights.shapes)
     tensors = {f"{PEFT_PREFIX}{name}": tensor.to(dtype) for name, tensor in source.weights.read(names).items()}
     write_weights(tensors, directory / ADAPTER_WEIGHTS)
@@ -83,4 +83,4 @@ def write_adapter(source: Source, dtype: torch.dtype, directory: Path) -> dict[s
         "inference_mode": True,
     }
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return tensors
+    return (ADAPTER_WEIGHTS,), sum(map(torch.numel, tensors.values())), sum(tensor.nbytes for tensor in tensors.values())

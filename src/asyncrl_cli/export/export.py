@@ -19,10 +19,10 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, RefusedError, first_names
-from asyncrl_cli.export.adapters import ADAPTER_WEIGHTS, has_adapters, merged_weights, write_adapter
+from asyncrl_cli.export.adapters import has_adapters, merged_weights, write_adapter
 from asyncrl_cli.export.source import Read, SavedWeights, Source, find_source
 from asyncrl_cli.models.inspection import TOKENIZER_FILES, check_config
-from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, from_hub, looks_like_a_path
+from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, from_hub, is_on_hub
 from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.storage import appearing_directory
@@ -95,29 +95,13 @@ def export(
     name += "-adapter" if adapter else ""
     target = out or (Path(f"{source.run}-{name}") if source.run_dir is None else source.run_dir / "exports" / name)
     _check_target(target)
-    if adapter:
-        return _export_adapter(source, target, dtype or source.profile.model.dtype)
-    model_files = find_model_files(source.run_dir, source.profile, model)
-    progress("reading the configuration")
-    check_config(model_files)
-    from asyncrl_cli.models.saved_form import SavedForm, skeleton  # imports transformers, which takes seconds: fail before
-
-    form = SavedForm(skeleton(model_files, trust_remote_code=source.profile.model.trust_remote_code))
-    weights = merged_weights(source, model) if has_adapters(source.weights) else source.weights
-    sizes, read = fitted(form, weights, model_files)
     chosen = dtype or source.profile.model.dtype
-    files, num_bytes = _write(target, model_files, sizes, read, torch_dtype(chosen), max_file_bytes, progress)
-    return Exported(
-        path=target, source=source, dtype=chosen, parameters=sum(sizes.values()), num_bytes=num_bytes, files=tuple(files)
-    )
-
-
-def _export_adapter(source: Source, target: Path, dtype: Dtype) -> Exported:
-    with _writing(target) as working:
-        tensors = write_adapter(source, torch_dtype(dtype), working)
-    parameters, num_bytes = sum(map(torch.numel, tensors.values())), sum(tensor.nbytes for tensor in tensors.values())
-    files = (ADAPTER_WEIGHTS,)
-    return Exported(path=target, source=source, dtype=dtype, parameters=parameters, num_bytes=num_bytes, files=files)
+    if adapter:
+        with _writing(target) as working:
+            files, parameters, num_bytes = write_adapter(source, torch_dtype(chosen), working)
+    else:
+        files, parameters, num_bytes = _write_model(source, target, model, torch_dtype(chosen), max_file_bytes, progress)
+    return Exported(path=target, source=source, dtype=chosen, parameters=parameters, num_bytes=num_bytes, files=files)
 
 
 @contextmanager
@@ -131,18 +115,21 @@ def _writing(target: Path) -> Iterator[Path]:
         raise AsyncrlError(f"{target} cannot be written: {why}", hint="--out DIR names another place for it") from error
 
 
-def _write(
-    target: Path,
-    model_files: Path,
-    sizes: Mapping[str, int],
-    read: Read,
-    dtype: torch.dtype,
-    max_file_bytes: int,
-    progress: Progress,
-) -> tuple[list[str], int]:
-    """Write the directory. Returns the weight files' names and the bytes of all tensors. Holds one file's tensors at a time."""
+def _write_model(
+    source: Source, target: Path, model: Path | None, dtype: torch.dtype, max_file_bytes: int, progress: Progress
+) -> tuple[tuple[str, ...], int, int]:
+    """Write the directory. Returns the weight files' names, and the parameters and bytes in them. Holds one file's tensors at a
+    time."""
+    model_files = find_model_files(source.run_dir, source.profile, model)
+    progress("reading the configuration")
+    check_config(model_files)
+    from asyncrl_cli.models.saved_form import SavedForm, skeleton  # imports transformers, which takes seconds: fail before
+
+    form = SavedForm(skeleton(model_files, trust_remote_code=source.profile.model.trust_remote_code))
+    weights = merged_weights(source, model) if has_adapters(source.weights) else source.weights
+    sizes, read = fitted(form, weights, model_files)
     split = split_state_dict_into_shards_factory(
-        dict(sizes),
+        sizes,
         get_storage_size=lambda elements: elements * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_file_bytes,
@@ -156,7 +143,7 @@ def _write(
             write_weights(cast, working / name)
             num_bytes += sum(tensor.nbytes for tensor in cast.values())
         write_index(working, split.tensor_to_filename, num_bytes)
-    return list(split.filename_to_tensors), num_bytes
+    return tuple(split.filename_to_tensors), sum(sizes.values()), num_bytes
 
 
 def _check_target(target: Path) -> None:
@@ -178,7 +165,7 @@ def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None)
         places = [run_dir / RUN_COPY, *(version_directory(run_dir / "versions", version) for version in newest)]
     if not path.startswith(BUILTIN):
         places.append(expand(path))
-        if all(map(_missing_in, places)) and not looks_like_a_path(path) and not places[-1].exists():
+        if all(map(_missing_in, places)) and is_on_hub(path):
             places.append(_from_hub(profile))
     found = next((place for place in places if not _missing_in(place)), None)
     if found is None:

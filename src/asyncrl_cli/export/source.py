@@ -9,9 +9,10 @@ RUN --version N      kept version N (`weights.keep_versions`), else a checkpoint
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -186,26 +187,26 @@ def file_weights(paths: Collection[Path]) -> SavedWeights:
     path_of: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(paths):
-        try:
-            with safe_open(path, framework="pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from error
+        with _opened(path) as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
         path_of |= {name: path for name in shapes if name not in path_of}
 
     def read(names: Collection[str]) -> dict[str, torch.Tensor]:
-        try:
-            with contextlib.ExitStack() as stack:
-                files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in {path_of[n] for n in names}}
-                return {name: files[path_of[name]].get_tensor(name) for name in names}
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path_of[next(iter(names))].parent, error) from error
+        with contextlib.ExitStack() as stack:
+            files = {path: stack.enter_context(_opened(path)) for path in {path_of[name] for name in names}}
+            return {name: files[path_of[name]].get_tensor(name) for name in names}
 
     return SavedWeights(shapes, read)
 
 
-def _unreadable(path: Path, error: Exception) -> RefusedError:
-    return RefusedError(
-        f"weights in {path} cannot be read: {error}",
-        hint="a live run may have replaced them: export again, or take another checkpoint or --version",
-    )
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. RefusedError if it cannot be opened, or read during the block."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise RefusedError(
+            f"weights in {path} cannot be read: {error}",
+            hint="a live run may have replaced them: export again, or take another checkpoint or --version",
+        ) from error

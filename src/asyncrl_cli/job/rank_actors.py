@@ -14,6 +14,7 @@ import logging
 import socket
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -43,7 +44,7 @@ if TYPE_CHECKING:  # torch: the driver imports this module
 logger = logging.getLogger(__name__)
 
 
-class RankActor:
+class RankActor(ABC):
     """One process. `THREADS`: per concurrency group. `NEEDS`: the module that `start` needs. `ROLE`, `INPUT`: for its report."""
 
     THREADS: ClassVar[Mapping[str, int]] = {"main": 1, "control": 1}
@@ -86,8 +87,9 @@ class RankActor:
             self._start(init_method)
         logger.info("%r started at %s", self, self._place)
 
+    @abstractmethod
     def _start(self, init_method: str) -> None:
-        raise NotImplementedError
+        """Meet the other processes and make what computes."""
 
     @ray.method(concurrency_group="control")
     def report(self) -> ExecutorReport:

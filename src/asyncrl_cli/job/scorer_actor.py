@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class ScorerActor(RankActor):
     """Methods mirror `loop.ports.Scorer`, per process; `RayScorer` calls them on all."""
 
-    NEEDS = "asyncrl_cli.train.scorers"
+    NEEDS = "asyncrl_cli.train.critic"
     ROLE, INPUT = "scorer", "finished groups"
 
     def __init__(self, rank: int, task: str, profile: Profile, place: Place, *, log_path: Path) -> None:
@@ -56,12 +56,12 @@ class ScorerActor(RankActor):
             policys = load_tokenizer(place.model_dir, trust_remote_code=profile.model.trust_remote_code)
             self._scorer: Any = RewardModel(profile, place, partial(policys.decode, skip_special_tokens=True))
             return
-        from asyncrl_cli.train.critic_apart import CriticApart
+        from asyncrl_cli.train.critic import CriticApart
+        from asyncrl_cli.train.policy_model import frozen_model
         from asyncrl_cli.train.ranks import Ranks
-        from asyncrl_cli.train.scorers import LogprobScorer
 
-        ranks = self._ranks = Ranks.of(profile, place, rank=self._rank, init_method=init_method)
-        self._scorer = CriticApart(profile, place, ranks) if task == CRITIC else LogprobScorer(task, profile, place, ranks)
+        ranks = self._ranks = Ranks(profile, place, rank=self._rank, init_method=init_method)
+        self._scorer = CriticApart(profile, place, ranks) if task == CRITIC else frozen_model(task, profile, place, ranks)
 
     @ray.method(concurrency_group="main")
     def load(self, manifest: Manifest, bucket_refs: list[Any]) -> None:

@@ -150,7 +150,7 @@ class TrainerActor(RankActor):
     def logprobs(self, indices: Sequence[int], *parts: GroupPayload) -> Column:
         """Of these groups' sampled tokens, by the current weights. A collective: every rank has groups of its own, or none."""
         with self._meter.doing(State.BUSY, "samples to be scored"):
-            return self._trainer.logprobs(dict(zip(indices, joined(parts), strict=True)))
+            return self._trainer.model.column(dict(zip(indices, joined(parts), strict=True)))
 
     @ray.method(concurrency_group="write")
     def dump(

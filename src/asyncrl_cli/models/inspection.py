@@ -131,7 +131,7 @@ def _check_class(directory: Path, *, trust_remote_code: bool) -> None:
         why = f"{directory}/config.json cannot be read as a configuration by transformers {__version__}: {first_line(error)}"
         raise refused(why) from error
     if not known:
-        why = f'{directory} is a model of type "{config.model_type}", which is no causal language model'
+        why = f'{directory} is a model of type "{config.model_type}", which is not a causal language model'
         raise refused(why, "asyncrl trains what AutoModelForCausalLM opens")
     wrong = [f"{name} = {size}" for name, size in sizes.items() if isinstance(size, int) and not 1 <= size <= MOST]
     if wrong:
@@ -168,7 +168,7 @@ def check_heads(config: Any, sequence_size: int) -> None:
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions the model has; None if rope scaling (YaRN and the like) stretches them, or there is no limit."""
+    """How many positions the model has; None if there is no limit, or rope scaling (YaRN and the like) stretches it."""
     rope = getattr(config, "rope_parameters", None) or {}
     positions = getattr(config, "max_position_embeddings", None)
     is_plain = rope.get("rope_type", "default") == "default" and not any(isinstance(entry, dict) for entry in rope.values())

@@ -41,7 +41,7 @@ from asyncrl_cli.storage import appearing_directory, naming, storage_error
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BUILTIN, REWARD_MODEL = "builtin:", "reward_model.path"
+BUILTIN, REWARD_MODEL = "builtin:", "reward_model"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 RECIPE_VERSION = 3
 """Increase this when the code would build another model from the same inputs."""
@@ -60,48 +60,48 @@ def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda
 
     Raises ConfigError if there is no such builtin, PreflightError if the model is missing or incomplete.
     """
-    directory = model_here(profile)
-    if directory is not None:
-        return directory
-    if is_builtin(profile):
-        return built_untaught(profile) if profile.model.path == UNTAUGHT else built_tiny(profile, task, progress=progress)
-    directory = from_hub(profile.model.path, HUB_PATTERNS, trust_remote_code=profile.model.trust_remote_code)
-    check_model_directory(directory)
+    if not is_builtin(profile):
+        return _pretrained(profile)
+    model_here(profile)  # refuses a name that no built-in model has
+    return built_untaught(profile) if profile.model.path == UNTAUGHT else built_tiny(profile, task, progress=progress)
+
+
+def _pretrained(profile: Profile) -> Path:
+    if (directory := model_here(profile)) is None:
+        directory = from_hub(profile.model.path, HUB_PATTERNS, trust_remote_code=profile.model.trust_remote_code)
+        check_model_directory(directory)
     return directory
 
 
-def further_model(profile: Profile, key: str, model_dir: Path) -> Path:
-    """The directory of another model of the run, `ref.path`, `critic.path` or `reward_model.path`: that of the policy, `model_dir`,
-    if none is given.
+def further_models(profile: Profile, model_dir: Path) -> dict[str, str]:
+    """Directories of the reference, the critic and the reward model, if the run has them, by their names in `Place`: that of the
+    policy, `model_dir`, if the profile has no path for one.
 
-    Raises PreflightError if it is missing or incomplete, or does not know all tokens of the policy, which only a reward model, with
-    its own tokenizer, need not.
+    Raises PreflightError if one is missing or incomplete, or does not know all tokens of the policy. Only a reward model, which has
+    its own tokenizer, need not know them.
     """
-    section, name = key.split(".")
-    path = getattr(getattr(profile, section), name)
+    algorithm, rewards = profile.algorithm, profile.reward_model.path is not None
+    wanted = {"ref": algorithm.has_reference, "critic": algorithm.has_critic, REWARD_MODEL: rewards}
+    sections = [section for section, is_wanted in wanted.items() if is_wanted]
+    return {f"{section}_dir": str(_further_model(profile, section, model_dir).absolute()) for section in sections}
+
+
+def _further_model(profile: Profile, section: str, model_dir: Path) -> Path:
+    path, key = getattr(profile, section).path, f"{section}.path"
     if path is None:
         return model_dir
     other = profile.model_copy(update={"model": profile.model.model_copy(update={"path": path})})
     try:
         if is_builtin(other):
-            then = "" if key == REWARD_MODEL else ": it is the run's initial model then"
+            then = "" if section == REWARD_MODEL else ": it is the run's initial model then"
             raise refused("it is a directory or a hub name", f"leave {key} out{then}")
-        directory = model_here(other) or from_hub(path, HUB_PATTERNS, trust_remote_code=profile.model.trust_remote_code)
-        check_model_directory(directory)
+        directory = _pretrained(other)
         own, theirs = map(_vocabulary, (model_dir, directory))
-        if own > theirs and key != REWARD_MODEL:
+        if own > theirs and section != REWARD_MODEL:
             raise refused(f"{directory} knows {theirs} tokens, the policy {own}", "take a model of the policy's family")
     except PreflightError as error:
         raise PreflightError(error.message.replace("model.path", key, 1), hint=error.hint) from error
     return directory
-
-
-def further_models(profile: Profile, model_dir: Path) -> dict[str, str]:
-    """Directories of the reference, the critic and the reward model, if the run has them, by their names in `Place`."""
-    algorithm, rewards = profile.algorithm, profile.reward_model.path is not None
-    wanted = {"ref.path": algorithm.has_reference, "critic.path": algorithm.has_critic, REWARD_MODEL: rewards}
-    keys = [key for key, is_wanted in wanted.items() if is_wanted]
-    return {f"{key.split('.')[0]}_dir": str(further_model(profile, key, model_dir).absolute()) for key in keys}
 
 
 def _vocabulary(directory: Path) -> int:

@@ -134,7 +134,7 @@ class Lesson(NamedTuple):
 
 
 def demonstrations_of(task: Course) -> tuple[Demonstrate, Demonstrate]:
-    """Those that the model could learn from, right and flawed. Raises ConfigError if the task has none."""
+    """The task's functions that write right and flawed responses. Raises ConfigError if it has none."""
     if task.demonstration is None or task.flawed_demonstration is None:
         raise ConfigError(
             f'model.path = "builtin:tiny" learns from demonstrations, and {task.name} provides none',

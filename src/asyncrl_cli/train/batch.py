@@ -27,8 +27,8 @@ class Microbatch:
 
     `select_N` points into the flattened (B, T), to the positions that predict a sampled token. `staleness_N`: versions from the
     one that sampled the token to the one at the window's start. `trajectory_tokens_N`: sampled tokens of the whole trajectory
-    that the token belongs to. `first_tokens`: of each row's first sampled token, its index among the sampled tokens of this
-    rank's share of the optimizer step. `columns`: more figures of the N tokens, by name (scores.py).
+    that the token belongs to. `order_N`: its index among the sampled tokens of this rank's share of the optimizer step, trajectory
+    by trajectory. `columns`: more figures of the N tokens, by name (scores.py).
     """
 
     inputs_BT: torch.Tensor
@@ -40,15 +40,8 @@ class Microbatch:
     advantages_N: torch.Tensor
     staleness_N: torch.Tensor
     trajectory_tokens_N: torch.Tensor
-    first_tokens: tuple[int, ...]
+    order_N: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def order_N(self) -> torch.Tensor:
-        """Each token's index among the sampled tokens of this rank's share of the optimizer step, trajectory by trajectory."""
-        counts = torch.bincount(self.rows_N, minlength=len(self.first_tokens))
-        shifts = torch.tensor(self.first_tokens, device=self.rows_N.device) - (counts.cumsum(0) - counts)
-        return torch.arange(len(self.rows_N), device=self.rows_N.device) + shifts[self.rows_N]
 
 
 class Row(NamedTuple):
@@ -102,6 +95,7 @@ def build_microbatch(rows: Sequence[Row], window: int, device: torch.device) -> 
     versions_N = np.concatenate([segment.versions_T[segment.mask_T] for segment, *_ in rows])
     advantages_N = np.array([row.advantage for row in rows], dtype=np.float32)[rows_N]
     trajectory_tokens_N = np.array([row.trajectory_tokens for row in rows])[rows_N]
+    order_N = np.concatenate([row.first_token + np.arange(row.segment.mask_T.sum()) for row in rows])
     return Microbatch(
         inputs_BT=torch.from_numpy(tokens_BT[:, :-1].copy()).to(device),
         lengths=tuple(len(segment.tokens_T) - 1 for segment, *_ in rows),
@@ -112,7 +106,7 @@ def build_microbatch(rows: Sequence[Row], window: int, device: torch.device) -> 
         advantages_N=torch.from_numpy(advantages_N).to(device),
         staleness_N=torch.from_numpy(window - versions_N).to(device),
         trajectory_tokens_N=torch.from_numpy(trajectory_tokens_N).to(device),
-        first_tokens=tuple(row.first_token for row in rows),
+        order_N=torch.from_numpy(order_N).to(device),
     )
 
 

@@ -12,8 +12,8 @@ With mu the sampler and V the critic's values, for the sampled tokens t = 1 .. T
 Sources: Schulman et al. 2016 (arXiv:1506.02438), equations 11 and 16, for GAE; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5,
 for the penalty.
 
-What it is not: a response that a limit cut off counts as ended, nothing is expected after it; values and advantages step from one
-sampled token to the next, over what tools wrote between them.
+What it is not: a response that was cut off at a limit counts as ended, so no reward is expected after it. Values and advantages
+step from one sampled token to the next, and skip what tools wrote between them.
 
 Legend: F = sampled tokens of a rank's share of an optimizer step, trajectory by trajectory; P = its trajectories.
 """

@@ -1,4 +1,4 @@
-"""The critic: a transformer with a linear head, which tells for each sampled token what its trajectory will earn from there on.
+"""The critic: a transformer with a linear head, which predicts for each sampled token the reward that is still to come.
 
 With V the critic in training, V_old its value at the train step's start and R the return (credit.py), per token
 
@@ -14,62 +14,49 @@ What it is not: it shares no layer with the policy; its value of a state knows t
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import cast
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.loop.values import Ratio, Value
-from asyncrl_cli.models.saved_form import SavedForm, skeleton
-from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.balance import OptimizerStepPlan
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch
-from asyncrl_cli.train.credit import RETURNS
+from asyncrl_cli.train.credit import RETURNS, credited
 from asyncrl_cli.train.losses import Metric, mean_of, sum_of
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.reduction import aggregated, optimizer_metrics, reduced
-from asyncrl_cli.train.scores import VALUES
-from asyncrl_cli.train.sharded_model import choose_computation, sharded
-from asyncrl_cli.train.trainer_state import CRITIC
-from asyncrl_cli.train.unpadded import Divide, is_packed, padded
+from asyncrl_cli.train.reduction import aggregated, finite, optimizer_metrics, reduced
+from asyncrl_cli.train.scores import VALUES, Scores, step_microbatches
+from asyncrl_cli.train.sharded_model import ShardedModel
+from asyncrl_cli.train.trainer_state import CRITIC, CriticCounters, HostState, SavedState, restore, to_host, write_state
+from asyncrl_cli.train.unpadded import Divide
 
 RETURN_SUMS = ("returns", "squared returns", "errors", "squared errors")
 """Sums from which `critic/explained_variance` is made; they are not metrics of their own."""
 
 
-class Critic:
-    """One rank's part of the critic, with its optimizer. `parameters` are its sharded float32 master weights by name. OSError or
-    ValueError, from transformers, if `model_dir` is no model."""
+class Critic(ShardedModel):
+    """One rank's part of the critic, with its optimizer. Its numbers are the values of the states in which tokens were sampled."""
 
-    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks, *, total_optimizer_steps: int) -> None:
-        self._profile, self._ranks = profile, ranks
-        model, empty = (skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code) for _ in range(2))
-        self._valuer = _Valuer(model)
-        self._gathered = sharded(model, self._valuer, model_dir, profile, SavedForm(empty), ranks)
-        decoder = self._valuer.model
-        _, self._valuer.divide = choose_computation(self._gathered, decoder, decoder, ranks)
-        self.is_packed = is_packed(self._valuer.divide)
-        self.parameters = cast(dict[str, DTensor], dict(self._valuer.named_parameters()))
+    def __init__(self, profile: Profile, place: Place, ranks: Ranks, *, total_optimizer_steps: int) -> None:
+        super().__init__(profile, place.critic_dir or place.model_dir, ranks)
         own, trainer = profile.critic, profile.trainer
         section = trainer.model_copy(update={"lr": own.lr or trainer.lr, "grad_clip": own.grad_clip})
         self.optimizer = PolicyOptimizer(section, ranks, self.parameters, total_optimizer_steps=total_optimizer_steps)
 
-    def valued_N(self, microbatch: Microbatch) -> torch.Tensor:
-        """Values of the states in which the tokens were sampled, with gradient. A collective."""
-        return self._gathered(partial(self._valuer, microbatch))
+    def _make_content(self, model: PreTrainedModel) -> _Valuer:
+        return _Valuer(model)
 
-    def values_N(self, microbatch: Microbatch) -> torch.Tensor:
-        """The same without gradient. A collective."""
-        with torch.no_grad():
-            values_N = self.valued_N(microbatch)
-        self._gathered.release()
-        return values_N
-
-    def locals(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
+    def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
+        return self._gathered(partial(self._content, microbatch, self.divide))
 
     def state_parameters(self) -> dict[str, DTensor]:
         """Its parameters by their names in the trainer's state."""
@@ -80,7 +67,7 @@ class Critic:
         tensors = {f"weight/{name}": local for name, local in self.locals().items()} | self.optimizer.moments()
         return {key.replace("/", f"/{CRITIC}", 1): local for key, local in tensors.items()}
 
-    def learn(self, steps: Sequence[OptimizerStepPlan], work: Sequence[Sequence[Microbatch]]) -> tuple[dict[str, Value], int]:
+    def update(self, steps: Sequence[OptimizerStepPlan], work: Sequence[Sequence[Microbatch]]) -> tuple[dict[str, Value], int]:
         """The optimizer steps of a train step, on microbatches with the columns of values and returns. A collective. Returns its
         metrics, and how many steps were skipped because their gradient was not finite."""
         seen = list[dict[str, Metric]]()
@@ -90,9 +77,9 @@ class Critic:
     def _step(self, plan: OptimizerStepPlan, parts: Sequence[Microbatch], seen: list[dict[str, Metric]]) -> tuple[float, float]:
         """Adds the metrics of each microbatch to `seen`. Returns the gradient's norm and the learning rate."""
         for part in parts:
-            self._gathered.before_backward(is_last=part is parts[-1])
+            self.before_backward(is_last=part is parts[-1])
             old_N, returns_N = part.columns[VALUES], part.columns[RETURNS]
-            loss_N, is_clipped_N = value_loss(self.valued_N(part), old_N, returns_N, self._profile.critic.cliprange_value)
+            loss_N, is_clipped_N = value_loss(self.traced_N(part), old_N, returns_N, self._profile.critic.cliprange_value)
             loss = aggregated(loss_N, part, plan, self._profile)
             (loss * self._ranks.world_size).backward()  # as in policy_update.py
             errors_N = returns_N - old_N
@@ -107,6 +94,56 @@ class Critic:
                 }
             )
         return self.optimizer.step()
+
+
+class CriticApart(Critic):
+    """The critic with processes of its own: one object per process. All of them make the same calls in the same order.
+
+        score(...)                  values of finished groups, by the weights that the last `learn` has left
+        learn(...)                  its optimizer steps of one train step, on the values that the trainer has, too
+        snapshot / write / restore  its part of a checkpoint
+
+    It learns what the trainer's own critic would: from the same plan, the same columns, the same returns (credit.py). `write` may
+    run in any thread, the other calls belong to one.
+    """
+
+    def __init__(self, profile: Profile, place: Place, ranks: Ranks) -> None:
+        super().__init__(profile, place, ranks, total_optimizer_steps=Schedule.of(profile).optimizer_steps)
+        self._snapshots: dict[int, tuple[HostState, CriticCounters]] = {}
+
+    def learn(self, plan: RankPlan, payloads: Mapping[int, GroupPayload], scores: Scores) -> TrainReport:
+        """The optimizer steps of a train step. A collective. `scores`: values, and what the returns need besides."""
+        began_s, steps = time.monotonic(), plan.optimizer_steps
+        max_tokens = self._profile.trainer.max_tokens_per_microbatch
+        work = step_microbatches(
+            steps, payloads, scores, window=plan.window, max_tokens=max_tokens, ranks=self._ranks, are_packed=self.is_packed
+        )
+        credited(steps, work, payloads, algorithm=self._profile.algorithm, ranks=self._ranks)
+        metrics, skipped = self.update(steps, work)
+        self._ranks.synchronize()
+        return TrainReport(
+            train_s=time.monotonic() - began_s,
+            old_logprob_s=0.0,
+            tokens=sum(step.num_loss_tokens for step in steps),
+            metrics=finite(metrics),
+            skipped_steps=skipped,
+            skipped_in_a_row=self.optimizer.skipped_in_a_row,
+        )
+
+    def snapshot(self, step: int) -> None:
+        """Copy this process's shards to the host under the name `step`."""
+        counters = CriticCounters(schema_version=1, processes=self._ranks.world_size, critic_steps=self.optimizer.steps_made)
+        self._snapshots[step] = (to_host(self.state_parameters(), self.state_tensors()), counters)
+
+    def write(self, step: int, directory: Path) -> None:
+        """Write the snapshot of `step` beside the trainer's files, and forget it."""
+        write_state(self._ranks.rank, *self._snapshots.pop(step), directory)
+
+    def restore(self, directory: Path) -> None:
+        """Restore weights, moments and counter, whoever has written them. RefusedError if the directory has none of this critic."""
+        saved = SavedState(directory)
+        restore(self.state_parameters(), self.state_tensors(), saved)
+        self.optimizer.restore_steps(saved.critic_steps)
 
 
 def value_loss(
@@ -137,13 +174,12 @@ class _Valuer(torch.nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model: PreTrainedModel = getattr(model, model.base_model_prefix)
-        self.divide: Divide = padded
         self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
-    def forward(self, microbatch: Microbatch) -> torch.Tensor:
-        part = self.divide(microbatch)
+    def forward(self, microbatch: Microbatch, divide: Divide) -> torch.Tensor:
+        part = divide(microbatch)
         hidden_BTH = self.model(**part.inputs, use_cache=False).last_hidden_state
         hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, part.select_n)
         return part.joined(self.head(hidden_NH).sum(-1).float(), len(microbatch.targets_N))

@@ -1,7 +1,7 @@
-"""How the ranks of a process group find each other: within a time of its own, and with the names of those that do not come.
+"""How the ranks of a process group find each other. The wait has its own limit, and its error names the ranks that are missing.
 
-Later collectives wait as long as a train step may take. The first one waits for nothing but the network, and where that is wrong
-(a firewall, an interface that other nodes cannot reach) it would hang.
+Later collectives wait as long as a train step may take. The first one needs only the network: behind a firewall, or on an interface
+that other nodes cannot reach, it would hang.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
 Sources: Schulman 2020, "Approximating KL Divergence", for k1 to k3; Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), equation 4,
 for k3 in the loss; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5, for k1 in the reward; verl's `kl_penalty`, for the names.
 
-What it is not: in the loss theta is p, and what an older policy sampled is not weighed for it; nor do weights or rejection
-(corrections.py) touch the term.
+What it is not: in the loss p is theta, but older policies sampled the tokens. The term is not reweighted for that, and importance
+weights and rejection (corrections.py) do not apply to it.
 """
 
 from __future__ import annotations

@@ -9,52 +9,46 @@ Legend: B = rows, T = positions, H = hidden size, N = sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import torch
-import transformers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.models.saved_form import persistent_buffers
 from asyncrl_cli.models.shape import LAYER
-from asyncrl_cli.profile.schema import LoraSection, Profile
-from asyncrl_cli.train.batch import Microbatch
+from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
+from asyncrl_cli.profile.schema import LoraSection, Place, Profile
+from asyncrl_cli.profile.sharing import REF
+from asyncrl_cli.train.batch import Microbatch, scoring_microbatch
 from asyncrl_cli.train.chunked_logprobs import Head, Scored
 from asyncrl_cli.train.lora import LoraLinear, add_adapters
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.sharded_model import choose_computation, fill, sharded
-from asyncrl_cli.train.unpadded import Divide, is_packed, padded
+from asyncrl_cli.train.sharded_model import ShardedModel, fill
+from asyncrl_cli.train.unpadded import Divide, padded
 from asyncrl_cli.weights.adapters import ADAPTER
-from asyncrl_cli.weights.buckets import Spec, dtype_name, torch_dtype
+from asyncrl_cli.weights.buckets import Bucket, Spec, dtype_name, torch_dtype, unpack
+from asyncrl_cli.weights.versions import Manifest, mean_abs_diff
 
 
-class PolicyModel:
-    """One rank's part of the model. `parameters` are the sharded float32 master weights by first name; with LoRA the adapters'.
+class PolicyModel(ShardedModel):
+    """One rank's part of the model. `parameters` are those of the model, by first name; with LoRA the adapters'.
 
-    `is_packed`: its microbatches' budget of tokens needs no room for padding.
     `specs` describe the tensors that a publish sends, under their names in the model's files: every parameter once, in the
     engine's dtype, then persistent buffers in their own dtype; with `lora.sync = "adapter"` the adapters alone, in float32.
     """
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
-        transformers.logging.disable_progress_bar()
-        trusts = profile.model.trust_remote_code
-        model, empty = (skeleton(model_dir, trust_remote_code=trusts) for _ in range(2))
-        self.form = SavedForm(empty)
-        if profile.lora.rank:
-            add_adapters(model, profile.lora, profile.run.seed)
-        self._gathered = sharded(model, model, model_dir, profile, self.form, ranks)
-        self.attention, divide = choose_computation(self._gathered, model, getattr(model, model.base_model_prefix), ranks)
-        self.is_packed = is_packed(divide)
-        self._scorer = Scorer(model, profile.rollout.temperature, divide)
+        super().__init__(profile, model_dir, ranks)
+        model: PreTrainedModel = self._content
+        self._scorer = Scorer(model, profile.rollout.temperature, self.divide)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        every = cast(dict[str, DTensor], dict(model.named_parameters()))
-        self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
-        self._weights = {name: parameter for name, parameter in every.items() if ADAPTER not in name}
+        self._weights = {name: parameter for name, parameter in model.named_parameters() if ADAPTER not in name}
         self._adapted = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
         self._buffers = persistent_buffers(model)
         self._aliases = _aliases(model)
@@ -65,32 +59,39 @@ class PolicyModel:
         self._parts = self._whole_parts()
         self.specs = self._make_specs()
 
+    def _make_content(self, model: PreTrainedModel) -> PreTrainedModel:
+        if self._profile.lora.rank:
+            add_adapters(model, self._profile.lora, self._profile.run.seed)
+        return model
+
     def scored(self, microbatch: Microbatch) -> Scored:
         """Logprobs, with gradient, and entropies of the sampled tokens at the sampling temperature. A collective."""
         return self._gathered(partial(self._scorer, microbatch))
 
-    def logprobs_N(self, microbatch: Microbatch) -> torch.Tensor:
-        """Logprobs of the sampled tokens, without gradient. A collective: all ranks call it."""
-        with torch.no_grad():
-            logprobs_N = self.scored(microbatch).logprobs_N
-        self._gathered.release()
-        return logprobs_N
+    def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
+        return self.scored(microbatch).logprobs_N
 
-    def before_backward(self, *, is_last: bool) -> None:
-        """Call it before the forward of each microbatch of an optimizer step."""
-        self._gathered.before_backward(is_last=is_last)
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Logprobs of tokens 1.. of each sequence, at the sampling temperature. A collective."""
+        if not sequences:
+            return []
+        found = iter(self.numbers_N(scoring_microbatch(sequences, self._ranks.device)).tolist())
+        return [list(islice(found, len(tokens) - 1)) for tokens in sequences]
 
-    def locals(self) -> dict[str, torch.Tensor]:
-        """This rank's shards; writing to them in place changes the weights."""
-        return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
-
-    def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take the weights of a version without adapters; tensors by their names in files. ValueError if they do not fit."""
-        self.form.check(tensors, version)
+    def load(self, manifest: Manifest, buckets: Iterable[Bucket]) -> None:
+        """Take a published version, without adapters. A collective. ValueError if its tensors do not fit; ExecutorFailed if its
+        probes do not have the trainer's logprobs then."""
+        tensors = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
+        self.form.check(tensors, manifest.version)
         whole = self.form.to_memory(tensors)
         with torch.no_grad():
             for name, tensor in {**self._weights, **self._buffers}.items():
                 fill(tensor, whole[name].__getitem__)
+        if not manifest.probe_tokens:
+            return
+        off = mean_abs_diff(self.logprobs(manifest.probe_tokens), manifest.probe_logprobs)
+        if off > MAX_LOGPROB_DIFF[self._profile.model.dtype]:
+            raise ExecutorFailed(f"version {manifest.version} gives other logprobs than in the trainer, by {off:.2g} on average")
 
     def full(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield whole tensors on the device, by their names in memory, for one part of the model at a time. `form.to_files` of the
@@ -132,8 +133,9 @@ class PolicyModel:
         return converted
 
 
-def reference_model(profile: Profile, model_dir: str, ranks: Ranks) -> PolicyModel:
-    """This rank's part of the reference, which is never trained and has no adapters."""
+def frozen_model(task: str, profile: Profile, place: Place, ranks: Ranks) -> PolicyModel:
+    """This rank's part of the model of `ref` or `prox`, which is never trained and has no adapters."""
+    model_dir = (place.ref_dir if task == REF else "") or place.model_dir
     return PolicyModel(profile.model_copy(update={"lora": LoraSection()}), model_dir, ranks)
 
 

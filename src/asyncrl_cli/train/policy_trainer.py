@@ -5,14 +5,13 @@
     published(version)          manifest and buckets (rank 0)
     snapshot / write / load     trainer state to the host, to disk, back
 
-Threads. `train`, `gather`, `score`, `snapshot` and `load` belong to one thread (the trainer's). `published` and `write`
-may run in another thread beside them: they touch only what gather and snapshot have copied. As soon as `gather` reports a
-full bucket, any thread may use that bucket: nothing writes to it again.
+Threads. `train`, `gather`, `snapshot`, `load` and what `model` computes belong to one thread (the trainer's). `published` and
+`write` may run in another thread beside them: they touch only what gather and snapshot have copied. As soon as `gather` reports
+a full bucket, any thread may use that bucket: nothing writes to it again.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,17 +33,19 @@ from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.critic import Critic
-from asyncrl_cli.train.policy_model import PolicyModel, reference_model
+from asyncrl_cli.train.policy_model import PolicyModel, frozen_model
 from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.scores import REF, Column, Scores, score
+from asyncrl_cli.train.scores import REF, Scores
 from asyncrl_cli.train.trainer_state import (
     ANOTHER_MODEL,
     PUBLISHED_FILE,
+    Counters,
     HostState,
     SavedState,
     random_state,
     restore,
+    restore_random_state,
     to_host,
     write_state,
 )
@@ -78,23 +79,22 @@ class PolicyTrainer:
     def __init__(self, profile: Profile, place: Place, *, rank: int, init_method: str, total_optimizer_steps: int) -> None:
         self.profile = profile
         sequence_size = profile.trainer.sequence_parallel_size
-        self.ranks = Ranks.of(profile, place, rank=rank, init_method=init_method, sequence_size=sequence_size)
+        self.ranks = Ranks(profile, place, rank=rank, init_method=init_method, sequence_size=sequence_size)
         self.model = PolicyModel(profile, place.model_dir, self.ranks)
         algorithm, head_start = profile.algorithm, profile.critic.head_start_steps
         self.optimizer = PolicyOptimizer(
             profile.trainer, self.ranks, self.model.parameters, total_optimizer_steps=total_optimizer_steps - head_start
         )
-        ref_dir, critic_dir = place.ref_dir or place.model_dir, place.critic_dir or place.model_dir
         is_mine = algorithm.has_reference and not is_apart(profile, REF)
-        self.reference = reference_model(profile, ref_dir, self.ranks) if is_mine else None
+        self.reference = frozen_model(REF, profile, place, self.ranks) if is_mine else None
         has_critic = algorithm.has_critic and not is_apart(profile, CRITIC)
-        self.critic = Critic(profile, critic_dir, self.ranks, total_optimizer_steps=total_optimizer_steps) if has_critic else None
+        self.critic = Critic(profile, place, self.ranks, total_optimizer_steps=total_optimizer_steps) if has_critic else None
         self._update = PolicyUpdate(profile, self.ranks, self.model, self.optimizer, self.reference, self.critic)
         self._publication: Publication | None = None
         self._layout = plan_layout(self.model.specs, profile.weights.gather_bucket_size_mb * BYTES_PER_MB)
         self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
         self._frozen_logprobs = self._score_frozen()
-        self._snapshots: dict[int, tuple[HostState, dict[str, float], Publication | None]] = {}
+        self._snapshots: dict[int, tuple[HostState, Counters, Publication | None]] = {}
 
     def close(self) -> None:
         """Leave the process group."""
@@ -109,19 +109,6 @@ class PolicyTrainer:
         which are not computed again.
         """
         return self._update.run(step_in_window, plan, payloads, scores)
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Logprobs of tokens 1.. of each sequence by the current weights, at the sampling temperature. A collective."""
-        if not sequences:
-            return []
-        logprobs = self.model.logprobs_N(scoring_microbatch(sequences, self.ranks.device)).tolist()
-        ends = itertools.accumulate((len(tokens) - 1 for tokens in sequences), initial=0)
-        return [logprobs[start:end] for start, end in itertools.pairwise(ends)]
-
-    def logprobs(self, payloads: Mapping[int, GroupPayload]) -> Column:
-        """Logprobs of the groups' sampled tokens by the current weights, at the sampling temperature. A collective."""
-        model, max_tokens = self.model, self.profile.trainer.max_tokens_per_microbatch
-        return score("now", model.logprobs_N, payloads, max_tokens=max_tokens, ranks=self.ranks, are_packed=model.is_packed)
 
     def gather(self, version: int, on_full: Callable[[Packing, int], None] = lambda packing, index: None) -> float:
         """Copy the full parameters, in the engine's dtype, into fresh host buckets on rank 0, and score the probes.
@@ -138,7 +125,7 @@ class PolicyTrainer:
                 for name, tensor in self.model.form.to_files(part).items():
                     if (index := packing.put(name, tensor)) is not None:
                         on_full(packing, index)
-        probe_logprobs = tuple(map(tuple, self.score(self._probes)))
+        probe_logprobs = tuple(map(tuple, self.model.logprobs(self._probes)))
         if packing is not None:
             before = self._publication.manifest if self._publication is not None else None
             manifest = Manifest(
@@ -168,12 +155,14 @@ class PolicyTrainer:
     def snapshot(self, step: int) -> float:
         """Copy this rank's state to the host under the name `step`. Returns seconds."""
         started_s = time.monotonic()
-        counters: dict[str, float] = {
-            "step": step,
-            "optimizer_steps": self.optimizer.steps_made,
-            "has_window_first": int(self._update.window_first is not None),
+        counters = Counters(
+            schema_version=2,
+            ranks=self.ranks.world_size,
+            step=step,
+            optimizer_steps=self.optimizer.steps_made,
+            has_window_first=int(self._update.window_first is not None),
             **self._frozen_logprobs,
-        }
+        )
         if self.critic is not None:
             counters["critic_steps"] = self.critic.optimizer.steps_made
         state = to_host(self._parameters(), self._state_tensors()) | random_state(self.ranks)
@@ -194,12 +183,12 @@ class PolicyTrainer:
             directory.mkdir(parents=True, exist_ok=True)
             manifest = json.dumps(asdict(replace(publication.manifest, previous_logprobs=())))
             write_weights(publication.packing.tensors(), directory / PUBLISHED_FILE, manifest=manifest)
-        write_state(self.ranks, state, counters, directory)
+        write_state(self.ranks.rank, state, counters, directory)
 
     def load(self, directory: Path) -> None:
         """Restore weights, moments, counters, RNG, the window's first weights, and the published version if saved.
 
-        RefusedError if the directory is no trainer state of this model.
+        RefusedError if the directory holds no trainer state of this model.
         """
         saved = SavedState(directory)
         counters = saved.counters
@@ -212,8 +201,8 @@ class PolicyTrainer:
                 f"{directory}: has no weights of its window's start, which algorithm.old_logprobs = recompute needs",
                 hint="resume with the profile that wrote it",
             )
-        live = self._state_tensors()
-        restore(self._parameters(), live, saved, random_state(self.ranks))
+        restore(self._parameters(), self._state_tensors(), saved)
+        restore_random_state(self.ranks, saved)
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.critic is not None:
             self.critic.optimizer.restore_steps(saved.critic_steps)
@@ -229,7 +218,7 @@ class PolicyTrainer:
 
     def _mean_logprob(self, model: PolicyModel) -> float:
         tokens = make_probes(FROZEN_PROBES, model.vocab_size, self.profile.run.seed)
-        return model.logprobs_N(scoring_microbatch(tokens, self.ranks.device)).mean().item()
+        return model.numbers_N(scoring_microbatch(tokens, self.ranks.device)).mean().item()
 
     def _check_frozen(self, directory: Path, saved: Mapping[str, float]) -> None:
         """RefusedError if the base model or the reference has other weights than when the state in `directory` was saved."""

@@ -81,7 +81,7 @@ class PolicyUpdate:
         if needs_columns(self._algorithm):  # before the first optimizer step changes anything
             metrics |= credited(steps, work, payloads, algorithm=self._algorithm, ranks=self._ranks)
         if self._critic is not None:
-            of_critic, skipped = self._critic.learn(steps, work)
+            of_critic, skipped = self._critic.update(steps, work)
             metrics |= of_critic
         seen, made = list[dict[str, Metric]](), list[tuple[float, float]]()
         for index in range(plan.critic_only, len(steps)):
@@ -115,12 +115,10 @@ class PolicyUpdate:
     def _columns(self, work: list[list[Microbatch]], step_in_window: int) -> tuple[dict[str, float], int]:
         """Compute all columns that are missing. Returns the seconds of each, and what `_prox` returns."""
         seconds: dict[str, float] = {}
-        if self._reference is not None:
-            with self._timed(REF, seconds):
-                fill(REF, self._reference.logprobs_N, chain.from_iterable(work))
-        if self._critic is not None:
-            with self._timed(VALUES, seconds):
-                fill(VALUES, self._critic.values_N, chain.from_iterable(work))
+        for name, model in ((REF, self._reference), (VALUES, self._critic)):
+            if model is not None:
+                with self._timed(name, seconds):
+                    fill(name, model.numbers_N, chain.from_iterable(work))
         with self._timed(PROX, seconds):
             num_scored = self._prox(work, step_in_window)
         return seconds, num_scored
@@ -142,13 +140,13 @@ class PolicyUpdate:
             return 0
         if step_in_window > 0:
             with self._window_first_weights():
-                fill(PROX, self._model.logprobs_N, chain.from_iterable(work))
+                fill(PROX, self._model.numbers_N, chain.from_iterable(work))
             return len(work)
         if self.needs_window_first:
             self.window_first = {n: torch.empty_like(t, device="cpu").copy_(t) for n, t in self._model.locals().items()}
         # The first optimizer step starts from the weights that define prox, so its own forward pass yields both.
         skipped = 0 if self._algorithm.rollout_is_batch_normalize else 1
-        fill(PROX, self._model.logprobs_N, chain.from_iterable(work[skipped:]))
+        fill(PROX, self._model.numbers_N, chain.from_iterable(work[skipped:]))
         return len(work) - skipped
 
     @contextmanager

@@ -24,35 +24,27 @@ CLIP_EPSILON = 1e-6
 
 
 class Ranks:
-    """This rank's place among the others. One per process; `close` it before another is made.
+    """The place of one process among those of its role (`place.workers`). One per process; `close` it before another is made.
 
-    Ranks wait `meeting_s` at most for each other at first, and `timeout_s` later. `mesh` is where parameters are sharded (gloo on
-    CPU, nccl on CUDA): over all ranks. Neighbours, `sequence_size` at a time, have the same trajectories and divide their tokens
-    (unpadded.py); `sequence` is this rank's group of them, None if it is alone.
+    Ranks wait `trainer.meeting_timeout_s` at most for each other at first, and `rollout.call_timeout_s` later. `mesh` is where
+    parameters are sharded (gloo on CPU, nccl on CUDA): over all ranks. Neighbours, `sequence_size` at a time, have the same
+    trajectories and divide their tokens (unpadded.py); `sequence` is this rank's group of them, None if it is alone. On a CPU,
+    torch computes with `place.threads` from here on.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        init_method: str,
-        timeout_s: float,
-        meeting_s: float = 120.0,
-        sequence_size: int = 1,
-    ) -> None:
+    def __init__(self, profile: Profile, place: Place, *, rank: int, init_method: str, sequence_size: int = 1) -> None:
         self.rank = rank
-        self.world_size = world_size
-        self.device = indexed(device)
+        self.world_size = world_size = place.workers
+        self.device = device = own_device(place)
+        timeout_s, meeting_s = profile.rollout.call_timeout_s, profile.trainer.meeting_timeout_s
         if device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(device)
         store = met(init_method, rank=rank, world_size=world_size, timeout_s=meeting_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
         # gloo connects all ranks here, NCCL in the first collective.
         first_s = timeout_s if backend == "nccl" else min(meeting_s, timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=first_s))
-        first_collective(self.device, meeting_s)
+        first_collective(device, meeting_s)
         _set_pg_timeout(timedelta(seconds=timeout_s))
         world = dist.group.WORLD
         assert world is not None
@@ -67,23 +59,8 @@ class Ranks:
             for group in (self._data, self.sequence):
                 _set_pg_timeout(timedelta(seconds=timeout_s), group)
 
-    @classmethod
-    def of(cls, profile: Profile, place: Place, *, rank: int, init_method: str, sequence_size: int = 1) -> Ranks:
-        """One process of a role that has `place.workers` of them; on a CPU, torch computes with `place.threads` from here on."""
-        if place.device == "cpu":
-            torch.set_num_threads(place.threads)
-        return cls(
-            rank=rank,
-            world_size=place.workers,
-            device=torch.device(place.device),
-            init_method=init_method,
-            timeout_s=profile.rollout.call_timeout_s,
-            meeting_s=profile.trainer.meeting_timeout_s,
-            sequence_size=sequence_size,
-        )
-
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of what ranks found in their trajectories, in place: over one of each that have the same ones."""
+        """Sum over ranks, in place, of what each found in its trajectories. Ranks that have the same trajectories count once."""
         if self.world_size > self.sequence_size:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._data)
         return tensor
@@ -109,9 +86,12 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def indexed(device: torch.device) -> torch.device:
-    """`cuda` as `cuda:0`, because torch needs an index. (Ray lets each rank see its own GPU only, as number 0.)"""
-    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+def own_device(place: Place) -> torch.device:
+    """This process's device; on a CPU, torch computes with `place.threads` from here on. `cuda` becomes `cuda:0`, because torch
+    needs an index. (Ray lets each process see its own GPU only, as number 0.)"""
+    if place.device == "cpu":
+        torch.set_num_threads(place.threads)
+    return torch.device("cuda:0" if place.device == "cuda" else place.device)
 
 
 def learning_rate(trainer: TrainerSection, optimizer_steps: int, total_optimizer_steps: int) -> float:
@@ -156,7 +136,7 @@ class PolicyOptimizer:
                 **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
             }
         self._on_host: dict[str, torch.Tensor] | None = None
-        if _offloads(section, ranks):
+        if section.offload_optimizer and ranks.device.type != "cpu":
             live = self._live_moments()
             self._on_host = {key: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for key, t in live.items()}
             self._offload(self._on_host)
@@ -221,10 +201,6 @@ class PolicyOptimizer:
         self.steps_made = steps_made
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(steps_made))
-
-
-def _offloads(section: TrainerSection, ranks: Ranks) -> bool:
-    return section.offload_optimizer and ranks.device.type != "cpu"
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -22,7 +22,7 @@ from asyncrl_cli.samples import GroupPayload, Trajectory
 from asyncrl_cli.tasks.item import messages_of
 from asyncrl_cli.train.balance import microbatches
 from asyncrl_cli.train.batch import SPLIT_COST_TOKENS
-from asyncrl_cli.train.ranks import indexed
+from asyncrl_cli.train.ranks import own_device
 from asyncrl_cli.weights.buckets import torch_dtype
 
 ANOTHER = "take a reward model with longer contexts, or a lower rollout.max_response_tokens"
@@ -33,9 +33,7 @@ class RewardModel:
 
     def __init__(self, profile: Profile, place: Place, decode: Callable[[list[int]], str]) -> None:
         directory, trusts = place.reward_model_dir, profile.model.trust_remote_code
-        if place.device == "cpu":
-            torch.set_num_threads(place.threads)
-        self._device = indexed(torch.device(place.device))
+        self._device = own_device(place)
         self._decode = decode
         self._max_tokens = profile.trainer.max_tokens_per_microbatch
         self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts)
@@ -43,7 +41,7 @@ class RewardModel:
             directory, dtype=torch_dtype(profile.model.dtype), trust_remote_code=trusts, output_loading_info=True
         )
         if missing := sorted(info["missing_keys"]):  # transformers would draw them at random
-            what = f"reward_model.path: {directory} is no sequence classifier: it lacks {first_names(missing)}"
+            what = f"reward_model.path: {directory} is not a sequence classifier: it lacks {first_names(missing)}"
             raise PreflightError(what, hint="take a model with a trained classification head")
         self._model: Any = model.eval().to(self._device)
         self._name_padding()

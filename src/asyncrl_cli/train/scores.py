@@ -27,6 +27,7 @@ from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microb
 from asyncrl_cli.train.ranks import Ranks
 
 PROX, REF, VALUES = sharing.PROX, sharing.REF, sharing.CRITIC
+_ASKED_FOR = "asked for"
 
 Column = Mapping[int, tuple[NDArray[np.float32], ...]]
 """By a group's index: an array per trajectory, a number per sampled token, all segments end to end."""
@@ -36,15 +37,13 @@ Score = Callable[[Microbatch], torch.Tensor]
 """The numbers of a microbatch's sampled tokens, (N); a collective."""
 
 
-def score(
-    name: str, of: Score, payloads: Mapping[int, GroupPayload], *, max_tokens: int, ranks: Ranks, are_packed: bool = False
-) -> Column:
+def score(of: Score, payloads: Mapping[int, GroupPayload], *, max_tokens: int, ranks: Ranks, are_packed: bool = False) -> Column:
     """A column of these groups. A collective; every rank may have groups of its own, or none."""
     plan = _everything(payloads)
     (parts,) = step_microbatches([plan], payloads, window=0, max_tokens=max_tokens, ranks=ranks, are_packed=are_packed)
-    fill(name, of, parts)
+    fill(_ASKED_FOR, of, parts)
     counts = sampled_tokens(plan, payloads)
-    values_F = joined(name, parts, sum(counts)).float().cpu().numpy()
+    values_F = joined(_ASKED_FOR, parts, sum(counts)).float().cpu().numpy()
     arrays = iter([values_F[start:end] for start, end in pairwise(accumulate(counts, initial=0))])
     return {group: tuple(next(arrays) for _ in payload.trajectories) for group, payload in payloads.items()}
 

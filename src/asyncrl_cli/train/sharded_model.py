@@ -1,19 +1,20 @@
 """Makes a rank's model: laid out on the meta device, divided between ranks by FSDP2, then filled from files.
 
 Every decoder layer is one shard group and the rest (embedding, norm, head) another. A rank reads its own rows of each tensor and
-nothing else: on the host there is never more than its shards and one tensor. The exception are models whose tensors differ between
-files and memory (`SavedForm.converts`: joined experts) or have other names there: transformers reads those whole, on every rank.
+nothing else: on the host there is never more than its shards and one tensor. Models whose tensors differ between files and memory
+(`SavedForm.converts`: joined experts), or have other names there, are an exception: transformers reads them whole, on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.attention.varlen
+import transformers
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,10 +23,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.models.attention import Attention, choose_attention
-from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers
+from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
 from asyncrl_cli.profile.schema import ActivationCheckpointing, Profile
+from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.unpadded import Divide, choose_division
+from asyncrl_cli.train.scores import Column, score
+from asyncrl_cli.train.unpadded import Divide, choose_division, is_packed
 from asyncrl_cli.weights.model_files import tensor_files
 
 T = TypeVar("T")
@@ -100,14 +104,61 @@ def sharded(
     return gathered
 
 
-def choose_computation(
-    gathered: Gathered, model: PreTrainedModel, decoder: PreTrainedModel, ranks: Ranks
-) -> tuple[Attention, Divide]:
-    """The attention function of a filled model, and how its decoder takes microbatches. A collective."""
-    attention = gathered(partial(choose_attention, model))
-    divide = gathered(partial(choose_division, decoder, attention, ranks))
-    gathered.release()
-    return attention, divide
+class ShardedModel:
+    """One rank's part of a model that gives each sampled token a number: its logprob (PolicyModel), or a value (Critic).
+
+    `parameters`: the sharded float32 master weights that are trained, by name. `divide`: how the decoder takes microbatches;
+    `is_packed`: their budget of tokens needs no room for padding. OSError or ValueError, from transformers, if `model_dir` is no
+    model.
+    """
+
+    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
+        transformers.logging.disable_progress_bar()
+        self._profile, self._ranks = profile, ranks
+        model, empty = (skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code) for _ in range(2))
+        self.form = SavedForm(empty)
+        self._content = self._make_content(model)
+        self._gathered = sharded(model, self._content, model_dir, profile, self.form, ranks)
+        decoder = getattr(model, model.base_model_prefix)
+        attending = model if self._content is model else decoder  # whose logprobs, or hidden states, must be its own attention's
+        self.attention: Attention = self._gathered(partial(choose_attention, attending))
+        self.divide: Divide = self._gathered(partial(choose_division, decoder, self.attention, ranks))
+        self._gathered.release()
+        self.is_packed = is_packed(self.divide)
+        every = cast(dict[str, DTensor], dict(self._content.named_parameters()))
+        self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
+
+    def _make_content(self, model: PreTrainedModel) -> Any:
+        """What is divided between ranks, from a model on the meta device: see `sharded`."""
+        return model
+
+    def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
+        """The numbers of the sampled tokens, with gradient. A collective: all ranks call it."""
+        raise NotImplementedError
+
+    def numbers_N(self, microbatch: Microbatch) -> torch.Tensor:
+        """The same without gradient. A collective."""
+        with torch.no_grad():
+            numbers_N = self.traced_N(microbatch)
+        self._gathered.release()
+        return numbers_N
+
+    def column(self, payloads: Mapping[int, GroupPayload]) -> Column:
+        """The numbers of the groups' sampled tokens. A collective; every rank may have groups of its own, or none."""
+        max_tokens = self._profile.trainer.max_tokens_per_microbatch
+        return score(self.numbers_N, payloads, max_tokens=max_tokens, ranks=self._ranks, are_packed=self.is_packed)
+
+    def score(self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """`column`, as a scorer with processes of its own gives it (job/scorer_actor.py): group by group."""
+        return list(self.column(dict(enumerate(groups))).values())
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Call it before the forward of each microbatch of an optimizer step."""
+        self._gathered.before_backward(is_last=is_last)
+
+    def locals(self) -> dict[str, torch.Tensor]:
+        """This rank's shards; writing to them in place changes the weights."""
+        return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
 
 
 def _divided(model: PreTrainedModel, content: torch.nn.Module, profile: Profile, ranks: Ranks) -> Gathered:

@@ -13,7 +13,6 @@ number of ranks. (RNG states follow their rank; the trainer itself draws no rand
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired
@@ -83,7 +82,12 @@ def to_host(like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor]) ->
 
     Keys of `local_tensors` are `<kind>/<parameter>`; shape and sharding are those of the parameter in `like`.
     """
-    return {key: _host_rows(like[key.split("/", 1)[1]], local) for key, local in local_tensors.items()}
+    rows = HostState()
+    for key, local in local_tensors.items():
+        parameter = like[key.split("/", 1)[1]]
+        copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
+        rows[key] = Rows(copy, first_row(parameter), parameter.shape[0])
+    return rows
 
 
 def random_state(ranks: Ranks) -> HostState:
@@ -94,31 +98,17 @@ def random_state(ranks: Ranks) -> HostState:
     return {f"rng/{kind}/{ranks.rank}": Rows(values, 0, len(values)) for kind, values in random.items()}
 
 
-def _host_rows(parameter: DTensor, local: torch.Tensor) -> Rows:
-    return Rows(torch.empty(local.shape, dtype=local.dtype).copy_(local), first_row(parameter), parameter.shape[0])
-
-
 def rank_file(directory: Path, rank: int, role: str = "rank") -> Path:
     return directory / f"{role}-{rank:05d}.safetensors"
 
 
-def write_state(ranks: Ranks, state: HostState, counters: Mapping[str, float], directory: Path) -> None:
-    """Write this rank's file, on rank 0 the counters too, and fsync. Raises the system's OSError if that fails."""
-    content = Counters(schema_version=2, ranks=ranks.world_size, **counters)
-    _write(ranks, state, directory, "rank", COUNTERS_FILE, content)
-
-
-def write_critic(ranks: Ranks, state: HostState, critic_steps: int, directory: Path) -> None:
-    """The same for a process of a critic apart, beside the trainer's files."""
-    content = CriticCounters(schema_version=1, processes=ranks.world_size, critic_steps=critic_steps)
-    _write(ranks, state, directory, "critic", CRITIC_FILE, content)
-
-
-def _write(ranks: Ranks, state: HostState, directory: Path, role: str, counters_file: str, counters: Mapping[str, Any]) -> None:
+def write_state(rank: int, state: HostState, counters: Counters | CriticCounters, directory: Path) -> None:
+    """Write this process's file, on rank 0 the counters too, and fsync. Raises the system's OSError if that fails."""
+    role, counters_file = ("critic", CRITIC_FILE) if "processes" in counters else ("rank", COUNTERS_FILE)
     directory.mkdir(parents=True, exist_ok=True)
     places = json.dumps({key: (rows.first_row, rows.num_rows) for key, rows in state.items()})
-    write_weights({key: rows.tensor for key, rows in state.items()}, rank_file(directory, ranks.rank, role), rows=places)
-    if ranks.rank == 0:
+    write_weights({key: rows.tensor for key, rows in state.items()}, rank_file(directory, rank, role), rows=places)
+    if rank == 0:
         (directory / counters_file).write_text(json.dumps(counters, indent=1) + "\n")
     sync_files(directory)
 
@@ -173,24 +163,24 @@ class SavedState:
             raise RefusedError(f"{self.directory} has {num_read} of {len(into)} rows of {key}", hint=ANOTHER)
 
 
-def restore(like: dict[str, DTensor], live: dict[str, torch.Tensor], saved: SavedState, random: HostState | None = None) -> None:
-    """Fill this rank's live shards from disk, keyed and shaped as in `to_host`, and set the random states that `random` names."""
+def restore(like: dict[str, DTensor], live: dict[str, torch.Tensor], saved: SavedState) -> None:
+    """Fill this rank's live shards from disk, keyed and shaped as in `to_host`. RefusedError, with nothing changed, if a tensor is
+    missing or has another shape."""
     state = to_host(like, live)
-    read_state(state | (random or {}), saved)
-    for key, tensor in live.items():
-        tensor.copy_(state[key].tensor)
-
-
-def read_state(state: HostState, saved: SavedState) -> None:
-    """Fill `state` from disk, and set the random state saved there. RefusedError if a tensor is missing or has another shape."""
     for key, rows in sorted(state.items()):
-        found, is_random = saved.shapes.get(key), key.startswith("rng/")
-        if found == rows.whole_shape:
-            saved.read(key, rows.tensor, rows.first_row)
-        elif not is_random:
+        if (found := saved.shapes.get(key)) != rows.whole_shape:
             raise RefusedError(
                 f"{saved.directory}: checkpoint is of another model: {key} is {found or 'absent'}, not {rows.whole_shape}",
                 hint=ANOTHER_MODEL,
             )
-        if is_random:  # unchanged if fewer ranks wrote the checkpoint
+        saved.read(key, rows.tensor, rows.first_row)
+    for key, tensor in live.items():
+        tensor.copy_(state[key].tensor)
+
+
+def restore_random_state(ranks: Ranks, saved: SavedState) -> None:
+    """Set this rank's random state, unless fewer ranks wrote the checkpoint."""
+    for key, rows in random_state(ranks).items():
+        if saved.shapes.get(key) == rows.whole_shape:
+            saved.read(key, rows.tensor)
             (torch.cuda if "/cuda/" in key else torch).set_rng_state(rows.tensor)

@@ -79,7 +79,9 @@ class Part:
         """All N, from those of each rank: a collective. Every rank's gradient is that of its own tokens."""
         if self.tokens_n is None or self.sequence is None:
             return values_n
-        return _Joined.apply(values_n, self.tokens_n, num_tokens, self.sequence)
+        whole_N = values_n.new_zeros(num_tokens).index_copy_(0, self.tokens_n, values_n.detach())
+        dist.all_reduce(whole_N, group=self.sequence)
+        return whole_N.index_copy(0, self.tokens_n, values_n)
 
 
 Divide = Callable[[Microbatch], Part]
@@ -278,19 +280,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _Exchange.apply(gradient, ctx.sequence), None
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values_n: torch.Tensor, tokens_n: torch.Tensor, num_tokens: int, sequence: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.save_for_backward(tokens_n)
-        values_N = values_n.new_zeros(num_tokens).index_copy_(0, tokens_n, values_n)
-        dist.all_reduce(values_N, group=sequence)
-        return values_N
-
-    @staticmethod
-    def backward(ctx: Any, gradient_N: torch.Tensor) -> Any:
-        (tokens_n,) = ctx.saved_tensors
-        return gradient_N[tokens_n], None, None, None

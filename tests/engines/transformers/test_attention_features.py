@@ -98,7 +98,7 @@ def test_the_trainers_logprobs_are_those_of_the_models_own_attention(family, tmp
     model = make_model(family)
     trainer = make_trainer(trainer_parts(tiny.save(model, tmp_path / "model")))
     assert trainer.model.attention == FAMILIES[family][2]
-    for tokens, logprobs in zip(sequences(), trainer.score(sequences()), strict=True):
+    for tokens, logprobs in zip(sequences(), trainer.model.logprobs(sequences()), strict=True):
         assert mean_diff(logprobs, own_logprobs(model, tokens)) < 1e-5
 
 
@@ -157,7 +157,7 @@ def test_trainer_and_engine_score_alike_in_either_dtype(family, dtype, tmp_path,
         finally:
             await engine.close()
 
-    for ours, theirs in zip(trainer.score(sequences()), asyncio.run(scored()), strict=True):
+    for ours, theirs in zip(trainer.model.logprobs(sequences()), asyncio.run(scored()), strict=True):
         # A mixture of experts rounds by how many tokens come to an expert: the trainer's batch is a token shorter.
         assert mean_diff(ours, theirs) < (2e-3 if family.startswith("experts") and dtype == "bfloat16" else 1e-6)
 

@@ -56,7 +56,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
         trainer.gather(1)
         manifest, buckets = trainer.published(1)
         model.load_state_dict(trainer.model.locals())
-        yield Published(model_dir, model, manifest, buckets, trainer.score(sequences()))
+        yield Published(model_dir, model, manifest, buckets, trainer.model.logprobs(sequences()))
     finally:
         trainer.close()
 

@@ -143,7 +143,7 @@ def _num_blocks(model: PreTrainedModel, slots: int, max_tokens: int) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """psutil is no new dependency: continuous batching itself needs it on a CPU."""
+    """Of the device, or of the machine for a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -34,18 +34,8 @@ LOOK_S = 0.2
 """How often a waiting call checks whether its worker has left."""
 
 
-class Group(Protocol):
-    """Rank 0's end of one worker's group."""
-
-    def broadcast(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Send all tensors in this order; returns when they are sent. After `destroy` it soon returns or raises."""
-
-    def destroy(self) -> None:
-        """End the group. May be called in any thread, also while `broadcast` waits. Returns within seconds."""
-
-
 class NcclGroup:
-    """A Group with vLLM's own communicator and packing. The constructor waits until all ranks have met."""
+    """Rank 0's end of one worker's group, with vLLM's own communicator and packing. The constructor waits until all have met."""
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -60,6 +50,7 @@ class NcclGroup:
             raise AsyncrlError("vLLM found no NCCL library beside this torch", hint="--set weights.transport=object-store")
 
     def broadcast(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Send all tensors in this order; returns when they are sent. After `destroy` it soon returns or raises."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         torch.cuda.set_device(self._device)
@@ -73,6 +64,7 @@ class NcclGroup:
         )
 
     def destroy(self) -> None:
+        """End the group. May be called in any thread, also while `broadcast` waits. Returns within seconds."""
         self._communicator.destroy()
 
 
@@ -81,7 +73,7 @@ class _Link:
 
     def __init__(self, worker: str) -> None:
         self.worker = worker
-        self.group: Future[Group] = Future()
+        self.group: Future[NcclGroup] = Future()
         self.ended = threading.Event()
         self._ends_once = threading.Lock()
 
@@ -98,7 +90,7 @@ class NcclLinks:
     def __init__(
         self,
         held: HeldVersions,
-        open_group: Callable[[Meeting], Group],
+        open_group: Callable[[Meeting], NcclGroup],
         *,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,

@@ -7,7 +7,7 @@ whose derivative by u is - A at u = 1 and falls smoothly on both sides.
 Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv:2511.20347), with tau_pos = 1, tau_neg = 1.05 and
 `loss_agg_mode = "seq-mean-token-mean"`.
 
-What it is not: the loss is not 0 where A is not and u = 1; only its gradient means anything.
+What it is not: at u = 1 the loss is not 0 (unless A is). Only its gradient has a meaning.
 """
 
 from __future__ import annotations
