@@ -116,8 +116,8 @@ class ProfileFile:
 
 
 def shipped_directory(kind: str) -> Path:
-    """`profiles` or `templates`: inside the wheel, or at the top of a source checkout."""
-    assert kind in ("profiles", "templates")
+    """`profiles`, `templates` or `docs`: inside the wheel, which has one page of docs, or at the top of a source checkout."""
+    assert kind in ("profiles", "templates", "docs")
     for directory in (_PACKAGE / f"_{kind}", _PACKAGE.parents[1] / kind):
         if directory.is_dir():
             return directory
