@@ -208,9 +208,10 @@ def _choices(option: Mapping[str, Any]) -> list[str]:
 def _describe(option: Mapping[str, Any]) -> str:
     if choices := [f'"{choice}"' for choice in _choices(option)]:
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if items := option.get("prefixItems"):
+        return f"{len(items)} numbers, each {_describe(items[0])}"
     if option["type"] == "array":
-        items = option.get("prefixItems")
-        return f"{len(items)} numbers, each {_describe(items[0])}" if items else "an array of strings"
+        return f"an array, each entry {_describe(option['items'])}"
     if option.get("format") == "path":
         return f"a string, with at most {MAX_NAME_BYTES} bytes in a name and {MAX_PATH_BYTES} in a path"
     return _NAMES[option["type"]] + "".join(text.format(option[name]) for name, text in _LIMITS.items() if name in option)
