@@ -185,6 +185,13 @@ def test_environment_values_are_toml_too_and_their_errors_name_the_variable() ->
     assert "(environment ASYNCRL_RUN__SEED)" in refusal(environ={"ASYNCRL_RUN__SEED": "x"}).message
 
 
+def test_parameters_in_the_environment_are_put_together() -> None:
+    given = {"ASYNCRL_TASK__PARAMS": "{a = 1}", "ASYNCRL_TASK__PARAMS__B__C": "2", "ASYNCRL_TASK__PARAMS__B__D": "x"}
+    assert load("base", environ=given).profile.task.params == {"a": 1, "b": {"c": 2, "d": "x"}}
+    beside = {"ASYNCRL_TASK__PARAMS": "5", "ASYNCRL_TASK__PARAMS__X": "1"}
+    assert "task.params = 5 (environment ASYNCRL_TASK__PARAMS): expected a table" in refusal(environ=beside).message
+
+
 def test_all_problems_are_listed_with_all_hints() -> None:
     error = refusal(sets=("run.seed=x", "rollout.n=0", "trainer.lr=0"))
     assert error.message.startswith("3 problems in the configuration:")
