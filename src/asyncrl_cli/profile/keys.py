@@ -134,28 +134,28 @@ def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
     return ConfigError(f"{where}: unknown key {shortened(key)}", hint=did_you_mean(_joined(key) or key, known, there_are))
 
 
-def validate(values: Mapping[str, Any], origins: Mapping[str, str], named: Mapping[str, Any], origin: str) -> Profile:
-    """`values` and `origins` by dotted key; `named`: the profile's name and purpose, which come from `origin`.
-
-    Raises all type and range errors of all layers as one ConfigError.
-    """
-    nested: dict[str, Any] = {**named}
+def validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Profile:
+    """The profile of values by key, its name and purpose among them. Raises all type and range errors as one ConfigError."""
+    nested: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
-        if not key.startswith(f"{PARAMS}."):
+        if key.startswith(f"{PARAMS}."):
+            params[key.removeprefix(f"{PARAMS}.")] = value
+        elif name:
             nested.setdefault(section, {})[name] = value
-    if params := {key.removeprefix(f"{PARAMS}."): value for key, value in values.items() if key.startswith(f"{PARAMS}.")}:
+        else:
+            nested[key] = value
+    if params:
         nested.setdefault("task", {}).setdefault("params", params)
     try:
         return Profile.model_validate(nested)
     except ValidationError as error:
         wrong = dict.fromkeys(".".join(str(part) for part in detail["loc"][:2]) for detail in error.errors())
-        raise combine([_wrong_value(key, nested, origins.get(key, origin)) for key in wrong]) from None
+        raise combine([_wrong_value(key, values[key], origins[key]) for key in wrong]) from None
 
 
-def _wrong_value(key: str, nested: Mapping[str, Any], origin: str) -> ConfigError:
-    section, _, name = key.partition(".")
-    value = nested[section][name] if name else nested[section]
+def _wrong_value(key: str, value: Any, origin: str) -> ConfigError:
     text = shortened(value)
     shown = f'"{text}"' if isinstance(value, str) else text.lower() if isinstance(value, bool) else text
     return ConfigError(f"{key} = {shown} ({origin}): expected {expected(key)}", hint=_type_hint(key, value, origin))

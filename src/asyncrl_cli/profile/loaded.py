@@ -93,10 +93,10 @@ def load(
     values, origins = merge(stack)
     _place_code(values, origins, {file.origin: file.path.parent for file in files})
     file = files[-1]
-    named = {"name": file.content.get("name", file.name), "purpose": file.content.get("purpose", "")}
-    profile = validate(values, origins, named, file.origin)
-    every = {"name": file.origin, "purpose": file.origin if "purpose" in file.content else DEFAULT}
-    every |= {key: origins.get(key, DEFAULT) for key in entries_of(profile)}
+    values |= {"name": file.content.get("name", file.name), "purpose": file.content.get("purpose", "")}
+    origins |= {"name": file.origin, "purpose": file.origin if "purpose" in file.content else DEFAULT}
+    profile = validate(values, origins)
+    every = {key: origins.get(key, DEFAULT) for key in ("name", "purpose", *entries_of(profile))}
     return Loaded(profile=profile, origins=every, warnings=tuple(check(profile)))
 
 
