@@ -39,8 +39,7 @@ def compare(
     if len(runs) < 2:
         raise ConfigError("a comparison needs two runs or more", hint=f"`asyncrl status {runs[0]}` shows one run")
     made = side_by_side([Recorded.find(run, runs_dir) for run in runs], reward)
-    for doubt in _doubts(made):
-        warn(doubt)
+    warn(*_doubts(made))
     if as_json:
         print_json(made.to_json())
     else:

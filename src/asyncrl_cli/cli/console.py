@@ -38,6 +38,10 @@ def set_option(help: str) -> Any:
     return typer.Option("--set", metavar="SECTION.KEY=VALUE", help=help, autocompletion=completion.sets)
 
 
+def number_option(name: str, help: str, *, least: int = 1) -> Any:
+    return typer.Option(name, metavar="N", min=least, help=help)
+
+
 def run_argument(metavar: str, help: str) -> Any:
     return typer.Argument(metavar=metavar, help=help, autocompletion=completion.runs)
 
@@ -150,8 +154,9 @@ def say(text: str) -> None:
     stderr().print(Text(text), soft_wrap=True)
 
 
-def warn(text: str) -> None:
-    _labelled("warning", "bold yellow", text)
+def warn(*texts: str) -> None:
+    for text in texts:
+        _labelled("warning", "bold yellow", text)
 
 
 def tell(error: AsyncrlError) -> None:

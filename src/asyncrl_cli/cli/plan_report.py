@@ -56,8 +56,7 @@ def print_plan(
     refusal = memory_fit.cannot_fit(memory) if isinstance(memory, MemoryEstimate) else None
     if refusal is None and isinstance(memory, MemoryEstimate):
         warnings += memory_fit.memory_warnings(memory)
-    for warning in warnings:
-        warn(warning)
+    warn(*warnings)
     if as_json:
         print_json(_document(profile, schedule, job, memory) | ({"cluster": there.rows(job)} if shows_nodes else {}))
     else:

@@ -23,6 +23,7 @@ from asyncrl_cli.cli.console import (
     epilog,
     json_text,
     load_profile,
+    number_option,
     print_json,
     print_text,
     profile_option,
@@ -142,12 +143,9 @@ def init(
             "--shared", metavar="DIR", help="For a cluster: directory that all nodes see, for the runs; by default this one."
         ),
     ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option("--nodes", metavar="N", min=1, help="For a cluster: its nodes; by default as few as hold the job."),
-    ] = None,
+    nodes: Annotated[int | None, number_option("--nodes", "For a cluster: its nodes; by default as few as hold the job.")] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, help="For a cluster: GPUs of each node; by default 8.")
+        int | None, number_option("--gpus-per-node", "For a cluster: GPUs of each node; by default 8.")
     ] = None,
     image: Annotated[
         str | None, typer.Option("--image", metavar="IMAGE", help="For kuberay and skypilot: container image with asyncrl.")
@@ -163,8 +161,7 @@ def init(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RefusedError(f"{directory} exists and is not empty", hint="name a new directory: nothing is overwritten")
     launch = launch_of(template, profile, sets, name=name, shared=shared, nodes=nodes, gpus_per_node=gpus_per_node, image=image)
-    for text in launch.loaded.warnings if launch is not None else ():
-        warn(text)
+    warn(*launch.loaded.warnings if launch is not None else ())
     files = rendered(source, launch) if launch is not None else {}
     shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file, text in files.items():
@@ -282,8 +279,7 @@ def show(
     from asyncrl_cli.profile.loaded import to_document, to_toml
 
     loaded = load_profile(name, sets)
-    for warning in loaded.warnings:
-        warn(warning)
+    warn(*loaded.warnings)
     if as_json:
         print_json(to_document(loaded.profile, loaded.origins))
     else:

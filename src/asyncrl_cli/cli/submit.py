@@ -72,8 +72,7 @@ def submit(
     run = loaded.profile.run.name or fresh_name(loaded.profile.name, runs_dir)
     check_name(run)
     cargo = cargo_of(loaded, Path.cwd())
-    for note in (*loaded.warnings, *cargo.notes):
-        warn(note)
+    warn(*loaded.warnings, *cargo.notes)
     arguments = ["train", "--profile", PROFILE, "--name", run]
     job = Job(arguments=arguments, run=run, runs_dir=runs_dir.absolute(), cargo=cargo)
     if dry_run:

@@ -132,6 +132,11 @@ def shipped_profiles() -> dict[str, Path]:
     return {path.stem: path for path in sorted(shipped_directory("profiles").glob("*.toml"))}
 
 
+def shipped_workloads() -> dict[str, Path]:
+    """Workloads that come with asyncrl, by name."""
+    return {path.stem: path for path in sorted((shipped_directory("profiles") / "workloads").glob("*.toml"))}
+
+
 def shipped_templates() -> dict[str, Path]:
     """The directories that `asyncrl init` copies, by name."""
     return {path.name: path for path in sorted(shipped_directory("templates").iterdir()) if path.is_dir()}
