@@ -130,7 +130,7 @@ def test_every_line_of_the_pages_tables_is_a_row() -> None:
         if "| there | here |" in text:
             keys_there[name] = re.findall(r"^\| `([^`]+)` \| .* \|$", text, re.MULTILINE)
             assert len(keys_there[name]) == sum(line.startswith("|") for line in text.splitlines()) - 2  # heading and rule
-    assert list(keys_there) == ["verl", "SkyRL", "AReaL", "prime-rl", "TRL"]
+    assert list(keys_there) == ["verl", "SkyRL", "AReaL", "prime-rl", "TRL", "Other names"]
     for name, theirs in keys_there.items():
         assert [row.theirs for row in rows() if row.peer == name] == theirs
 

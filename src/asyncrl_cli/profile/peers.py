@@ -1,6 +1,6 @@
 """Keys of other trainers, and those that stand for them here, which are the hints of unknown keys.
 
-Those of known trainers are the tables of docs/coming-from.md, which comes with asyncrl:
+They are the tables of docs/coming-from.md, a page that comes with asyncrl:
 
     ## verl
     | there | here | what differs |
@@ -19,17 +19,17 @@ from typing import NamedTuple
 from asyncrl_cli.profile.toml_files import shipped_directory
 
 HEADER = "\n| there | here | what differs |\n|---|---|---|\n"
-OTHERS, EARLIER = "others", "an earlier asyncrl"
-"""Peers that are no trainers: names that none has and that are tried all the same, and our own of earlier versions."""
+OTHERS = "Other names"
+"""The section of names that are no trainer's."""
 
 
 class Row(NamedTuple):
-    """A key of another trainer, our keys in its place, and what differs between them or why there is none."""
+    """A key of another trainer, our keys in its place, and what differs between them or why there is none. `peer`: the trainer."""
 
     peer: str
     theirs: str
     ours: tuple[str, ...]
-    note: str = ""
+    note: str
 
     @property
     def meaning(self) -> str:
@@ -46,29 +46,9 @@ class Row(NamedTuple):
         return f"use {' and '.join(self.ours)}{note}" if self.ours else self.note
 
 
-NOT_ON_THE_PAGE = (
-    Row(OTHERS, "num_gpus", ("placement.gpus",), "of the whole job, divided by placement.ratio"),
-    Row(OTHERS, "trainer_gpus", ("placement.trainer_workers",), "one GPU each; or placement.gpus with placement.ratio"),
-    Row(OTHERS, "gpus_per_trainer", ("placement.trainer_workers",), "one GPU each; or placement.gpus with placement.ratio"),
-    Row(
-        OTHERS,
-        "rollout_gpus",
-        ("rollout.workers",),
-        "each on placement.gpus_per_rollout_worker GPUs; or placement.gpus with placement.ratio",
-    ),
-    Row(OTHERS, "gpus_per_rollout", ("placement.gpus_per_rollout_worker",), "how many workers: rollout.workers"),
-    Row(OTHERS, "gpus_per_worker", ("placement.gpus_per_rollout_worker",), "a trainer rank has one GPU"),
-    Row(OTHERS, "trainer.num_workers", ("placement.trainer_workers",), "one GPU each"),
-    Row(OTHERS, "rollout.num_workers", ("rollout.workers",)),
-    Row(EARLIER, "task.prompt_column", ("task.prompt_key",)),
-    Row(EARLIER, "task.answer_column", ("task.answer_key",)),
-    Row(EARLIER, "algorithm.max_importance_weight", ("algorithm.rollout_is_threshold",), 'X is now "0_X"'),
-)
-
-
 @cache
 def rows() -> tuple[Row, ...]:
-    """The rows of the page's tables, then the others."""
+    """The rows of the page's tables."""
     found: list[Row] = []
     page = (shipped_directory("docs") / "coming-from.md").read_text(encoding="utf-8")
     for section in page.split("\n## "):
@@ -77,7 +57,7 @@ def rows() -> tuple[Row, ...]:
             theirs, ours, note = (cell.strip() for cell in line.strip("|").split("|"))
             own = tuple(ours.replace("`", "").split(", ")) if ours else ()
             found.append(Row(section.partition("\n")[0], theirs.strip("`"), own, note))
-    return (*found, *NOT_ON_THE_PAGE)
+    return tuple(found)
 
 
 def counterpart(key: str) -> Row | None:
