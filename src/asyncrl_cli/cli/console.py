@@ -9,12 +9,14 @@ import io
 import os
 import sys
 import traceback
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 
 from asyncrl_cli.cli import completion
@@ -148,6 +150,14 @@ def print_prose(text: str) -> None:
     """Print sentences on stdout: wrapped between words on a terminal, unwrapped in a pipe."""
     console = stdout()
     console.print(Text(text), soft_wrap=not console.is_terminal)
+
+
+def print_table(columns: Sequence[str | Column], rows: Iterable[Iterable[RenderableType]], title: str | None = None) -> None:
+    """Print a table without borders on stdout; without columns it has no header."""
+    table = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False, show_header=bool(columns))
+    for cells in rows:
+        table.add_row(*cells)
+    stdout().print(table)
 
 
 def say(text: str) -> None:

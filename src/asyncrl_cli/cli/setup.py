@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -25,11 +25,11 @@ from asyncrl_cli.cli.console import (
     load_profile,
     number_option,
     print_json,
+    print_table,
     print_text,
     profile_option,
     say,
     stderr,
-    stdout,
     warn,
 )
 from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
@@ -103,12 +103,11 @@ def doctor(
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        table = Table(box=None, pad_edge=False, show_header=False)
-        for finding in findings:
-            hint = f"  hint: {finding.hint}" if finding.hint and not finding.ok else ""
-            marks = MARKS if address is None else CLUSTER_MARKS
-            table.add_row(finding.what, marks[finding.ok], f"{finding.found}{hint}")
-        stdout().print(table)
+        marks = MARKS if address is None else CLUSTER_MARKS
+        rows = (
+            (one.what, marks[one.ok], one.found + (f"  hint: {one.hint}" if one.hint and not one.ok else "")) for one in findings
+        )
+        print_table((), rows)
     if any(finding.ok is False for finding in findings):
         raise typer.Exit(3)
 
@@ -202,7 +201,7 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
         return
     from asyncrl_cli.profile.arithmetic import mode_of
     from asyncrl_cli.profile.loaded import load
-    from asyncrl_cli.profile.toml_files import shipped_profiles
+    from asyncrl_cli.profile.toml_files import shipped_profiles, toml_value
 
     loaded = ((name, load(name, environ={}).profile) for name in shipped_profiles())
     rows: list[dict[str, Any]] = [
@@ -219,12 +218,9 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table(box=None, pad_edge=False)
-    for header in ("name", "K", "eta", "partial", "purpose"):
-        table.add_column(header, no_wrap=header != "purpose")
-    for row in rows:
-        table.add_row(row["name"], str(row["K"]), row["eta"], str(row["partial_rollout"]).lower(), row["purpose"])
-    stdout().print(table)
+    columns = [Column(header, no_wrap=True) for header in ("name", "K", "eta", "partial")]
+    shown = ((row["name"], str(row["K"]), row["eta"], toml_value(row["partial_rollout"]), row["purpose"]) for row in rows)
+    print_table([*columns, "purpose"], shown)
 
 
 @profiles.command("keys")
@@ -238,17 +234,15 @@ def list_keys(
     as_json: JsonOption = False,
 ) -> None:
     """List every key of a profile: its default, what it expects, what it means. All of it is TOML."""
-    from asyncrl_cli.profile.keys import expected, keys, sections, unknown_key
+    from asyncrl_cli.profile.keys import expected, keys, sections, unknown_key, values_of
+    from asyncrl_cli.profile.schema import Profile
     from asyncrl_cli.profile.toml_files import toml_value
 
-    def default_of(key: str) -> Any:
-        section, _, of_section = key.partition(".")
-        return sections()[section].model_fields[of_section].get_default(call_default_factory=True)
-
+    defaults = values_of(Profile())
     if name not in ("", *sections(), *keys()):
         raise unknown_key(name, "profiles keys", [*sections(), *keys()])
     rows = [
-        {"key": key, "expects": expected(key), "default": default_of(key), "meaning": meaning}
+        {"key": key, "expects": expected(key), "default": defaults[key], "meaning": meaning}
         for key, meaning in keys().items()
         if name in ("", key, key.partition(".")[0])
     ]
