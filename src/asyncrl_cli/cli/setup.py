@@ -153,15 +153,15 @@ def init(
     """Copy a template for a task of your own, ready to train, for a dashboard, or for a job on a cluster."""
     import shutil
 
-    from asyncrl_cli.cli.launchers import launch_of, rendered
+    from asyncrl_cli.cli.launchers import Launch, rendered
     from asyncrl_cli.profile.file_schema import profile_schema
 
     source = _find(template)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RefusedError(f"{directory} exists and is not empty", hint="name a new directory: nothing is overwritten")
-    launch = launch_of(template, profile, sets, name=name, shared=shared, nodes=nodes, gpus_per_node=gpus_per_node, image=image)
-    warn(*launch.loaded.warnings if launch is not None else ())
-    files = rendered(source, launch) if launch is not None else {}
+    launch = Launch(profile=profile, image=image, set=sets, name=name, shared=shared, nodes=nodes, gpus_per_node=gpus_per_node)
+    files = rendered(source, launch)
+    warn(*launch.loaded.warnings if files else ())
     shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file, text in files.items():
         (directory / file).write_text(text, encoding="utf-8")
