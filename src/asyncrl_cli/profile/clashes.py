@@ -95,7 +95,7 @@ CLASHES = (
     ),
     Clash(
         {COLOCATE: True, "rollout.min_workers": given},
-        "a worker shares its resources with a rank of the trainer, which all are needed",
+        "each worker shares its resources with a rank of the trainer, and the trainer needs all of its ranks",
         "leave rollout.min_workers out, or placement.colocate=false",
     ),
     *(

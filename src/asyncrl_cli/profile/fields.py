@@ -55,8 +55,6 @@ Strings = Annotated[tuple[str, ...], ARRAY]
 Params = dict[str, Any]
 Labels = dict[str, Annotated[str, Field(pattern=LABEL)]]
 """Selectors of nodes by Ray's labels."""
-Sources = dict[str, PathText]
-"""Files by name."""
 
 
 class Section(BaseModel):

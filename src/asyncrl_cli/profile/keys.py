@@ -68,10 +68,10 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
             hint = f"{section}.<key> = {shortened(table)}"
             problems.append(ConfigError(f"{where}: {section} is a section, not a value", hint=hint))
         else:
-            given = ((f"{section}.{name}", value) for name, value in table.items())
-            unknown = (name for key, value in given if key not in keys() for name in _meant(key, value))
+            given = {f"{section}.{name}": value for name, value in table.items()}
+            unknown = (name for key, value in given.items() if key not in keys() for name in _meant(key, value))
             problems += [unknown_key(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
-            flat |= {f"{section}.{name}": value for name, value in table.items()}
+            flat |= given
     if problems:
         raise combine(problems)
     if isinstance(flat.get(PARAMS), Mapping):

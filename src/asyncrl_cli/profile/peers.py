@@ -34,11 +34,10 @@ class Row(NamedTuple):
     @property
     def meaning(self) -> str:
         """The end of an error's message about the key."""
+        ours = " and ".join(self.ours)
         if self.peer == OTHERS:
-            return f"which is {' and '.join(self.ours)} here"
-        return (
-            f"{self.peer}'s name for {' and '.join(self.ours)}" if self.ours else f"which is {self.peer}'s and has no counterpart"
-        )
+            return f"which is {ours} here"
+        return f"{self.peer}'s name for {ours}" if ours else f"which is {self.peer}'s and has no counterpart"
 
     @property
     def hint(self) -> str:

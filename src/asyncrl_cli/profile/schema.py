@@ -25,7 +25,6 @@ from asyncrl_cli.profile.fields import (
     Processes,
     Ratio,
     Section,
-    Sources,
     Strings,
 )
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, EnvSection, RolloutSection, WeightsSection
@@ -258,7 +257,7 @@ class EvalSection(Section):
     """Versions between evals. Version 0 and the last one are always scored; 0: only those two."""
     prompts: NonNegativeInt = 512
     """Held-out prompts per eval, never among the training prompts; 0: no eval."""
-    sets: Sources = Field(default_factory=dict)
+    sets: dict[str, PathText] = Field(default_factory=dict)
     """Further sets by name, each all prompts of a file: `{aime = "parquet:aime.parquet", math = "jsonl:math.jsonl"}`. Columns and
     reward are the task's. Training prompts that are in a set are left out."""
     samples_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 1
