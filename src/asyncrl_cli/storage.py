@@ -141,10 +141,9 @@ def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 def replace_link(link: Path, target: str) -> None:
     """Point the symbolic `link` at `target` (relative to it); a reader sees the old link or the new one."""
-    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    temporary.replace(link)
+    with appearing_file(link) as temporary:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
 
 
 def fsync(path: Path) -> None:

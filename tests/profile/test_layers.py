@@ -138,6 +138,9 @@ def refusal(reference: str = "base", sets: tuple[str, ...] = (), environ: dict[s
         ("async_training.partial_rollout=1", "expected true or false", "frozen"),
         ("rollout.engine=transformer", 'rollout.engine = "transformer" is not known', "known: transformers, vllm;"),
         ("trainer.betas=[0.9]", "expected 2 numbers", "betas"),
+        ("rollout.stop='x'", "expected an array, each entry a string", "Strings"),
+        ("placement.ratios=[1.5]", "expected an array, each entry an integer of at least 1", "share"),
+        ("placement.tasks=['train']", 'expected an array, each entry an array, each entry one of "train"', "share"),
         ("placement.ratio=0:1", 'expected a string like "1:1"', "share"),
         ("weights.keep_versions=some", 'expected an integer of at least 0 and at most 1,000,000,000 or "all"', "versions"),
     ],
@@ -180,6 +183,13 @@ def test_environment_values_are_toml_too_and_their_errors_name_the_variable() ->
         load("base", environ={"ASYNCRL_TASK__PARAMS": "{low = 3}"}).origins["task.params.low"] == "environment ASYNCRL_TASK__PARAMS"
     )
     assert "(environment ASYNCRL_RUN__SEED)" in refusal(environ={"ASYNCRL_RUN__SEED": "x"}).message
+
+
+def test_parameters_in_the_environment_are_put_together() -> None:
+    given = {"ASYNCRL_TASK__PARAMS": "{a = 1}", "ASYNCRL_TASK__PARAMS__B__C": "2", "ASYNCRL_TASK__PARAMS__B__D": "x"}
+    assert load("base", environ=given).profile.task.params == {"a": 1, "b": {"c": 2, "d": "x"}}
+    beside = {"ASYNCRL_TASK__PARAMS": "5", "ASYNCRL_TASK__PARAMS__X": "1"}
+    assert "task.params = 5 (environment ASYNCRL_TASK__PARAMS): expected a table" in refusal(environ=beside).message
 
 
 def test_all_problems_are_listed_with_all_hints() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("typer", "rich", "pydantic", "pydantic-settings", "tomli")
+NEEDED = ("typer", "rich", "pydantic", "tomli")
 
 
 def closure(names: tuple[str, ...]) -> list[metadata.Distribution]:
@@ -58,7 +58,7 @@ def test_the_wheel_in_an_empty_environment_lists_profiles_and_templates(tmp_path
     bare = {"PATH": "/usr/bin:/bin", "COLUMNS": "120"}  # no PYTHONPATH: with one, pip may find the wheel installed elsewhere
     subprocess.run(install, check=True, timeout=120, env=bare)
 
-    def asyncrl(*arguments: str) -> str:
+    def asyncrl(*arguments: str, exit_code: int = 0) -> str:
         done = subprocess.run(
             [str(commands / "asyncrl"), *arguments],
             capture_output=True,
@@ -68,8 +68,8 @@ def test_the_wheel_in_an_empty_environment_lists_profiles_and_templates(tmp_path
             env=bare,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert done.returncode == exit_code, done.stderr
+        return done.stdout + done.stderr
 
     listed = asyncrl("profiles")
     names = [path.stem for path in (ROOT / "profiles").glob("*.toml")]
@@ -78,3 +78,4 @@ def test_the_wheel_in_an_empty_environment_lists_profiles_and_templates(tmp_path
     assert str(site_packages) in asyncrl("profiles", "show", "base", "--origin")
     asyncrl("init", "jsonl", "mine")
     assert (tmp_path / "mine" / "rewards.py").is_file()
+    assert "verl's name for eval.every_versions" in asyncrl("profiles", "keys", "rollout.test_freq", exit_code=2)

@@ -7,10 +7,10 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.toml_files import shipped_profiles
+from asyncrl_cli.profile.toml_files import shipped_profiles, shipped_workloads
 from asyncrl_cli.simulate.responses import ResponseLengths, mean_tokens
 from asyncrl_cli.simulate.workload import Lengths
-from asyncrl_cli.simulate.workload_files import load_workload, profile_for, shipped_workloads
+from asyncrl_cli.simulate.workload_files import load_workload, profile_for
 
 SMALL = """
 windows = 3

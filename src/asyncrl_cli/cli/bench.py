@@ -11,6 +11,7 @@ from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import (
     AddressOption,
     JsonOption,
+    number_option,
     print_json,
     print_prose,
     profile_option,
@@ -57,22 +58,15 @@ def bench(
             autocompletion=completion.workloads,
         ),
     ] = None,
-    repeat: Annotated[
-        int, typer.Option("--repeat", metavar="N", min=1, help="Runs of each profile, with the seeds SEED, SEED + 1, ...")
-    ] = 1,
+    repeat: Annotated[int, number_option("--repeat", "Runs of each profile, with the seeds SEED, SEED + 1, ...")] = 1,
     groups: Annotated[
-        int | None,
-        typer.Option(
-            "--groups", metavar="N", min=1, help="Groups that each run trains; by default 384, or the workload's windows."
-        ),
+        int | None, number_option("--groups", "Groups that each run trains; by default 384, or the workload's windows.")
     ] = None,
-    windows: Annotated[
-        int | None, typer.Option("--windows", metavar="N", min=1, help="The same, in windows of the baseline.")
-    ] = None,
+    windows: Annotated[int | None, number_option("--windows", "The same, in windows of the baseline.")] = None,
     sets: Annotated[
         list[str] | None, set_option("Override a key of all profiles, the baseline included. To change one of them, give a file.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the first repeat.")] = 0,
+    seed: Annotated[int, number_option("--seed", "Seed of the first repeat.", least=0)] = 0,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Where results.json, report.md and the pictures go; by default bench/TIME."),
@@ -97,8 +91,7 @@ def bench(
         workload=workload,
         address=address,
     )
-    for warning in contest.warnings:
-        warn(warning)
+    warn(*contest.warnings)
     with output_directory(out) as directory:
         with Bars(stderr()) as bars:
             bars.say(f"SIMULATED {workload.name}" if workload else "real runs")
@@ -125,7 +118,6 @@ def _show(comparison: Comparison, directory: Path, *, as_json: bool) -> None:
             if lines:
                 print_prose("\n" + "\n".join(lines))
     written, failures = write_report(comparison, directory)
-    for failure in failures:
-        warn(failure)
+    warn(*failures)
     for path in (results, *written):
         say(f"wrote {path}")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_prose, run_argument, stdout, warn
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_prose, print_table, run_argument, warn
 from asyncrl_cli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def compare(
     if len(runs) < 2:
         raise ConfigError("a comparison needs two runs or more", hint=f"`asyncrl status {runs[0]}` shows one run")
     made = side_by_side([Recorded.find(run, runs_dir) for run in runs], reward)
-    for doubt in _doubts(made):
-        warn(doubt)
+    warn(*_doubts(made))
     if as_json:
         print_json(made.to_json())
     else:
@@ -56,24 +55,20 @@ def _doubts(made: SideBySide) -> list[str]:
 def _print(made: SideBySide) -> None:
     if made.differences:
         rows = [(key, [_shown(value) for value in values]) for key, values in made.differences.items()]
-        stdout().print(_table("configuration", made.names, rows))
+        _print_table("configuration", made.names, rows)
     else:
         print_prose("their configurations are the same")
-    stdout().print()
-    stdout().print(_table("figures", made.names, [(figure.label, figure.texts) for figure in made.figures]))
+    print_prose("")
+    _print_table("figures", made.names, [(figure.label, figure.texts) for figure in made.figures])
     print_prose(
         "\nrewards: mean over the last tenth of the samples that all runs have trained; idleness, staleness and speed: whole runs"
     )
 
 
-def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(title, style="dim bold", overflow="fold")
-    for name in names:
-        table.add_column(name, justify="right", overflow="fold")
-    for label, cells in rows:
-        table.add_row(label, *(Text(cell) for cell in cells))
-    return table
+def _print_table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> None:
+    of_runs = (Column(name, justify="right", overflow="fold") for name in names)
+    columns = Column(title, style="dim bold", overflow="fold"), *of_runs
+    print_table(columns, ((label, *map(Text, cells)) for label, cells in rows))
 
 
 def _shown(value: object) -> str:

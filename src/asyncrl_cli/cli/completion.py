@@ -1,4 +1,7 @@
-"""What the shell completes: `asyncrl completion SHELL` prints a script, which asks the functions of this module."""
+"""What the shell completes: `asyncrl completion SHELL` prints a script, which asks the functions of this module.
+
+Typer leaves out what does not begin with the incomplete word.
+"""
 
 from __future__ import annotations
 
@@ -63,41 +66,40 @@ def profiles(incomplete: str) -> list[str]:
     """Shipped profiles; behind the `+` of `A+B` those that may lie over A."""
     from asyncrl_cli.profile.toml_files import shipped_profiles
 
-    below, plus, begun = incomplete.rpartition("+")
-    return [f"{below}{plus}{name}" for name in shipped_profiles() if name.startswith(begun)]
+    below, plus, _ = incomplete.rpartition("+")
+    return [f"{below}{plus}{name}" for name in shipped_profiles()]
 
 
-def runs(context: typer.Context, incomplete: str) -> list[str]:
+def runs(context: typer.Context) -> list[str]:
     """The runs below `--runs-dir`, the newest first."""
     from asyncrl_cli.checkpoint.find import run_names
 
-    return [name for name in run_names(Path(context.params.get("runs_dir") or "runs")) if name.startswith(incomplete)]
+    return run_names(Path(context.params.get("runs_dir") or "runs"))
 
 
-def workloads(incomplete: str) -> list[str]:
-    from asyncrl_cli.profile.toml_files import shipped_directory
+def workloads() -> list[str]:
+    from asyncrl_cli.profile.toml_files import shipped_workloads
 
-    names = sorted(path.stem for path in (shipped_directory("profiles") / "workloads").glob("*.toml"))
-    return [name for name in names if name.startswith(incomplete)]
+    return list(shipped_workloads())
 
 
-def templates(incomplete: str) -> list[str]:
+def templates() -> list[str]:
     from asyncrl_cli.profile.toml_files import shipped_templates
 
-    return [name for name in shipped_templates() if name.startswith(incomplete)]
+    return list(shipped_templates())
 
 
 def sets(incomplete: str) -> list[str]:
     """`section.key=`, and behind the `=` the values of a key that has only so many."""
     from asyncrl_cli.profile.keys import choices, keys
 
-    key, equals, value = incomplete.partition("=")
+    key, equals, _ = incomplete.partition("=")
     if not equals:
-        return [f"{name}=" for name in keys() if name.startswith(key)]
-    return [f"{key}={choice}" for choice in choices(key) if choice.startswith(value)] if key in keys() else []
+        return [f"{name}=" for name in keys()]
+    return [f"{key}={choice}" for choice in choices(key)] if key in keys() else []
 
 
-def sections(incomplete: str) -> list[str]:
+def sections() -> list[str]:
     from asyncrl_cli.profile import keys
 
-    return [name for name in (*keys.sections(), *keys.keys()) if name.startswith(incomplete)]
+    return [*keys.sections(), *keys.keys()]

@@ -9,12 +9,14 @@ import io
 import os
 import sys
 import traceback
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 
 from asyncrl_cli.cli import completion
@@ -36,6 +38,10 @@ def profile_option(help: str) -> Any:
 
 def set_option(help: str) -> Any:
     return typer.Option("--set", metavar="SECTION.KEY=VALUE", help=help, autocompletion=completion.sets)
+
+
+def number_option(name: str, help: str, *, least: int = 1) -> Any:
+    return typer.Option(name, metavar="N", min=least, help=help)
 
 
 def run_argument(metavar: str, help: str) -> Any:
@@ -146,12 +152,21 @@ def print_prose(text: str) -> None:
     console.print(Text(text), soft_wrap=not console.is_terminal)
 
 
+def print_table(columns: Sequence[str | Column], rows: Iterable[Iterable[RenderableType]], title: str | None = None) -> None:
+    """Print a table without borders on stdout; without columns it has no header."""
+    table = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False, show_header=bool(columns))
+    for cells in rows:
+        table.add_row(*cells)
+    stdout().print(table)
+
+
 def say(text: str) -> None:
     stderr().print(Text(text), soft_wrap=True)
 
 
-def warn(text: str) -> None:
-    _labelled("warning", "bold yellow", text)
+def warn(*texts: str) -> None:
+    for text in texts:
+        _labelled("warning", "bold yellow", text)
 
 
 def tell(error: AsyncrlError) -> None:

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 
@@ -34,76 +35,67 @@ DAEMONS_CPUS = 2
 """CPUs of a pod beyond its processes' own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is launched, and where. `words`: the options of `asyncrl train` that name the profile. `shared`: the directory that all
-    nodes see. `nodes`: None for the fewest that hold the job."""
+    """What is launched, and where: the options of `asyncrl init` by their names, None where they are not given."""
 
-    loaded: Loaded
-    words: Sequence[str]
-    shared: Path
-    nodes: int | None
-    gpus_per_node: int
+    profile: str | None
     image: str | None
+    set: Sequence[str] | None
+    name: str | None
+    shared: Path | None
+    nodes: int | None
+    gpus_per_node: int | None
+
+    @cached_property
+    def loaded(self) -> Loaded:
+        """The profile, without this shell's ASYNCRL_*: the job will not have them."""
+        return load(str(self.profile), self.set or [], {} if self.name is None else {"run.name": self.name}, environ={})
 
     @property
-    def name(self) -> str:
-        """The run's."""
+    def run(self) -> str:
+        """The run's name."""
         return self.loaded.profile.run.name or stem_of(self.loaded.profile.name)
 
+    @property
+    def directory(self) -> Path:
+        """The directory that all nodes see."""
+        return (self.shared or Path()).absolute()
 
-def launch_of(
-    template: str,
-    profile: str | None,
-    sets: Sequence[str] | None,
-    *,
-    name: str | None,
-    shared: Path | None,
-    nodes: int | None,
-    gpus_per_node: int | None,
-    image: str | None,
-) -> Launch | None:
-    """From the options of `asyncrl init`, None where they are not given; None for a template that is copied as it is. Raises
-    ConfigError if template and options do not go together, or the profile is not valid."""
-    options: dict[str, object] = {"--profile": profile, "--image": image, "--set": sets, "--name": name, "--shared": shared}
-    options |= {"--nodes": nodes, "--gpus-per-node": gpus_per_node}
-    given = next((option for option, value in options.items() if value is not None), None)
-    if template not in LAUNCHERS:
-        if given is not None:
-            what = f"the template {template} is copied as it is: {given} is not used"
-            raise ConfigError(what, hint=f"leave it out, or take one of those for clusters: {', '.join(LAUNCHERS)}")
-        return None
-    if profile is None:
-        raise ConfigError(f"{template} needs to know what to train", hint="--profile NAME|FILE, as `asyncrl train` is told")
-    return Launch(
-        # Without this shell's ASYNCRL_*: the job will not have them.
-        loaded=load(profile, sets or [], {} if name is None else {"run.name": name}, environ={}),
-        words=["--profile", profile, *set_words(sets)],
-        shared=(shared or Path()).absolute(),
-        nodes=nodes,
-        gpus_per_node=gpus_per_node or GPUS_PER_NODE,
-        image=image,
-    )
+    @property
+    def gpus(self) -> int:
+        """Of each node, at most."""
+        return self.gpus_per_node or GPUS_PER_NODE
 
 
 def rendered(template: Path, launch: Launch) -> dict[str, str]:
-    """The files of a launcher. Raises ConfigError for what does not go together, PreflightError for too few nodes."""
+    """The files of a launcher; none for a template that is copied as it is. Raises ConfigError if template, options and profile do
+    not go together, PreflightError for too few nodes."""
+    launcher = template.name
+    given = next((f"--{name.replace('_', '-')}" for name, value in vars(launch).items() if value is not None), None)
+    if launcher not in LAUNCHERS and given is not None:
+        what = f"the template {launcher} is copied as it is: {given} is not used"
+        raise ConfigError(what, hint=f"leave it out, or take one of those for clusters: {', '.join(LAUNCHERS)}")
+    if launcher not in LAUNCHERS:
+        return {}
+    if launch.profile is None:
+        raise ConfigError(f"{launcher} needs to know what to train", hint="--profile NAME|FILE, as `asyncrl train` is told")
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(template.iterdir())}
     named = {name for text in texts.values() for name in VARIABLE.findall(text)}
     by_role = "trainer_nodes" in named
-    for refusal in _refusals(template.name, launch, named, by_role=by_role):
+    for refusal in _refusals(launcher, launch, named, by_role=by_role):
         raise refusal
-    nodes, plan = _fewest(launch.loaded.profile, launch.gpus_per_node, launch.nodes)
+    nodes, plan = _fewest(launch.loaded.profile, launch.gpus, launch.nodes)
     values = _values(launch, nodes) | (_pods(launch, plan) if by_role else {})
     return {file: VARIABLE.sub(lambda match: str(values[match[1]]), text) for file, text in texts.items()}
 
 
 def _refusals(launcher: str, launch: Launch, named: set[str], *, by_role: bool) -> Iterator[ConfigError]:
     placement = launch.loaded.profile.placement
-    if not NAME.fullmatch(launch.name):
+    if not NAME.fullmatch(launch.run):
         rule = "lower-case letters, digits and hyphens, a letter first, at most 47"
-        yield ConfigError(f"a job cannot be called '{launch.name}' on every cluster: {rule}", hint="--name my-run")
-    for option, value in {"--shared": str(launch.shared), "--image": "-" if launch.image is None else launch.image}.items():
+        yield ConfigError(f"a job cannot be called '{launch.run}' on every cluster: {rule}", hint="--name my-run")
+    for option, value in {"--shared": str(launch.directory), "--image": "-" if launch.image is None else launch.image}.items():
         if not PLAIN.fullmatch(value):
             yield ConfigError(f"{option} {value}: the launchers' files take no spaces or quotes there", hint="another path or name")
     if launch.image is None and "image" in named:
@@ -138,20 +130,20 @@ def _fewest(profile: Profile, gpus_per_node: int, nodes: int | None) -> tuple[in
 
 
 def _values(launch: Launch, nodes: int) -> dict[str, object]:
-    runs_dir = launch.shared / "runs"
-    run = ["--name", launch.name, "--runs-dir", str(runs_dir)]
+    runs_dir = launch.directory / "runs"
+    run = ["--profile", str(launch.profile), *set_words(launch.set), "--name", launch.run, "--runs-dir", str(runs_dir)]
     return {
-        "name": launch.name,
+        "name": launch.run,
         "nodes": nodes,
         "num_workers": nodes - 1,
         "workers": ", ".join(f"NODE-{index}" for index in range(2, nodes + 1)),
-        "gpus": launch.gpus_per_node,
+        "gpus": launch.gpus,
         "image": launch.image,
         "ray": metadata.version("ray"),
-        "shared": launch.shared,
+        "shared": launch.directory,
         "runs_dir": runs_dir,
-        "train": shlex.join(["asyncrl", "train", *launch.words, *run, "--resume", "auto", "--ui", "plain"]),
-        "submit": shlex.join(["asyncrl", "submit", *launch.words, *run]),
+        "train": shlex.join(["asyncrl", "train", *run, "--resume", "auto", "--ui", "plain"]),
+        "submit": shlex.join(["asyncrl", "submit", *run]),
     }
 
 
@@ -164,7 +156,7 @@ def _pods(launch: Launch, plan: JobPlan) -> dict[str, object]:
         apart = sum(len(own) for name, own in groups.items() if plan.spot(name).strategy == "strict_spread")
         largest = max((bundle.gpus for bundle in bundles), default=1)  # each is within one pod
         total = -(-sum(bundle.gpus for bundle in bundles) // largest)  # in units of the largest
-        pods = max(-(-total // max(launch.gpus_per_node // largest, 1)), apart)
+        pods = max(-(-total // max(launch.gpus // largest, 1)), apart)
         share = -(-total // max(pods, 1))
         cpus = share * largest * launch.loaded.profile.placement.cpus_per_worker * (2 if plan.colocate else 1)
         values |= {f"{role}_nodes": pods, f"{role}_gpus": share * largest, f"{role}_cpus": DAEMONS_CPUS + cpus}

@@ -12,7 +12,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JobAddressOption, RunArgument, RunsDirOption, print_text, say
+from asyncrl_cli.cli.console import RUNS_DIR, JobAddressOption, RunArgument, RunsDirOption, number_option, print_text, say
 from asyncrl_cli.cli.submit import on_cluster
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.terminal import uncoloured
@@ -32,9 +32,7 @@ def logs(
     role: Annotated[
         str | None, typer.Option("--role", metavar="R", help="Only these logs: driver, trainer, rollout-1, ...; by default all.")
     ] = None,
-    attempt: Annotated[
-        int | None, typer.Option("--attempt", metavar="N", min=1, help="Those of the Nth start (each resume is one more).")
-    ] = None,
+    attempt: Annotated[int | None, number_option("--attempt", "Those of the Nth start (each resume is one more).")] = None,
     address: JobAddressOption = None,
 ) -> None:
     """Print the logs of a run's newest attempt, or of an earlier one."""

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from asyncrl_cli.cli.console import print_json, print_prose, stdout, warn
+from asyncrl_cli.cli.console import print_json, print_prose, print_table, warn
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import COLOCATED, TRAINER, JobPlan, plan_rows
@@ -56,8 +56,7 @@ def print_plan(
     refusal = memory_fit.cannot_fit(memory) if isinstance(memory, MemoryEstimate) else None
     if refusal is None and isinstance(memory, MemoryEstimate):
         warnings += memory_fit.memory_warnings(memory)
-    for warning in warnings:
-        warn(warning)
+    warn(*warnings)
     if as_json:
         print_json(_document(profile, schedule, job, memory) | ({"cluster": there.rows(job)} if shows_nodes else {}))
     else:
@@ -116,10 +115,7 @@ class _Cluster:
 
     def print(self, job: JobPlan) -> None:
         rows = self.rows(job)
-        table = Table(*rows[0], title="\nnodes", title_justify="left", box=None, pad_edge=False)
-        for row in rows:
-            table.add_row(*row.values())
-        stdout().print(table)
+        print_table(list(rows[0]), (row.values() for row in rows), "\nnodes")
         if isinstance(missing := assigned(job, self.free), Unplaced):
             whom = "an autoscaler or other jobs' ends" if job.autoscaler else "other jobs' ends"
             fitting = fitting_hint(job, self.free)
@@ -166,18 +162,11 @@ def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str
 
 
 def _print_tables(profile: Profile, schedule: Schedule, job: JobPlan) -> None:
-    table = Table("", title=f"{profile.name}: schedule", title_justify="left", box=None, pad_edge=False)
-    table.add_column("value", justify="right")
-    table.add_column("meaning")
-    for cells in schedule_rows(schedule, profile.async_training.on_stale):
-        table.add_row(*cells)
+    columns: list[str | Column] = ["", Column("value", justify="right"), "meaning"]
+    print_table(columns, schedule_rows(schedule, profile.async_training.on_stale), f"{profile.name}: schedule")
     rows = plan_rows(job)
-    headers = (header.replace("_", " ") for header in rows[0])
-    roles = Table(*headers, title=f"\nplacement: {job}", title_justify="left", box=None, pad_edge=False)
-    for row in rows:
-        roles.add_row(*(str(value) for value in row.values()))
-    stdout().print(table)
-    stdout().print(roles)
+    headers = [header.replace("_", " ") for header in rows[0]]
+    print_table(headers, (map(str, row.values()) for row in rows), f"\nplacement: {job}")
 
 
 def _memory_document(memory: MemoryEstimate | str) -> dict[str, Any]:
@@ -200,17 +189,16 @@ def _print_memory(memory: MemoryEstimate | str, plan: JobPlan) -> None:
     each = "process" if plan.device == "cpu" else "GPU and process"
     title = f"\nmemory per {each}, an estimate ({memory.shape.model_type}, {memory.shape.parameters:,} parameters)"
     is_apart = plan.device != "cpu"  # the GPU's memory is not the host's
-    table = Table("what", "when", title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("size", justify="right", no_wrap=True)
-    for heading in ("where", "meaning") if is_apart else ("meaning",):
-        table.add_column(heading)
+    rows: list[list[str | Text]] = []
     for role, grouped in groupby(memory.items, key=lambda item: item.role):
         items = list(grouped)
-        table.add_row(Text(f"{role} x {max(item.processes for item in items)}", "bold"))
+        rows.append([Text(f"{role} x {max(item.processes for item in items)}", "bold")])
         for item in items:
             where = ["GPU" if item.place == "device" else "host"] if is_apart else []
-            table.add_row(item.what, item.phase, size(item.num_bytes), *where, item.how)
-    stdout().print(table)
+            rows.append([item.what, item.phase, size(item.num_bytes), *where, item.how])
+    places = ["where"] if is_apart else []
+    columns: list[str | Column] = ["what", "when", Column("size", justify="right", no_wrap=True), *places, "meaning"]
+    print_table(columns, rows, title)
     for line in (*map(_need_line, memory_fit.device_needs(memory)), *memory.shape.remarks, NOT_COUNTED):
         print_prose(line)
 

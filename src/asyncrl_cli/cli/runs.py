@@ -81,8 +81,7 @@ def train(
 
         print_plan(loaded, gpus=None, as_json=as_json)
         task = check_without_making(settings, address)
-        for note in task.notes:
-            warn(note)
+        warn(*task.notes)
         if task.ceiling is not None:
             say(expectation(task))
         return

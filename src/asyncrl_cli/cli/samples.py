@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, print_json, say, stdout
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, number_option, print_json, say, stdout
 
 EXAMPLES = """
   asyncrl samples my-run                    of the newest step that was dumped
@@ -21,9 +21,7 @@ say how many trajectories a run keeps."""
 
 def samples(
     run: RunArgument,
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=1, help="A train step; by default the newest dumped.")
-    ] = None,
+    step: Annotated[int | None, number_option("--step", "A train step; by default the newest dumped.")] = None,
     group: Annotated[str, typer.Option("--group", metavar="G", help="Only groups whose key begins so; of any step.")] = "",
     sort: Annotated[
         Literal["staleness", "reward", "length", "span"] | None,

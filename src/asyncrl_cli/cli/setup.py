@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -23,12 +23,13 @@ from asyncrl_cli.cli.console import (
     epilog,
     json_text,
     load_profile,
+    number_option,
     print_json,
+    print_table,
     print_text,
     profile_option,
     say,
     stderr,
-    stdout,
     warn,
 )
 from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
@@ -103,12 +104,11 @@ def doctor(
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        table = Table(box=None, pad_edge=False, show_header=False)
-        for finding in findings:
-            hint = f"  hint: {finding.hint}" if finding.hint and not finding.ok else ""
-            marks = MARKS if address is None else CLUSTER_MARKS
-            table.add_row(finding.what, marks[finding.ok], f"{finding.found}{hint}")
-        stdout().print(table)
+        marks = MARKS if address is None else CLUSTER_MARKS
+        rows = (
+            (one.what, marks[one.ok], one.found + (f"  hint: {one.hint}" if one.hint and not one.ok else "")) for one in findings
+        )
+        print_table((), rows)
     if any(finding.ok is False for finding in findings):
         raise typer.Exit(3)
 
@@ -143,12 +143,9 @@ def init(
             "--shared", metavar="DIR", help="For a cluster: directory that all nodes see, for the runs; by default this one."
         ),
     ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option("--nodes", metavar="N", min=1, help="For a cluster: its nodes; by default as few as hold the job."),
-    ] = None,
+    nodes: Annotated[int | None, number_option("--nodes", "For a cluster: its nodes; by default as few as hold the job.")] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", metavar="N", min=1, help="For a cluster: GPUs of each node; by default 8.")
+        int | None, number_option("--gpus-per-node", "For a cluster: GPUs of each node; by default 8.")
     ] = None,
     image: Annotated[
         str | None, typer.Option("--image", metavar="IMAGE", help="For kuberay and skypilot: container image with asyncrl.")
@@ -157,16 +154,15 @@ def init(
     """Copy a template for a task of your own, ready to train, for a dashboard, or for a job on a cluster."""
     import shutil
 
-    from asyncrl_cli.cli.launchers import launch_of, rendered
+    from asyncrl_cli.cli.launchers import Launch, rendered
     from asyncrl_cli.profile.file_schema import profile_schema
 
     source = _find(template)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RefusedError(f"{directory} exists and is not empty", hint="name a new directory: nothing is overwritten")
-    launch = launch_of(template, profile, sets, name=name, shared=shared, nodes=nodes, gpus_per_node=gpus_per_node, image=image)
-    for text in launch.loaded.warnings if launch is not None else ():
-        warn(text)
-    files = rendered(source, launch) if launch is not None else {}
+    launch = Launch(profile=profile, image=image, set=sets, name=name, shared=shared, nodes=nodes, gpus_per_node=gpus_per_node)
+    files = rendered(source, launch)
+    warn(*launch.loaded.warnings if files else ())
     shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file, text in files.items():
         (directory / file).write_text(text, encoding="utf-8")
@@ -206,7 +202,7 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
         return
     from asyncrl_cli.profile.arithmetic import mode_of
     from asyncrl_cli.profile.loaded import load
-    from asyncrl_cli.profile.toml_files import shipped_profiles
+    from asyncrl_cli.profile.toml_files import shipped_profiles, toml_value
 
     loaded = ((name, load(name, environ={}).profile) for name in shipped_profiles())
     rows: list[dict[str, Any]] = [
@@ -223,12 +219,9 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table(box=None, pad_edge=False)
-    for header in ("name", "K", "eta", "partial", "purpose"):
-        table.add_column(header, no_wrap=header != "purpose")
-    for row in rows:
-        table.add_row(row["name"], str(row["K"]), row["eta"], str(row["partial_rollout"]).lower(), row["purpose"])
-    stdout().print(table)
+    columns = [Column(header, no_wrap=True) for header in ("name", "K", "eta", "partial")]
+    shown = ((row["name"], str(row["K"]), row["eta"], toml_value(row["partial_rollout"]), row["purpose"]) for row in rows)
+    print_table([*columns, "purpose"], shown)
 
 
 @profiles.command("keys")
@@ -242,17 +235,15 @@ def list_keys(
     as_json: JsonOption = False,
 ) -> None:
     """List every key of a profile: its default, what it expects, what it means. All of it is TOML."""
-    from asyncrl_cli.profile.keys import expected, keys, sections, unknown_key
+    from asyncrl_cli.profile.keys import expected, keys, sections, unknown_key, values_of
+    from asyncrl_cli.profile.schema import Profile
     from asyncrl_cli.profile.toml_files import toml_value
 
-    def default_of(key: str) -> Any:
-        section, _, of_section = key.partition(".")
-        return sections()[section].model_fields[of_section].get_default(call_default_factory=True)
-
+    defaults = values_of(Profile())
     if name not in ("", *sections(), *keys()):
         raise unknown_key(name, "profiles keys", [*sections(), *keys()])
     rows = [
-        {"key": key, "expects": expected(key), "default": default_of(key), "meaning": meaning}
+        {"key": key, "expects": expected(key), "default": defaults[key], "meaning": meaning}
         for key, meaning in keys().items()
         if name in ("", key, key.partition(".")[0])
     ]
@@ -283,8 +274,7 @@ def show(
     from asyncrl_cli.profile.loaded import to_document, to_toml
 
     loaded = load_profile(name, sets)
-    for warning in loaded.warnings:
-        warn(warning)
+    warn(*loaded.warnings)
     if as_json:
         print_json(to_document(loaded.profile, loaded.origins))
     else:

@@ -72,8 +72,7 @@ def submit(
     run = loaded.profile.run.name or fresh_name(loaded.profile.name, runs_dir)
     check_name(run)
     cargo = cargo_of(loaded, Path.cwd())
-    for note in (*loaded.warnings, *cargo.notes):
-        warn(note)
+    warn(*loaded.warnings, *cargo.notes)
     arguments = ["train", "--profile", PROFILE, "--name", run]
     job = Job(arguments=arguments, run=run, runs_dir=runs_dir.absolute(), cargo=cargo)
     if dry_run:
@@ -103,20 +102,17 @@ def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = Fal
     say(f"run '{job.run}' is job {job.id} at {server.address}; its files: {job.runs_dir / job.run}")
     say_next(job.run, f" --address {server.address}")
     if wait:
-        _wait(server, job)
+        try:
+            raise typer.Exit(server.follow(job.id, say, warn))
+        except KeyboardInterrupt:
+            left = f"run '{job.run}' goes on; `asyncrl stop {job.run} --address {server.address}` ends it"
+            raise Interrupted(left) from None
 
 
 def say_next(run: str, where: str) -> None:
     """What to type next about a run that goes on elsewhere."""
     for verb, what in {"watch": "its live screen", "logs": "what its processes say", "stop": "a checkpoint, and its end"}.items():
         say(f"  asyncrl {verb} {run}{where}    {what}")
-
-
-def _wait(server: JobServer, job: Job) -> None:
-    try:
-        raise typer.Exit(server.follow(job.id, say, warn))
-    except KeyboardInterrupt:
-        raise Interrupted(f"run '{job.run}' goes on; `asyncrl stop {job.run} --address {server.address}` ends it") from None
 
 
 def print_jobs(address: str, *, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, VERIFIERS, Profile
 from asyncrl_cli.profile.toml_files import shortened, toml_value
 
@@ -57,11 +58,9 @@ def _ends_in(*ends: str) -> Callable[[str | None], bool]:
 
 def _unused(keys: str, where: Mapping[str, object], because: str, hint: str) -> Iterator[Clash]:
     """Keys that do nothing `where` other keys have these values: each is refused unless it has its default."""
-    base = Profile()
+    defaults = values_of(Profile())
     for key in keys.split():
-        section, name = key.split(".")
-        changed = _other_than(getattr(getattr(base, section), name))
-        yield Clash({key: changed, **where}, because, f"{hint}, or leave {key} out")
+        yield Clash({key: _other_than(defaults[key]), **where}, because, f"{hint}, or leave {key} out")
 
 
 ETA, PARTIAL, COLOCATE = "async_training.staleness_threshold", "async_training.partial_rollout", "placement.colocate"
@@ -96,7 +95,7 @@ CLASHES = (
     ),
     Clash(
         {COLOCATE: True, "rollout.min_workers": given},
-        "a worker shares its resources with a rank of the trainer, which all are needed",
+        "each worker shares its resources with a rank of the trainer, and the trainer needs all of its ranks",
         "leave rollout.min_workers out, or placement.colocate=false",
     ),
     *(

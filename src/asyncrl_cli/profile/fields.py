@@ -1,7 +1,6 @@
 """Types of a profile's values, and the base of its sections.
 
-Types are strict: "8" is not an integer, 1 is not a boolean. TOML floats arrive as decimals, so that eta is exact; here all
-others become floats.
+Types are strict: "8" is not an integer, 1 is not a boolean. Eta is a decimal: the one that its float is written as.
 """
 
 from __future__ import annotations
@@ -12,21 +11,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from asyncrl_cli.paths import is_path
-
-
-def _plain(value: Any) -> Any:
-    """Decimals become floats, also inside tables and arrays such as `task.params`."""
-    if isinstance(value, Decimal):
-        return float(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _plain_tuple(value: Any) -> Any:
-    return tuple(_plain(value)) if isinstance(value, list) else value
 
 
 def _exact(value: Any) -> Any:
@@ -50,27 +34,27 @@ PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 """Workers, ranks or devices: each of them is planned one by one, so the limit is lower."""
-PositiveFloat = Annotated[float, Field(gt=0, le=MOST), BeforeValidator(_plain)]
-NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST), BeforeValidator(_plain)]
-AtLeastOne = Annotated[float, Field(ge=1, le=MOST), BeforeValidator(_plain)]
-AboveOne = Annotated[float, Field(gt=1, le=MOST), BeforeValidator(_plain)]
-Bytes = Annotated[float, Field(gt=0, le=10**18), BeforeValidator(_plain)]
+PositiveFloat = Annotated[float, Field(gt=0, le=MOST)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST)]
+AtLeastOne = Annotated[float, Field(ge=1, le=MOST)]
+AboveOne = Annotated[float, Field(gt=1, le=MOST)]
+Bytes = Annotated[float, Field(gt=0, le=10**18)]
 PathText = Annotated[str, AfterValidator(_path), WithJsonSchema({"type": "string", "format": "path"})]
-Ratio = Annotated[float, Field(ge=0, le=1), BeforeValidator(_plain)]
-Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(_plain)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Eta = Annotated[
     Decimal,
     Field(ge=0, le=100, decimal_places=MOST_DECIMALS),
     BeforeValidator(_exact),
     WithJsonSchema({"type": "number", "minimum": 0, "maximum": 100, "multipleOf": f"1e-{MOST_DECIMALS}"}),
 ]
-Betas = Annotated[tuple[Ratio, Ratio], BeforeValidator(_plain_tuple)]
-Strings = Annotated[tuple[str, ...], BeforeValidator(_plain_tuple)]
-Params = Annotated[dict[str, Any], BeforeValidator(_plain)]
+ARRAY = Field(strict=False)
+"""Of a tuple: it may be given as TOML's array, a list."""
+Betas = Annotated[tuple[Ratio, Ratio], ARRAY]
+Strings = Annotated[tuple[str, ...], ARRAY]
+Params = dict[str, Any]
 Labels = dict[str, Annotated[str, Field(pattern=LABEL)]]
 """Selectors of nodes by Ray's labels."""
-Sources = dict[str, PathText]
-"""Files by name."""
 
 
 class Section(BaseModel):

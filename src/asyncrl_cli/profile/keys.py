@@ -68,10 +68,10 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
             hint = f"{section}.<key> = {shortened(table)}"
             problems.append(ConfigError(f"{where}: {section} is a section, not a value", hint=hint))
         else:
-            given = ((f"{section}.{name}", value) for name, value in table.items())
-            unknown = (name for key, value in given if key not in keys() for name in _meant(key, value))
+            given = {f"{section}.{name}": value for name, value in table.items()}
+            unknown = (name for key, value in given.items() if key not in keys() for name in _meant(key, value))
             problems += [unknown_key(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
-            flat |= {f"{section}.{name}": value for name, value in table.items()}
+            flat |= given
     if problems:
         raise combine(problems)
     if isinstance(flat.get(PARAMS), Mapping):
@@ -134,28 +134,28 @@ def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
     return ConfigError(f"{where}: unknown key {shortened(key)}", hint=did_you_mean(_joined(key) or key, known, there_are))
 
 
-def validate(values: Mapping[str, Any], origins: Mapping[str, str], named: Mapping[str, Any], origin: str) -> Profile:
-    """`values` and `origins` by dotted key; `named`: the profile's name and purpose, which come from `origin`.
-
-    Raises all type and range errors of all layers as one ConfigError.
-    """
-    nested: dict[str, Any] = {**named}
+def validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Profile:
+    """The profile of values by key, its name and purpose among them. Raises all type and range errors as one ConfigError."""
+    nested: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
-        if not key.startswith(f"{PARAMS}."):
+        if key.startswith(f"{PARAMS}."):
+            params[key.removeprefix(f"{PARAMS}.")] = value
+        elif name:
             nested.setdefault(section, {})[name] = value
-    if params := {key.removeprefix(f"{PARAMS}."): value for key, value in values.items() if key.startswith(f"{PARAMS}.")}:
+        else:
+            nested[key] = value
+    if params:
         nested.setdefault("task", {}).setdefault("params", params)
     try:
         return Profile.model_validate(nested)
     except ValidationError as error:
         wrong = dict.fromkeys(".".join(str(part) for part in detail["loc"][:2]) for detail in error.errors())
-        raise combine([_wrong_value(key, nested, origins.get(key, origin)) for key in wrong]) from None
+        raise combine([_wrong_value(key, values[key], origins[key]) for key in wrong]) from None
 
 
-def _wrong_value(key: str, nested: Mapping[str, Any], origin: str) -> ConfigError:
-    section, _, name = key.partition(".")
-    value = nested[section][name] if name else nested[section]
+def _wrong_value(key: str, value: Any, origin: str) -> ConfigError:
     text = shortened(value)
     shown = f'"{text}"' if isinstance(value, str) else text.lower() if isinstance(value, bool) else text
     return ConfigError(f"{key} = {shown} ({origin}): expected {expected(key)}", hint=_type_hint(key, value, origin))
@@ -208,9 +208,10 @@ def _choices(option: Mapping[str, Any]) -> list[str]:
 def _describe(option: Mapping[str, Any]) -> str:
     if choices := [f'"{choice}"' for choice in _choices(option)]:
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if items := option.get("prefixItems"):
+        return f"{len(items)} numbers, each {_describe(items[0])}"
     if option["type"] == "array":
-        items = option.get("prefixItems")
-        return f"{len(items)} numbers, each {_describe(items[0])}" if items else "an array of strings"
+        return f"an array, each entry {_describe(option['items'])}"
     if option.get("format") == "path":
         return f"a string, with at most {MAX_NAME_BYTES} bytes in a name and {MAX_PATH_BYTES} in a path"
     return _NAMES[option["type"]] + "".join(text.format(option[name]) for name, text in _LIMITS.items() if name in option)

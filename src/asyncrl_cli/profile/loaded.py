@@ -23,8 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError, create_model
-from pydantic_settings import BaseSettings, EnvSettingsSource
+from pydantic import ValidationError
 
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, RefusedError, combine, did_you_mean
 from asyncrl_cli.paths import expand, has_module
@@ -94,10 +93,10 @@ def load(
     values, origins = merge(stack)
     _place_code(values, origins, {file.origin: file.path.parent for file in files})
     file = files[-1]
-    named = {"name": file.content.get("name", file.name), "purpose": file.content.get("purpose", "")}
-    profile = validate(values, origins, named, file.origin)
-    every = {"name": file.origin, "purpose": file.origin if "purpose" in file.content else DEFAULT}
-    every |= {key: origins.get(key, DEFAULT) for key in entries_of(profile)}
+    values |= {"name": file.content.get("name", file.name), "purpose": file.content.get("purpose", "")}
+    origins |= {"name": file.origin, "purpose": file.origin if "purpose" in file.content else DEFAULT}
+    profile = validate(values, origins)
+    every = {key: origins.get(key, DEFAULT) for key in ("name", "purpose", *entries_of(profile))}
     return Loaded(profile=profile, origins=every, warnings=tuple(check(profile)))
 
 
@@ -163,21 +162,17 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
         problems.append(ConfigError(f"environment: unknown name {shortened(names[key])}", hint=hint))
     if problems:
         raise combine(problems)
-    tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
-    source = EnvSettingsSource(
-        create_model("Environment", __base__=BaseSettings, **tables), env_prefix=ENV_PREFIX, env_nested_delimiter="__"
-    )
-    source.env_vars = {name.lower(): environ[name] for name in names.values()}
-    values = flatten(_parsed(source()), "environment")
+    nested: dict[str, Any] = {}
+    for key, name in sorted(names.items()):
+        *above, last = key.split(".")
+        table: Any = nested
+        for part in above:
+            table = table.setdefault(part, {}) if isinstance(table, dict) else None
+        if isinstance(table, dict):  # else the table was given as something else, which is refused
+            table[last] = parse_value(environ[name])
+    values = flatten(nested, "environment")
     origins = {key: f"environment {names.get(key, _env_name(PARAMS))}" for key in values}
     return Layer(origin="environment", values=_anchored(values, Path.cwd()), origins=origins)
-
-
-def _parsed(value: Any) -> Any:
-    """Parse every string in nested tables as a TOML value."""
-    if isinstance(value, dict):
-        return {key: _parsed(item) for key, item in value.items()}
-    return parse_value(value) if isinstance(value, str) else value
 
 
 def _env_name(key: str) -> str:

@@ -46,11 +46,10 @@ def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
     """The profile of a resumed run, changed by `--set`s. ConfigError for keys that must stay, and for any other mistake in them."""
     if not sets:
         return loaded
-    before, layer = entries_of(loaded.profile), set_layer(sets)
-    values, origins = merge([Layer(origin="default", values=before, origins=loaded.origins), layer])
-    named = {"name": loaded.profile.name, "purpose": loaded.profile.purpose}
-    profile = validate(values, origins, named, loaded.origins.get("name", "default"))
-    _refuse_fixed(loaded.profile, profile)
+    before, layer = loaded.profile, set_layer(sets)
+    values = {"name": before.name, "purpose": before.purpose, **entries_of(before)}
+    profile = validate(*merge([Layer(origin="default", values=values, origins=loaded.origins), layer]))
+    _refuse_fixed(before, profile)
     told = {**loaded.origins} | {key: "--set (resume)" for key in layer.values}
     return Loaded(profile=profile, origins=told, warnings=tuple(check(profile)))
 

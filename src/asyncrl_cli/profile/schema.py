@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection, CriticSection, RefSection, RewardModelSection
 from asyncrl_cli.profile.fields import (
+    ARRAY,
     Betas,
     Labels,
     NonNegativeFloat,
@@ -24,7 +25,6 @@ from asyncrl_cli.profile.fields import (
     Processes,
     Ratio,
     Section,
-    Sources,
     Strings,
 )
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, EnvSection, RolloutSection, WeightsSection
@@ -180,13 +180,6 @@ Task = Literal["train", "prox", "ref", "critic", "reward", "rollout"]
 generation."""
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
-
-
-Tasks = Annotated[tuple[tuple[Task, ...], ...], BeforeValidator(_tuples)]
-
-
 class LoraSection(Section):
     """LoRA: adapters are trained in place of all weights (docs/algorithms.md)."""
 
@@ -220,11 +213,11 @@ class PlacementSection(Section):
     """GPUs of the whole job; all of the cluster's if not given."""
     ratio: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$", examples=["1:1"])] = "1:1"
     """trainer : rollout share of `gpus`."""
-    tasks: Tasks | None = None
+    tasks: Annotated[tuple[Annotated[tuple[Task, ...], ARRAY], ...], ARRAY] | None = None
     """Which tasks share resources, as [["train", "prox"], ["ref"], ["critic"], ["rollout"]]; what is not named is done by the
     trainer. `ref` (the reference's logprobs), `prox` (the old-logprob pass), `critic` (values, and its own training) and `reward`
     (the reward model, never the trainer's) may each be alone: its processes score finished groups while others are trained."""
-    ratios: Annotated[tuple[Processes, ...], BeforeValidator(_tuples)] | None = None
+    ratios: Annotated[tuple[Processes, ...], ARRAY] | None = None
     """The share of `gpus` of each of `tasks`, in place of `ratio`, as [2, 1, 1]; on CPUs the number of processes of each, 1 if not
     given."""
     gpus_per_rollout_worker: Processes = 1
@@ -264,7 +257,7 @@ class EvalSection(Section):
     """Versions between evals. Version 0 and the last one are always scored; 0: only those two."""
     prompts: NonNegativeInt = 512
     """Held-out prompts per eval, never among the training prompts; 0: no eval."""
-    sets: Sources = Field(default_factory=dict)
+    sets: dict[str, PathText] = Field(default_factory=dict)
     """Further sets by name, each all prompts of a file: `{aime = "parquet:aime.parquet", math = "jsonl:math.jsonl"}`. Columns and
     reward are the task's. Training prompts that are in a set are left out."""
     samples_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import tomli
 
 from asyncrl_cli.errors import ConfigError, did_you_mean
 from asyncrl_cli.paths import expand
-from asyncrl_cli.safe_files import MIB, decapitalized, read_text, reason
+from asyncrl_cli.safe_files import MIB, decapitalized, nesting, read_text, reason
 
 MAX_BYTES, MAX_DEPTH = MIB, 32
 """Limits of one file: its bytes, and the depth of its tables."""
@@ -25,7 +24,7 @@ LONGEST_ECHO = 200
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a TOML file, with floats as decimals. Raises ConfigError with file and line."""
+    """Read a TOML file. Raises ConfigError with file and line."""
     try:
         return parse_toml(read_text(path, max_bytes=MAX_BYTES))
     except tomli.TOMLDecodeError as error:
@@ -36,18 +35,22 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML, with floats as decimals. Raises TOMLDecodeError, or ValueError for too long a number or too deep tables."""
+    """Parse TOML. Raises TOMLDecodeError, or ValueError for a number that Python cannot hold or too deep tables."""
     try:
-        content = tomli.loads(text, parse_float=Decimal)
-    except (RecursionError, ArithmeticError):
-        raise ValueError(f"a number is too long, or its tables are more than {MAX_DEPTH} deep") from None
-    level: list[Any] = [content]
-    for _ in range(MAX_DEPTH):
-        level = [item for entry in level for item in (entry.values() if isinstance(entry, dict) else entry)]
-        level = [item for item in level if isinstance(item, dict | list)]
-    if level:
+        content = tomli.loads(text, parse_float=_float)
+        is_deep = nesting(content) > MAX_DEPTH + 1  # of which the last may be numbers and text
+    except RecursionError:
+        is_deep = True
+    if is_deep:
         raise ValueError(f"its tables are more than {MAX_DEPTH} deep")
     return content
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not value and text.lower().partition("e")[0].strip("+-0._"):
+        raise ValueError(f"{shortened(text)} is too small a number: it would be 0")
+    return value
 
 
 def parse_value(text: str) -> Any:
@@ -116,8 +119,8 @@ class ProfileFile:
 
 
 def shipped_directory(kind: str) -> Path:
-    """`profiles` or `templates`: inside the wheel, or at the top of a source checkout."""
-    assert kind in ("profiles", "templates")
+    """`profiles`, `templates` or `docs`: inside the wheel, which has one page of docs, or at the top of a source checkout."""
+    assert kind in ("profiles", "templates", "docs")
     for directory in (_PACKAGE / f"_{kind}", _PACKAGE.parents[1] / kind):
         if directory.is_dir():
             return directory
@@ -127,6 +130,11 @@ def shipped_directory(kind: str) -> Path:
 def shipped_profiles() -> dict[str, Path]:
     """Profiles that come with asyncrl, by name."""
     return {path.stem: path for path in sorted(shipped_directory("profiles").glob("*.toml"))}
+
+
+def shipped_workloads() -> dict[str, Path]:
+    """Workloads that come with asyncrl, by name."""
+    return {path.stem: path for path in sorted((shipped_directory("profiles") / "workloads").glob("*.toml"))}
 
 
 def shipped_templates() -> dict[str, Path]:

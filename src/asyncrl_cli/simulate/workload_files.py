@@ -23,7 +23,7 @@ from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.keys import flatten
 from asyncrl_cli.profile.loaded import Layer, Loaded, file_layer, load, set_layer
-from asyncrl_cli.profile.toml_files import chain, is_file_reference, read, shipped_directory, shipped_profiles, shortened
+from asyncrl_cli.profile.toml_files import chain, is_file_reference, read, shipped_profiles, shipped_workloads, shortened
 from asyncrl_cli.simulate.workload import Lengths, Reference, Workload
 from asyncrl_cli.simulate.world import SimulatedRun, simulate
 
@@ -39,11 +39,6 @@ LENGTH_KEYS = {
 WINDOW = "window"
 """Name of the part that stands for the whole window."""
 MEASURED_WINDOWS = 6
-
-
-def shipped_workloads() -> dict[str, Path]:
-    """Workloads that come with asyncrl, by name."""
-    return {path.stem: path for path in sorted((shipped_directory("profiles") / "workloads").glob("*.toml"))}
 
 
 def load_workload(reference: str) -> Workload:
