@@ -12,6 +12,7 @@ import asyncio
 import math
 import selectors
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,6 +33,8 @@ from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Workload
 
 T = TypeVar("T")
+MOST_CANCELS = 5
+"""How often a task that a deadlock has left is cancelled: once for each wait in its clean-up, and then no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,4 +180,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 def run_virtual(work: Coroutine[Any, Any, T], *, loop_factory: Callable[[], VirtualTimeLoop] = VirtualTimeLoop) -> T:
     """Run `work` to its end on a fresh virtual clock. Raises DeadlockError if it cannot end."""
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(work)
+        try:
+            return runner.run(work)
+        except DeadlockError:
+            _end_all_tasks(runner.get_loop())
+            raise
+
+
+def _end_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel what a deadlock has left. A task whose clean-up waits for nobody, too, is cancelled again."""
+    for _ in range(MOST_CANCELS):
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            with suppress(DeadlockError):
+                loop.run_until_complete(asyncio.wait(tasks))
