@@ -27,11 +27,9 @@ from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD
 from asyncrl_cli.simulate.capacities import Capacities
-from asyncrl_cli.simulate.episodes import Episodes
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize, prefix_tokens
-from asyncrl_cli.simulate.responses import ResponseLengths, WorkerTimes, mean_tokens
-from asyncrl_cli.simulate.simulated_scorer import ScorerTimes
-from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
+from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTimes
+from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
 GIB = 2**30
@@ -101,7 +99,6 @@ class Costs:
         slowed = {key: getattr(decoding, key) * slowdown for key in ("step_s", "step_s_per_sequence", "prefill_s_per_token")}
         num_bytes = 0.0 if self._is_colocated else syncing.parameter_bytes
         send_s, load_s = num_bytes / syncing.send_bytes_per_s, num_bytes / syncing.load_bytes_per_s
-        mean_s = mean_tokens(workload.lengths, max_tokens) * decoding.step_s
         lengths, turns = ResponseLengths(workload.lengths, max_tokens), workload.turns
         return WorkerTimes(
             decoding=decoding.model_copy(update=slowed),
@@ -118,7 +115,7 @@ class Costs:
             fetch_s=0.0 if weights.dual_buffer else send_s,
             load_s=lambda rng: load_s,
             pause_s=0.0 if self._is_colocated else syncing.pause_s,
-            poll_s=max(POLL_S, _POLL_RATIO * mean_s),
+            poll_s=max(POLL_S, _POLL_RATIO * lengths.mean * decoding.step_s),
             weights_timeout_s=weights.timeout_s,
         )
 

@@ -3,7 +3,7 @@
     profile --compile_job--> workers and ranks --costs--> simulated workers, trainer --Pipeline--> metrics lines
 
 The clock is an asyncio event loop that never blocks: `time()` jumps to the next timer. Only a run's metrics lines are kept, so that
-long runs fit in memory; recording.py writes a run's files.
+long runs fit in memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
-from asyncrl_cli.simulate.simulated_scorer import SimulatedScorer
-from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer
+from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedScorer, SimulatedTrainer
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Workload
 
@@ -131,16 +130,6 @@ class _Recorder(Observer):
 
     def step(self, record: StepRecord) -> None:
         self.lines.append(self._metrics.update(record))
-
-
-class TrainedGroups(Observer):
-    """Calls `tell` after every train step with the number of groups trained so far."""
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
-
-    def step(self, record: StepRecord) -> None:
-        self._tell(record.ledger["trained"])
 
 
 class DeadlockError(RuntimeError):
