@@ -4,7 +4,7 @@ briefly on the screen, at length in report.md, and only rows that the table has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -80,15 +80,15 @@ def write_report(comparison: Comparison, directory: Path) -> tuple[list[Path], l
     messages about pictures that could not be drawn."""
     from asyncrl_cli.bench import pictures
 
-    draws: dict[str, Callable[[Path], object]] = {"speedup.png": lambda path: pictures.draw_speedups(comparison, path)}
+    draws = {"speedup.png": pictures.draw_speedups}
     if comparison.timelines:
-        draws["timeline.png"] = lambda path: pictures.draw_timelines(comparison, path)
+        draws["timeline.png"] = pictures.draw_timelines
     drawn: list[Path] = []
     failures: list[str] = []
     for name, draw in draws.items():
         try:
             with appearing_file(directory / name) as temporary:
-                draw(temporary)
+                draw(comparison, temporary)
             drawn.append(directory / name)
         except Exception as error:  # a plotting library may raise anything, and a picture is not worth losing the report
             failures.append(f"{name} could not be drawn: {type(error).__name__}: {error}")

@@ -141,13 +141,11 @@ class SimulatedEngine:
         self._retime()
 
     def version_tokens(self, sequence: SimulatedSequence) -> VersionTokens:
-        """Tokens per version of an ended or aborted sequence."""
-        return tokens_per_version(sequence, sequence.tokens, self._loads)
-
-    def version_tokens_so_far(self, sequence: SimulatedSequence) -> VersionTokens:
-        """Whole tokens per version of a sequence that has not ended."""
+        """Its whole tokens per version: all of them once it has ended or was aborted, before that those so far."""
         self._advance()
-        return tokens_per_version(sequence, sequence.whole_tokens(self._steps), self._loads) if sequence.order else sequence.kept
+        is_over = sequence.has_ended or sequence.is_aborted
+        so_far = sequence.whole_tokens(self._steps) if sequence.order else sequence.kept_tokens
+        return tokens_per_version(sequence, sequence.tokens if is_over else so_far, self._loads)
 
     def drained(self) -> asyncio.Future[None]:
         """Begin no new sequence until `thaw`. The returned future is done once all that have begun have ended."""

@@ -174,7 +174,6 @@ class Responses:
     ) -> None:
         self.aborted = self.is_done = False
         self.num_ended = 0
-        self.num_at_tools = 0
         self.ended_tokens = 0
         self._responses = responses
         self._times = times
@@ -193,18 +192,17 @@ class Responses:
 
     @property
     def num_without_slot(self) -> int:
-        return self.num_ended + (0 if self._times.hold_slots else self.num_at_tools)
+        return self.num_ended + (0 if self._times.hold_slots else sum([response.is_at_tool for response in self._responses]))
 
     def so_far(self) -> tuple[dict[int, Kept], int]:
         """By index, what they can go on from in a resumed run, and the tokens of those that cannot."""
         kept, rest_tokens = dict[int, Kept](), 0
         for response in self._responses:
-            engine, ended = self._engine, response.has_ended
-            versions = engine.version_tokens(response) if ended else engine.version_tokens_so_far(response)
+            versions = self._engine.version_tokens(response)
             if self._times.tool_calls is not None:  # as the real runner: episodes with turns start again
                 rest_tokens += sum([count for _, count in versions])
             elif versions:
-                kept[response.index] = Kept(versions, is_whole=ended)
+                kept[response.index] = Kept(versions, is_whole=response.has_ended)
         return kept, rest_tokens
 
     def abort(self) -> None:
@@ -217,32 +215,36 @@ class Responses:
 
     def part_result(self, request: PartRequest) -> PartResult:
         """The same as the real group runner's: without trajectories whose reward raised, and without any if aborted."""
-        failures = [failure for response in self._responses if (failure := self._failure(response))]
-        kept = [] if self.aborted else [response for response in self._responses if not self._failure(response)]
+        outcomes = () if self.aborted else self._outcomes()
+        metas = tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryMeta))
         tokens = sum(response.tokens for response in self._responses)
         return PartResult(
             key=request.key,
-            trajectories=tuple(map(self._meta, kept)),
-            failures=() if self.aborted else tuple(failures),
-            failed_tokens=tokens - sum(response.tokens for response in kept),
+            trajectories=metas,
+            failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
+            failed_tokens=tokens - sum(meta.response_tokens for meta in metas),
             payload=str(request.key),
         )
 
     def eval_result(self, request: EvalRequest) -> EvalResult:
         """Responses without a reward, those of an aborted eval among them, count as failures."""
-        result = EvalResult(version=request.version, outcomes=tuple(map(self._outcome, self._responses)))
+        result = EvalResult(version=request.version, outcomes=self._outcomes())
         metas = [outcome for outcome in result.outcomes if isinstance(outcome, TrajectoryMeta)]
         versions = {version for meta in metas for version, _ in meta.version_tokens}
         assert versions <= {request.version}, f"a load during an eval of version {request.version}: {versions}"
         return result
 
+    def _outcomes(self) -> tuple[EvalOutcome, ...]:
+        return tuple(map(self._outcome, self._responses))
+
     def _outcome(self, response: SimulatedSequence) -> EvalOutcome:
         if response.rewarded_s > self._loop.time():
             return ABORTED
-        return self._failure(response) or self._meta(response)
+        if response.failure is not None:
+            return response.failure
+        return RAISED if response.luck < self._times.failure_ratio else self._meta(response)
 
     def _call_tool(self, response: SimulatedSequence) -> None:
-        self.num_at_tools += 1
         self._on_waiting(response.name, "a tool")
         self._loop.call_later(response.calls[response.num_calls].seconds, self._tool_ended, response)
         if not self._times.hold_slots:
@@ -251,7 +253,6 @@ class Responses:
     def _tool_ended(self, response: SimulatedSequence) -> None:
         if response.is_aborted:
             return
-        self.num_at_tools -= 1
         self._on_waiting(response.name, "")
         if failure := response.calls[response.num_calls].failure:
             response.failure, response.reward_s = Failure(failure, f"{response.name}: the tool failed"), 0.0
@@ -278,9 +279,6 @@ class Responses:
         if not self.is_done:
             self.is_done = True
             self._on_done(self)
-
-    def _failure(self, response: SimulatedSequence) -> Failure | None:
-        return response.failure or (RAISED if response.luck < self._times.failure_ratio else None)
 
     def _meta(self, response: SimulatedSequence) -> TrajectoryMeta:
         last_tokens = response.calls[-1].turn_tokens if response.calls else response.tokens
