@@ -158,11 +158,6 @@ class Costs:
         return [task for task, is_wanted in wanted.items() if is_wanted and task not in self.scorers]
 
     @property
-    def _recomputes(self) -> bool:
-        """Whether the trainer has an old-logprob pass."""
-        return self.profile.algorithm.old_logprobs == "recompute" and PROX not in self.scorers
-
-    @property
     def _prompt_tokens(self) -> int:
         return min(self.workload.lengths.prompt_tokens, self.profile.rollout.max_prompt_tokens)
 
@@ -234,8 +229,9 @@ class Costs:
         return _tokens(groups)[1] * each_s * self._share(training.old_logprob_scaling_exponent, devices)
 
     def _scored(self, batch: TrainBatch) -> Sequence[GroupResult]:
-        """Groups that need an old-logprob pass: all but a window's first mini-batch, whose own forward pass yields them."""
-        if not self._recomputes:
+        """Groups that the trainer's old-logprob pass scores, if it has one: all but a window's first mini-batch, whose own forward
+        pass yields them."""
+        if self.profile.algorithm.old_logprobs != "recompute" or PROX in self.scorers:
             return ()
         return batch.groups[self.profile.trainer.ppo_mini_batch_size if batch.step_in_window == 0 else 0 :]
 

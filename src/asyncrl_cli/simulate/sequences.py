@@ -30,7 +30,7 @@ class ToolCall(NamedTuple):
 class SimulatedSequence:
     """A trajectory being generated. `tokens`: sampled ones at the end of its turn, lowered by an abort; `calls`: of tools, each
     followed by another turn. `on_turn` is called when a turn before a call is complete, `on_end` when the last one is. `luck`
-    (uniform) decides its reward, which takes `reward_s` to compute and is there at `rewarded_s`. Sequences with the same `prompt`
+    (uniform) decides its reward, which takes `reward_s` to compute and is known at `rewarded_s`. Sequences with the same `prompt`
     share its cache; None shares with nobody. `index`: among the responses to it. The engine sets the rest.
 
     `order`: its place in the order of beginning, 0 while it does not run. `kept`: its tokens when it last stopped, at a preemption
