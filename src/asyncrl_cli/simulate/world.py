@@ -33,7 +33,7 @@ from asyncrl_cli.simulate.workload import Workload
 
 T = TypeVar("T")
 MOST_CANCELS = 5
-"""How often a task that a deadlock has left is cancelled: once for each wait in its clean-up, and then no more."""
+"""How often a task that is left after a deadlock is cancelled, at most: each endless wait in its clean-up takes one time more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ def run_virtual(work: Coroutine[Any, Any, T], *, loop_factory: Callable[[], Virt
 
 
 def _end_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel what a deadlock has left. A task whose clean-up waits for nobody, too, is cancelled again."""
+    """Cancel the tasks that are left after a deadlock. One whose clean-up waits for ever, too, is cancelled again."""
     for _ in range(MOST_CANCELS):
         if tasks := asyncio.all_tasks(loop):
             for task in tasks:
