@@ -77,8 +77,8 @@ def _draw_panel(panel: Axes, timeline: Timeline, length_s: float, most: float, c
 
 
 def _panel_title(timeline: Timeline, begin_s: float, comparison: Comparison) -> str:
-    result = next((result for result in comparison.results if result.profile == timeline.profile), None)
-    figures = f"   {result.figures['window_time_s'].median:.4g} s per {comparison.window_groups} groups" if result else ""
+    result = next(result for result in comparison.results if result.profile == timeline.profile)
+    figures = f"   {result.figures['window_time_s'].median:.4g} s per {comparison.window_groups} groups"
     hidden = timeline.num_workers - len(timeline.workers)
     shown = f"   {len(timeline.workers)} of {timeline.num_workers} rollout workers shown" if hidden else ""
     return f"{timeline.profile}{figures}{shown}   from {begin_s:.0f} s of the run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from asyncrl_cli.bench.results import Comparison
 from asyncrl_cli.bench.table import markdown_of
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.plan.cluster import usable_cores
-from asyncrl_cli.storage import appearing_file, replace_text
+from asyncrl_cli.storage import appearing_file, remove_if_empty, replace_text
 
 SIMULATED_STRETCH = (
     "Measured are the same groups in every run, to a train step: after the warm-up (the longest window of all profiles) and "
@@ -62,9 +62,8 @@ def output_directory(out: Path | None) -> Iterator[Path]:
     try:
         yield directory
     except BaseException:
-        with suppress(OSError):  # a directory that holds something stays
-            for path in new:
-                path.rmdir()
+        for path in new:
+            remove_if_empty(path)
         raise
 
 

@@ -12,6 +12,7 @@ the window's first are computed before training (as in `train/policy_update.py`:
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,9 +132,9 @@ class Costs:
         slow each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a phase together.
         """
         step_groups = Schedule.of(self.profile).step_groups
-        before, done = self.spent[begin_groups // step_groups], self.spent[end_groups // step_groups]
-        tokens, trajectories = (max(done[i] - before[i], 1) for i in (1, 2))
-        result_tokens = done.prompt_tokens - before.prompt_tokens - trajectories * self._prompt_tokens
+        done = Spent(*map(operator.sub, self.spent[end_groups // step_groups], self.spent[begin_groups // step_groups]))
+        tokens, trajectories = max(done.response_tokens, 1), max(done.trajectories, 1)
+        result_tokens = done.prompt_tokens - trajectories * self._prompt_tokens
         decoding = self.workload.decoding
         token_s = decoding.step_s / self.profile.rollout.slots + decoding.step_s_per_sequence
         prefix = prefix_tokens(self._prompt_tokens, self._cache_size().block_tokens)
@@ -142,7 +143,7 @@ class Costs:
         worker_s = (tokens * token_s + prefill_s) * self._slowdown(decoding, self.workers)
         return Capacities(
             rollout_tokens_per_s=sum(tokens / (worker_s * speed) for speed in self.speeds),
-            trainer_tokens_per_s=tokens / max(done.seconds - before.seconds, 1e-9),
+            trainer_tokens_per_s=tokens / max(done.seconds, 1e-9),
             colocated=self._is_colocated,
         )
 
