@@ -32,7 +32,7 @@ from statistics import NormalDist, fmean
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.simulate.responses import mean_tokens
+from asyncrl_cli.simulate.responses import ResponseLengths
 from asyncrl_cli.simulate.workload import Lengths, Workload
 from asyncrl_cli.simulate.workload_files import WINDOW, Residual, load_workload, profile_for, reference_sets, residuals
 from asyncrl_cli.simulate.world import virtual_cluster
@@ -111,7 +111,7 @@ def workload_at(base: Workload, median_tokens: float, sigma: float, variance_rat
     lengths = base.lengths.model_copy(update=fitted)
     rows = published_rows(base)
     ahead, *_ = apart = [row for row in rows if not row.colocate]
-    tokens = ahead.trajectories * (mean_tokens(lengths, ahead.cap) + lengths.prompt_tokens)
+    tokens = ahead.trajectories * (ResponseLengths(lengths, ahead.cap).mean + lengths.prompt_tokens)
     flop_s = 2 * PARAMETERS / DECODE_FLOP_PER_S
     decoding = {
         "step_s": WEIGHT_BYTES / bandwidth + LAUNCH_S,
@@ -178,7 +178,7 @@ def running_context(lengths: Lengths, cap: int) -> float:
     mu, sigma, share = math.log(lengths.median_tokens), lengths.sigma, NormalDist().cdf
     z = (math.log(cap) - mu) / sigma
     second_moment = math.exp(2 * mu + 2 * sigma**2) * share(z - 2 * sigma) + cap**2 * (1 - share(z))
-    return lengths.prompt_tokens + second_moment / mean_tokens(lengths, cap) / 2
+    return lengths.prompt_tokens + second_moment / ResponseLengths(lengths, cap).mean / 2
 
 
 def loss(found: Sequence[Residual]) -> float:
@@ -228,7 +228,7 @@ def show(workload: Workload, found: Sequence[Residual]) -> None:
     cap = published_rows(workload)[0].cap
     context = running_context(workload.lengths, cap)
     print(f"bandwidth = {free_parameters(workload)[-1]:.4g} bytes/s  # fitted; no key of its own: decoding follows from it")
-    print(f"mean response {mean_tokens(workload.lengths, cap):.0f} tokens, mean running context {context:.0f} tokens,")
+    print(f"mean response {ResponseLengths(workload.lengths, cap).mean:.0f} tokens, mean running context {context:.0f} tokens,")
     print(f"of which {workload.profile['rollout']['slots']} slots take {_cache_gb(workload, context):.1f} GB of KV cache")
     for section, marks in MARKS.items():
         print(f"\n[{section}]")

@@ -27,7 +27,7 @@ import pstats
 import random
 import time
 import types
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from typing import Any
 from asyncrl_cli.job.process import collect_garbage_seldom
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
+from asyncrl_cli.loop.watching import Observer, Snapshot, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
@@ -124,15 +124,12 @@ class TimedLoop(VirtualTimeLoop):
         return super().call_at(when, callback, *args, context=context)
 
 
-class Watcher:
-    """Implements `loop.ports.Observer`: the metrics of every step, as a real run has them, and the most that ran at once."""
+class Watcher(Observer):
+    """The metrics of every step, as a real run has them, and the most that ran at once."""
 
     def __init__(self) -> None:
         self.most_running = 0
         self._metrics = StepMetrics(trigger_parameter_sync_step=WINDOW_STEPS, started_s=0.0)
-
-    def event(self, event: Event) -> None:
-        """Counted nowhere."""
 
     def step(self, record: StepRecord) -> None:
         self._metrics.update(record)
@@ -140,12 +137,6 @@ class Watcher:
     def tick(self, snapshot: Snapshot) -> None:
         running = sum(int(report.gauges.get("running_sequences", 0)) for report in snapshot.reports.values())
         self.most_running = max(self.most_running, running)
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        assert not state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,19 +178,14 @@ def worker_times() -> WorkerTimes:
     )
 
 
-async def run(num_workers: int, windows: int, stopwatch: Stopwatch, watcher: Watcher) -> float:
-    """Returns the virtual seconds it took."""
-    times, loop = worker_times(), asyncio.get_running_loop()
-    workers: list[Any] = [SimulatedWorker(f"rollout-{index}", SLOTS, times, 0) for index in range(num_workers)]
-    trainer: Any = SimulatedTrainer(TrainerTimes(train_s=lambda batch: TRAIN_S, gather_s=0.5, publish_s=0.5))
-    world = World(
-        feed=NumberedFeed(),
-        trainer=TimedPort(trainer, stopwatch),  # type: ignore[arg-type]
-        workers=[TimedPort(worker, stopwatch) for worker in workers],  # type: ignore[misc]
-        observers=[watcher],
-    )
+async def run(num_workers: int, windows: int, watcher: Watcher, seen: Callable[[Any], Any] = lambda executor: executor) -> float:
+    """Returns the virtual seconds it took. `seen`: an executor as the loop sees it."""
+    times = worker_times()
+    workers = [SimulatedWorker(f"rollout-{index}", SLOTS, times, 0) for index in range(num_workers)]
+    trainer = SimulatedTrainer(TrainerTimes(train_s=lambda batch: TRAIN_S, gather_s=0.5, publish_s=0.5))
+    world = World(feed=NumberedFeed(), trainer=seen(trainer), workers=list(map(seen, workers)), observers=[watcher])
     await Pipeline(settings(num_workers, windows), world).run()
-    return loop.time()
+    return asyncio.get_running_loop().time()
 
 
 def measure(num_workers: int, windows: int) -> Measured:
@@ -209,7 +195,7 @@ def measure(num_workers: int, windows: int) -> Measured:
     shown_s, taken_s = cost_of_a_stretch()
     began_s = time.thread_time()
     with asyncio.Runner(loop_factory=lambda: TimedLoop(stopwatch)) as runner:
-        virtual_s = runner.run(run(num_workers, windows, stopwatch, watcher))
+        virtual_s = runner.run(run(num_workers, windows, watcher, lambda executor: TimedPort(executor, stopwatch)))
     spent_s = time.thread_time() - began_s
     executors_s = stopwatch.seconds - stopwatch.stretches * shown_s
     total_s = spent_s - stopwatch.stretches * taken_s
@@ -228,13 +214,17 @@ def measure(num_workers: int, windows: int) -> Measured:
 
 def calls_per_group(num_workers: int) -> float:
     """Python and C function calls of the loop and the executors."""
+    calls = sum(entry.callcount for entry in profiled(num_workers, COUNTED_WINDOWS).getstats())
+    return calls / settings(num_workers, COUNTED_WINDOWS).schedule.groups
+
+
+def profiled(num_workers: int, windows: int) -> cProfile.Profile:
     profiler = cProfile.Profile()
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         profiler.enable()
-        runner.run(run_plain(num_workers, COUNTED_WINDOWS))
+        runner.run(run(num_workers, windows, Watcher()))
         profiler.disable()
-    calls = sum(entry.callcount for entry in profiler.getstats())
-    return calls / settings(num_workers, COUNTED_WINDOWS).schedule.groups
+    return profiler
 
 
 def cost_of_a_stretch(repeats: int = 200_000) -> tuple[float, float]:
@@ -280,22 +270,6 @@ def verdict(rows: list[Measured]) -> str:
     )
 
 
-def print_profile(num_workers: int, windows: int) -> None:
-    profiler = cProfile.Profile()
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        profiler.enable()
-        runner.run(run_plain(num_workers, windows))
-        profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
-
-
-async def run_plain(num_workers: int, windows: int) -> None:
-    workers = [SimulatedWorker(f"rollout-{index}", SLOTS, worker_times(), 0) for index in range(num_workers)]
-    trainer = SimulatedTrainer(TrainerTimes(train_s=lambda batch: TRAIN_S, gather_s=0.5, publish_s=0.5))
-    world = World(feed=NumberedFeed(), trainer=trainer, workers=workers, observers=[Watcher()])
-    await Pipeline(settings(num_workers, windows), world).run()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 128, 256, 512])
@@ -304,7 +278,7 @@ def main() -> None:
     options = parser.parse_args()
     collect_garbage_seldom()  # as the driver of a real run does
     if options.profile is not None:
-        print_profile(options.profile, options.windows)
+        pstats.Stats(profiled(options.profile, options.windows)).sort_stats("tottime").print_stats(30)
         return
     rows: list[Measured] = []
     for num_workers in options.workers:

@@ -15,14 +15,13 @@ sleeps before every hint, lognormal around `--tool-s`. Columns, of the whole run
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks.training import train
+
+from asyncrl_cli.observe.lines import Line, read_metrics
 from asyncrl_cli.simulate.workload import Drawn, Lengths, Turns
 from asyncrl_cli.simulate.workload_files import load_workload, profile_for
 from asyncrl_cli.simulate.world import simulate
@@ -60,7 +59,7 @@ class SlowGuess(Guess):
 """
 
 
-def simulated(profile: str, tool_s: float, *, hold: bool) -> list[dict[str, Any]]:
+def simulated(profile: str, tool_s: float, *, hold: bool) -> Sequence[Line]:
     """A step's guesses are four tokens long, and three or four are made."""
     workload = load_workload("laptop-tiny")
     turns = Turns(number=Drawn(median=3.6, sigma=0.4), tool_s=Drawn(median=tool_s, sigma=SIGMA), result_tokens=Drawn(median=4.0))
@@ -69,15 +68,13 @@ def simulated(profile: str, tool_s: float, *, hold: bool) -> list[dict[str, Any]
     return simulate(profile_for(guess, profile, sets, groups=WINDOWS * 32, environ={}).profile, guess).lines
 
 
-def trained(directory: Path, profile: str, tool_s: float, steps: int, seed: int, *, hold: bool) -> list[dict[str, Any]]:
+def trained(directory: Path, profile: str, tool_s: float, steps: int, seed: int, *, hold: bool) -> Sequence[Line]:
     name = f"{profile}-{tool_s:g}-{'held' if hold else 'lent'}-{seed}"
     sets = [*SIZES, *GUESSING, f"rollout.hold_slots={str(hold).lower()}", f"run.train_steps={steps}", f"run.seed={seed}"]
     sets += [f"model.cache_dir={directory / 'models'}", "eval.prompts=0", "checkpoint.every_steps=0"]
-    asked = [sys.executable, "-m", "asyncrl_cli", "train", "--profile", profile, "--name", name, "--ui", "none"]
-    asked += ["--runs-dir", str(directory / "runs"), *(part for text in sets for part in ("--set", text))]
     paths = os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(asked, check=True, env={**os.environ, "PYTHONPATH": paths, "SLOW_GUESS_S": str(tool_s)})
-    return [json.loads(line) for line in (directory / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    run = train(profile, name, sets, directory / "runs", PYTHONPATH=paths, SLOW_GUESS_S=str(tool_s))
+    return read_metrics(run / "metrics.jsonl")
 
 
 def install(directory: Path) -> None:
@@ -89,7 +86,7 @@ def install(directory: Path) -> None:
     (told / "entry_points.txt").write_text("[asyncrl.environments]\nslow-guess = slow_guess:SlowGuess\n")
 
 
-def row(what: str, lines: Sequence[dict[str, Any]]) -> str:
+def row(what: str, lines: Sequence[Line]) -> str:
     """Means over the steps after the first window."""
     kept = lines[2:]
     means = {name: sum(line.get(key, 0.0) for line in kept) / len(kept) for name, key in KEYS.items()}

@@ -30,9 +30,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tests.run.commands import SMALL, command_line, descendants, lines, wait_until_gone
+from tests.run.commands import SMALL, arguments, command_line, descendants, lines, wait_until_gone
 
-STEPS = 8
+STEPS = 40
+"""Enough for a run to be still under way when its process is killed."""
 GROUPS = 4
 ENDS_WITHIN_S = 15.0
 CLEAN_WITHIN_S = 10.0
@@ -143,10 +144,9 @@ class Laboratory:
 
     def start(self, *words: str, sets: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.directory / "cache"), "TMPDIR": str(self.temporary)}
-        settings = [word for setting in sets for word in ("--set", setting)]
         with self._said(len(self.started)).open("w") as err:
             process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl_cli", *words, *settings],
+                arguments(*words, sets=sets, verbose=False),
                 cwd=self.directory,
                 env=os.environ | own,
                 stdout=subprocess.DEVNULL,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.run.commands import arguments
 
 from asyncrl_cli.job import run as run_module
 from asyncrl_cli.job.driving import RunResult
@@ -24,11 +26,11 @@ from asyncrl_cli.tasks.task import load_task
 LIMIT_S = 3600.0
 
 
-def train(profile: str, name: str, sets: Sequence[str], runs_dir: Path) -> Path:
+def train(profile: str, name: str, sets: Sequence[str], runs_dir: Path, **environment: str) -> Path:
     """`asyncrl train` in a child process, without a screen. Returns the run's directory. Raises subprocess.SubprocessError."""
-    words = ["train", "--profile", profile, "--name", name, "--runs-dir", str(runs_dir), "--ui", "none"]
-    words += [part for text in sets for part in ("--set", text)]
-    subprocess.run([sys.executable, "-m", "asyncrl_cli", *words], check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
+    words = ("--profile", profile, "--name", name, "--runs-dir", str(runs_dir), "--ui", "none")
+    asked = arguments("train", *words, sets=tuple(sets), verbose=False)
+    subprocess.run(asked, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=os.environ | environment)
     return runs_dir / name
 
 

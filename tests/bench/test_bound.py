@@ -70,7 +70,7 @@ def bound_ratios(seed: int) -> dict[str, float]:
     contest = contest_of("colocate", PROFILES, workload=workload)
     made = [simulated(entry, workload, seed, contest.groups) for entry in contest.entries]
     runs = with_capacities(made, contest.longest_window)
-    compared = summarise(contest.entries, runs, window_groups=contest.baseline.window_groups)
+    compared = summarise(contest.entries, runs)
     return {result.profile: result.figures["bound_ratio"].median for result in compared}
 
 

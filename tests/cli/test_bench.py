@@ -114,7 +114,7 @@ def test_the_screen_says_which_runs_are_missing_and_which_picture_failed(
     ]
     contestants = [Contestant(name=name, mode=name, step_groups=16, window_groups=16) for name in ("colocate", "partial-rollout")]
     comparison = Comparison(
-        results=summarise(contestants, [Run(profile="colocate", seed=0, lines=lines)], window_groups=16),
+        results=summarise(contestants, [Run(profile="colocate", seed=0, lines=lines)]),
         workload="",
         baseline="colocate",
         groups=64,

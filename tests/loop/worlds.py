@@ -15,8 +15,7 @@ from asyncrl_cli.loop.ports import Feed
 from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.simulate.responses import WorkerTimes
-from asyncrl_cli.simulate.simulated_scorer import ScorerTimes
-from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
+from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.keywords import loop_settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_a_wait_for_nobody_is_a_deadlock():
 
 
 @pytest.mark.parametrize("clean_up", ["waits for ever", "sleeps", "raises"])
-def test_the_clean_up_after_a_deadlock_neither_hangs_nor_hides_it(clean_up):
+def test_the_clean_up_after_a_deadlock_neither_hangs_nor_hides_it_nor_leaves_a_task(clean_up, caplog):
     async def stubborn():
         try:
             await asyncio.Event().wait()
@@ -55,6 +56,8 @@ def test_the_clean_up_after_a_deadlock_neither_hangs_nor_hides_it(clean_up):
 
     with pytest.raises(DeadlockError, match="nothing is scheduled"):
         run_virtual(main())
+    gc.collect()
+    assert "Task was destroyed but it is pending" not in caplog.text
 
 
 def test_a_cancelled_timer_is_no_scheduled_work():

@@ -177,7 +177,7 @@ def comparison_of(
     error: AsyncrlError | None = None,
 ) -> Comparison:
     baseline = contest.baseline
-    results = summarise(contest.entries, runs, window_groups=baseline.window_groups)
+    results = summarise(contest.entries, runs)
     return Comparison(
         results=results,
         workload=contest.workload.name if contest.workload else "",
@@ -201,8 +201,8 @@ def _doubts(contest: Contest, results: Sequence[Result], runs: Sequence[Run]) ->
     if measured < ENOUGH_WINDOWS * longest:
         enough = groups_for_all(contest.entries, (ENOUGH_WINDOWS + 2) * longest)
         doubts.append(
-            f"Short: {measured} groups are measured, and the longest window has {longest}. A speedup of so few says little: "
-            f"--groups {enough} measures {ENOUGH_WINDOWS} windows."
+            f"Short: {measured} groups are measured, and the longest window has {longest}. A speedup over so few groups means "
+            f"little: --groups {enough} measures {ENOUGH_WINDOWS} windows."
         )
     if is_uneven(results):
         doubts.append(

@@ -13,6 +13,7 @@ from asyncrl_cli.plan.cluster import ClusterResources
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import toml_value
@@ -123,11 +124,10 @@ def groups_for_all(entries: Sequence[Entry], wanted: int) -> int:
 
 
 def _check_same_work(baseline: Entry, entry: Entry) -> None:
-    left, right = baseline.profile.model_dump(), entry.profile.model_dump()
-    for key in (f"{section}.{name}" for section, values in left.items() if isinstance(values, dict) for name in values):
-        section, _, name = key.partition(".")
-        ours, theirs = left[section][name], right[section][name]
-        if ours != theirs and (key in SAME_KEYS or f"{section}." in SAME_KEYS):
+    others = values_of(entry.profile)
+    for key, ours in values_of(baseline.profile).items():
+        theirs = others[key]
+        if ours != theirs and (key in SAME_KEYS or f"{key.partition('.')[0]}." in SAME_KEYS):
             value = ours if ours is not None else theirs
             written = value if isinstance(value, str) else toml_value(value)  # `--set` takes a string without quotes
             raise ConfigError(

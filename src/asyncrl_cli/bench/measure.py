@@ -118,7 +118,7 @@ def _too_short(windows: int) -> AsyncrlError:
 
 def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | None = None) -> dict[str, float]:
     """Figures by name. `window_groups` is W of the baseline. With `capacities` the figures of the bound are included."""
-    steps_s = [step_s(line) for line in stretch.lines]
+    steps_s = [spent_s(line, "step") - spent_s(line, "eval") for line in stretch.lines]
     seconds, windows, num_steps = stretch.seconds, stretch.groups / window_groups, len(stretch.lines)
     totals = Totals(stretch.lines)
     parts = _known({name: totals.seconds(*keys) for name, keys in PARTS.items()})
@@ -157,11 +157,6 @@ def tokens_made(stretch: Stretch) -> float:
     steps_s = sum(spent_s(line, "step") for line in stretch.lines)  # evals too: the rate counts their tokens
     rate = Totals(stretch.lines).mean(RATE)
     return trained if rate is None else min(trained, rate * steps_s)
-
-
-def step_s(line: Line) -> float:
-    """Seconds of a step without its eval."""
-    return spent_s(line, "step") - spent_s(line, "eval")
 
 
 def _partial_ratio(stretch: Stretch) -> dict[str, float]:

@@ -36,7 +36,7 @@ DOTS_PER_INCH = 130
 ROW_INCHES, PANEL_INCHES, WIDTH_INCHES = 0.27, 0.62, 13.0
 
 
-def draw_timelines(comparison: Comparison, path: Path) -> Path:
+def draw_timelines(comparison: Comparison, path: Path) -> None:
     """One panel per profile, one row per executor. All panels have the same time scale and the same scale of running sequences."""
     timelines = comparison.timelines
     length_s = view_length_s(timelines)
@@ -51,7 +51,7 @@ def draw_timelines(comparison: Comparison, path: Path) -> Path:
     panels[-1].set_xlabel("seconds")
     _legend(figure, timelines, most)
     figure.suptitle(f"{'SIMULATED: w' if comparison.simulated else 'W'}here the time goes, in the middle of the run", fontsize=13)
-    return _save(figure, path)
+    _save(figure, path)
 
 
 def view_length_s(timelines: Sequence[Timeline]) -> float:
@@ -77,8 +77,8 @@ def _draw_panel(panel: Axes, timeline: Timeline, length_s: float, most: float, c
 
 
 def _panel_title(timeline: Timeline, begin_s: float, comparison: Comparison) -> str:
-    result = next((result for result in comparison.results if result.profile == timeline.profile), None)
-    figures = f"   {result.figures['window_time_s'].median:.4g} s per {comparison.window_groups} groups" if result else ""
+    result = next(result for result in comparison.results if result.profile == timeline.profile)
+    figures = f"   {result.figures['window_time_s'].median:.4g} s per {comparison.window_groups} groups"
     hidden = timeline.num_workers - len(timeline.workers)
     shown = f"   {len(timeline.workers)} of {timeline.num_workers} rollout workers shown" if hidden else ""
     return f"{timeline.profile}{figures}{shown}   from {begin_s:.0f} s of the run"
@@ -129,7 +129,7 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], most: float) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8), frameon=False, fontsize=9)
 
 
-def draw_speedups(comparison: Comparison, path: Path) -> Path:
+def draw_speedups(comparison: Comparison, path: Path) -> None:
     """Groups per second as bars, the bound as an outline around them, the spread of repeats as a whisker."""
     results = comparison.results
     figure = _figure(max(6.5, 1.7 * len(results) + 1.5), 4.6)
@@ -143,7 +143,7 @@ def draw_speedups(comparison: Comparison, path: Path) -> Path:
     if comparison.has_bound:
         outline = Patch(fill=False, edgecolor="#444444", linestyle="--", label="bound: full batches, no waits")
         figure.legend(handles=[outline], loc="outside lower center", frameon=False, fontsize=9)
-    return _save(figure, path)
+    _save(figure, path)
 
 
 def _draw_bar(panel: Axes, place: int, result: Result, comparison: Comparison) -> float:
@@ -175,6 +175,5 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
-    return path

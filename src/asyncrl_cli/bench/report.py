@@ -4,8 +4,8 @@ briefly on the screen, at length in report.md, and only rows that the table has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from asyncrl_cli.bench.results import Comparison
 from asyncrl_cli.bench.table import markdown_of
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.plan.cluster import usable_cores
-from asyncrl_cli.storage import appearing_file, replace_text
+from asyncrl_cli.storage import appearing_file, remove_if_empty, replace_text
 
 SIMULATED_STRETCH = (
     "Measured are the same groups in every run, to a train step: after the warm-up (the longest window of all profiles) and "
@@ -62,9 +62,8 @@ def output_directory(out: Path | None) -> Iterator[Path]:
     try:
         yield directory
     except BaseException:
-        with suppress(OSError):  # a directory that holds something stays
-            for path in new:
-                path.rmdir()
+        for path in new:
+            remove_if_empty(path)
         raise
 
 
@@ -80,15 +79,15 @@ def write_report(comparison: Comparison, directory: Path) -> tuple[list[Path], l
     messages about pictures that could not be drawn."""
     from asyncrl_cli.bench import pictures
 
-    draws: dict[str, Callable[[Path], object]] = {"speedup.png": lambda path: pictures.draw_speedups(comparison, path)}
+    draws = {"speedup.png": pictures.draw_speedups}
     if comparison.timelines:
-        draws["timeline.png"] = lambda path: pictures.draw_timelines(comparison, path)
+        draws["timeline.png"] = pictures.draw_timelines
     drawn: list[Path] = []
     failures: list[str] = []
     for name, draw in draws.items():
         try:
             with appearing_file(directory / name) as temporary:
-                draw(temporary)
+                draw(comparison, temporary)
             drawn.append(directory / name)
         except Exception as error:  # a plotting library may raise anything, and a picture is not worth losing the report
             failures.append(f"{name} could not be drawn: {type(error).__name__}: {error}")

@@ -167,14 +167,14 @@ def _result_of(found: Mapping[str, Any]) -> Result:
     )
 
 
-def summarise(contestants: Sequence[Contestant], runs: Sequence[Run], *, window_groups: int) -> list[Result]:
+def summarise(contestants: Sequence[Contestant], runs: Sequence[Run]) -> list[Result]:
     """Results in the order of `contestants`, the baseline first. Profiles without a finished run are left out."""
+    baseline = contestants[0]
     measured = stretches([run.lines for run in runs], max(contestant.window_groups for contestant in contestants))
     own: dict[str, dict[int, Figures]] = {contestant.name: {} for contestant in contestants}
     for run, stretch in zip(runs, measured, strict=True):
-        own[run.profile][run.seed] = figures_of(stretch, window_groups, run.capacities)
-    base = own[contestants[0].name]
-    return [_result(contestant, own[contestant.name], base) for contestant in contestants if own[contestant.name]]
+        own[run.profile][run.seed] = figures_of(stretch, baseline.window_groups, run.capacities)
+    return [_result(contestant, own[contestant.name], own[baseline.name]) for contestant in contestants if own[contestant.name]]
 
 
 def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[int, Figures]) -> Result:

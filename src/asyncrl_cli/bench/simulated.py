@@ -1,6 +1,8 @@
 """Makes the simulated runs of a comparison, as many at once as there are cores, each on a virtual clock of its own.
 
     jobs, references --> a pool of processes --> runs and residuals, in the order that was asked for
+                              |
+                              +--> the files of some runs, as those of real ones
 
 Only the parent handles Ctrl-C: it ends the pool at once, because nothing of an unfinished simulated run is worth keeping. No
 process of the pool outlives the command, however the command ends.
@@ -8,28 +10,31 @@ process of the pool outlives the command, however the command ends.
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.results import Run, timeline_of_run
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.engines.vllm.plugin import end_with_parent
 from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.job.process import StopRequests, blocked, collect_garbage_seldom
+from asyncrl_cli.loop.watching import Observer, StepRecord
+from asyncrl_cli.observe.live_status import RunFacts
+from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile, TimelineFile
 from asyncrl_cli.plan.cluster import usable_cores
-from asyncrl_cli.profile.loaded import Loaded
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.loaded import Loaded, to_document, to_toml
 from asyncrl_cli.simulate.costs import Costs
-from asyncrl_cli.simulate.recording import recorded
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, residuals
-from asyncrl_cli.simulate.world import TrainedGroups, simulate
+from asyncrl_cli.simulate.world import simulate
 
 POLL_S = 0.1
 
@@ -82,12 +87,8 @@ class SimulatedJob:
     runs_dir: Path | None = None
 
     @property
-    def profile(self) -> Profile:
-        return self.loaded.profile
-
-    @property
     def name(self) -> str:
-        return f"SIMULATED {self.profile.name}-s{self.seed}"
+        return f"SIMULATED {self.loaded.profile.name}-s{self.seed}"
 
 
 def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress) -> tuple[list[Run], list[Residual]]:
@@ -130,12 +131,51 @@ def _follow(running: Sequence[Future[Any]], told: Any, progress: Progress) -> No
 
 
 def _simulate(job: SimulatedJob) -> tuple[Run, Costs]:
-    name, observers = job.profile.name, [TrainedGroups(lambda groups: _process["told"].put((job.name, groups)))]
-    directory = None if job.runs_dir is None else job.runs_dir / f"{name}-s{job.seed}"
-    with nullcontext() if directory is None else recorded(job.loaded, directory) as recorder:
-        watching = observers if recorder is None else [*observers, recorder]
-        run = simulate(job.profile, job.workload, seed=job.seed, observers=watching)
+    profile = job.loaded.profile
+    directory = job.runs_dir and job.runs_dir / f"{profile.name}-s{job.seed}"
+    with recorded(job.loaded, directory) if directory else nullcontext(Observer()) as recorder:
+        run = simulate(profile, job.workload, seed=job.seed, observers=[_Told(job.name), recorder])
         if run.error is not None:
             raise run.error
-    timeline = timeline_of_run(name, directory, run.lines) if directory is not None else None
-    return Run(profile=name, seed=job.seed, lines=run.lines, timeline=timeline), run.costs
+    timeline = timeline_of_run(profile.name, directory, run.lines) if directory else None
+    return Run(profile=profile.name, seed=job.seed, lines=run.lines, timeline=timeline), run.costs
+
+
+class _Told(Observer):
+    """Tells the parent after every train step how many groups the run has trained."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def step(self, record: StepRecord) -> None:
+        _process["told"].put((self._name, record.ledger["trained"]))
+
+
+@contextmanager
+def recorded(loaded: Loaded, directory: Path) -> Iterator[Observer]:
+    """An observer for `simulate` that writes the files of a real run to the new `directory`, for whatever reads a run. Raises
+    RefusedError if it exists already."""
+    profile, origins = loaded.profile, loaded.origins
+    document, toml = to_document(profile, origins), to_toml(profile, origins)
+    with closing(RunDirectory.create(directory.parent, directory.name, profile_toml=toml, resolved=document)) as files:
+        facts = replace(RunFacts.of(profile, files.path, 1), profile=f"SIMULATED {profile.name}")
+        sinks = [MetricsFile(files.metrics), EventsFile(files.events), TimelineFile(files.timeline), _LastStatus(files.status)]
+        observers, phase = Observers(facts, sinks, clock=_virtual_s), "failed"
+        try:
+            yield observers
+            phase = "done"
+        finally:
+            observers.close(phase)
+
+
+class _LastStatus(StatusFile):
+    """Nobody watches a simulated run: its status.json is written once, at the end."""
+
+    status = Sink.status
+
+
+def _virtual_s() -> float:
+    """The virtual clock, which begins at 0 with the simulation's event loop."""
+    with suppress(RuntimeError):
+        return asyncio.get_running_loop().time()
+    return 0.0

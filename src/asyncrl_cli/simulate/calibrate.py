@@ -9,7 +9,7 @@
 The first two are fitted by straight lines (`observed.py`), with an interference ratio for a machine that both sides share. Prompts
 and prefills are not measured separately: the lines' constants include them. During a load its worker counts as idle, so no decode
 step includes the pause. The first steps, and steps with an eval or a checkpoint, are left out. The workload's notes say what one
-run cannot tell.
+run cannot show.
 """
 
 from __future__ import annotations
@@ -145,18 +145,18 @@ def _enough(found: Sequence[Any], run_directory: Path, what: str) -> None:
 
 
 def _notes(lines: Sequence[Line], profile: Profile, decode_fit: Fit, train_fit: Fit, scored_s: float | None) -> list[str]:
-    """What the figures are based on, and what one run cannot tell."""
+    """What the figures are based on, and what one run cannot show."""
     notes = [
         f"From {len(lines)} train steps of one run, lengths as observed (at its own stage of learning).",
-        "One run does not tell: scaling with devices (taken as scaling_exponent 1, nothing fixed); how alike the responses to one "
+        "One run does not show: scaling with devices (taken as scaling_exponent 1, nothing fixed); how alike the responses to one "
         "prompt are (prompt_variance_ratio 0); the latency of rewards (0: waits for them are not in the prediction); prompts and "
         "prefills (in the constants, prompt_tokens 0: a recompute-kv load costs nothing more); how workers differ "
         "(speed_spread 0).",
     ]
     if turns_of(lines) is not None:
         notes.append(
-            "Of turns and tools a run tells means: all trajectories have the same number of turns here, all tools take the same "
-            "time, and the tokens of their results are in the constants of decoding and training."
+            "About turns and tools a run records only means: all trajectories have the same number of turns here, all tools take "
+            "the same time, and the tokens of their results are in the constants of decoding and training."
         )
     if scored_s is None:
         notes.append(

@@ -12,6 +12,7 @@ the window's first are computed before training (as in `train/policy_update.py`:
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +28,9 @@ from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD
 from asyncrl_cli.simulate.capacities import Capacities
-from asyncrl_cli.simulate.episodes import Episodes
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize, prefix_tokens
-from asyncrl_cli.simulate.responses import ResponseLengths, WorkerTimes, mean_tokens
-from asyncrl_cli.simulate.simulated_scorer import ScorerTimes
-from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
+from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTimes
+from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
 GIB = 2**30
@@ -101,7 +100,6 @@ class Costs:
         slowed = {key: getattr(decoding, key) * slowdown for key in ("step_s", "step_s_per_sequence", "prefill_s_per_token")}
         num_bytes = 0.0 if self._is_colocated else syncing.parameter_bytes
         send_s, load_s = num_bytes / syncing.send_bytes_per_s, num_bytes / syncing.load_bytes_per_s
-        mean_s = mean_tokens(workload.lengths, max_tokens) * decoding.step_s
         lengths, turns = ResponseLengths(workload.lengths, max_tokens), workload.turns
         return WorkerTimes(
             decoding=decoding.model_copy(update=slowed),
@@ -118,7 +116,7 @@ class Costs:
             fetch_s=0.0 if weights.dual_buffer else send_s,
             load_s=lambda rng: load_s,
             pause_s=0.0 if self._is_colocated else syncing.pause_s,
-            poll_s=max(POLL_S, _POLL_RATIO * mean_s),
+            poll_s=max(POLL_S, _POLL_RATIO * lengths.mean * decoding.step_s),
             weights_timeout_s=weights.timeout_s,
         )
 
@@ -134,9 +132,9 @@ class Costs:
         slow each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a phase together.
         """
         step_groups = Schedule.of(self.profile).step_groups
-        before, done = self.spent[begin_groups // step_groups], self.spent[end_groups // step_groups]
-        tokens, trajectories = (max(done[i] - before[i], 1) for i in (1, 2))
-        result_tokens = done.prompt_tokens - before.prompt_tokens - trajectories * self._prompt_tokens
+        done = Spent(*map(operator.sub, self.spent[end_groups // step_groups], self.spent[begin_groups // step_groups]))
+        tokens, trajectories = max(done.response_tokens, 1), max(done.trajectories, 1)
+        result_tokens = done.prompt_tokens - trajectories * self._prompt_tokens
         decoding = self.workload.decoding
         token_s = decoding.step_s / self.profile.rollout.slots + decoding.step_s_per_sequence
         prefix = prefix_tokens(self._prompt_tokens, self._cache_size().block_tokens)
@@ -145,7 +143,7 @@ class Costs:
         worker_s = (tokens * token_s + prefill_s) * self._slowdown(decoding, self.workers)
         return Capacities(
             rollout_tokens_per_s=sum(tokens / (worker_s * speed) for speed in self.speeds),
-            trainer_tokens_per_s=tokens / max(done.seconds - before.seconds, 1e-9),
+            trainer_tokens_per_s=tokens / max(done.seconds, 1e-9),
             colocated=self._is_colocated,
         )
 
@@ -159,11 +157,6 @@ class Costs:
         algorithm = self.profile.algorithm
         wanted = {REF: algorithm.has_reference, CRITIC: algorithm.has_critic}
         return [task for task, is_wanted in wanted.items() if is_wanted and task not in self.scorers]
-
-    @property
-    def _recomputes(self) -> bool:
-        """Whether the trainer has an old-logprob pass."""
-        return self.profile.algorithm.old_logprobs == "recompute" and PROX not in self.scorers
 
     @property
     def _prompt_tokens(self) -> int:
@@ -237,8 +230,9 @@ class Costs:
         return _tokens(groups)[1] * each_s * self._share(training.old_logprob_scaling_exponent, devices)
 
     def _scored(self, batch: TrainBatch) -> Sequence[GroupResult]:
-        """Groups that need an old-logprob pass: all but a window's first mini-batch, whose own forward pass yields them."""
-        if not self._recomputes:
+        """Groups that the trainer's old-logprob pass scores, if it has one: all but a window's first mini-batch, whose own forward
+        pass yields them."""
+        if self.profile.algorithm.old_logprobs != "recompute" or PROX in self.scorers:
             return ()
         return batch.groups[self.profile.trainer.ppo_mini_batch_size if batch.step_in_window == 0 else 0 :]
 

@@ -22,9 +22,9 @@ sequence that began last is preempted. Its blocks are free, the token under way 
 begins again with a prefill of its prompt and the tokens that it has. No sequence begins before there are blocks for these, and none
 behind one that waits for them. At the same step count, sequences end before others take blocks, and these before one begins.
 
-A sequence that has made a turn stops as if preempted. With `hold_slots` nobody gets its slot, else it queues for one when it goes
-on. What the cache holds of it stays there until others take the blocks; then it begins with a prefill of everything. A drain waits
-for all sequences that have begun, also for those that are at a tool.
+A sequence that has made a turn stops as if preempted. With `hold_slots` nobody else gets its slot; otherwise it queues for a slot
+when it goes on. What the cache holds of it stays there until others take the blocks; then it begins with a prefill of everything. A
+drain waits for all sequences that have begun, also for those that are at a tool.
 
 Worked example: steps of 1 s, one sequence of 5 tokens from time 0; version 3 is loaded from 2.5 to 4.0 s. At step count 2.5, tokens
 1 and 2 are done and have the old version; tokens 3 to 5 have version 3, and the sequence ends at 5 + 1.5 s.
@@ -141,13 +141,11 @@ class SimulatedEngine:
         self._retime()
 
     def version_tokens(self, sequence: SimulatedSequence) -> VersionTokens:
-        """Tokens per version of an ended or aborted sequence."""
-        return tokens_per_version(sequence, sequence.tokens, self._loads)
-
-    def version_tokens_so_far(self, sequence: SimulatedSequence) -> VersionTokens:
-        """Whole tokens per version of a sequence that has not ended."""
+        """Its whole tokens per version: all of them once it has ended or was aborted, before that those so far."""
         self._advance()
-        return tokens_per_version(sequence, sequence.whole_tokens(self._steps), self._loads) if sequence.order else sequence.kept
+        is_over = sequence.has_ended or sequence.is_aborted
+        so_far = sequence.whole_tokens(self._steps) if sequence.order else sequence.kept_tokens
+        return tokens_per_version(sequence, sequence.tokens if is_over else so_far, self._loads)
 
     def drained(self) -> asyncio.Future[None]:
         """Begin no new sequence until `thaw`. The returned future is done once all that have begun have ended."""
@@ -244,12 +242,6 @@ class SimulatedEngine:
         sequence.kept, sequence.kept_tokens = tokens_per_version(sequence, tokens, self._loads), tokens
         self._kept_tokens += tokens
 
-    def _preempt_newest(self) -> None:
-        sequence = self._cache.newest
-        self._stop_with(sequence, sequence.whole_tokens(self._steps))
-        self.preemptions += 1
-        self._going_on.appendleft(sequence)
-
     def _end_turn(self, sequence: SimulatedSequence) -> Callable[[SimulatedSequence], None]:
         """Stop, for a tool or for good. Returns who is to be told."""
         if sequence.num_calls == len(sequence.calls):
@@ -310,7 +302,10 @@ class SimulatedEngine:
             if order == sequence.order:
                 told.append((self._end_turn(sequence), sequence))
         while self._cache.is_over(self._steps):
-            self._preempt_newest()
+            newest = self._cache.newest
+            self._stop_with(newest, newest.whole_tokens(self._steps))
+            self.preemptions += 1
+            self._going_on.appendleft(newest)
         self._go_on(before)
         for tell, sequence in told:
             tell(sequence)

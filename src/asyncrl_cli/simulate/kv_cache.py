@@ -96,7 +96,10 @@ class KvCache:
         if free < 0:
             return steps
         rounds, further = divmod(int(free), len(self._first))
-        wanted_at = sorted(self._next_block_at(sequence, first, steps) for sequence, first in self._first.items())
+        wanted_at = sorted(
+            sequence.begin_steps + self._blocks(own) * self._size.block_tokens + 1 - first
+            for (sequence, first), own in zip(self._first.items(), self._own(steps), strict=True)
+        )
         return wanted_at[further] + rounds * self._size.block_tokens
 
     def hold(self, sequence: SimulatedSequence, steps: float) -> int:
@@ -173,11 +176,6 @@ class KvCache:
     def _own(self, steps: float) -> list[int]:
         """The tokens of each running sequence, its prefix aside."""
         return [first + sequence.whole_tokens(steps) for sequence, first in self._first.items()]
-
-    def _next_block_at(self, sequence: SimulatedSequence, first: int, steps: float) -> float:
-        """The step count at which its blocks no longer suffice."""
-        blocks = self._blocks(first + sequence.whole_tokens(steps))
-        return sequence.begin_steps + blocks * self._size.block_tokens + 1 - first
 
 
 def _tokens(sequence: SimulatedSequence) -> int:

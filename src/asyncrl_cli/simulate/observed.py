@@ -154,7 +154,7 @@ def scorer_s_per_token(lines: Sequence[Line], task: str) -> float | None:
 def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
     """Observed lengths of a turn: LENGTHS_PER_STEP from each step, then at most LENGTHS_KEPT of them, evenly spaced when sorted.
 
-    A run tells those of whole trajectories, which are divided by the mean number of turns.
+    A run records the lengths of whole trajectories; they are divided by the mean number of turns.
     """
     cap, turns = profile.rollout.max_response_tokens, num_turns(lines)
     drawn = sorted(tokens for line in lines for tokens in _step_lengths(line, cap, turns))
@@ -164,12 +164,12 @@ def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
 
 
 def num_turns(lines: Sequence[Line]) -> int:
-    """The mean over the run's trajectories, rounded; 1 if they have none to tell of."""
+    """The mean over the run's trajectories, rounded; 1 if the run does not record turns."""
     return round(fmean(line.get("env/turns_mean", 1.0) for line in lines))
 
 
 def turns_of(lines: Sequence[Line]) -> Turns | None:
-    """What a run tells of turns and tools: means. None if its trajectories have a single turn."""
+    """Turns and tools, each as the run's mean. None if its trajectories have a single turn."""
     number = num_turns(lines)
     if number == 1:
         return None

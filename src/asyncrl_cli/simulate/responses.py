@@ -14,33 +14,25 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from statistics import NormalDist, fmean
-from typing import NamedTuple
 
 from asyncrl_cli.loop.attempts import Failure, Kept, PartResult, TrajectoryMeta
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalResult, PartRequest
+from asyncrl_cli.profile.arithmetic import max_context_tokens
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize
 from asyncrl_cli.simulate.sequences import SimulatedSequence, ToolCall
-from asyncrl_cli.simulate.workload import Decoding, Lengths
+from asyncrl_cli.simulate.workload import Decoding, Drawn, Lengths, Turns
 
 STANDARD = NormalDist()
+MOST_LOG = 40.0
+"""The largest logarithm of a lognormal draw: no number overflows."""
 RAISED = Failure("reward", "the reward raised")
 ABORTED = Failure("aborted", "")
-
-
-class Fate(NamedTuple):
-    """One trajectory: the tokens of its first turn, the seconds its reward takes, a uniform number that decides the reward, and the
-    tool calls after which further turns come."""
-
-    tokens: int
-    reward_s: float
-    luck: float
-    calls: Sequence[ToolCall] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,112 +74,135 @@ class ResponseLengths:
     """Draws response lengths: called with a group's generator and n, it returns n lengths in tokens."""
 
     def __init__(self, lengths: Lengths, max_response_tokens: int) -> None:
-        self.max_response_tokens = max_response_tokens
+        self._most = max_response_tokens
         self._between = math.sqrt(lengths.prompt_variance_ratio)
         self._within = math.sqrt(1 - lengths.prompt_variance_ratio)
-        self._sorted = tuple(sorted(min(tokens, max_response_tokens) for tokens in lengths.response_tokens))
-        self._from = self._from_list
-        if lengths.distribution == "lognormal":
-            assert lengths.median_tokens is not None
-            assert lengths.sigma is not None
-            self._log_median, self._sigma = math.log(lengths.median_tokens), lengths.sigma
-            self._from = self._from_lognormal
+        self._is_list = lengths.distribution == "list"
+        self._sorted = sorted(min(tokens, max_response_tokens) for tokens in lengths.response_tokens)
+        self._median, self._sigma = lengths.median_tokens or 1.0, lengths.sigma or 0.0
+        self._mu = math.log(self._median)
 
     def __call__(self, rng: random.Random, n: int) -> list[int]:
-        common = self._between * rng.gauss(0.0, 1.0)
-        return [self._from(common + self._within * rng.gauss(0.0, 1.0)) for _ in range(n)]
+        common, draw = self._between * rng.gauss(0.0, 1.0), self._from_list if self._is_list else self._from_lognormal
+        return [draw(common + self._within * rng.gauss(0.0, 1.0)) for _ in range(n)]
 
     def _from_lognormal(self, normal: float) -> int:
-        tokens = math.exp(min(self._log_median + self._sigma * normal, 40.0))
-        return max(1, min(round(tokens), self.max_response_tokens))
+        tokens = math.exp(min(self._mu + self._sigma * normal, MOST_LOG))
+        return max(1, min(round(tokens), self._most))
 
     def _from_list(self, normal: float) -> int:
         return self._sorted[min(int(STANDARD.cdf(normal) * len(self._sorted)), len(self._sorted) - 1)]
 
-
-def mean_tokens(lengths: Lengths, max_response_tokens: int) -> float:
-    """The expected length, in closed form (lognormal: its limited expected value)."""
-    if lengths.distribution == "list":
-        return fmean(min(tokens, max_response_tokens) for tokens in lengths.response_tokens)
-    assert lengths.median_tokens is not None
-    assert lengths.sigma is not None
-    mu, sigma, cap = math.log(lengths.median_tokens), lengths.sigma, float(max_response_tokens)
-    if sigma == 0:
-        return min(lengths.median_tokens, cap)
-    z = (math.log(cap) - mu) / sigma
-    return math.exp(mu + sigma**2 / 2) * STANDARD.cdf(z - sigma) + cap * (1 - STANDARD.cdf(z))
+    @property
+    def mean(self) -> float:
+        """The expected length, in closed form (lognormal: its limited expected value)."""
+        if self._is_list:
+            return fmean(self._sorted)
+        mu, sigma, most = self._mu, self._sigma, float(self._most)
+        if sigma == 0:
+            return min(self._median, most)
+        z = (math.log(most) - mu) / sigma
+        return math.exp(mu + sigma**2 / 2) * STANDARD.cdf(z - sigma) + most * (1 - STANDARD.cdf(z))
 
 
-def fates(seed: int | str, indices: Sequence[int], times: WorkerTimes) -> list[Fate]:
-    """The fates of some trajectories of one prompt, by index (ascending). None depends on which others are asked for."""
+class Episodes:
+    """Draws what follows a trajectory's first turn, within the limits of `[env]`: called with its own generator and the tokens of
+    that turn, it returns tool calls, each with its result and a further turn."""
+
+    def __init__(self, turns: Turns, lengths: ResponseLengths, profile: Profile, prompt_tokens: int) -> None:
+        self._turns = turns
+        self._lengths = lengths
+        self._env = profile.env
+        self._room_tokens = max_context_tokens(profile) - prompt_tokens
+
+    def __call__(self, rng: random.Random, tokens: int) -> list[ToolCall]:
+        calls: list[ToolCall] = []
+        number, left = max(1, min(round(_draw(self._turns.number, rng)), self._env.max_turns)), self._room_tokens - tokens
+        for turn_tokens in self._lengths(rng, number - 1):
+            seconds, result_tokens = _draw(self._turns.tool_s, rng), round(_draw(self._turns.result_tokens, rng))
+            if seconds > self._env.tool_timeout_s:
+                return [*calls, ToolCall(self._env.tool_timeout_s, 0, 0, "tool-timeout")]
+            if (left := left - result_tokens) < 1:
+                break
+            calls.append(ToolCall(seconds, result_tokens, min(turn_tokens, left)))
+            left -= calls[-1].turn_tokens
+        return calls
+
+
+def _draw(figure: Drawn, rng: random.Random) -> float:
+    if figure.median is None:
+        return rng.choice(figure.values)
+    return figure.median * math.exp(min(figure.sigma * rng.gauss(0.0, 1.0), MOST_LOG))
+
+
+def trajectories_of(seed: int | str, indices: Sequence[int], times: WorkerTimes, prompt: object = None) -> list[SimulatedSequence]:
+    """Draws some trajectories of one prompt, by index (ascending). None depends on which others are asked for. `prompt` (None for
+    an eval): what they have in common."""
     lengths, rng = times.response_tokens(random.Random(seed), indices[-1] + 1), random.Random(f"rewards of {seed}")
-    drawn = [Fate(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
-    if times.equal_ratio and random.Random(f"luck of {seed}").random() < times.equal_ratio:
-        drawn = [fate._replace(luck=drawn[0].luck) for fate in drawn]
-    asked, calls = [drawn[index] for index in indices], times.tool_calls
-    if calls is None:
-        return asked
-    of_each = [random.Random(f"tools of {seed}/{index}") for index in indices]
-    return [fate._replace(calls=calls(rng, fate.tokens)) for fate, rng in zip(asked, of_each, strict=True)]
+    drawn = [(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
+    are_alike = times.equal_ratio and random.Random(f"luck of {seed}").random() < times.equal_ratio
+
+    def trajectory(index: int, tokens: int, reward_s: float, luck: float) -> SimulatedSequence:
+        return SimulatedSequence(
+            times.prompt_tokens,
+            tokens,
+            reward_s=reward_s,
+            luck=drawn[0][2] if are_alike else luck,
+            prompt=prompt,
+            index=index,
+            name=f"eval/{seed}" if prompt is None else f"{prompt}/{index}",
+            calls=times.tool_calls(random.Random(f"tools of {seed}/{index}"), tokens) if times.tool_calls else (),
+        )
+
+    return [trajectory(index, *drawn[index]) for index in indices]
 
 
 class Responses:
     """Trajectories of one part or eval call. `on_slot` is called as each one ends (and, unless slots are held, as it makes a turn),
     `on_waiting(name, for_what)` as it begins to wait for a tool and, with "", as it goes on; `on_done(self)` once: after the last
-    reward, or by `abort`. `prompt`: what they have in common, None if nothing. `names`: for people. `goes_on`: what they had in the
-    run that is resumed; `indices`: in their group, for a part."""
+    reward, or by `abort`. `goes_on`: what they had in the run that is resumed, by index."""
 
     def __init__(
         self,
-        fates: Sequence[Fate],
+        responses: Sequence[SimulatedSequence],
         times: WorkerTimes,
         engine: SimulatedEngine,
         on_done: Callable[[Responses], None],
-        on_slot: Callable[[], None] = lambda: None,
-        on_waiting: Callable[[str, str], None] = lambda name, for_what: None,
-        prompt: object = None,
-        names: Sequence[str] = (),
-        goes_on: Sequence[Kept | None] = (),
-        indices: Sequence[int] = (),
+        on_waiting: Callable[[str, str], None],
+        on_slot: Callable[[], None],
+        goes_on: Mapping[int, Kept],
     ) -> None:
         self.aborted = self.is_done = False
         self.num_ended = 0
-        self.num_at_tools = 0
         self.ended_tokens = 0
+        self._responses = responses
         self._times = times
         self._engine = engine
         self._on_done = on_done
         self._on_slot = on_slot
         self._on_waiting = on_waiting
         self._loop = asyncio.get_running_loop()
-        self._responses = [
-            SimulatedSequence(
-                times.prompt_tokens, tokens, self._ended, reward_s, luck, prompt, name, calls=calls, on_turn=self._call_tool
-            )
-            for (tokens, reward_s, luck, calls), name in zip_longest(fates, names, fillvalue="")
-        ]
-        self._indices = indices
-        for response, kept in zip(self._responses, goes_on, strict=False):
-            if kept is not None:
+        for response in responses:
+            response.on_end, response.on_turn = self._ended, self._call_tool
+            if kept := goes_on.get(response.index):
                 response.kept, response.kept_tokens, response.has_ended = kept.version_tokens, kept.tokens, kept.is_whole
-        for response in [response for response in self._responses if response.has_ended]:
-            self._loop.call_soon(self._ended, response)
-        engine.submit([response for response in self._responses if not response.has_ended])
+            if response.has_ended:
+                self._loop.call_soon(self._ended, response)
+        engine.submit([response for response in responses if not response.has_ended])
 
     @property
     def num_without_slot(self) -> int:
-        return self.num_ended + (0 if self._times.hold_slots else self.num_at_tools)
+        return self.num_ended + (0 if self._times.hold_slots else sum([response.is_at_tool for response in self._responses]))
 
     def so_far(self) -> tuple[dict[int, Kept], int]:
         """By index, what they can go on from in a resumed run, and the tokens of those that cannot."""
         kept, rest_tokens = dict[int, Kept](), 0
-        for index, response in zip(self._indices, self._responses, strict=True):
-            engine, ended = self._engine, response.has_ended
-            versions = engine.version_tokens(response) if ended else engine.version_tokens_so_far(response)
+        for response in self._responses:
+            versions = self._engine.version_tokens(response)
             if self._times.tool_calls is not None:  # as the real runner: episodes with turns start again
                 rest_tokens += sum([count for _, count in versions])
             elif versions:
-                kept[index] = Kept(versions, is_whole=ended)
+                kept[response.index] = Kept(versions, is_whole=response.has_ended)
         return kept, rest_tokens
 
     def abort(self) -> None:
@@ -200,32 +215,36 @@ class Responses:
 
     def part_result(self, request: PartRequest) -> PartResult:
         """The same as the real group runner's: without trajectories whose reward raised, and without any if aborted."""
-        failures = [failure for response in self._responses if (failure := self._failure(response))]
-        kept = [] if self.aborted else [response for response in self._responses if not self._failure(response)]
+        outcomes = () if self.aborted else self._outcomes()
+        metas = tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryMeta))
         tokens = sum(response.tokens for response in self._responses)
         return PartResult(
             key=request.key,
-            trajectories=tuple(map(self._meta, kept)),
-            failures=() if self.aborted else tuple(failures),
-            failed_tokens=tokens - sum(response.tokens for response in kept),
+            trajectories=metas,
+            failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
+            failed_tokens=tokens - sum(meta.response_tokens for meta in metas),
             payload=str(request.key),
         )
 
     def eval_result(self, request: EvalRequest) -> EvalResult:
         """Responses without a reward, those of an aborted eval among them, count as failures."""
-        result = EvalResult(version=request.version, outcomes=tuple(map(self._outcome, self._responses)))
+        result = EvalResult(version=request.version, outcomes=self._outcomes())
         metas = [outcome for outcome in result.outcomes if isinstance(outcome, TrajectoryMeta)]
         versions = {version for meta in metas for version, _ in meta.version_tokens}
         assert versions <= {request.version}, f"a load during an eval of version {request.version}: {versions}"
         return result
 
+    def _outcomes(self) -> tuple[EvalOutcome, ...]:
+        return tuple(map(self._outcome, self._responses))
+
     def _outcome(self, response: SimulatedSequence) -> EvalOutcome:
         if response.rewarded_s > self._loop.time():
             return ABORTED
-        return self._failure(response) or self._meta(response)
+        if response.failure is not None:
+            return response.failure
+        return RAISED if response.luck < self._times.failure_ratio else self._meta(response)
 
     def _call_tool(self, response: SimulatedSequence) -> None:
-        self.num_at_tools += 1
         self._on_waiting(response.name, "a tool")
         self._loop.call_later(response.calls[response.num_calls].seconds, self._tool_ended, response)
         if not self._times.hold_slots:
@@ -234,7 +253,6 @@ class Responses:
     def _tool_ended(self, response: SimulatedSequence) -> None:
         if response.is_aborted:
             return
-        self.num_at_tools -= 1
         self._on_waiting(response.name, "")
         if failure := response.calls[response.num_calls].failure:
             response.failure, response.reward_s = Failure(failure, f"{response.name}: the tool failed"), 0.0
@@ -261,9 +279,6 @@ class Responses:
         if not self.is_done:
             self.is_done = True
             self._on_done(self)
-
-    def _failure(self, response: SimulatedSequence) -> Failure | None:
-        return response.failure or (RAISED if response.luck < self._times.failure_ratio else None)
 
     def _meta(self, response: SimulatedSequence) -> TrajectoryMeta:
         last_tokens = response.calls[-1].turn_tokens if response.calls else response.tokens

@@ -30,8 +30,8 @@ class ToolCall(NamedTuple):
 class SimulatedSequence:
     """A trajectory being generated. `tokens`: sampled ones at the end of its turn, lowered by an abort; `calls`: of tools, each
     followed by another turn. `on_turn` is called when a turn before a call is complete, `on_end` when the last one is. `luck`
-    (uniform) decides its reward, which takes `reward_s` to compute and is there at `rewarded_s`. Sequences with the same `prompt`
-    share its cache; None shares with nobody. The engine sets the rest.
+    (uniform) decides its reward, which takes `reward_s` to compute and is known at `rewarded_s`. Sequences with the same `prompt`
+    share its cache; None shares with nobody. `index`: among the responses to it. The engine sets the rest.
 
     `order`: its place in the order of beginning, 0 while it does not run. `kept`: its tokens when it last stopped, at a preemption
     or for a tool. When it begins again with k of them, `begin_steps` is k steps back, as if it had never stopped. `result_tokens`:
@@ -40,11 +40,12 @@ class SimulatedSequence:
 
     prompt_tokens: int
     tokens: int
-    on_end: Callable[[SimulatedSequence], None]
+    on_end: Callable[[SimulatedSequence], None] = lambda sequence: None
     reward_s: float = 0.0
     luck: float = 1.0
     prompt: object = None
     name: str = ""
+    index: int = 0
     calls: Sequence[ToolCall] = ()
     on_turn: Callable[[SimulatedSequence], None] = lambda sequence: None
     num_calls: int = 0

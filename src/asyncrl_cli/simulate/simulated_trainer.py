@@ -1,15 +1,19 @@
-"""A simulated trainer, whose steps, gathers and publishes only take time, and the machine it may share with rollout workers."""
+"""A simulated trainer and simulated scorers, whose calls only take time, and the machine they may share with rollout workers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from asyncrl_cli.loop.ports import Cut, Published, TrainBatch, TrainReport
-from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+from asyncrl_cli.loop.attempts import GroupResult
+from asyncrl_cli.loop.meters import CallMeter
+from asyncrl_cli.loop.ports import Cut, EvalResult, Published, TrainBatch, TrainReport
+from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.loop.values import Sum
+from asyncrl_cli.profile.sharing import REWARD
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 
 NAME = "trainer-0"
@@ -101,31 +105,26 @@ class SimulatedTrainer:
         self._times = times
         self._machine = machine or SharedMachine()
         self._loop = asyncio.get_running_loop()
-        self._clock = StateClock(NAME, "trainer", self._loop.time)
-        self._clock.waiting_for = "groups"
+        self._meter = CallMeter(NAME, "trainer", "groups", self._loop.time)
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         began_s = self._loop.time()
-        self._clock.enter(State.BUSY)
-        await asyncio.sleep(self._times.overhead_s)
-        column_s = {name: await self._machine.compute(cost_s(batch)) for name, cost_s in self._times.column_s.items()}
-        old_logprob_s = await self._machine.compute(self._times.old_logprob_s(batch))
-        train_s = await self._machine.compute(self._times.train_s(batch))
-        self._clock.enter(State.STARVED, "groups")
-        tokens = sum(meta.response_tokens for group in batch.groups for meta in group.trajectories)
-        self._clock.add("busy_s", self._loop.time() - began_s)
-        self._clock.add("trained_tokens", tokens)
-        self._clock.gauges["step"] = batch.step
+        with self._meter.doing(State.BUSY):
+            await asyncio.sleep(self._times.overhead_s)
+            column_s = {name: await self._machine.compute(cost_s(batch)) for name, cost_s in self._times.column_s.items()}
+            old_logprob_s = await self._machine.compute(self._times.old_logprob_s(batch))
+            train_s = await self._machine.compute(self._times.train_s(batch))
+        tokens = sum(group.response_tokens for group in batch.groups)
+        self._meter.add(gauges={"step": batch.step}, busy_s=self._loop.time() - began_s, trained_tokens=tokens)
         scored = self._times.old_logprob_tokens(batch)
         metrics = {"train/old_logprob_tokens": Sum(scored)} if scored else {}
         report = TrainReport(train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics=metrics, column_s=column_s)
-        return report, self._clock.report()
+        return report, self._meter.report()
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
-        self._clock.enter(State.SYNCING, "weights to be gathered")
-        await asyncio.sleep(self._times.gather_s)
-        self._clock.enter(State.STARVED, "groups")
-        return self._times.gather_s, self._clock.report()
+        with self._meter.doing(State.SYNCING, "weights to be gathered"):
+            await asyncio.sleep(self._times.gather_s)
+        return self._times.gather_s, self._meter.report()
 
     async def publish(self, version: int) -> Published:
         await asyncio.sleep(self._times.publish_s)
@@ -138,4 +137,63 @@ class SimulatedTrainer:
         """Takes no time."""
 
     async def report(self) -> ExecutorReport:
-        return self._clock.report()
+        return self._meter.report()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerTimes:
+    """Seconds of a call, on a machine of its own, of what a critic learns, of a trajectory of an eval that a reward model judges,
+    of a load, and of a restart. `call_tokens`: how many tokens fill the scorer."""
+
+    score_s: Callable[[Sequence[GroupResult]], float]
+    learn_s: Callable[[Sequence[GroupResult]], float] = lambda groups: 0.0
+    judge_s: float = 0.0
+    call_tokens: int
+    load_s: float = 0.0
+    restart_s: float = 0.0
+
+
+class SimulatedScorer:
+    """Implements `loop.ports.Critic` and `RewardModel`. A column's handle is (the scorer's name, the group's key); a reward model's
+    scores are 0."""
+
+    def __init__(self, name: str, times: ScorerTimes, machine: SharedMachine | None = None) -> None:
+        self.name = name
+        self.call_tokens = times.call_tokens
+        self._times = times
+        self._machine = machine or SharedMachine()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._meter = CallMeter(self.name, "scorer", "finished groups", asyncio.get_running_loop().time)
+
+    async def load(self, published: Published) -> None:
+        with self._meter.doing(State.LOADING, "weights"):
+            await asyncio.sleep(self._times.load_s)
+
+    async def score(
+        self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Any], ExecutorReport]:
+        with self._meter.doing(State.BUSY):
+            await self._machine.compute(self._times.score_s(groups))
+            self._meter.add(scored_tokens=sum(group.response_tokens for group in groups))
+        return [self._column(group) for group in groups], self._meter.report()
+
+    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        await self._machine.compute(len(items) * self._times.judge_s)
+        return [0.0] * len(items)
+
+    async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
+        with self._meter.doing(State.BUSY):
+            train_s = await self._machine.compute(self._times.learn_s(batch.groups))
+        return TrainReport(train_s=train_s, old_logprob_s=0.0, tokens=0, metrics={}), self._meter.report()
+
+    def _column(self, group: GroupResult) -> Any:
+        return (0.0,) * len(group.trajectories) if self.name == REWARD else (self.name, group.key)
+
+    async def report(self) -> ExecutorReport:
+        return self._meter.report()
+
+    async def restart(self) -> None:
+        self._begin()
+        await asyncio.sleep(self._times.restart_s)

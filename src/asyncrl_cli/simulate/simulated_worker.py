@@ -18,7 +18,7 @@ from asyncrl_cli.loop.meters import LongPoll, RolloutMeter
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress, Published, SoFar
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.decoding import SimulatedEngine
-from asyncrl_cli.simulate.responses import Responses, WorkerTimes, fates
+from asyncrl_cli.simulate.responses import Responses, WorkerTimes, trajectories_of
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 
 
@@ -67,18 +67,14 @@ class SimulatedWorker:
             self._ended.append(part.part_result(request))
             self._poll.note(is_urgent=not self._parts)
 
-        attempt = request.key.attempt
         self._parts[request.key] = Responses(
-            fates(request.seed, request.indices, self._times),
+            trajectories_of(request.seed, request.indices, self._times, request.key.attempt),
             self._times,
             self._engine,
             end,
-            on_slot=self._poll.note,
             on_waiting=self._meter.waiting,
-            prompt=attempt,
-            names=[f"{attempt}/{index}" for index in request.indices],
-            goes_on=[request.goes_on.get(index) for index in request.indices],
-            indices=request.indices,
+            on_slot=self._poll.note,
+            goes_on=request.goes_on,
         )
 
     async def so_far(self) -> SoFar:
@@ -133,11 +129,18 @@ class SimulatedWorker:
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         assert request.version == self.version, f"{self.name} holds {self.version} and is to score {request.version}"
         seeds = [f"{request.seed}/{entry.item['uid']}/{entry.sample}" for entry in request.tries]
-        drawn = [fates(seed, (0,), self._times)[0] for seed in seeds]
+        drawn = [trajectories_of(seed, (0,), self._times)[0] for seed in seeds]
         self._meter.evals(+1)
         done = asyncio.Event()
-        names = [f"eval/{seed}" for seed in seeds]
-        answers = Responses(drawn, self._times, self._engine, lambda _: done.set(), on_waiting=self._meter.waiting, names=names)
+        answers = Responses(
+            drawn,
+            self._times,
+            self._engine,
+            lambda _: done.set(),
+            on_waiting=self._meter.waiting,
+            on_slot=lambda: None,
+            goes_on={},
+        )
         self._evals.append(answers)
         await done.wait()
         self._evals.remove(answers)

@@ -3,7 +3,7 @@
     profile --compile_job--> workers and ranks --costs--> simulated workers, trainer --Pipeline--> metrics lines
 
 The clock is an asyncio event loop that never blocks: `time()` jumps to the next timer. Only a run's metrics lines are kept, so that
-long runs fit in memory; recording.py writes a run's files.
+long runs fit in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import math
 import selectors
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,12 +27,13 @@ from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
-from asyncrl_cli.simulate.simulated_scorer import SimulatedScorer
-from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer
+from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedScorer, SimulatedTrainer
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Workload
 
 T = TypeVar("T")
+MOST_CANCELS = 5
+"""How often a task that is left after a deadlock is cancelled, at most: each endless wait in its clean-up takes one time more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,16 +132,6 @@ class _Recorder(Observer):
         self.lines.append(self._metrics.update(record))
 
 
-class TrainedGroups(Observer):
-    """Calls `tell` after every train step with the number of groups trained so far."""
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
-
-    def step(self, record: StepRecord) -> None:
-        self._tell(record.ledger["trained"])
-
-
 class DeadlockError(RuntimeError):
     """Nothing is ready, no timer is left, and the work is not done."""
 
@@ -177,4 +169,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 def run_virtual(work: Coroutine[Any, Any, T], *, loop_factory: Callable[[], VirtualTimeLoop] = VirtualTimeLoop) -> T:
     """Run `work` to its end on a fresh virtual clock. Raises DeadlockError if it cannot end."""
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(work)
+        try:
+            return runner.run(work)
+        except DeadlockError:
+            _end_all_tasks(runner.get_loop())
+            raise
+
+
+def _end_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel the tasks that are left after a deadlock. One whose clean-up waits for ever, too, is cancelled again."""
+    for _ in range(MOST_CANCELS):
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            with suppress(DeadlockError):
+                loop.run_until_complete(asyncio.wait(tasks))

@@ -33,9 +33,8 @@ from asyncrl_cli.loop.ports import (
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.responses import WorkerTimes
-from asyncrl_cli.simulate.simulated_scorer import ScorerTimes, SimulatedScorer
 from asyncrl_cli.simulate.simulated_trainer import NAME as TRAINER
-from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, SimulatedScorer, SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 
 T = TypeVar("T")

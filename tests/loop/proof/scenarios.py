@@ -23,8 +23,7 @@ from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.profile.sharing import CRITIC
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.sequences import ToolCall
-from asyncrl_cli.simulate.simulated_scorer import ScorerTimes
-from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
+from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, TOOL_TIMEOUT_S, Scenario, draw, worker_names
