@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("typer", "rich", "pydantic", "tomli")
+NEEDED = ("typer", "rich", "pydantic", "pydantic-settings", "tomli")
 
 
 def closure(names: tuple[str, ...]) -> list[metadata.Distribution]:

@@ -23,7 +23,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
+from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, RefusedError, combine, did_you_mean
 from asyncrl_cli.paths import expand, has_module
@@ -160,19 +161,27 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
         row = foreign(key)
         hint = row.hint if row else did_you_mean(key, keys(), otherwise, _env_name)
         problems.append(ConfigError(f"environment: unknown name {shortened(names[key])}", hint=hint))
+    for key in names:
+        above = next((names[other] for other in names if key.startswith(f"{other}.")), None)
+        if above is not None:  # pydantic-settings would ignore the longer name
+            problems.append(ConfigError(f"environment: {above} is given beside {names[key]}", hint="put both into one table"))
     if problems:
         raise combine(problems)
-    nested: dict[str, Any] = {}
-    for key, name in sorted(names.items()):
-        *above, last = key.split(".")
-        table: Any = nested
-        for part in above:
-            table = table.setdefault(part, {}) if isinstance(table, dict) else None
-        if isinstance(table, dict):  # else the table was given as something else, which is refused
-            table[last] = parse_value(environ[name])
-    values = flatten(nested, "environment")
+    tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
+    source = EnvSettingsSource(
+        create_model("Environment", __base__=BaseSettings, **tables), env_prefix=ENV_PREFIX, env_nested_delimiter="__"
+    )
+    source.env_vars = {name.lower(): environ[name] for name in names.values()}
+    values = flatten(_parsed(source()), "environment")
     origins = {key: f"environment {names.get(key, _env_name(PARAMS))}" for key in values}
     return Layer(origin="environment", values=_anchored(values, Path.cwd()), origins=origins)
+
+
+def _parsed(value: Any) -> Any:
+    """Parse every string in nested tables as a TOML value."""
+    if isinstance(value, dict):
+        return {key: _parsed(item) for key, item in value.items()}
+    return parse_value(value) if isinstance(value, str) else value
 
 
 def _env_name(key: str) -> str:
