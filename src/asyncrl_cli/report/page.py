@@ -68,7 +68,7 @@ def _program(runs: Sequence[RunData], library: str) -> list[str]:
 NAVIGATION = """<nav><fieldset><span class="dim">horizontal axis</span>
 <button data-axis="step">steps</button><button data-axis="samples">samples</button>
 <button data-axis="time">run time</button></fieldset>
-<button data-theme-button>dark</button><span class="dim">drag to zoom: all charts follow; double-click to reset</span></nav>"""
+<button data-theme="dark">dark</button><span class="dim">drag to zoom: all charts follow; double-click to reset</span></nav>"""
 
 
 def _own(name: str) -> str:
@@ -76,8 +76,8 @@ def _own(name: str) -> str:
 
 
 def _charts() -> list[dict[str, Any]]:
-    sections = tomllib.loads(_own("charts.toml"))
-    return [{**CHART, "section": section, **chart} for section, charts in sections.items() for chart in charts]
+    sections = tomllib.loads(_own("charts.toml")).items()
+    return [{**CHART, "section": name, "title": title, **chart} for name, charts in sections for title, chart in charts.items()]
 
 
 def _embedded(runs: Sequence[RunData]) -> str:
