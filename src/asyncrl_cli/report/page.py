@@ -18,7 +18,8 @@ from typing import Any
 from asyncrl_cli import __version__
 from asyncrl_cli.observe.meanings import meaning_of
 from asyncrl_cli.observe.side_by_side import SideBySide
-from asyncrl_cli.profile.loaded import DEFAULT
+from asyncrl_cli.profile.keys import entries_of
+from asyncrl_cli.profile.loaded import DEFAULT, Loaded
 from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.report.run_data import RunData
 from asyncrl_cli.report.verdict import Finding
@@ -82,13 +83,13 @@ def _charts() -> list[dict[str, Any]]:
 
 def _embedded(runs: Sequence[RunData]) -> str:
     """The data as JSON that cannot end its script element."""
-    metrics = sorted({key for run in runs for key in run.columns.values})
-    data = {"charts": _charts(), "meanings": {key: meaning_of(key) for key in metrics}, "runs": [run.to_json() for run in runs]}
+    metrics = sorted({key for run in runs for key in run.charts["columns"]})
+    data = {"charts": _charts(), "meanings": {key: meaning_of(key) for key in metrics}, "runs": [run.charts for run in runs]}
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _made(runs: Sequence[RunData]) -> str:
-    joined = [f"{run.name}: {run.columns.steps_per_point} train steps per point" for run in runs if run.columns.steps_per_point > 1]
+    joined = [f"{run.name}: {steps} train steps per point" for run in runs if (steps := run.charts["steps_per_point"]) > 1]
     return " · ".join([f"made by asyncrl {__version__}", *joined])
 
 
@@ -110,17 +111,18 @@ def _finding(finding: Finding) -> str:
 
 
 def _facts(run: RunData) -> str:
-    purpose = f"<p>{escape(run.purpose)}</p>" if run.purpose else ""
+    purpose = f"<p>{escape(run.loaded.profile.purpose)}</p>" if run.loaded.profile.purpose else ""
     facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in run.facts)
-    return f"{purpose}<dl>{facts}</dl>{_configuration(run)}"
+    return f"{purpose}<dl>{facts}</dl>{_configuration(run.loaded)}"
 
 
-def _configuration(run: RunData) -> str:
+def _configuration(loaded: Loaded) -> str:
     """Every key with its value and origin; those that somebody has set come first."""
-    keys = sorted(run.values, key=lambda key: run.origins.get(key, DEFAULT) == DEFAULT)
-    rows = [[f"<code>{escape(key)}</code>", _code(run.values[key]), escape(run.origins.get(key, DEFAULT))] for key in keys]
-    given = sum(run.origins.get(key, DEFAULT) != DEFAULT for key in keys)
-    summary = f"configuration: {given} keys set, {len(keys) - given} at their defaults"
+    entries = [(key, value, loaded.origins.get(key, DEFAULT)) for key, value in entries_of(loaded.profile).items()]
+    given = sum(origin != DEFAULT for _, _, origin in entries)
+    entries.sort(key=lambda entry: entry[2] == DEFAULT)
+    rows = [[f"<code>{escape(key)}</code>", _code(value), escape(origin)] for key, value, origin in entries]
+    summary = f"configuration: {given} keys set, {len(rows) - given} at their defaults"
     return f"<details><summary>{summary}</summary>{table(['key', 'value', 'from'], rows)}</details>"
 
 
