@@ -16,7 +16,9 @@ from asyncrl_cli.observe.status import OPEN, Figure, Seconds
 from asyncrl_cli.safe_files import Count, UnsafeFile, open_regular, parse_json, read_lines, reason
 
 Line = Mapping[str, Any]
-Spans = dict[str, list[tuple[str, float, float]]]
+RecordedSpan = tuple[str, float, float]
+"""State, start_s, end_s."""
+Spans = dict[str, list[RecordedSpan]]
 Counts = dict[str, list[tuple[float, float]]]
 LISTS = frozenset({"staleness/histogram", "staleness/span_histogram", "response_tokens/quantiles"})
 """The keys whose values are lists; all others hold single numbers."""
@@ -121,7 +123,7 @@ def read_timeline(path: Path) -> tuple[Spans, Counts]:
     return spans, running
 
 
-def add_span(spans: list[tuple[str, float, float]], state: str, start_s: float, end_s: float) -> None:
+def add_span(spans: list[RecordedSpan], state: str, start_s: float, end_s: float) -> None:
     """Append a span, or extend the last one if it has the same state and there is no gap."""
     if spans and spans[-1][0] == state and start_s - spans[-1][2] < 1e-3:
         spans[-1] = (state, spans[-1][1], max(end_s, spans[-1][2]))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.observe.lines import Spans, TimelineLine, add_span
+from asyncrl_cli.observe.lines import RecordedSpan, Spans, TimelineLine, add_span
 
 MOST_SPANS = 24_000
 """Spans of one drawn timeline; a browser draws so many without a wait."""
@@ -74,7 +74,7 @@ class Timeline:
         return (flow.index(role) if role in flow else len(flow), len(name), name)
 
 
-def _merged(stays: Iterable[tuple[str, float, float]], cell_s: float) -> list[tuple[str, float, float]]:
+def _merged(stays: Iterable[RecordedSpan], cell_s: float) -> list[RecordedSpan]:
     cells: dict[int, dict[str, float]] = {}
     for state, start_s, end_s in stays:
         for cell in range(int(start_s / cell_s), int(end_s / cell_s) + 1):
@@ -82,7 +82,7 @@ def _merged(stays: Iterable[tuple[str, float, float]], cell_s: float) -> list[tu
             if inside_s > 1e-9:
                 states = cells.setdefault(cell, {})
                 states[state] = states.get(state, 0.0) + inside_s
-    merged: list[tuple[str, float, float]] = []
+    merged: list[RecordedSpan] = []
     for cell, states in cells.items():
         at_s = cell * cell_s
         for state in sorted(states):
@@ -91,7 +91,7 @@ def _merged(stays: Iterable[tuple[str, float, float]], cell_s: float) -> list[tu
     return merged
 
 
-def _by_state(stays: Iterable[tuple[str, float, float]]) -> dict[str, list[float]]:
+def _by_state(stays: Iterable[RecordedSpan]) -> dict[str, list[float]]:
     states: dict[str, list[float]] = {}
     for state, start_s, end_s in stays:
         states.setdefault(state, []).extend((round(start_s, DECIMALS), round(end_s - start_s, DECIMALS)))

@@ -57,8 +57,9 @@ class Tracks:
 
 
 def slice_on(track: Track, name: str, kind: str, start: int, end: int, args: Mapping[str, Any]) -> Entry:
+    """At least a microsecond long, so that it can be seen, and binds arrows."""
     known = {key: value for key, value in args.items() if value not in (None, "")}
-    return {"ph": "X", "name": name, "cat": kind, **track.place, "ts": start, "dur": end - start, "args": known}
+    return {"ph": "X", "name": name, "cat": kind, **track.place, "ts": start, "dur": max(end - start, 1), "args": known}
 
 
 def arrow(name: str, number: int, stops: Sequence[tuple[Track, int]]) -> Iterator[Entry]:

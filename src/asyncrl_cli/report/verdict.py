@@ -91,8 +91,8 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Iterator[Finding]:
     else:
         text = f"Mostly the rollout workers: {figures} Training limits the run; workers stand still because no group may start yet."
         change = _more("the trainer", "placement.trainer_workers", is_divisible)
-        besides = "More staleness would not help: what is generated earlier only waits longer."
-        yield Finding("who idled", "bad", text, f"{change}. {besides}")
+        why = "More staleness would not help: what is generated earlier only waits longer."
+        yield Finding("who idled", "bad", text, f"{change}. {why}")
 
 
 def _more(side: str, key: str, is_divisible: bool) -> str:
