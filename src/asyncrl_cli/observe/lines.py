@@ -81,23 +81,18 @@ def lines_of(path: Path, kind: Any, wanted: Callable[[bytes], bool] = bool) -> I
 
     Raises ConfigError that names a malformed line, or says why the file cannot be read.
     """
-    number, wrong = 0, ""
     try:
-        for line in read_lines(path):
-            if wrong:
-                break
-            number += 1
+        for number, line in (lines := enumerate(read_lines(path), start=1)):
             if line and not line.isspace() and wanted(line):
                 try:
-                    yield parse_json(line, kind)
-                except ValueError as error:
-                    wrong = str(error)
-        else:
-            wrong = "" if wrong and _ends_amid_a_line(path) else wrong
+                    entry = parse_json(line, kind)
+                except ValueError as wrong:
+                    if next(lines, None) is None and _ends_amid_a_line(path):
+                        return
+                    raise ConfigError(f"{path}:{number}: {wrong}", hint="without that line the file can be read") from None
+                yield entry
     except (OSError, UnsafeFile) as error:
         raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="give the directory of a run, as runs/NAME") from None
-    if wrong:
-        raise ConfigError(f"{path}:{number}: {wrong}", hint="without that line the file can be read")
 
 
 def _ends_amid_a_line(path: Path) -> bool:

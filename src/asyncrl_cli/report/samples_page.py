@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from html import escape
 from itertools import chain, islice
@@ -83,8 +82,8 @@ def _marked(one: Sampled, stretch: Stretch) -> str:
 
 def _token(one: Sampled, index: int) -> str:
     text = escape(one.texts[index])
-    if one.trainer_logprobs is None:
+    if index not in one.both_probabilities:
         return text
-    sampler, trainer = math.exp(one.logprobs[index]), math.exp(one.trainer_logprobs[index])
+    sampler, trainer = one.both_probabilities[index]
     is_notable = abs(sampler - trainer) >= NOTABLE_CHANGE
     return f'<mark title="sampler {sampler:.3f}, trainer {trainer:.3f}">{text}</mark>' if is_notable else text

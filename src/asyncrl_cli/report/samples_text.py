@@ -47,10 +47,9 @@ def _facts(one: Sampled) -> list[Text]:
     if sampler is None:
         return [first, *expected]
     second = Text(f"mean probability: sampler {sampler:.3f}")
-    if one.trainer_logprobs is not None:
+    if one.both_probabilities:
         second.append(f", trainer {one.trainer_probability:.3f}")
-    if one.changes:
-        token, before, after = one.changes[0]
+        token, (before, after) = max(one.both_probabilities.items(), key=lambda entry: abs(entry[1][0] - entry[1][1]))
         second.append(f"; most changed {one.texts[token]!r}: {before:.3f} -> {after:.3f}")
     return [first, second, *expected]
 

@@ -30,38 +30,38 @@ class Timeline:
     spans: Spans = field(default_factory=dict)
     shares: dict[int, dict[str, float]] = field(default_factory=dict)
     merged_s: float = 0.0
-    _count: int = 0
 
     def read(self, lines: Iterable[TimelineLine]) -> Timeline:
         for line in lines:
             self._add(line)
-        if self._count > self.most_spans or self.merged_s:
+        if self._num_spans > self.most_spans or self.merged_s:
             self._merge()
         return self
+
+    @property
+    def _num_spans(self) -> int:
+        return sum(map(len, self.spans.values()))
 
     def _add(self, line: TimelineLine) -> None:
         spent_s: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for name, stays in line["spans"].items():
             drawn, role = self.spans.setdefault(name, []), spent_s[self.roles.get(name, name)]
-            before = len(drawn)
             for state, start_s, end_s in stays:
                 add_span(drawn, state, start_s, end_s)
                 role[state] += end_s - start_s
-            self._count += len(drawn) - before
         self.shares[line.get("step", 0)] = {
             f"states/{role}/{state}": seconds / sum(states.values())
             for role, states in spent_s.items()
             if sum(states.values()) > 0
             for state, seconds in states.items()
         }
-        if self._count > 4 * self.most_spans:
+        if self._num_spans > 4 * self.most_spans:
             self._merge()
 
     def _merge(self) -> None:
         ended_s = max(stays[-1][2] for stays in self.spans.values() if stays)  # `length_s` is 0 if the run's status is lost
         self.merged_s = max(self.length_s, ended_s, 1e-9) * max(len(self.spans), 1) * STATES_PER_CELL / self.most_spans
         self.spans = {name: _merged(stays, self.merged_s) for name, stays in self.spans.items()}
-        self._count = sum(map(len, self.spans.values()))
 
     def to_json(self) -> dict[str, Any]:
         """Executor -> state -> start and length of each stay, one after the other."""

@@ -40,14 +40,6 @@ def speaker(stretch: Stretch) -> str:
     return f"segment {stretch.segment + 1}" if stretch.segment else "prompt"
 
 
-class Change(NamedTuple):
-    """A token's probability by the sampler, and by the trainer's weights as the step began."""
-
-    token: int
-    sampler: float
-    trainer: float
-
-
 class Sampled:
     """One line of a dump. Raises ConfigError if keys are missing or lengths do not fit together."""
 
@@ -117,12 +109,11 @@ class Sampled:
         return None if self.trainer_logprobs is None else self.probability(self.trainer_logprobs)
 
     @cached_property
-    def changes(self) -> list[Change]:
-        """The sampled tokens, those whose probability has changed most first; none if the trainer has not scored them."""
-        if self.trainer_logprobs is None:
-            return []
-        both = [Change(i, math.exp(self.logprobs[i]), math.exp(self.trainer_logprobs[i])) for i in self.sampled]
-        return sorted(both, key=lambda change: -abs(change.trainer - change.sampler))
+    def both_probabilities(self) -> dict[int, tuple[float, float]]:
+        """Sampled token -> its probability by the sampler, and by the trainer's weights as the step began; empty if the trainer has
+        not scored them."""
+        trainer = self.trainer_logprobs
+        return {} if trainer is None else {i: (math.exp(self.logprobs[i]), math.exp(trainer[i])) for i in self.sampled}
 
     def figures(self) -> dict[str, Any]:
         """What is derived, for `--json`: beside the line as it was dumped."""
