@@ -47,7 +47,7 @@ def test_a_last_line_that_is_cut_short_is_left_out_and_any_other_is_an_error(rec
 
 def test_a_line_of_metrics_that_belongs_nowhere_is_named(recorded):
     recorded.files.metrics.write_text(lines(placed(1), {"step": 2, "groups_trained": 32}, placed(3)))
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: a line of metrics without time_s"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: time_s: field required"):
         list(recorded.metrics())
 
 

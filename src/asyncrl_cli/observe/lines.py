@@ -1,19 +1,19 @@
-"""Reads a run's metrics.jsonl, events.jsonl and timeline.jsonl back, and derives figures from a line of metrics."""
+"""Reads a run's metrics.jsonl, events.jsonl and timeline.jsonl back, derives figures from a line of metrics, and adds lines up."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Any, NotRequired
 
-from pydantic import AfterValidator
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.format import is_number
 from asyncrl_cli.observe.status import OPEN, Figure, Seconds
-from asyncrl_cli.safe_files import Count, UnsafeFile, open_regular, parse_json, read_lines, reason
+from asyncrl_cli.safe_files import Count, Finite, UnsafeFile, open_regular, parse_json, read_lines, reason
 
 Line = Mapping[str, Any]
 RecordedSpan = tuple[str, float, float]
@@ -23,8 +23,16 @@ Counts = dict[str, list[tuple[float, float]]]
 LISTS = frozenset({"staleness/histogram", "staleness/span_histogram", "response_tokens/quantiles"})
 """The keys whose values are lists; all others hold single numbers."""
 
-PLACE = ("step", "time_s", "groups_trained")
-"""What every line has."""
+PER_SECOND = ("trainer/", "rollouter/", "overlap_ratio")
+"""Figures that are weighed by their step's seconds; all others by its sampled tokens."""
+
+
+class MetricsLine(TypedDict, extra_items=Figure | list[Figure]):
+    """What every line of metrics.jsonl has. All its other keys are figures."""
+
+    step: int | Finite
+    time_s: int | Finite
+    groups_trained: int | Finite
 
 
 @OPEN
@@ -66,14 +74,7 @@ def read_metrics(path: Path) -> list[Line]:
 
 def metrics_of(path: Path) -> Iterator[Line]:
     """`read_metrics`, line by line."""
-    return map(_finite, lines_of(path, Annotated[dict[str, Figure | list[Figure]], AfterValidator(_with_its_place)]))
-
-
-def _with_its_place(line: dict[str, Any]) -> dict[str, Any]:
-    """The line, if it says where in the run it belongs: all that is made of lines needs that."""
-    if missing := [key for key in PLACE if not is_number(line.get(key))]:
-        raise ValueError(f"a line of metrics without {', '.join(missing)}")
-    return line
+    return map(_finite, lines_of(path, MetricsLine))
 
 
 def lines_of(path: Path, kind: Any, wanted: Callable[[bytes], bool] = bool) -> Iterator[Any]:
@@ -149,3 +150,53 @@ def trajectories(line: Line) -> int:
 def sampled_tokens(line: Line) -> float:
     """Sampled tokens that the step trained: mean response length times trajectories."""
     return float(line.get("response_tokens/mean", 0.0) * trajectories(line))
+
+
+class Totals:
+    """Means (with the weights of docs/metrics.md), maxima, first and last values of `lines` of metrics, and of all that `of` passes
+    on. `parts_s`: seconds of each `timing/<part>_s`."""
+
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
+        self.steps = 0
+        self.first: Line = {}
+        self.last: Line = {}
+        self._sums: dict[str, float] = defaultdict(float)
+        self._weights: dict[str, float] = defaultdict(float)
+        self._maxima: dict[str, float] = {}
+        self.parts_s: dict[str, float] = defaultdict(float)
+        for line in lines:
+            self._add(line)
+
+    def of(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """Pass the lines on and add them up."""
+        for line in lines:
+            self._add(line)
+            yield line
+
+    def _add(self, line: Line) -> None:
+        self.steps, self.first, self.last = self.steps + 1, self.first or line, line
+        step_s, tokens = spent_s(line, "step"), sampled_tokens(line)
+        for key, value in line.items():
+            if key.startswith("timing/"):
+                self.parts_s[key.removeprefix("timing/").removesuffix("_s")] += value
+            elif not isinstance(value, list):
+                weight = step_s if key.startswith(PER_SECOND) else tokens
+                self._sums[key] += weight * value
+                self._weights[key] += weight
+                self._maxima[key] = max(value, self._maxima.get(key, value))
+
+    def mean(self, key: str) -> float | None:
+        """None if it was never measured."""
+        return self._sums[key] / self._weights[key] if self._weights.get(key) else None
+
+    def most(self, key: str) -> float | None:
+        return self._maxima.get(key)
+
+    def seconds(self, *parts: str) -> float | None:
+        """The time of these parts; None if none was measured."""
+        known = [self.parts_s[part] for part in parts if part in self.parts_s]
+        return sum(known) if known else None
+
+    def share(self, *parts: str) -> float:
+        """The share of these parts in the time of all steps."""
+        return (self.seconds(*parts) or 0.0) / max(self.parts_s["step"], 1e-9)

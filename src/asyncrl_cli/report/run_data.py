@@ -9,10 +9,9 @@ from typing import Any
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.observe.format import clock, count, evenly, event_text, number
-from asyncrl_cli.observe.lines import EventLine, Line
+from asyncrl_cli.observe.lines import EventLine, Line, Totals
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.status import read_status
-from asyncrl_cli.observe.totals import Totals
 from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded

@@ -11,8 +11,7 @@ Source: "Trace Event Format", the document of chrome://tracing. Times are whole 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from heapq import heappop, heappush
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Entry = dict[str, Any]
@@ -78,24 +77,8 @@ def instant(track: Track, name: str, kind: str, time: int, args: Mapping[str, An
     return {"ph": "i", "s": "t", "name": name, "cat": kind, **track.place, "ts": time, "args": dict(args)}
 
 
-def apart(times: Iterable[int]) -> list[int]:
-    """The same times, each at least a microsecond after the one before: so slices between them can be seen, and bind arrows."""
-    placed: list[int] = []
-    for time in times:
-        placed.append(max(time, placed[-1] + 1) if placed else time)
-    return placed
-
-
-class Lanes:
-    """Places what overlaps on as few tracks as possible. Ask in the order of starts."""
-
-    def __init__(self) -> None:
-        self._ends: list[tuple[int, int]] = []
-        self._free: list[int] = []
-
-    def lane(self, start: int, end: int) -> int:
-        while self._ends and self._ends[0][0] <= start:
-            heappush(self._free, heappop(self._ends)[1])
-        lane = heappop(self._free) if self._free else len(self._ends)
-        heappush(self._ends, (end, lane))
-        return lane
+def free_lane(lanes: list[int], start: int, end: int) -> int:
+    """Take the first lane that is free at `start`, until `end`. `lanes`: until when each is taken. Ask in the order of starts."""
+    lane = next((lane for lane, taken_until in enumerate(lanes) if taken_until <= start), len(lanes))
+    lanes[lane : lane + 1] = [end]
+    return lane

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-from asyncrl_cli.report.trace_events import Entry, Lanes, Track, Tracks, apart, arrow, instant, micros, slice_on
+from asyncrl_cli.report.trace_events import Entry, Track, Tracks, arrow, free_lane, instant, micros, slice_on
 
 LOOP, GROUPS, EXECUTORS = "loop", "groups", "executors"
 STAGES = ("running", "finished", "training", "trained")
@@ -111,7 +112,7 @@ class Story:
 
 def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) -> Iterator[Entry]:
     """`waits_s`: how long the trainer waited for the groups of each step. Sets the groups' tracks."""
-    lanes, of_step = Lanes(), dict[int, list[Group]]()
+    lanes, of_step = list[int](), dict[int, list[Group]]()
     step_track, version_track = tracks.track(LOOP, "train steps"), tracks.track(LOOP, "versions")
     for group in story.groups_of_steps():
         yield from _slices(group, lanes, tracks, story.end)
@@ -132,10 +133,11 @@ def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) ->
             yield from arrow("group", next(numbers), stops)
 
 
-def _slices(group: Group, lanes: Lanes, tracks: Tracks, until: int) -> Iterator[Entry]:
+def _slices(group: Group, lanes: list[int], tracks: Tracks, until: int) -> Iterator[Entry]:
     """The group, and in it what it did. One that is still under way lasts `until` then."""
-    times = apart(group.times if group.has_ended else [*group.times, max(until, group.times[-1])])
-    track = group.track = tracks.track(GROUPS, f"lane {lanes.lane(times[0], times[-1]):02d}")
+    told = group.times if group.has_ended else [*group.times, until]
+    times = list(accumulate(told, lambda before, time: max(before + 1, time)))  # a microsecond apart, so that all can be seen
+    track = group.track = tracks.track(GROUPS, f"lane {free_lane(lanes, times[0], times[-1]):02d}")
     group.times = times
     yield slice_on(track, group.key, "group", times[0], times[-1], group.told)
     short = {key: group.told.get(key) for key in ("group", "step")}

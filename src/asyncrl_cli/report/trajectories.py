@@ -18,6 +18,10 @@ MODEL, CALLS = "model", "calls"
 CALL = re.compile(r"(?:<call>|<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<.tool.calls?.begin.>).*", re.DOTALL)
 """A tool call in the text of an answer, as chat templates write it (envs/answers.py)."""
 
+AGE_COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
+"""For tokens of the window's own version, of the one before, and so on; the last one is for all that are older. Of Okabe and Ito's
+palette, whose colours differ for every kind of colour blindness; without those that a dark or a light terminal would hide."""
+
 
 class Stretch(NamedTuple):
     """Tokens from `start` to `end` of one segment, sampled by `version` (-1: by nobody, it was told). `is_first`: of its segment.
@@ -68,6 +72,10 @@ class Sampled:
     @property
     def own_versions(self) -> list[int]:
         return sorted({self.versions[index] for index in self.sampled}) or [self.window]
+
+    def age(self, version: int) -> int:
+        """Index of the version's colour in AGE_COLOURS."""
+        return min(max(self.window - version, 0), len(AGE_COLOURS) - 1)
 
     @property
     def staleness(self) -> int:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from asyncrl_cli.loop.bands import SIGNALS
 from asyncrl_cli.observe.format import number, share, small
-from asyncrl_cli.observe.totals import Totals
+from asyncrl_cli.observe.lines import Totals
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.arithmetic import LoopSettings
 
