@@ -199,11 +199,12 @@ def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
         values["trainer/tokens_per_s"] = _rate("trained_tokens", trainers)
     if rollouts:
         values["rollouter/idle_ratio"] = _mean_share([stretch.sums.get("idle_s", 0.0) for stretch in rollouts], rollouts)
-        values["rollouter/slot_utilization"] = Ratio(
-            sum(_of("running_sequence_s", rollouts)),
-            sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts),
-        )
-        values |= _tool_values(rollouts)
+        slots_s = sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts)
+        values["rollouter/slot_utilization"] = Ratio(sum(_of("running_sequence_s", rollouts)), slots_s)
+        if waited_s := _of("waiting_trajectory_s", rollouts):  # something has waited for a tool
+            waiting_s = [stretch.state_s.get(State.WAITING, 0.0) for stretch in rollouts]
+            values["rollouter/tool_idle_ratio"] = _mean_share(waiting_s, rollouts)
+            values["rollouter/tool_waiting_ratio"] = Ratio(sum(waited_s), slots_s)
         values["rollouter/tokens_per_s"] = _rate("sampled_tokens", rollouts)
         if len(decode_steps := _of("decode_steps", rollouts)) == len(rollouts):
             values["rollouter/decode_batch_mean"] = Ratio(sum(_of("sampled_tokens", rollouts)), sum(decode_steps))
@@ -222,18 +223,6 @@ def _scorer_values(scorer: ExecutorReport) -> dict[str, Value]:
     if queue := _of("waiting_groups", [scorer]):
         values["waiting_groups"] = Last(queue[0])
     return {f"{scorer.name}/{name}": value for name, value in values.items()}
-
-
-def _tool_values(rollouts: Sequence[ExecutorReport]) -> dict[str, Value]:
-    """What waiting for tools takes of the workers' time and of their slots; empty if nothing has ever waited for one."""
-    if not (waited_s := _of("waiting_trajectory_s", rollouts)):
-        return {}
-    waiting_s = [stretch.state_s.get(State.WAITING, 0.0) for stretch in rollouts]
-    slots_s = sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts)
-    return {
-        "rollouter/tool_idle_ratio": _mean_share(waiting_s, rollouts),
-        "rollouter/tool_waiting_ratio": Ratio(sum(waited_s), slots_s),
-    }
 
 
 ENGINE_FIGURES: Mapping[str, Callable[[Sequence[float]], Value]] = {

@@ -39,7 +39,7 @@ def plotly() -> str:
 
 def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = "", after: str = "") -> str:
     """The page. `library` is `plotly()`; `before` and `after`: further HTML, above the words about runs and below their charts."""
-    words = [before, _beside("Verdict", runs, _verdict), _beside("What ran", runs, _facts)]
+    words = [before, _beside("Verdict", runs, lambda run: "".join(map(_finding, run.findings))), _beside("What ran", runs, _facts)]
     return "\n".join(
         [
             "<!doctype html>",
@@ -99,10 +99,6 @@ def _beside(heading: str, runs: Sequence[RunData], content: Callable[[RunData], 
     names = [f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "" for run in runs]
     cards = "".join(f'<div class="card">{name}{content(run)}</div>' for name, run in zip(names, runs, strict=True))
     return f'<section><h2>{heading}</h2><div class="beside">{cards}</div></section>'
-
-
-def _verdict(run: RunData) -> str:
-    return "".join(map(_finding, run.findings))
 
 
 def _finding(finding: Finding) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.observe.format import clock, count, evenly, event_text, number
-from asyncrl_cli.observe.lines import EventLine, Line, Totals
+from asyncrl_cli.observe.lines import EventLine, Totals
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.status import read_status
 from asyncrl_cli.plan.cluster import counted
@@ -55,7 +55,10 @@ def run_data(recorded: Recorded) -> RunData:
     totals = Totals()
     length_s = recorded.status.get("progress", {}).get("time_s", 0.0)
     timeline = Timeline(roles=recorded.roles, length_s=length_s).read(recorded.timeline())
-    lines = _with_shares(totals.of(recorded.metrics()), timeline, profile.rollout.n)
+    lines = (  # with the shares of the roles' states, and the number of samples trained so far
+        {**line, **timeline.shares.get(int(line["step"]), {}), "samples": line["groups_trained"] * profile.rollout.n}
+        for line in totals.of(recorded.metrics())
+    )
     columns = columns_of(lines, num_steps)
     if not totals.steps:
         raise RefusedError(
@@ -84,12 +87,6 @@ def run_data(recorded: Recorded) -> RunData:
         findings=[*_outcome(recorded, totals, events), *verdict],
         charts=charts,
     )
-
-
-def _with_shares(lines: Iterator[Line], timeline: Timeline, n: int) -> Iterator[Line]:
-    """Lines with the shares of the roles' states, and the number of samples trained so far."""
-    for line in lines:
-        yield {**line, **timeline.shares.get(int(line["step"]), {}), "samples": line["groups_trained"] * n}
 
 
 def _event(event: EventLine, samples_per_step: int) -> dict[str, Any]:
