@@ -74,7 +74,6 @@ def test_events_of_steps_that_a_resume_trained_again_are_left_out(recorded):
         ("trained", 2.9),
     ]
     assert [event["time_s"] for event in recorded.events("trained")] == [1.0, 1.9, 2.9]
-    assert list(recorded.events(abandoned=True)) == [*before, *after]
 
 
 def test_an_eval_that_a_resume_has_overtaken_holds_if_its_version_does(recorded):

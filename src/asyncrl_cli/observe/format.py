@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -36,28 +37,21 @@ def clock(seconds: object) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
 
 
-def share(value: object) -> str:
-    """`81%`."""
-    return _written(value, ".0%")
+def _written(value: object, form: str) -> str:
+    """`-` for an absent value, never 0. Values that are not finite ("nan", "inf") are strings in JSON and are shown as such."""
+    return NOTHING if value is None else format(value, form) if is_number(value) else str(value)
 
 
 def number(value: object, digits: int = 2) -> str:
     return _written(value, f".{digits}f")
 
 
-def count(value: object) -> str:
-    """`12,345`."""
-    return _written(value, ",.0f")
-
-
-def small(value: object) -> str:
-    """`2.1e-07`."""
-    return _written(value, ".1e")
-
-
-def _written(value: object, form: str) -> str:
-    """`-` for an absent value, never 0. Values that are not finite ("nan", "inf") are strings in JSON and are shown as such."""
-    return NOTHING if value is None else format(value, form) if is_number(value) else str(value)
+share = partial(_written, form=".0%")
+"""`81%`."""
+count = partial(_written, form=",.0f")
+"""`12,345`."""
+small = partial(_written, form=".1e")
+"""`2.1e-07`."""
 
 
 def evenly(items: Sequence[T], most: int) -> Sequence[T]:

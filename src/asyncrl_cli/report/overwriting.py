@@ -1,4 +1,4 @@
-"""Which files pages and traces may be written over: their own earlier ones, and nothing else."""
+"""Checks that a page or a trace overwrites nothing but an earlier page or trace."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from asyncrl_cli.report.run_data import RunData
 from asyncrl_cli.report.verdict import Finding
 
 GENERATOR = '<meta name="generator" content="asyncrl report">'
-"""In each page's head: what has it may be overwritten."""
+"""In each page's head. A file that has it may be overwritten."""
 CHART = {"kind": "lines", "unit": "", "series": [], "prefix": "", "log": False, "limit": ["", ""]}
 """What a chart is where charts.toml does not say otherwise."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
@@ -40,6 +40,11 @@ def plotly() -> str:
 def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = "", after: str = "") -> str:
     """The page. `library` is `plotly()`; `before` and `after`: further HTML, above the words about runs and below their charts."""
     words = [before, _beside("Verdict", runs, lambda run: "".join(map(_finding, run.findings))), _beside("What ran", runs, _facts)]
+    program = [
+        f'<script type="application/json" id="report-data">{_embedded(runs)}</script>',
+        f'<script type="text/plain" id="plotly">{library}</script>',
+        f"<script>{_own('page.js')}</script>",
+    ]
     return "\n".join(
         [
             "<!doctype html>",
@@ -52,18 +57,10 @@ def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = 
             f'<body><header><h1>{escape(title)}</h1><p class="dim">{escape(_made(runs))}</p></header>',
             NAVIGATION if runs else "",
             f'<main>{"".join(words)}<div id="charts"></div>{after}</main>',
-            *(_program(runs, library) if runs else []),
+            *(program if runs else []),
             "</body></html>\n",
         ]
     )
-
-
-def _program(runs: Sequence[RunData], library: str) -> list[str]:
-    return [
-        f'<script type="application/json" id="report-data">{_embedded(runs)}</script>',
-        f'<script type="text/plain" id="plotly">{library}</script>',
-        f"<script>{_own('page.js')}</script>",
-    ]
 
 
 NAVIGATION = """<nav><fieldset><span class="dim">horizontal axis</span>

@@ -27,9 +27,9 @@ from asyncrl_cli.report.trace_groups import EXECUTORS, LOOP, Group, Story, group
 from asyncrl_cli.storage import appearing_file
 
 GENERATOR = "asyncrl trace"
-"""In each trace's head: what has it may be overwritten."""
+"""In each trace's head. A file that has it may be overwritten."""
 SAMPLED_S = 1.0
-"""What executors wait for is written down once a second: during a stay this long it was."""
+"""What executors wait for is recorded once a second, so at least once during a stay this long."""
 COUNTERS = {
     "staleness, versions": {"mean": "staleness/mean", "max": "staleness/max"},
     "tokens/s": {"rollout": "rollouter/tokens_per_s", "trainer": "trainer/tokens_per_s"},

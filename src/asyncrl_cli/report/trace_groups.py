@@ -47,7 +47,7 @@ class Version:
 class Story:
     """What the events of a run say of the train steps from `first` to `last` (None: to the end). `ends`: when each step ended.
 
-    A group's key may come again: after a crash and a resume, its first try is one that the run has forgotten.
+    A group's key may come twice: after a crash and a resume, its first try is not continued.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]], ends: Mapping[int, int], first: int, last: int | None) -> None:

@@ -36,7 +36,7 @@ class Stretch(NamedTuple):
 
 
 def speaker(stretch: Stretch) -> str:
-    """Who says it. What begins a segment that is not the first one was rewritten, and is told again."""
+    """Who says it. A later segment begins with the context as it was rewritten."""
     if stretch.version != NOT_SAMPLED:
         return MODEL
     if not stretch.is_first:

@@ -18,8 +18,8 @@ from asyncrl_cli.profile.arithmetic import LoopSettings
 Weight = Literal["good", "note", "bad"]
 IDLE = 0.15
 """A side that idled more than this is worth a change. Less comes from the edges of steps and syncs."""
-APART = 0.1
-"""Idle ratios nearer to each other than this name no limiting side."""
+APART = 0.2
+"""If the idle ratios differ by no more than this, neither side is said to limit the run."""
 EMPTY = 0.6
 """Slots used below this while workers are busy: decoding runs with small batches, at nearly the cost of full ones."""
 DEAR = 0.05
@@ -58,7 +58,7 @@ class Finding:
 
 
 def verdict_of(totals: Totals, settings: LoopSettings, *, is_divisible: bool) -> list[Finding]:
-    """The findings, in the order in which they are asked for. `is_divisible`: a side has more than one process, so that resources
+    """The findings, in the order in which a page shows them. `is_divisible`: a side has more than one process, so that resources
     could be divided otherwise."""
     return [
         *_idle(totals, settings.schedule.mode, is_divisible),
@@ -83,7 +83,7 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Iterator[Finding]:
         yield Finding("who idled", "note", text, "Compare with an asynchronous mode: asyncrl bench --compare colocate.")
     elif max(trainer, rollout) <= IDLE:
         yield Finding("who idled", "good", f"Hardly anybody: {figures}")
-    elif min(trainer, rollout) > IDLE and abs(trainer - rollout) <= 2 * APART:
+    elif min(trainer, rollout) > IDLE and abs(trainer - rollout) <= APART:
         text = f"Both: {figures} They wait for each other: {_waits(totals)}"
         yield Finding("who idled", "bad", text, _looser(mode))
     elif trainer > rollout:
