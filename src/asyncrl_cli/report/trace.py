@@ -36,7 +36,9 @@ COUNTERS = {
     "window": {"version": "window"},
     "reward": {"mean": "reward/mean"},
 }
-"""Of a step, from its beginning to its end: the counter's name, its figures, and their keys in metrics.jsonl."""
+"""Of a step, from its beginning on: the counter's name, its figures, and their keys in metrics.jsonl."""
+COUNTERS_AT_END = {"groups": {"running": "ledger/running", "finished": "ledger/finished"}, "version": {"newest": "version"}}
+"""The same, from the step's end on."""
 
 
 def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = None) -> Counter[str]:
@@ -84,13 +86,10 @@ def step_counters(lines: Iterable[Line], process: int) -> Iterator[Entry]:
     for line in lines:
         end = micros(line["time_s"])
         start = max(0, end - micros(line.get("timing/step_s", 0.0)))
-        for name, keys in COUNTERS.items():
-            if figures := {figure: line[key] for figure, key in keys.items() if key in line}:
-                yield counter(process, name, start, figures)
-        stages = {stage: line[key] for stage in ("running", "finished") if (key := f"ledger/{stage}") in line}
-        if stages:
-            yield counter(process, "groups", end, stages)
-        yield counter(process, "version", end, {"newest": line["version"]})
+        for time, counters in ((start, COUNTERS), (end, COUNTERS_AT_END)):
+            for name, keys in counters.items():
+                if figures := {figure: line[key] for figure, key in keys.items() if key in line}:
+                    yield counter(process, name, time, figures)
 
 
 def executor_entries(lines: Iterable[Mapping[str, Any]], tracks: Tracks, groups: Mapping[str, Group]) -> Iterator[Entry]:
