@@ -73,7 +73,7 @@ def _folded(one: Sampled) -> Iterator[str]:
 def _marked(one: Sampled, stretch: Stretch) -> str:
     if stretch.version == NOT_SAMPLED:
         return f'<span class="told">{escape(one.text(stretch))}</span>'
-    text = "".join(_token(one, index) for index in range(stretch.start, stretch.end))
+    text = "".join(_token(one, index) for index in stretch.tokens)
     mark = f'<sup class="load">v{stretch.version}</sup>' if stretch.is_load else f"<sup>v{stretch.version}</sup>"
     return f'<span class="by">{mark}<span class="age{one.age(stretch.version)}">{text}</span></span>'
 

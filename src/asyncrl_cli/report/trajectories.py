@@ -24,24 +24,15 @@ palette, whose colours differ for every kind of colour blindness; without those 
 
 
 class Stretch(NamedTuple):
-    """Tokens from `start` to `end` of one segment, sampled by `version` (-1: by nobody, it was told). `is_first`: of its segment.
-    `is_load`: new weights were loaded just before it, within an answer."""
+    """Tokens of one segment that were sampled by `version` (-1: by nobody, they were told). `whose`: `model`, `told`, or, at the
+    beginning of a segment, `prompt` and `segment 2`, ...: the context as it was rewritten. `is_load`: new weights were loaded just
+    before it, within an answer."""
 
     segment: int
+    whose: str
     version: int
-    start: int
-    end: int
-    is_first: bool
+    tokens: range
     is_load: bool
-
-
-def speaker(stretch: Stretch) -> str:
-    """Who says it. A later segment begins with the context as it was rewritten."""
-    if stretch.version != NOT_SAMPLED:
-        return MODEL
-    if not stretch.is_first:
-        return "told"
-    return f"segment {stretch.segment + 1}" if stretch.segment else "prompt"
 
 
 class Sampled:
@@ -90,23 +81,25 @@ class Sampled:
     def stretches(self) -> list[Stretch]:
         found: list[Stretch] = []
         for segment, (end, length) in enumerate(zip(accumulate(self.lengths), self.lengths, strict=True)):
+            begins, before = f"segment {segment + 1}" if segment else "prompt", NOT_SAMPLED
             for version, indices in groupby(range(end - length, end), key=self.versions.__getitem__):
                 first, *rest = indices
-                before = found[-1] if found and found[-1].segment == segment else None
-                is_load = NOT_SAMPLED not in (version, before.version if before else NOT_SAMPLED)
-                found.append(Stretch(segment, version, first, first + 1 + len(rest), before is None, is_load))
+                whose = MODEL if version != NOT_SAMPLED else "told" if first > end - length else begins
+                is_load = NOT_SAMPLED not in (version, before)
+                found.append(Stretch(segment, whose, version, range(first, first + 1 + len(rest)), is_load))
+                before = version
         return found
 
     @property
     def turns(self) -> Iterator[tuple[str, list[Stretch]]]:
         """Who speaks, and what. The model `calls` where it has written a tool call."""
-        for (_, whose), grouped in groupby(self.stretches, key=lambda stretch: (stretch.segment, speaker(stretch))):
+        for (_, whose), grouped in groupby(self.stretches, key=lambda stretch: (stretch.segment, stretch.whose)):
             stretches = list(grouped)
             is_call = whose == MODEL and any(CALL.search(self.text(stretch)) for stretch in stretches)
             yield CALLS if is_call else whose, stretches
 
     def text(self, stretch: Stretch) -> str:
-        return "".join(self.texts[stretch.start : stretch.end])
+        return "".join(self.texts[index] for index in stretch.tokens)
 
     def probability(self, logprobs: Sequence[float]) -> float | None:
         """The geometric mean of the sampled tokens' probabilities."""
