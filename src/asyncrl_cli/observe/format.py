@@ -102,15 +102,12 @@ def event_text(event: Mapping[str, Any]) -> str | None:
 def step_text(status: Mapping[str, Any]) -> str:
     """One line with the figures that the screen shows first, under the same labels and over the same period."""
     progress, steps, use, staleness = status["progress"], status["periods"]["steps"], status["utilization"], status["staleness"]
+    using = status["periods"]["utilization"]
     parts = [
         f"step {progress['step']}/{progress['train_steps']} v{progress['version']}",
         f"reward {number(status['reward'].get('mean'), 3)}",
         f"{steps['words']}: staleness {number(staleness.get('mean'))}/{staleness.get('max', NOTHING)}",
-    ]
-    using = status["periods"]["utilization"]
-    if using != steps:
-        parts.append(f"{using['words']}:")
-    parts += [
+        *([f"{using['words']}:"] if using != steps else []),
         f"slots used {share(use.get('rollouter_slot_utilization'))}",
         f"trainer idle {share(use.get('trainer_idle_ratio'))}",
         f"rollouter idle {share(use.get('rollouter_idle_ratio'))}",
