@@ -254,7 +254,7 @@ def test_the_drivers_log_has_a_line_per_step(facts, make, caplog):
 
 def test_plain_lines_are_few_and_close_with_the_totals(status):
     now_s, stream = [0.0], io.StringIO()
-    plain = Plain(stream, every_s=5.0, now=lambda: now_s[0])
+    plain = Plain(stream, now=lambda: now_s[0])
     for step in range(1, 21):
         plain.status(status | {"progress": status["progress"] | {"step": step, "time_s": float(step)}})
         now_s[0] += 1.0

@@ -47,7 +47,7 @@ def test_a_last_line_that_is_cut_short_is_left_out_and_any_other_is_an_error(rec
 
 def test_a_line_of_metrics_that_belongs_nowhere_is_named(recorded):
     recorded.files.metrics.write_text(lines(placed(1), {"step": 2, "groups_trained": 32}, placed(3)))
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: a line of metrics without time_s"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: time_s: field required"):
         list(recorded.metrics())
 
 
@@ -74,7 +74,6 @@ def test_events_of_steps_that_a_resume_trained_again_are_left_out(recorded):
         ("trained", 2.9),
     ]
     assert [event["time_s"] for event in recorded.events("trained")] == [1.0, 1.9, 2.9]
-    assert list(recorded.events(abandoned=True)) == [*before, *after]
 
 
 def test_an_eval_that_a_resume_has_overtaken_holds_if_its_version_does(recorded):

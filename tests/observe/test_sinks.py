@@ -114,7 +114,7 @@ def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path) 
     pytest.importorskip("tensorboard")
     from tensorboard.compat.proto.event_pb2 import Event
 
-    from asyncrl_cli.observe.tensorboard_sink import TensorBoard
+    from asyncrl_cli.observe.sinks import TensorBoard
 
     for lines in (LINES[:2], LINES[2:]):
         sink = TensorBoard(tmp_path)
@@ -137,7 +137,7 @@ def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path) 
 
 def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a stand-in for its client: the store of the smallest MLflow is a server."""
-    from asyncrl_cli.observe.mlflow_sink import Mlflow
+    from asyncrl_cli.observe.sinks import Mlflow
 
     said = []
 

@@ -116,7 +116,7 @@ def test_dumps_of_older_versions_are_shown_with_the_text_of_whole_stretches(run)
     path.write_text(json.dumps(line) + "\n")
     (one,) = trajectories_of(run, 20)
     assert "".join(map(one.text, one.stretches)) == line["text"]
-    assert one.changes == []
+    assert one.both_probabilities == {}
     line["versions"].pop()
     path.write_text(json.dumps(line) + "\n")
     with pytest.raises(ConfigError, match="differ in length"):

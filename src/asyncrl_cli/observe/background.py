@@ -6,15 +6,12 @@ import logging
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.observe.observers import Sink
-from asyncrl_cli.storage import replace_text
 
 log = logging.getLogger("asyncrl")
 
@@ -100,10 +97,3 @@ class Background(Sink):
         except Exception:  # an error of the service must not end the run
             if not self._is_left:  # after `close` gave up, errors of an ending process mean nothing
                 log.exception("%s failed and gets no more lines; metrics.jsonl has them all", self.service)
-
-
-def kept_id(path: Path) -> str:
-    """An id made once and kept in the file: run names are not unique within a project, and a resumed run goes on under its id."""
-    if not path.exists():
-        replace_text(path, uuid.uuid4().hex[:12])
-    return path.read_text(encoding="utf-8")

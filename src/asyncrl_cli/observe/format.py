@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -36,28 +37,21 @@ def clock(seconds: object) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
 
 
-def share(value: object) -> str:
-    """`81%`."""
-    return _written(value, ".0%")
+def _written(value: object, form: str) -> str:
+    """`-` for an absent value, never 0. Values that are not finite ("nan", "inf") are strings in JSON and are shown as such."""
+    return NOTHING if value is None else format(value, form) if is_number(value) else str(value)
 
 
 def number(value: object, digits: int = 2) -> str:
     return _written(value, f".{digits}f")
 
 
-def count(value: object) -> str:
-    """`12,345`."""
-    return _written(value, ",.0f")
-
-
-def small(value: object) -> str:
-    """`2.1e-07`."""
-    return _written(value, ".1e")
-
-
-def _written(value: object, form: str) -> str:
-    """`-` for an absent value, never 0. Values that are not finite ("nan", "inf") are strings in JSON and are shown as such."""
-    return NOTHING if value is None else format(value, form) if is_number(value) else str(value)
+share = partial(_written, form=".0%")
+"""`81%`."""
+count = partial(_written, form=",.0f")
+"""`12,345`."""
+small = partial(_written, form=".1e")
+"""`2.1e-07`."""
 
 
 def evenly(items: Sequence[T], most: int) -> Sequence[T]:
@@ -108,15 +102,12 @@ def event_text(event: Mapping[str, Any]) -> str | None:
 def step_text(status: Mapping[str, Any]) -> str:
     """One line with the figures that the screen shows first, under the same labels and over the same period."""
     progress, steps, use, staleness = status["progress"], status["periods"]["steps"], status["utilization"], status["staleness"]
+    using = status["periods"]["utilization"]
     parts = [
         f"step {progress['step']}/{progress['train_steps']} v{progress['version']}",
         f"reward {number(status['reward'].get('mean'), 3)}",
         f"{steps['words']}: staleness {number(staleness.get('mean'))}/{staleness.get('max', NOTHING)}",
-    ]
-    using = status["periods"]["utilization"]
-    if using != steps:
-        parts.append(f"{using['words']}:")
-    parts += [
+        *([f"{using['words']}:"] if using != steps else []),
         f"slots used {share(use.get('rollouter_slot_utilization'))}",
         f"trainer idle {share(use.get('trainer_idle_ratio'))}",
         f"rollouter idle {share(use.get('rollouter_idle_ratio'))}",

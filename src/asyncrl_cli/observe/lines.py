@@ -1,28 +1,38 @@
-"""Reads a run's metrics.jsonl, events.jsonl and timeline.jsonl back, and derives figures from a line of metrics."""
+"""Reads a run's metrics.jsonl, events.jsonl and timeline.jsonl back, derives figures from a line of metrics, and adds lines up."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Any, NotRequired
 
-from pydantic import AfterValidator
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.format import is_number
 from asyncrl_cli.observe.status import OPEN, Figure, Seconds
-from asyncrl_cli.safe_files import Count, UnsafeFile, open_regular, parse_json, read_lines, reason
+from asyncrl_cli.safe_files import Count, Finite, UnsafeFile, open_regular, parse_json, read_lines, reason
 
 Line = Mapping[str, Any]
-Spans = dict[str, list[tuple[str, float, float]]]
+RecordedSpan = tuple[str, float, float]
+"""State, start_s, end_s."""
+Spans = dict[str, list[RecordedSpan]]
 Counts = dict[str, list[tuple[float, float]]]
 LISTS = frozenset({"staleness/histogram", "staleness/span_histogram", "response_tokens/quantiles"})
 """The keys whose values are lists; all others hold single numbers."""
 
-PLACE = ("step", "time_s", "groups_trained")
-"""What every line has."""
+PER_SECOND = ("trainer/", "rollouter/", "overlap_ratio")
+"""Figures that are weighed by their step's seconds; all others by its sampled tokens."""
+
+
+class MetricsLine(TypedDict, extra_items=Figure | list[Figure]):
+    """What every line of metrics.jsonl has. All its other keys are figures."""
+
+    step: int | Finite
+    time_s: int | Finite
+    groups_trained: int | Finite
 
 
 @OPEN
@@ -64,14 +74,7 @@ def read_metrics(path: Path) -> list[Line]:
 
 def metrics_of(path: Path) -> Iterator[Line]:
     """`read_metrics`, line by line."""
-    return map(_finite, lines_of(path, Annotated[dict[str, Figure | list[Figure]], AfterValidator(_with_its_place)]))
-
-
-def _with_its_place(line: dict[str, Any]) -> dict[str, Any]:
-    """The line, if it says where in the run it belongs: all that is made of lines needs that."""
-    if missing := [key for key in PLACE if not is_number(line.get(key))]:
-        raise ValueError(f"a line of metrics without {', '.join(missing)}")
-    return line
+    return map(_finite, lines_of(path, MetricsLine))
 
 
 def lines_of(path: Path, kind: Any, wanted: Callable[[bytes], bool] = bool) -> Iterator[Any]:
@@ -79,23 +82,18 @@ def lines_of(path: Path, kind: Any, wanted: Callable[[bytes], bool] = bool) -> I
 
     Raises ConfigError that names a malformed line, or says why the file cannot be read.
     """
-    number, wrong = 0, ""
     try:
-        for line in read_lines(path):
-            if wrong:
-                break
-            number += 1
+        for number, line in (lines := enumerate(read_lines(path), start=1)):
             if line and not line.isspace() and wanted(line):
                 try:
-                    yield parse_json(line, kind)
-                except ValueError as error:
-                    wrong = str(error)
-        else:
-            wrong = "" if wrong and _ends_amid_a_line(path) else wrong
+                    entry = parse_json(line, kind)
+                except ValueError as wrong:
+                    if next(lines, None) is None and _ends_amid_a_line(path):
+                        return
+                    raise ConfigError(f"{path}:{number}: {wrong}", hint="without that line the file can be read") from None
+                yield entry
     except (OSError, UnsafeFile) as error:
         raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="give the directory of a run, as runs/NAME") from None
-    if wrong:
-        raise ConfigError(f"{path}:{number}: {wrong}", hint="without that line the file can be read")
 
 
 def _ends_amid_a_line(path: Path) -> bool:
@@ -121,7 +119,7 @@ def read_timeline(path: Path) -> tuple[Spans, Counts]:
     return spans, running
 
 
-def add_span(spans: list[tuple[str, float, float]], state: str, start_s: float, end_s: float) -> None:
+def add_span(spans: list[RecordedSpan], state: str, start_s: float, end_s: float) -> None:
     """Append a span, or extend the last one if it has the same state and there is no gap."""
     if spans and spans[-1][0] == state and start_s - spans[-1][2] < 1e-3:
         spans[-1] = (state, spans[-1][1], max(end_s, spans[-1][2]))
@@ -152,3 +150,53 @@ def trajectories(line: Line) -> int:
 def sampled_tokens(line: Line) -> float:
     """Sampled tokens that the step trained: mean response length times trajectories."""
     return float(line.get("response_tokens/mean", 0.0) * trajectories(line))
+
+
+class Totals:
+    """Means (with the weights of docs/metrics.md), maxima, first and last values of `lines` of metrics, and of all that `of` passes
+    on. `parts_s`: seconds of each `timing/<part>_s`."""
+
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
+        self.steps = 0
+        self.first: Line = {}
+        self.last: Line = {}
+        self._sums: dict[str, float] = defaultdict(float)
+        self._weights: dict[str, float] = defaultdict(float)
+        self._maxima: dict[str, float] = {}
+        self.parts_s: dict[str, float] = defaultdict(float)
+        for line in lines:
+            self._add(line)
+
+    def of(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """Pass the lines on and add them up."""
+        for line in lines:
+            self._add(line)
+            yield line
+
+    def _add(self, line: Line) -> None:
+        self.steps, self.first, self.last = self.steps + 1, self.first or line, line
+        step_s, tokens = spent_s(line, "step"), sampled_tokens(line)
+        for key, value in line.items():
+            if key.startswith("timing/"):
+                self.parts_s[key.removeprefix("timing/").removesuffix("_s")] += value
+            elif not isinstance(value, list):
+                weight = step_s if key.startswith(PER_SECOND) else tokens
+                self._sums[key] += weight * value
+                self._weights[key] += weight
+                self._maxima[key] = max(value, self._maxima.get(key, value))
+
+    def mean(self, key: str) -> float | None:
+        """None if it was never measured."""
+        return self._sums[key] / self._weights[key] if self._weights.get(key) else None
+
+    def most(self, key: str) -> float | None:
+        return self._maxima.get(key)
+
+    def seconds(self, *parts: str) -> float | None:
+        """The time of these parts; None if none was measured."""
+        known = [self.parts_s[part] for part in parts if part in self.parts_s]
+        return sum(known) if known else None
+
+    def share(self, *parts: str) -> float:
+        """The share of these parts in the time of all steps."""
+        return (self.seconds(*parts) or 0.0) / max(self.parts_s["step"], 1e-9)

@@ -47,8 +47,8 @@ class ObserversState(TypedDict):
 class Observers(Observer):
     """Feeds the sinks. A sink that fails is dropped with a warning: watching must never end a run.
 
-    `clock` is the driver's clock (default: the event loop's). Time 0 of a new run is when this object is made. `further` makes more
-    events out of one of the loop's.
+    `clock` is the driver's clock (default: the event loop's). Time 0 of a new run is when this object is made. `further` returns
+    the events that follow from one of the loop's.
     """
 
     def __init__(
@@ -213,9 +213,9 @@ class TimelineFile(StepFile):
 
         {"step": 7, "spans": {"trainer": [["starved", 11.2, 11.9], ...]}, "running": {"rollout-0": [[12.1, 64], ...]}}
 
-    A step's line holds what was reported since the previous line. `running` holds (time, running sequences) once a second, `waits`
-    (time, what for) whenever what an executor waits for has changed, looked at once a second. With `logging.trace_sequences` there
-    is `slots`, too: (slot, sequence, start, end) of each worker's sequences, until the file has `MAX_TRACED_BYTES`.
+    A step's line holds what was reported since the previous line. Once a second `running` gets (time, running sequences) and, if it
+    has changed, `waits` gets (time, what the executor waits for). With `logging.trace_sequences` there is `slots`, too: (slot,
+    sequence, start, end) of each worker's sequences, until the file has `MAX_TRACED_BYTES`.
     """
 
     def __init__(self, path: Path) -> None:

@@ -34,7 +34,7 @@ STYLES = {**PHASE_STYLES, "killed": "bold red", "damaged": "bold red", "silent":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`state`: the run's phase, or killed, silent, damaged. `age_s`: since its last word. `next`: the command to go on with.
+    """`state`: the run's phase, or killed, silent, damaged. `age_s`: of its last status. `next`: the command to go on with.
     `error`: the last one of a run that failed, was killed or cannot be read. Figures that are not known are None."""
 
     name: str
@@ -97,7 +97,7 @@ def _bare(directory: Path, state: str, error: str = "") -> Row:
 
 
 def state_of(found: RunStatus) -> str:
-    """The phase that the run itself tells, or what became of it without its telling."""
+    """The phase in the run's status or, if the run no longer writes it, what is seen from outside: killed, silent or starting."""
     if found.liveness in ("dead", "silent"):
         return "killed" if found.liveness == "dead" else "silent"
     return "starting" if found.is_resuming else str(found.status["phase"])

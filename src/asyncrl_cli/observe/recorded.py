@@ -2,7 +2,7 @@
 
 The run may be running, stopped, killed or resumed: a line that was cut short at a file's end is left out, and a file that was never
 written is empty. A resume trains again what came after its checkpoint: metrics.jsonl and timeline.jsonl lose the lines of these
-steps when it starts, events.jsonl keeps them, and `events` leaves them out unless asked.
+steps when it starts, events.jsonl keeps them, and `events` leaves them out.
 """
 
 from __future__ import annotations
@@ -72,14 +72,12 @@ class Recorded:
         wanted = takewhile(lambda line: last_step is None or line.get("step", 0) <= last_step, lines)
         return (line for line in wanted if line.get("step", first_step) >= first_step)
 
-    def events(self, *names: str, abandoned: bool = False) -> Iterator[EventLine]:
-        """The events of these names (default: all) in the order in which they happened.
-
-        `abandoned`: also those between a checkpoint and the resume from it, which happened to steps that were trained again.
-        """
+    def events(self, *names: str) -> Iterator[EventLine]:
+        """The events of these names (default: all) in the order in which they happened, without those between a checkpoint and the
+        resume from it: they happened to steps that were trained again."""
         if not self.files.events.exists():
             return
-        resumes = [] if abandoned else list(self._events("resumed"))
+        resumes = list(self._events("resumed"))
         for event in self._events(*names, "resumed") if names else self._events():
             if event["event"] == "resumed":
                 resumes = resumes[1:]
@@ -89,7 +87,7 @@ class Recorded:
                 yield event
 
     def _events(self, *names: str) -> Iterator[EventLine]:
-        # Most lines are about groups: they are told by their text, and not parsed.
+        # Most lines are about groups. They are recognised by their text, because parsing them all takes long.
         written = re.compile(f'"event": "(?:{"|".join(map(re.escape, names))})"'.encode())
         for event in lines_of(self.files.events, EventLine, (lambda line: bool(written.search(line))) if names else bool):
             if not names or event["event"] in names:

@@ -152,15 +152,13 @@ def _utilization(status: Status, width: int) -> list[Text]:
     if not _is_over(status):
         first.append("  now ", "dim").append(f"{count(figures.get('running_sequences'))}/{count(figures.get('slots'))}")
     first.append("  " + sparkline(figures["slot_history"], min(30, width - first.cell_len - 2), low=0, high=1), "cyan")
-    by_role: dict[str, list[Mapping[str, Any]]] = {"rollout": [], "scorer": [], "trainer": []}
-    for executor in status["executors"]:
-        by_role.setdefault(executor["role"], []).append(executor)
-    sides = [
-        ("rollouter", by_role["rollout"]),
-        *((one["name"], [one]) for one in by_role["scorer"]),
-        ("trainer", by_role["trainer"]),
-    ]
+    rollouts, scorers, trainers = (_of_role(status, role) for role in ("rollout", "scorer", "trainer"))
+    sides = [("rollouter", rollouts), *((scorer["name"], [scorer]) for scorer in scorers), ("trainer", trainers)]
     return [first, *chain.from_iterable(_side(status, name, executors, width) for name, executors in sides)]
+
+
+def _of_role(status: Status, role: str) -> list[Mapping[str, Any]]:
+    return [executor for executor in status["executors"] if executor["role"] == role]
 
 
 def _side(status: Status, name: str, mine: Sequence[Mapping[str, Any]], width: int) -> list[Text]:

@@ -30,8 +30,8 @@ PLAIN_EVERY_S = 5.0
 class Screen(Sink):
     """Draws the newest status live. `close` leaves the last picture and the run's totals on the terminal."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or SafeConsole(stderr=True)
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._status: Mapping[str, Any] | None = None
         self._live = Live(
             console=self._console, get_renderable=self._picture, refresh_per_second=REDRAWS_PER_S, vertical_overflow="crop"
@@ -57,9 +57,8 @@ class Screen(Sink):
 class Plain(Sink):
     """Writes events, changes of phase and step lines to `stream` (stderr: stdout carries data)."""
 
-    def __init__(self, stream: TextIO, *, every_s: float = PLAIN_EVERY_S, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO, *, now: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
-        self._every_s = every_s
         self._now = now
         self._said_s = float("-inf")
         self._said_step = 0
@@ -75,7 +74,7 @@ class Plain(Sink):
         if status["phase"] != self._phase:
             self._phase = status["phase"]
             self._write(status["progress"]["time_s"], f"{status['name']} ({status['mode']}): {self._phase}")
-        if status["phase"] not in ENDED and self._now() - self._said_s >= self._every_s:
+        if status["phase"] not in ENDED and self._now() - self._said_s >= PLAIN_EVERY_S:
             self._say_step(status)
 
     def close(self, status: Mapping[str, Any]) -> None:

@@ -37,9 +37,9 @@ class Curve:
         ended = bisect_right(axis, limit)
         return self.reward[ended - 1] if ended else None
 
-    def first_with(self, reward: float) -> int | None:
-        """Index of the first step whose reward is at least `reward`."""
-        return next((index for index, reached in enumerate(self.reward) if reached >= reward), None)
+    def reached_at(self, reward: float, axis: Sequence[float]) -> float | None:
+        """What `axis` (`samples` or `time_s`) was after the first step whose reward was at least `reward`; None without one."""
+        return next((at for at, reached in zip(axis, self.reward, strict=True) if reached >= reward), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +137,10 @@ def _extents(runs: Sequence[Recorded], curves: Sequence[Curve]) -> Iterable[Figu
 
 
 def _rewards(curves: Sequence[Curve], samples: int, time_s: float, target: float) -> Iterable[Figure]:
-    at_samples = [curve.reward_at(curve.samples, samples) for curve in curves]
-    at_time = [curve.reward_at(curve.time_s, time_s) for curve in curves]
-    first = [curve.first_with(target) for curve in curves]
-    yield _figure(f"reward at {count(samples)} samples", at_samples, _reward)
-    yield _figure(f"reward at {clock(time_s)}", at_time, _reward)
-    reached = list(zip(curves, first, strict=True))
-    times_s = [None if step is None else curve.time_s[step] for curve, step in reached]
-    yield _figure(f"time to reward {number(target, 3)}", times_s, clock)
-    yield _figure("samples to it", [None if step is None else curve.samples[step] for curve, step in reached], count)
+    yield _figure(f"reward at {count(samples)} samples", [curve.reward_at(curve.samples, samples) for curve in curves], _reward)
+    yield _figure(f"reward at {clock(time_s)}", [curve.reward_at(curve.time_s, time_s) for curve in curves], _reward)
+    yield _figure(f"time to reward {number(target, 3)}", [curve.reached_at(target, curve.time_s) for curve in curves], clock)
+    yield _figure("samples to it", [curve.reached_at(target, curve.samples) for curve in curves], count)
 
 
 def _totals(runs: Sequence[Recorded]) -> Iterable[Figure]:

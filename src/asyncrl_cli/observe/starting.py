@@ -55,15 +55,12 @@ class Starting:
         is_live = ui == "live" or (ui == "auto" and self._console.is_terminal)
         self._is_plain = ui != "none" and not is_live
         self._said_s = 0.0
-        bar = BarColumn(bar_width=None, table_column=Column(max_width=40))
         self._progress = Progress(
-            *(
-                SpinnerColumn(),
-                _Words("text"),
-                bar,
-                _Words("how_far"),
-                TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
-            ),
+            SpinnerColumn(),
+            _Words("text"),
+            BarColumn(bar_width=None, table_column=Column(max_width=40)),
+            _Words("how_far"),
+            TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
             console=self._console,
             transient=True,
             get_time=now,

@@ -99,7 +99,7 @@ RECORDED = _record(
     totals=NotRequired[dict[str, Any]],
     eval=NotRequired[_record(history=NotRequired[list[EvalPoint]])],
 )
-"""The same for a reader who makes do with what there is (recorded.py)."""
+"""What recorded.py reads of a status; any of it may be missing."""
 
 
 def parse_status(content: str | bytes) -> dict[str, Any]:

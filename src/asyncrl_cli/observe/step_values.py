@@ -194,16 +194,15 @@ def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
         f"{STATES}{stretch.name}/{state}": Sum(seconds) for stretch in measured for state, seconds in stretch.state_s.items()
     }
     if trainers:
-        idle_s = [sum(stretch.state_s.get(state, 0.0) for state in TRAINER_IDLE) for stretch in trainers]
-        values["trainer/idle_ratio"] = _mean_share(idle_s, trainers)
+        values["trainer/idle_ratio"] = _mean_share(lambda one: sum(one.state_s.get(state, 0.0) for state in TRAINER_IDLE), trainers)
         values["trainer/tokens_per_s"] = _rate("trained_tokens", trainers)
     if rollouts:
-        values["rollouter/idle_ratio"] = _mean_share([stretch.sums.get("idle_s", 0.0) for stretch in rollouts], rollouts)
-        values["rollouter/slot_utilization"] = Ratio(
-            sum(_of("running_sequence_s", rollouts)),
-            sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts),
-        )
-        values |= _tool_values(rollouts)
+        values["rollouter/idle_ratio"] = _mean_share(lambda one: one.sums.get("idle_s", 0.0), rollouts)
+        slots_s = sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts)
+        values["rollouter/slot_utilization"] = Ratio(sum(_of("running_sequence_s", rollouts)), slots_s)
+        if waited_s := _of("waiting_trajectory_s", rollouts):  # something has waited for a tool
+            values["rollouter/tool_idle_ratio"] = _mean_share(lambda one: one.state_s.get(State.WAITING, 0.0), rollouts)
+            values["rollouter/tool_waiting_ratio"] = Ratio(sum(waited_s), slots_s)
         values["rollouter/tokens_per_s"] = _rate("sampled_tokens", rollouts)
         if len(decode_steps := _of("decode_steps", rollouts)) == len(rollouts):
             values["rollouter/decode_batch_mean"] = Ratio(sum(_of("sampled_tokens", rollouts)), sum(decode_steps))
@@ -211,29 +210,11 @@ def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
             values["rollouter/eval_s"] = Sum(sum(evals_s) / len(rollouts))
         values |= {f"rollouter/{name}": join(told) for name, join in ENGINE_FIGURES.items() if (told := _of(name, rollouts))}
     for scorer in [stretch for stretch in measured if stretch.role == SCORER]:
-        values |= _scorer_values(scorer)
+        idle = _mean_share(lambda one: _elapsed_s(one) - one.state_s.get(State.BUSY, 0.0), [scorer])
+        values |= {f"{scorer.name}/idle_ratio": idle, f"{scorer.name}/tokens_per_s": _rate("scored_tokens", [scorer])}
+        if queue := _of("waiting_groups", [scorer]):
+            values[f"{scorer.name}/waiting_groups"] = Last(queue[0])
     return values
-
-
-def _scorer_values(scorer: ExecutorReport) -> dict[str, Value]:
-    """What a scorer's time went into, under its name."""
-    idle_s = _elapsed_s(scorer) - scorer.state_s.get(State.BUSY, 0.0)
-    values: dict[str, Value] = {"idle_ratio": _mean_share([idle_s], [scorer]), "tokens_per_s": _rate("scored_tokens", [scorer])}
-    if queue := _of("waiting_groups", [scorer]):
-        values["waiting_groups"] = Last(queue[0])
-    return {f"{scorer.name}/{name}": value for name, value in values.items()}
-
-
-def _tool_values(rollouts: Sequence[ExecutorReport]) -> dict[str, Value]:
-    """What waiting for tools takes of the workers' time and of their slots; empty if nothing has ever waited for one."""
-    if not (waited_s := _of("waiting_trajectory_s", rollouts)):
-        return {}
-    waiting_s = [stretch.state_s.get(State.WAITING, 0.0) for stretch in rollouts]
-    slots_s = sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts)
-    return {
-        "rollouter/tool_idle_ratio": _mean_share(waiting_s, rollouts),
-        "rollouter/tool_waiting_ratio": Ratio(sum(waited_s), slots_s),
-    }
 
 
 ENGINE_FIGURES: Mapping[str, Callable[[Sequence[float]], Value]] = {
@@ -277,11 +258,10 @@ def overlap(spans: Mapping[str, Sequence[Span]], roles: Mapping[str, str]) -> Ov
     return Overlap(both_s, busy_s[TRAINER], busy_s[ROLLOUT])
 
 
-def _mean_share(parts_s: Sequence[float], measured: Sequence[ExecutorReport]) -> Ratio:
+def _mean_share(part_s: Callable[[ExecutorReport], float], measured: Sequence[ExecutorReport]) -> Ratio:
     """The mean of part / elapsed over executors. Their mean elapsed time is its weight when steps are merged."""
-    elapsed_s = [_elapsed_s(stretch) for stretch in measured]
-    mean_share = sum(part_s / whole_s for part_s, whole_s in zip(parts_s, elapsed_s, strict=True)) / len(measured)
-    mean_elapsed_s = sum(elapsed_s) / len(measured)
+    mean_share = sum(part_s(stretch) / _elapsed_s(stretch) for stretch in measured) / len(measured)
+    mean_elapsed_s = sum(map(_elapsed_s, measured)) / len(measured)
     return Ratio(mean_share * mean_elapsed_s, mean_elapsed_s)
 
 

@@ -63,19 +63,15 @@ class SafeConsole(Console):
 def key_presses() -> Iterator[Callable[[float], str]]:
     """Yields a function that waits so many seconds for a key and returns it, or "". A key needs no Enter; Ctrl-C works as ever. It
     just waits if stdin is not our terminal, or we are in its background."""
-    if not sys.stdin.isatty() or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
+    if not sys.stdin.isatty() or os.tcgetpgrp(keys := sys.stdin.fileno()) != os.getpgrp():
         yield lambda seconds: time.sleep(seconds) or ""
         return
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
+    before = termios.tcgetattr(keys)
+    tty.setcbreak(keys)
     try:
-        yield lambda seconds: os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") if _is_readable(seconds) else ""
+        yield lambda seconds: os.read(keys, 1).decode("ascii", "replace") if select.select([keys], [], [], seconds)[0] else ""
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def _is_readable(seconds: float) -> bool:
-    return bool(select.select([sys.stdin], [], [], seconds)[0])
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
 def label(name: str) -> Text:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from collections.abc import Mapping
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.observe.background import CLOSE_TIMEOUT_S, START_TIMEOUT_S, Background, kept_id
+from asyncrl_cli.observe.background import CLOSE_TIMEOUT_S, START_TIMEOUT_S, Background
 from asyncrl_cli.observe.format import LEADING
 from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.storage import replace_text
 
 TABLE_ROWS = 64
 """Trajectories of a step in a table; its dump in `samples/` has all."""
@@ -31,7 +33,10 @@ class Wandb(Background):
     service, otherwise = "W&B", _OTHER_MODES
 
     def __init__(self, run_dir: Path, **settings: Any) -> None:
-        self._settings = {**settings, "id": kept_id(run_dir / "wandb-run-id"), "dir": str(run_dir)}
+        id_file = run_dir / "wandb-run-id"  # an id, because names are not unique within a project
+        if not id_file.exists():
+            replace_text(id_file, uuid.uuid4().hex[:12])
+        self._settings = {**settings, "id": id_file.read_text(encoding="utf-8"), "dir": str(run_dir)}
         self._recorded = Recorded(run_dir)
         self._sampled = self._recorded.sampled_steps
         super().__init__()
@@ -68,7 +73,10 @@ class Wandb(Background):
         try:
             super()._work()
         finally:
-            _end_service()
+            import wandb
+
+            with contextlib.suppress(Exception):  # it has ended already
+                wandb.teardown()  # else W&B's own process would outlive ours, and print a traceback
 
 
 def sample_row(sample: Mapping[str, Any]) -> list[Any]:
@@ -78,14 +86,6 @@ def sample_row(sample: Mapping[str, Any]) -> list[Any]:
     span = max(versions) - min(versions) if versions else None
     own = {"versions": told, "span": span, "tokens": len(versions)}
     return [own.get(column, sample.get(column)) for column in COLUMNS]
-
-
-def _end_service() -> None:
-    """End W&B's own process now. Otherwise it would outlive ours and print a traceback."""
-    import wandb
-
-    with contextlib.suppress(Exception):  # it has ended already
-        wandb.teardown()
 
 
 def check_login() -> None:

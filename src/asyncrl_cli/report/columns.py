@@ -7,8 +7,8 @@ mean of its steps, and `lows` and `highs` keep what a mean hides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -21,38 +21,32 @@ DIGITS = 7
 """Significant digits of what is not a whole number: a float32 has no more."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """`values`: metric -> a value per point, None where it was not measured. Values are numbers, or lists of numbers as in
     metrics.jsonl. `lows` and `highs` of the numbers are empty unless steps are joined."""
 
     steps_per_point: int
-    values: dict[str, list[Any]] = field(default_factory=dict)
-    lows: dict[str, list[Any]] = field(default_factory=dict)
-    highs: dict[str, list[Any]] = field(default_factory=dict)
-
-    def add(self, steps: Sequence[Line], point: int) -> None:
-        """Append the point of these steps; `point` have been added before."""
-        if self.steps_per_point == 1:
-            _append(self.values, steps[0], point)
-            return
-        found = {key: [line[key] for line in steps if key in line] for line in steps for key in line}
-        numbers = {key: values for key, values in found.items() if not isinstance(values[0], list)}
-        _append(self.values, {key: _mean(values) for key, values in found.items()}, point)
-        for columns, extreme in ((self.lows, min), (self.highs, max)):
-            _append(columns, {key: extreme(values) for key, values in numbers.items()}, point)
+    values: dict[str, list[Any]]
+    lows: dict[str, list[Any]]
+    highs: dict[str, list[Any]]
 
 
 def columns_of(lines: Iterable[Line], num_steps: int) -> Columns:
     """`num_steps`: how many lines there are."""
-    columns = Columns(steps_per_point=1 if num_steps <= MOST_STEPS else -(-num_steps // JOINED_POINTS))
-    points, remaining = 0, iter(lines)
-    while steps := list(islice(remaining, columns.steps_per_point)):
-        columns.add(steps, points)
-        points += 1
-    for column in (*columns.values.values(), *columns.lows.values(), *columns.highs.values()):
-        column.extend([None] * (points - len(column)))
-    return columns
+    steps_per_point = 1 if num_steps <= MOST_STEPS else -(-num_steps // JOINED_POINTS)
+    means, lows, highs, remaining = list[Line](), list[Line](), list[Line](), iter(lines)
+    while steps := list(islice(remaining, steps_per_point)):
+        found = {key: [line[key] for line in steps if key in line] for line in steps for key in line}
+        numbers = {key: values for key, values in found.items() if steps_per_point > 1 and not isinstance(values[0], list)}
+        means.append({key: rounded(_mean(values)) for key, values in found.items()})
+        lows.append({key: rounded(min(values)) for key, values in numbers.items()})
+        highs.append({key: rounded(max(values)) for key, values in numbers.items()})
+    return Columns(steps_per_point=steps_per_point, values=_columns(means), lows=_columns(lows), highs=_columns(highs))
+
+
+def _columns(points: Sequence[Line]) -> dict[str, list[Any]]:
+    return {key: [point.get(key) for point in points] for key in dict.fromkeys(chain.from_iterable(points))}
 
 
 def rounded(value: Any) -> Any:
@@ -65,15 +59,10 @@ def rounded(value: Any) -> Any:
     return int(short) if short.is_integer() and abs(short) < 10**DIGITS else short
 
 
-def _append(columns: dict[str, list[Any]], line: Line, point: int) -> None:
-    for key, value in line.items():
-        column = columns.setdefault(key, [])
-        column.extend([None] * (point - len(column)))
-        column.append(rounded(value))
-
-
 def _mean(values: Sequence[Any]) -> Any:
     """Of lists: item by item, where a shorter one has zeros (histograms are as long as their highest count)."""
+    if len(values) == 1:
+        return values[0]
     if isinstance(values[0], list):
         return [fmean(items) for items in zip_longest(*values, fillvalue=0)]
     return fmean(values)

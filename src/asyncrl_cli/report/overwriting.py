@@ -1,15 +1,16 @@
-"""Which files pages and traces may be written over: their own earlier ones, and nothing else."""
+"""Checks that a page or a trace overwrites nothing but an earlier page or trace."""
 
 from __future__ import annotations
 
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason
 
 HEAD_BYTES = 4096
-GZIP_MAGIC, GZIP_WINDOW_BITS = b"\x1f\x8b", 31
+GZIP_WINDOW_BITS = 31
 
 
 def check_out(path: Path, mark: str, kind: str) -> None:
@@ -34,9 +35,6 @@ def _head(path: Path) -> bytes:
     """The file's first bytes, decompressed if it is gzipped. Raises OSError or UnsafeFile."""
     with open_regular(path) as file:
         head = file.read(HEAD_BYTES)
-    if not head.startswith(GZIP_MAGIC):
-        return head
-    try:
+    with suppress(zlib.error):  # it is not gzipped
         return zlib.decompressobj(GZIP_WINDOW_BITS).decompress(head, HEAD_BYTES)
-    except zlib.error:
-        return head
+    return head

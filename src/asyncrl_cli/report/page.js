@@ -5,6 +5,7 @@ const report = JSON.parse(document.getElementById("report-data").textContent);
 const runs = report.runs;
 const several = runs.length > 1;
 const root = document.documentElement;
+const nav = document.querySelector("nav");
 const AXES = { step: ["step", "train step"], samples: ["samples", "samples trained"], time: ["time_s", "run time, s"] };
 /* Okabe and Ito's colours, which people with any colour vision tell apart; lines differ in dash, too. */
 const COLOURS = {
@@ -20,6 +21,7 @@ const PARTS = {
   eval: "#CC79A7", blocked: "#E69F00", checkpoint: "#E69F00", syncing: "#009E73", gather: "#009E73", loading: "#D55E00",
   paused: "#999999", other: "#999999", failed: "#7A0000", done: "#DDDDDD",
 };
+const PLACES = Object.keys(PARTS);
 const SYMBOLS = {
   eval: ["diamond", "◆"], checkpoint: ["square", "■"], resume: ["triangle-right", "▶"], restart: ["triangle-up", "▲"],
   "worker lost": ["triangle-down", "▼"], failure: ["x", "✕"], warning: ["cross", "✚"],
@@ -30,7 +32,6 @@ const QUANTILES = { low: 2, quarter: 10, median: 20, three: 30, high: 38 };
 
 let axis = several ? "samples" : "step";
 let theme = window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-let anyKey = "reward/std";
 let zooming = false;
 
 const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
@@ -41,23 +42,31 @@ const short = (key, chart) => key.slice(chart.prefix.length).replace(/_s$/, "");
 /* Of steps that are joined, a maximum is the largest one. */
 const ys = (run, key, label) => (label === "max" && run.highs[key]) || run.columns[key];
 const faded = (hex, opacity) => hex + Math.round(opacity * 255).toString(16).padStart(2, "0");
+const isTimeline = (chart) => chart.kind === "timeline";
+const perRun = (chart) => ["parts", "histogram", "quantiles", "timeline"].includes(chart.kind);
+/* The colour of a run where there are several, else the figure's own. */
+const tintOf = (place, own) => (several ? colour(place) : own);
+const inOrder = (keys, partOf) => keys.sort((one, other) => PLACES.indexOf(partOf(one)) - PLACES.indexOf(partOf(other)));
 
 function partsOf(run, chart) {
   const keys = Object.keys(run.columns).filter((key) => key.startsWith(chart.prefix) && key !== "timing/step_s" && has(run, key));
-  const order = Object.keys(PARTS);
-  return keys.sort((one, other) => order.indexOf(short(one, chart)) - order.indexOf(short(other, chart)));
+  return inOrder(keys, (key) => short(key, chart));
 }
 
-function layout(chart, height, more) {
+/* `more`: further keys of the layout; `ofX`, `ofY`: of its axes. */
+function layout(chart, more, ofY = {}, ofX = {}) {
   const line = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, automargin: true };
   const percent = chart.unit === "share" ? { tickformat: ".1~%" } : {};
   const unit = chart.unit === "share" ? "" : chart.unit;
   const rangemode = ["reward", "any"].includes(chart.kind) || chart.unit === "nats" ? "normal" : "nonnegative";
   return {
-    height, autosize: true, margin: { l: 48, r: 10, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    autosize: true, margin: { l: 48, r: 10, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: css("--ink"), size: 12, family: getComputedStyle(document.body).fontFamily },
-    xaxis: { ...line, ...aligned(chart), title: { text: AXES[axis][1], standoff: 6 } },
-    yaxis: { ...line, ...percent, title: { text: unit, standoff: 4 }, type: chart.log ? "log" : "linear", rangemode, dtick: chart.log ? 1 : null, exponentformat: "power" },
+    xaxis: { ...line, ...aligned(chart), title: { text: AXES[axis][1], standoff: 6 }, ...ofX },
+    yaxis: {
+      ...line, ...percent, title: { text: unit, standoff: 4 }, type: chart.log ? "log" : "linear", rangemode,
+      dtick: chart.log ? 1 : null, exponentformat: "power", ...ofY,
+    },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     showlegend: false, hovermode: "x unified",
     hoverlabel: { bgcolor: css("--card"), font: { color: css("--ink") } }, ...more,
@@ -85,7 +94,7 @@ function marks(run, place) {
       type: "scatter", mode: "markers", name: kind, yaxis: "y2", cliponaxis: false,
       x: own.map((mark) => mark[AXES[axis][0]]), y: own.map(() => 0.015), text: own.map((mark) => mark.text),
       hovertemplate: "%{text}<extra></extra>",
-      marker: { symbol: SYMBOLS[kind][0], size: 8, color: several ? colour(place) : css("--ink"), opacity: 0.8 },
+      marker: { symbol: SYMBOLS[kind][0], size: 8, color: tintOf(place, css("--ink")), opacity: 0.8 },
     };
   });
 }
@@ -93,12 +102,13 @@ function marks(run, place) {
 function rules(run, place) {
   return run.marks.filter((mark) => GRAVE.includes(mark.kind)).slice(0, MOST_MARKS).map((mark) => ({
     type: "line", xref: "x", yref: "paper", x0: mark[AXES[axis][0]], x1: mark[AXES[axis][0]], y0: 0, y1: 1,
-    line: { color: several ? colour(place) : css("--dim"), width: 1, dash: "dot" },
+    line: { color: tintOf(place, css("--dim")), width: 1, dash: "dot" },
   }));
 }
 
-function limits(chart, shown, shift) {
+function limits(chart, shown) {
   const [key, label] = chart.limit;
+  const shift = chart.kind === "histogram" ? 0.5 : 0;
   const values = key ? [...new Set(shown.map((run) => run.limits[key]))] : [];
   const line = { color: css("--bad"), width: 2, dash: "dash" };
   return {
@@ -119,7 +129,7 @@ function envelope(run, key, tint) {
 function lineTraces(chart, run, place) {
   const shown = chart.series.filter(([key]) => has(run, key));
   return shown.flatMap(([key, label], number) => {
-    const tint = colour(several ? place : number);
+    const tint = tintOf(place, colour(number));
     const name = several ? (chart.series.length > 1 ? `${run.name}: ${label}` : run.name) : label;
     const line = { color: tint, width: 2, dash: DASHES[number % DASHES.length] };
     const trace = { type: "scatter", mode: "lines", connectgaps: true, name, x: xs(run), y: ys(run, key, label), line };
@@ -134,7 +144,7 @@ function evalTraces(run, place) {
     return {
       type: "scatter", mode: "lines+markers", name, x: own.map((one) => one[AXES[axis][0]]), y: own.map((one) => one.reward_mean),
       text: own.map((one) => `version ${one.version}`), hovertemplate: "%{y:.3f} (%{text})",
-      line: { color: colour(several ? place : number + 1), width: 2, dash: "dot" },
+      line: { color: tintOf(place, colour(number + 1)), width: 2, dash: "dot" },
       marker: { size: own.length > MOST_MARKS ? 4 : 10, symbol: ["diamond", "circle", "square", "star"][number % 4], line: { color: css("--paper"), width: 1 } },
     };
   });
@@ -184,16 +194,13 @@ function quantileTraces(chart, run) {
 }
 
 /* A state's stays are one line per executor row, broken between them: one path, however many stays there are. */
-function timelineTraces(run, timeline) {
-  const names = Object.keys(timeline.executors);
+function timelineTraces(run, names) {
   const width = rowHeight(names) * 0.62;
-  const order = Object.keys(PARTS);
-  const states = [...new Set(names.flatMap((name) => Object.keys(timeline.executors[name])))];
-  states.sort((one, other) => order.indexOf(one) - order.indexOf(other));
-  const traces = states.map((state) => {
+  const states = [...new Set(names.flatMap((name) => Object.keys(run.timeline.executors[name])))];
+  const traces = inOrder(states, (state) => state).map((state) => {
     const x = [], y = [], text = [];
     names.forEach((name, row) => {
-      const stays = timeline.executors[name][state] || [];
+      const stays = run.timeline.executors[name][state] || [];
       for (let place = 0; place < stays.length; place += 2) {
         const told = `${name}: ${state} ${stays[place + 1].toPrecision(3)} s`;
         x.push(stays[place], stays[place] + stays[place + 1], null);
@@ -219,40 +226,28 @@ const rowHeight = (names) => (names.length > 24 ? 12 : 26);
 
 function figureOf(chart, shown) {
   const [run] = shown;
-  const place = runs.indexOf(run);
   const small = root.clientWidth < 600;
-  const shapes = shown.flatMap((one) => rules(one, runs.indexOf(one)));
   const all = (traces) => shown.flatMap((one) => traces(one, runs.indexOf(one)));
-  const marked = shown.flatMap((one) => marks(one, runs.indexOf(one)));
-  const limit = limits(chart, shown, chart.kind === "histogram" ? 0.5 : 0);
-  const more = { shapes: [...shapes, ...limit.shapes], annotations: limit.annotations };
-  const height = small ? 230 : 260;
+  const limit = limits(chart, shown);
+  const more = { height: small ? 230 : 260, shapes: [...all(rules), ...limit.shapes], annotations: limit.annotations };
   switch (chart.kind) {
-    case "parts": {
-      const range = chart.unit === "share" ? { range: [0, 1] } : { rangemode: "tozero" };
-      const made = layout(chart, height, more);
-      return [[...partTraces(chart, run), ...marked], { ...made, yaxis: { ...made.yaxis, ...range } }];
-    }
+    case "parts":
+      return [[...partTraces(chart, run), ...all(marks)], layout(chart, more, chart.unit === "share" ? { range: [0, 1] } : { rangemode: "tozero" })];
     case "histogram": {
-      const made = layout(chart, small ? 200 : 220, { ...more, hovermode: "closest" });
-      return [histogramTraces(chart, run), { ...made, yaxis: { ...made.yaxis, dtick: 1, title: { text: chart.series[0][1] }, range: [-0.5, levelsOf(chart, run) + 0.8] } }];
+      const ages = { dtick: 1, title: { text: chart.series[0][1] }, range: [-0.5, levelsOf(chart, run) + 0.8] };
+      return [histogramTraces(chart, run), layout(chart, { ...more, height: small ? 200 : 220, hovermode: "closest" }, ages)];
     }
     case "quantiles":
-      return [[...quantileTraces(chart, run), ...marked], layout(chart, height, more)];
+      return [[...quantileTraces(chart, run), ...all(marks)], layout(chart, more)];
     case "timeline": {
-      const timeline = run.timeline;
-      const names = Object.keys(timeline.executors);
-      const made = layout(chart, names.length * rowHeight(names) + 60, { hovermode: "closest", shapes: [] });
-      const ticks = { tickvals: names.map((_, row) => row), ticktext: names, range: [names.length - 0.3, -0.7], fixedrange: true, showgrid: false };
-      return [timelineTraces(run, timeline), { ...made, xaxis: { ...made.xaxis, title: { text: AXES.time[1] } }, yaxis: { ...made.yaxis, ...ticks } }];
-    }
-    case "any": {
-      const own = { ...chart, series: [[anyKey, anyKey]] };
-      return [[...all((one, number) => lineTraces(own, one, number)), ...marked], layout(own, height, more)];
+      const names = Object.keys(run.timeline.executors);
+      const rows = { tickvals: names.map((_, row) => row), ticktext: names, range: [names.length - 0.3, -0.7], fixedrange: true, showgrid: false };
+      const height = names.length * rowHeight(names) + 60;
+      return [timelineTraces(run, names), layout(chart, { height, hovermode: "closest", shapes: [] }, rows, { title: { text: AXES.time[1] } })];
     }
     default: {
-      const own = chart.kind === "reward" ? all(evalTraces) : [];
-      return [[...all((one, number) => lineTraces(chart, one, number)), ...own, ...marked], layout(chart, height, more)];
+      const evals = chart.kind === "reward" ? all(evalTraces) : [];
+      return [[...all((one, place) => lineTraces(chart, one, place)), ...evals, ...all(marks)], layout(chart, more)];
     }
   }
 }
@@ -264,9 +259,6 @@ function hasData(chart, run) {
   return chart.series.some(([key]) => has(run, key)) || (chart.kind === "reward" && run.evals.length > 0);
 }
 
-const isTimeline = (chart) => chart.kind === "timeline";
-const perRun = (chart) => ["parts", "histogram", "quantiles"].includes(chart.kind) || isTimeline(chart);
-
 function element(tag, attributes, ...children) {
   const made = document.createElement(tag);
   Object.entries(attributes).forEach(([name, value]) => made.setAttribute(name, value));
@@ -275,12 +267,12 @@ function element(tag, attributes, ...children) {
 }
 
 function noteOf(chart, shown) {
-  const joined = shown.filter((run) => run.steps_per_point > 1);
+  const joined = shown.find((run) => run.steps_per_point > 1);
   const merged = shown.filter((run) => run.timeline.merged_s > 0);
-  if (chart.kind === "timeline") {
+  if (isTimeline(chart)) {
     return merged.map((run) => ` ${run.name}: merged within cells of ${run.timeline.merged_s.toPrecision(2)} s, shares kept; asyncrl trace has every stay.`).join("");
   }
-  return joined.length ? ` Each point is the mean of ${joined[0].steps_per_point} train steps.` : "";
+  return joined ? ` Each point is the mean of ${joined.steps_per_point} train steps.` : "";
 }
 
 /* One plot per chart, or one per run where runs cannot share it. Returns [chart, runs shown, div] of each plot. */
@@ -299,7 +291,7 @@ function build() {
       const card = element("div", { class: "chart card" + (isWide ? " wide" : "") });
       const panels = element("div", { class: apart && !isTimeline(chart) ? "beside" : "" });
       card.append(element("h3", {}, chart.title), element("p", {}, chart.note + noteOf(chart, shown)), panels);
-      if (chart.kind === "any") panels.before(...chooser());
+      if (chart.kind === "any") panels.before(...chooser(chart));
       for (const group of perRun(chart) ? shown.map((run) => [run]) : [shown]) {
         const div = element("div", { class: "plot", "data-title": chart.title });
         const name = apart ? [element("div", { class: "panel-name" }, group[0].name)] : [];
@@ -308,35 +300,26 @@ function build() {
       }
       grid.append(card);
     }
-    fillRows([...grid.children]);
     if (grid.children.length) host.append(element("section", {}, element("h2", {}, section), grid));
   }
   return plots;
 }
 
-/* A card without a neighbour takes its whole row. */
-function fillRows(cards) {
-  let alone = null;
-  for (const card of cards) {
-    const isWide = card.classList.contains("wide");
-    if (isWide && alone) alone.classList.add("wide");
-    alone = isWide || alone ? null : card;
-  }
-  if (alone) alone.classList.add("wide");
-}
-
 /* A list of all figures, and what the chosen one means. */
-function chooser() {
+function chooser(chart) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.columns)))].sort();
   const numbers = keys.filter((key) => runs.some((run) => (run.columns[key] || []).some((value) => typeof value === "number")));
-  if (!numbers.includes(anyKey)) anyKey = numbers[0];
   const select = element("select", { "aria-label": "figure" }, ...numbers.map((key) => element("option", { value: key }, key)));
-  select.value = anyKey;
-  const meaning = element("p", {}, report.meanings[anyKey] || "");
+  const meaning = element("p", {});
+  const choose = (key) => {
+    select.value = key;
+    chart.series = [[key, key]];
+    meaning.textContent = report.meanings[key] || "";
+  };
+  choose(numbers.includes("reward/std") ? "reward/std" : numbers[0]);
   select.addEventListener("change", () => {
-    anyKey = select.value;
-    meaning.textContent = report.meanings[anyKey] || "";
-    draw(plots.filter(([chart]) => chart.kind === "any"));
+    choose(select.value);
+    draw(plots.filter(([one]) => one === chart));
   });
   return [select, meaning];
 }
@@ -355,14 +338,8 @@ function zoom(changed, from) {
 const SWATCHES = { solid: "none", dash: "7 4", dot: "2 3", dashdot: "7 3 2 3", longdash: "12 4", longdashdot: "12 3 2 3" };
 
 function swatch(tint, dash) {
-  if (!dash) return element("i", { style: `background: ${tint}` });
-  const drawn = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const attributes = { width: 26, height: 4, stroke: tint, "stroke-width": 3, "stroke-dasharray": SWATCHES[dash] };
-  Object.entries(attributes).forEach(([name, value]) => drawn.setAttribute(name, value));
-  const line = document.createElementNS(drawn.namespaceURI, "path");
-  line.setAttribute("d", "M0 2H26");
-  drawn.append(line);
-  return drawn;
+  const line = `<svg width="26" height="4" stroke="${tint}" stroke-width="3" stroke-dasharray="${SWATCHES[dash]}"><path d="M0 2H26"/></svg>`;
+  return document.createRange().createContextualFragment(dash ? line : `<i style="background: ${tint}"></i>`);
 }
 
 /* What a trace's name stands for; a click hides it. */
@@ -393,15 +370,12 @@ async function draw(which) {
   }
 }
 
-function pressed() {
-  document.querySelectorAll("nav [data-axis]").forEach((one) => one.setAttribute("aria-pressed", String(one.dataset.axis === axis)));
-  document.querySelectorAll("nav [data-theme-button]").forEach((one) => { one.textContent = theme === "dark" ? "light" : "dark"; });
-}
-
 async function show(next) {
   ({ axis = axis, theme = theme } = next);
   root.dataset.theme = theme;
-  pressed();
+  nav.querySelectorAll("[data-axis]").forEach((one) => one.setAttribute("aria-pressed", one.dataset.axis === axis));
+  const other = nav.querySelector("[data-theme]");
+  other.dataset.theme = other.textContent = theme === "dark" ? "light" : "dark";
   await draw(plots);
 }
 
@@ -418,9 +392,7 @@ function print() {
 
 root.dataset.theme = theme;
 const plots = build();
-document.querySelectorAll("nav [data-axis]").forEach((one) => one.addEventListener("click", () => show({ axis: one.dataset.axis })));
-document.querySelectorAll("nav [data-theme-button]").forEach((one) =>
-  one.addEventListener("click", () => show({ theme: theme === "dark" ? "light" : "dark" })));
+nav.querySelectorAll("button").forEach((one) => one.addEventListener("click", () => show(one.dataset)));
 window.addEventListener("beforeprint", print);
 
 /* The plotting library is embedded compressed. */

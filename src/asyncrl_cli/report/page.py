@@ -18,13 +18,14 @@ from typing import Any
 from asyncrl_cli import __version__
 from asyncrl_cli.observe.meanings import meaning_of
 from asyncrl_cli.observe.side_by_side import SideBySide
-from asyncrl_cli.profile.loaded import DEFAULT
+from asyncrl_cli.profile.keys import entries_of
+from asyncrl_cli.profile.loaded import DEFAULT, Loaded
 from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.report.run_data import RunData
 from asyncrl_cli.report.verdict import Finding
 
 GENERATOR = '<meta name="generator" content="asyncrl report">'
-"""In each page's head: what has it may be overwritten."""
+"""In each page's head. A file that has it may be overwritten."""
 CHART = {"kind": "lines", "unit": "", "series": [], "prefix": "", "log": False, "limit": ["", ""]}
 """What a chart is where charts.toml does not say otherwise."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
@@ -38,7 +39,12 @@ def plotly() -> str:
 
 def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = "", after: str = "") -> str:
     """The page. `library` is `plotly()`; `before` and `after`: further HTML, above the words about runs and below their charts."""
-    words = [before, _beside("Verdict", runs, _verdict), _beside("What ran", runs, _facts)]
+    words = [before, _beside("Verdict", runs, lambda run: "".join(map(_finding, run.findings))), _beside("What ran", runs, _facts)]
+    program = [
+        f'<script type="application/json" id="report-data">{_embedded(runs)}</script>',
+        f'<script type="text/plain" id="plotly">{library}</script>',
+        f"<script>{_own('page.js')}</script>",
+    ]
     return "\n".join(
         [
             "<!doctype html>",
@@ -51,24 +57,16 @@ def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = 
             f'<body><header><h1>{escape(title)}</h1><p class="dim">{escape(_made(runs))}</p></header>',
             NAVIGATION if runs else "",
             f'<main>{"".join(words)}<div id="charts"></div>{after}</main>',
-            *(_program(runs, library) if runs else []),
+            *(program if runs else []),
             "</body></html>\n",
         ]
     )
 
 
-def _program(runs: Sequence[RunData], library: str) -> list[str]:
-    return [
-        f'<script type="application/json" id="report-data">{_embedded(runs)}</script>',
-        f'<script type="text/plain" id="plotly">{library}</script>',
-        f"<script>{_own('page.js')}</script>",
-    ]
-
-
 NAVIGATION = """<nav><fieldset><span class="dim">horizontal axis</span>
 <button data-axis="step">steps</button><button data-axis="samples">samples</button>
 <button data-axis="time">run time</button></fieldset>
-<button data-theme-button>dark</button><span class="dim">drag to zoom: all charts follow; double-click to reset</span></nav>"""
+<button data-theme="dark">dark</button><span class="dim">drag to zoom: all charts follow; double-click to reset</span></nav>"""
 
 
 def _own(name: str) -> str:
@@ -76,19 +74,19 @@ def _own(name: str) -> str:
 
 
 def _charts() -> list[dict[str, Any]]:
-    sections = tomllib.loads(_own("charts.toml"))
-    return [{**CHART, "section": section, **chart} for section, charts in sections.items() for chart in charts]
+    sections = tomllib.loads(_own("charts.toml")).items()
+    return [{**CHART, "section": name, "title": title, **chart} for name, charts in sections for title, chart in charts.items()]
 
 
 def _embedded(runs: Sequence[RunData]) -> str:
     """The data as JSON that cannot end its script element."""
-    metrics = sorted({key for run in runs for key in run.columns.values})
-    data = {"charts": _charts(), "meanings": {key: meaning_of(key) for key in metrics}, "runs": [run.to_json() for run in runs]}
+    metrics = sorted({key for run in runs for key in run.charts["columns"]})
+    data = {"charts": _charts(), "meanings": {key: meaning_of(key) for key in metrics}, "runs": [run.charts for run in runs]}
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _made(runs: Sequence[RunData]) -> str:
-    joined = [f"{run.name}: {run.columns.steps_per_point} train steps per point" for run in runs if run.columns.steps_per_point > 1]
+    joined = [f"{run.name}: {steps} train steps per point" for run in runs if (steps := run.charts["steps_per_point"]) > 1]
     return " · ".join([f"made by asyncrl {__version__}", *joined])
 
 
@@ -100,27 +98,24 @@ def _beside(heading: str, runs: Sequence[RunData], content: Callable[[RunData], 
     return f'<section><h2>{heading}</h2><div class="beside">{cards}</div></section>'
 
 
-def _verdict(run: RunData) -> str:
-    return "".join(map(_finding, run.findings))
-
-
 def _finding(finding: Finding) -> str:
     change = f'<p class="change">{escape(finding.change)}</p>' if finding.change else ""
     return f'<div class="finding {finding.weight}"><p><b>{escape(finding.about)}</b> · {escape(finding.text)}</p>{change}</div>'
 
 
 def _facts(run: RunData) -> str:
-    purpose = f"<p>{escape(run.purpose)}</p>" if run.purpose else ""
+    purpose = f"<p>{escape(run.loaded.profile.purpose)}</p>" if run.loaded.profile.purpose else ""
     facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in run.facts)
-    return f"{purpose}<dl>{facts}</dl>{_configuration(run)}"
+    return f"{purpose}<dl>{facts}</dl>{_configuration(run.loaded)}"
 
 
-def _configuration(run: RunData) -> str:
+def _configuration(loaded: Loaded) -> str:
     """Every key with its value and origin; those that somebody has set come first."""
-    keys = sorted(run.values, key=lambda key: run.origins.get(key, DEFAULT) == DEFAULT)
-    rows = [[f"<code>{escape(key)}</code>", _code(run.values[key]), escape(run.origins.get(key, DEFAULT))] for key in keys]
-    given = sum(run.origins.get(key, DEFAULT) != DEFAULT for key in keys)
-    summary = f"configuration: {given} keys set, {len(keys) - given} at their defaults"
+    entries = [(key, value, loaded.origins.get(key, DEFAULT)) for key, value in entries_of(loaded.profile).items()]
+    given = sum(origin != DEFAULT for _, _, origin in entries)
+    entries.sort(key=lambda entry: entry[2] == DEFAULT)
+    rows = [[f"<code>{escape(key)}</code>", _code(value), escape(origin)] for key, value, origin in entries]
+    summary = f"configuration: {given} keys set, {len(rows) - given} at their defaults"
     return f"<details><summary>{summary}</summary>{table(['key', 'value', 'from'], rows)}</details>"
 
 

@@ -9,15 +9,14 @@ from typing import Any
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.observe.format import clock, count, evenly, event_text, number
-from asyncrl_cli.observe.lines import EventLine, Line
+from asyncrl_cli.observe.lines import EventLine, Totals
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.status import read_status
-from asyncrl_cli.observe.totals import Totals
 from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.profile.keys import entries_of
+from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import PlacementSection
-from asyncrl_cli.report.columns import Columns, columns_of, rounded
+from asyncrl_cli.report.columns import columns_of, rounded
 from asyncrl_cli.report.timeline import Timeline
 from asyncrl_cli.report.verdict import Finding, verdict_of
 from asyncrl_cli.safe_files import read_lines
@@ -39,35 +38,13 @@ MOST_MARKS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """`facts`: (label, text). `values` and `origins` are the configuration by dotted key."""
+    """`facts`: (label, text). `charts`: what page.js draws, as JSON."""
 
     name: str
-    purpose: str
+    loaded: Loaded
     facts: list[tuple[str, str]]
-    values: Mapping[str, Any]
-    origins: Mapping[str, str]
     findings: list[Finding]
-    columns: Columns
-    timeline: Timeline
-    evals: list[dict[str, Any]]
-    marks: list[dict[str, Any]]
-    published_s: list[float]
-    limits: Mapping[str, float]
-
-    def to_json(self) -> dict[str, Any]:
-        columns = self.columns
-        return {
-            "name": self.name,
-            "steps_per_point": columns.steps_per_point,
-            "columns": columns.values,
-            "lows": columns.lows,
-            "highs": columns.highs,
-            "evals": self.evals,
-            "marks": self.marks,
-            "published_s": self.published_s,
-            "timeline": self.timeline.to_json(),
-            "limits": self.limits,
-        }
+    charts: Mapping[str, Any]
 
 
 def run_data(recorded: Recorded) -> RunData:
@@ -78,7 +55,10 @@ def run_data(recorded: Recorded) -> RunData:
     totals = Totals()
     length_s = recorded.status.get("progress", {}).get("time_s", 0.0)
     timeline = Timeline(roles=recorded.roles, length_s=length_s).read(recorded.timeline())
-    lines = _with_shares(totals.of(recorded.metrics()), timeline, profile.rollout.n)
+    lines = (  # with the shares of the roles' states, and the number of samples trained so far
+        {**line, **timeline.shares.get(int(line["step"]), {}), "samples": line["groups_trained"] * profile.rollout.n}
+        for line in totals.of(recorded.metrics())
+    )
     columns = columns_of(lines, num_steps)
     if not totals.steps:
         raise RefusedError(
@@ -87,29 +67,26 @@ def run_data(recorded: Recorded) -> RunData:
     events = [_event(event, settings.schedule.step_groups * profile.rollout.n) for event in recorded.events(*MARKS, PUBLISHED)]
     scored = [event for event in events if event["event"] == "eval" and event["reward_mean"] is not None]
     evals = list({(event["version"], event["eval_set"]): event for event in scored}.values())  # a resume may repeat one
+    charts = {
+        "name": recorded.name,
+        "steps_per_point": columns.steps_per_point,
+        "columns": columns.values,
+        "lows": columns.lows,
+        "highs": columns.highs,
+        "evals": evals,
+        "marks": [mark for name in MARKS for mark in evenly([event for event in events if event["event"] == name], MOST_MARKS)],
+        "published_s": [event["time_s"] for event in events if event["event"] == PUBLISHED],
+        "timeline": timeline.to_json(),
+        "limits": {"staleness": settings.schedule.max_staleness, "logprob_diff": settings.max_logprob_diff},
+    }
+    verdict = verdict_of(totals, settings, is_divisible=max(_processes(recorded)) > 1)
     return RunData(
         name=recorded.name,
-        purpose=profile.purpose,
+        loaded=recorded.loaded,
         facts=_facts(recorded, settings, totals),
-        values=entries_of(profile),
-        origins=recorded.loaded.origins,
-        findings=[
-            *_outcome(recorded, totals, events),
-            *verdict_of(totals, settings, settings.schedule.mode, is_divisible=max(_processes(recorded)) > 1),
-        ],
-        columns=columns,
-        timeline=timeline,
-        evals=evals,
-        marks=[mark for name in MARKS for mark in evenly([event for event in events if event["event"] == name], MOST_MARKS)],
-        published_s=[event["time_s"] for event in events if event["event"] == PUBLISHED],
-        limits={"staleness": settings.schedule.max_staleness, "logprob_diff": settings.max_logprob_diff},
+        findings=[*_outcome(recorded, totals, events), *verdict],
+        charts=charts,
     )
-
-
-def _with_shares(lines: Iterator[Line], timeline: Timeline, n: int) -> Iterator[Line]:
-    """Lines with the shares of the roles' states, and the number of samples trained so far."""
-    for line in lines:
-        yield {**line, **timeline.shares.get(int(line["step"]), {}), "samples": line["groups_trained"] * n}
 
 
 def _event(event: EventLine, samples_per_step: int) -> dict[str, Any]:

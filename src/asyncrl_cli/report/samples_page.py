@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from html import escape
 from itertools import chain, islice
@@ -10,8 +9,7 @@ from itertools import chain, islice
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.format import evenly
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.report.samples_text import AGE_COLOURS
-from asyncrl_cli.report.trajectories import Sampled, Stretch, trajectories_of
+from asyncrl_cli.report.trajectories import AGE_COLOURS, Sampled, Stretch, trajectories_of
 from asyncrl_cli.samples import NOT_SAMPLED
 
 MAX_STEPS, PER_STEP = 12, 4
@@ -75,16 +73,15 @@ def _folded(one: Sampled) -> Iterator[str]:
 def _marked(one: Sampled, stretch: Stretch) -> str:
     if stretch.version == NOT_SAMPLED:
         return f'<span class="told">{escape(one.text(stretch))}</span>'
-    age = min(max(one.window - stretch.version, 0), len(AGE_COLOURS) - 1)
-    text = "".join(_token(one, index) for index in range(stretch.start, stretch.end))
+    text = "".join(_token(one, index) for index in stretch.tokens)
     mark = f'<sup class="load">v{stretch.version}</sup>' if stretch.is_load else f"<sup>v{stretch.version}</sup>"
-    return f'<span class="by">{mark}<span class="age{age}">{text}</span></span>'
+    return f'<span class="by">{mark}<span class="age{one.age(stretch.version)}">{text}</span></span>'
 
 
 def _token(one: Sampled, index: int) -> str:
     text = escape(one.texts[index])
-    if one.trainer_logprobs is None:
+    if index not in one.both_probabilities:
         return text
-    sampler, trainer = math.exp(one.logprobs[index]), math.exp(one.trainer_logprobs[index])
+    sampler, trainer = one.both_probabilities[index]
     is_notable = abs(sampler - trainer) >= NOTABLE_CHANGE
     return f'<mark title="sampler {sampler:.3f}, trainer {trainer:.3f}">{text}</mark>' if is_notable else text

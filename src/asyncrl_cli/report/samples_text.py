@@ -7,18 +7,11 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl_cli.report.trajectories import CALL, Sampled, Stretch
+from asyncrl_cli.report.trajectories import AGE_COLOURS, CALL, Sampled, Stretch
 from asyncrl_cli.samples import NOT_SAMPLED
 
-AGE_COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
-"""For tokens of the window's own version, of the one before, and so on; the last one is for all that are older. Of Okabe and Ito's
-palette, whose colours differ for every kind of colour blindness; without those that a dark or a light terminal would hide."""
 MARK, LOAD = "(v{})", "(load v{})"
 """Before the tokens of a version, and where new weights were loaded within an answer."""
-
-
-def colour(version: int, window: int) -> str:
-    return AGE_COLOURS[min(max(window - version, 0), len(AGE_COLOURS) - 1)]
 
 
 def shown(sampled: Sampled) -> RenderableType:
@@ -36,7 +29,7 @@ def _title(one: Sampled) -> Text:
 def _facts(one: Sampled) -> list[Text]:
     versions = Text()
     for version in one.own_versions:
-        versions.append(f"v{version}", colour(version, one.window)).append(" ")
+        versions.append(f"v{version}", AGE_COLOURS[one.age(version)]).append(" ")
     age = f"oldest {one.staleness} behind window v{one.window}" if one.staleness else f"window v{one.window}"
     ended = f"ended: {one.line.get('finish_reason', '?')}"
     first = Text.assemble(f"{len(one.sampled)} tokens sampled by ", versions, f"({age}), {ended}")
@@ -47,10 +40,9 @@ def _facts(one: Sampled) -> list[Text]:
     if sampler is None:
         return [first, *expected]
     second = Text(f"mean probability: sampler {sampler:.3f}")
-    if one.trainer_logprobs is not None:
+    if one.both_probabilities:
         second.append(f", trainer {one.trainer_probability:.3f}")
-    if one.changes:
-        token, before, after = one.changes[0]
+        token, (before, after) = max(one.both_probabilities.items(), key=lambda entry: abs(entry[1][0] - entry[1][1]))
         second.append(f"; most changed {one.texts[token]!r}: {before:.3f} -> {after:.3f}")
     return [first, second, *expected]
 
@@ -68,7 +60,7 @@ def _turns(one: Sampled) -> Table:
 def _coloured(one: Sampled, stretch: Stretch) -> Text:
     if stretch.version == NOT_SAMPLED:
         return Text(one.text(stretch), "dim")
-    style, mark = colour(stretch.version, one.window), (LOAD if stretch.is_load else MARK).format(stretch.version)
+    style, mark = AGE_COLOURS[one.age(stretch.version)], (LOAD if stretch.is_load else MARK).format(stretch.version)
     said = Text(one.text(stretch), style)
     said.highlight_regex(CALL, "bold")
     return Text().append(mark, f"dim {style}").append_text(said)

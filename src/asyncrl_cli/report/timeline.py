@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.observe.lines import Spans, TimelineLine, add_span
+from asyncrl_cli.observe.lines import RecordedSpan, Spans, TimelineLine, add_span
 
 MOST_SPANS = 24_000
 """Spans of one drawn timeline; a browser draws so many without a wait."""
@@ -30,38 +30,38 @@ class Timeline:
     spans: Spans = field(default_factory=dict)
     shares: dict[int, dict[str, float]] = field(default_factory=dict)
     merged_s: float = 0.0
-    _count: int = 0
 
     def read(self, lines: Iterable[TimelineLine]) -> Timeline:
         for line in lines:
             self._add(line)
-        if self._count > self.most_spans or self.merged_s:
+        if self._num_spans > self.most_spans or self.merged_s:
             self._merge()
         return self
+
+    @property
+    def _num_spans(self) -> int:
+        return sum(map(len, self.spans.values()))
 
     def _add(self, line: TimelineLine) -> None:
         spent_s: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for name, stays in line["spans"].items():
             drawn, role = self.spans.setdefault(name, []), spent_s[self.roles.get(name, name)]
-            before = len(drawn)
             for state, start_s, end_s in stays:
                 add_span(drawn, state, start_s, end_s)
                 role[state] += end_s - start_s
-            self._count += len(drawn) - before
         self.shares[line.get("step", 0)] = {
             f"states/{role}/{state}": seconds / sum(states.values())
             for role, states in spent_s.items()
             if sum(states.values()) > 0
             for state, seconds in states.items()
         }
-        if self._count > 4 * self.most_spans:
+        if self._num_spans > 4 * self.most_spans:
             self._merge()
 
     def _merge(self) -> None:
         ended_s = max(stays[-1][2] for stays in self.spans.values() if stays)  # `length_s` is 0 if the run's status is lost
         self.merged_s = max(self.length_s, ended_s, 1e-9) * max(len(self.spans), 1) * STATES_PER_CELL / self.most_spans
         self.spans = {name: _merged(stays, self.merged_s) for name, stays in self.spans.items()}
-        self._count = sum(map(len, self.spans.values()))
 
     def to_json(self) -> dict[str, Any]:
         """Executor -> state -> start and length of each stay, one after the other."""
@@ -74,7 +74,7 @@ class Timeline:
         return (flow.index(role) if role in flow else len(flow), len(name), name)
 
 
-def _merged(stays: Iterable[tuple[str, float, float]], cell_s: float) -> list[tuple[str, float, float]]:
+def _merged(stays: Iterable[RecordedSpan], cell_s: float) -> list[RecordedSpan]:
     cells: dict[int, dict[str, float]] = {}
     for state, start_s, end_s in stays:
         for cell in range(int(start_s / cell_s), int(end_s / cell_s) + 1):
@@ -82,7 +82,7 @@ def _merged(stays: Iterable[tuple[str, float, float]], cell_s: float) -> list[tu
             if inside_s > 1e-9:
                 states = cells.setdefault(cell, {})
                 states[state] = states.get(state, 0.0) + inside_s
-    merged: list[tuple[str, float, float]] = []
+    merged: list[RecordedSpan] = []
     for cell, states in cells.items():
         at_s = cell * cell_s
         for state in sorted(states):
@@ -91,7 +91,7 @@ def _merged(stays: Iterable[tuple[str, float, float]], cell_s: float) -> list[tu
     return merged
 
 
-def _by_state(stays: Iterable[tuple[str, float, float]]) -> dict[str, list[float]]:
+def _by_state(stays: Iterable[RecordedSpan]) -> dict[str, list[float]]:
     states: dict[str, list[float]] = {}
     for state, start_s, end_s in stays:
         states.setdefault(state, []).extend((round(start_s, DECIMALS), round(end_s - start_s, DECIMALS)))

@@ -19,25 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.observe.lines import Line, add_span
+from asyncrl_cli.observe.lines import Line, RecordedSpan, Spans, add_span
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.overwriting import check_out
 from asyncrl_cli.report.trace_events import Entry, Tracks, arrow, counter, micros, slice_on
-from asyncrl_cli.report.trace_groups import LOOP, Group, Steps, Story, group_entries, mark_entries, version_entries
+from asyncrl_cli.report.trace_groups import EXECUTORS, LOOP, Group, Story, group_entries, mark_entries, version_entries
 from asyncrl_cli.storage import appearing_file
 
-EXECUTORS = "executors"
 GENERATOR = "asyncrl trace"
-"""In each trace's head: what has it may be overwritten."""
+"""In each trace's head. A file that has it may be overwritten."""
 SAMPLED_S = 1.0
-"""What executors wait for is written down once a second: during a stay this long it was."""
+"""What executors wait for is recorded once a second, so at least once during a stay this long."""
 COUNTERS = {
     "staleness, versions": {"mean": "staleness/mean", "max": "staleness/max"},
     "tokens/s": {"rollout": "rollouter/tokens_per_s", "trainer": "trainer/tokens_per_s"},
     "window": {"version": "window"},
     "reward": {"mean": "reward/mean"},
 }
-"""Of a step, from its beginning to its end: the counter's name, its figures, and their keys in metrics.jsonl."""
+"""Of a step, from its beginning on: the counter's name, its figures, and their keys in metrics.jsonl."""
+COUNTERS_AT_END = {"groups": {"running": "ledger/running", "finished": "ledger/finished"}, "version": {"newest": "version"}}
+"""The same, from the step's end on."""
 
 
 def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = None) -> Counter[str]:
@@ -68,16 +69,15 @@ def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = No
 def trace_entries(run: Recorded, first: int = 1, last: int | None = None) -> Iterator[Entry]:
     """All entries of the trace, the names of tracks at the end."""
     lines = [line for line in run.metrics() if last is None or line["step"] <= last]
-    story = Story(run.events())
-    steps = Steps(story, {int(line["step"]): micros(line["time_s"]) for line in lines}, first, last)
+    story = Story(run.events(), {int(line["step"]): micros(line["time_s"]) for line in lines}, first, last)
     tracks, groups = Tracks(), {group.key: group for group in story.groups}
     process = tracks.process(LOOP)
     for name in run.roles:
         tracks.track(EXECUTORS, name)
     yield from step_counters((line for line in lines if line["step"] >= first), process)
-    yield from group_entries(story, steps, tracks, {line["step"]: line.get("timing/wait_data_s", 0.0) for line in lines})
-    yield from version_entries(story, steps, tracks, EXECUTORS)
-    yield from mark_entries(story, steps, tracks)
+    yield from group_entries(story, tracks, {line["step"]: line.get("timing/wait_data_s", 0.0) for line in lines})
+    yield from version_entries(story, tracks)
+    yield from mark_entries(story, tracks)
     yield from executor_entries(run.timeline(first, last), tracks, groups)
     yield from tracks.entries
 
@@ -86,20 +86,16 @@ def step_counters(lines: Iterable[Line], process: int) -> Iterator[Entry]:
     for line in lines:
         end = micros(line["time_s"])
         start = max(0, end - micros(line.get("timing/step_s", 0.0)))
-        for name, keys in COUNTERS.items():
-            if figures := {figure: line[key] for figure, key in keys.items() if key in line}:
-                yield counter(process, name, start, figures)
-        stages = {stage: line[key] for stage in ("running", "finished") if (key := f"ledger/{stage}") in line}
-        if stages:
-            yield counter(process, "groups", end, stages)
-        yield counter(process, "version", end, {"newest": line["version"]})
+        for time, counters in ((start, COUNTERS), (end, COUNTERS_AT_END)):
+            for name, keys in counters.items():
+                if figures := {figure: line[key] for figure, key in keys.items() if key in line}:
+                    yield counter(process, name, time, figures)
 
 
 def executor_entries(lines: Iterable[Mapping[str, Any]], tracks: Tracks, groups: Mapping[str, Group]) -> Iterator[Entry]:
     """What the lines of timeline.jsonl say. A stay that is split over two lines is one slice."""
-    spans: dict[str, list[tuple[str, float, float]]] = {}
+    spans: Spans = {}
     waits: dict[str, list[tuple[float, str]]] = {}
-    numbers = iter(range(2 * 10**12, 10**13))
     traced: set[str] = set()
     for line in lines:
         for name, samples in line.get("running", {}).items():
@@ -112,40 +108,30 @@ def executor_entries(lines: Iterable[Mapping[str, Any]], tracks: Tracks, groups:
             yield from _states(name, spans[name][:-1], tracks, waits.get(name, ()))
             del spans[name][:-1]
         for name, sequences in line.get("slots", {}).items():
-            for slot, sequence, start_s, end_s in sequences:
-                yield from _sequence(name, slot, sequence, micros(start_s), micros(end_s), tracks, groups, traced, numbers)
+            for stay in sequences:
+                yield from _sequence(name, stay, tracks, groups, traced)
     yield from chain.from_iterable(_states(name, last, tracks, waits.get(name, ())) for name, last in spans.items())
 
 
-def _states(
-    name: str, spans: Sequence[tuple[str, float, float]], tracks: Tracks, waits: Sequence[tuple[float, str]]
-) -> Iterator[Entry]:
+def _states(name: str, spans: Sequence[RecordedSpan], tracks: Tracks, waits: Sequence[tuple[float, str]]) -> Iterator[Entry]:
     """Stays of an executor, side by side. `waits`: what it waits for, from each of these times on."""
     track, times = tracks.track(EXECUTORS, name), [time_s for time_s, _ in waits]
     for state, start_s, end_s in spans:
         known = bisect_right(times, end_s) - 1
         was_sampled = known >= 0 and (end_s - start_s >= SAMPLED_S or times[known] >= start_s)
         waiting_for = waits[known][1] if was_sampled and state != "busy" else ""
-        start, end = micros(start_s), micros(end_s)
-        yield slice_on(track, state, "state", start, max(end, start + 1), {"executor": name, "waiting_for": waiting_for})
+        yield slice_on(track, state, "state", micros(start_s), micros(end_s), {"executor": name, "waiting_for": waiting_for})
 
 
 def _sequence(
-    worker: str,
-    slot: int,
-    sequence: str,
-    start: int,
-    end: int,
-    tracks: Tracks,
-    groups: Mapping[str, Group],
-    traced: set[str],
-    numbers: Iterator[int],
+    worker: str, stay: tuple[int, str, float, float], tracks: Tracks, groups: Mapping[str, Group], traced: set[str]
 ) -> Iterator[Entry]:
-    """A sequence's stay in a slot, and for the first one an arrow from its group."""
+    """A sequence's stay in a slot, and for the first one an arrow from its group. `traced`: sequences that have their arrow."""
+    slot, sequence, start_s, end_s = stay
     track = tracks.track(f"{worker} slots", f"slot {slot:03d}")
     key = sequence.rpartition("/")[0]
     group = groups.get(key)
-    yield slice_on(track, sequence, "sequence", start, max(end, start + 1), {"worker": worker, "group": key if group else ""})
+    yield slice_on(track, sequence, "sequence", micros(start_s), micros(end_s), {"worker": worker, "group": key if group else ""})
     if group is not None and group.track is not None and sequence not in traced:
+        yield from arrow("sequence", 2 * 10**12 + len(traced), [(group.track, group.times[0]), (track, micros(start_s))])
         traced.add(sequence)
-        yield from arrow("sequence", next(numbers), [(group.track, group.times[0]), (track, start)])

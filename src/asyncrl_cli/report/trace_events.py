@@ -11,25 +11,16 @@ Source: "Trace Event Format", the document of chrome://tracing. Times are whole 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 Entry = dict[str, Any]
+Track = Mapping[str, int]
+"""The keys `pid` and `tid`, which put an entry on a track."""
 
 
 def micros(time_s: float) -> int:
     return round(time_s * 1e6)
-
-
-class Track(NamedTuple):
-    process: int
-    thread: int
-
-    @property
-    def place(self) -> Entry:
-        """The keys that put an entry on this track."""
-        return {"pid": self.process, "tid": self.thread}
 
 
 class Tracks:
@@ -50,15 +41,16 @@ class Tracks:
     def track(self, process: str, thread: str) -> Track:
         if (process, thread) not in self._threads:
             # A thread's number is unique in the whole trace: Perfetto takes two threads with one number for the same thread.
-            track = self._threads[process, thread] = Track(self.process(process), 1000 + len(self._threads))
-            for what, value in (("thread_name", {"name": thread}), ("thread_sort_index", {"sort_index": track.thread})):
-                self.entries.append({"ph": "M", **track.place, "name": what, "args": value})
+            track = self._threads[process, thread] = {"pid": self.process(process), "tid": 1000 + len(self._threads)}
+            for what, value in (("thread_name", {"name": thread}), ("thread_sort_index", {"sort_index": track["tid"]})):
+                self.entries.append({"ph": "M", **track, "name": what, "args": value})
         return self._threads[process, thread]
 
 
 def slice_on(track: Track, name: str, kind: str, start: int, end: int, args: Mapping[str, Any]) -> Entry:
+    """At least a microsecond long, so that it can be seen, and binds arrows."""
     known = {key: value for key, value in args.items() if value not in (None, "")}
-    return {"ph": "X", "name": name, "cat": kind, **track.place, "ts": start, "dur": end - start, "args": known}
+    return {"ph": "X", "name": name, "cat": kind, **track, "ts": start, "dur": max(end - start, 1), "args": known}
 
 
 def arrow(name: str, number: int, stops: Sequence[tuple[Track, int]]) -> Iterator[Entry]:
@@ -66,7 +58,7 @@ def arrow(name: str, number: int, stops: Sequence[tuple[Track, int]]) -> Iterato
     for index, (track, time) in enumerate(stops):
         phase = "s" if index == 0 else "f" if index == len(stops) - 1 else "t"
         end = {"bp": "e"} if phase == "f" else {}
-        yield {"ph": phase, "name": name, "cat": name, "id": number, **track.place, "ts": time, **end}
+        yield {"ph": phase, "name": name, "cat": name, "id": number, **track, "ts": time, **end}
 
 
 def counter(process: int, name: str, time: int, figures: Mapping[str, float]) -> Entry:
@@ -74,27 +66,11 @@ def counter(process: int, name: str, time: int, figures: Mapping[str, float]) ->
 
 
 def instant(track: Track, name: str, kind: str, time: int, args: Mapping[str, Any]) -> Entry:
-    return {"ph": "i", "s": "t", "name": name, "cat": kind, **track.place, "ts": time, "args": dict(args)}
+    return {"ph": "i", "s": "t", "name": name, "cat": kind, **track, "ts": time, "args": dict(args)}
 
 
-def apart(times: Iterable[int]) -> list[int]:
-    """The same times, each at least a microsecond after the one before: so slices between them can be seen, and bind arrows."""
-    placed: list[int] = []
-    for time in times:
-        placed.append(max(time, placed[-1] + 1) if placed else time)
-    return placed
-
-
-class Lanes:
-    """Places what overlaps on as few tracks as possible. Ask in the order of starts."""
-
-    def __init__(self) -> None:
-        self._ends: list[tuple[int, int]] = []
-        self._free: list[int] = []
-
-    def lane(self, start: int, end: int) -> int:
-        while self._ends and self._ends[0][0] <= start:
-            heappush(self._free, heappop(self._ends)[1])
-        lane = heappop(self._free) if self._free else len(self._ends)
-        heappush(self._ends, (end, lane))
-        return lane
+def free_lane(lanes: list[int], start: int, end: int) -> int:
+    """Take the first lane that is free at `start`, until `end`. `lanes`: until when each is taken. Ask in the order of starts."""
+    lane = next((lane for lane, taken_until in enumerate(lanes) if taken_until <= start), len(lanes))
+    lanes[lane : lane + 1] = [end]
+    return lane

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-from asyncrl_cli.report.trace_events import Entry, Lanes, Track, Tracks, apart, arrow, instant, micros, slice_on
+from asyncrl_cli.report.trace_events import Entry, Track, Tracks, arrow, free_lane, instant, micros, slice_on
 
-LOOP, GROUPS = "loop", "groups"
+LOOP, GROUPS, EXECUTORS = "loop", "groups", "executors"
 STAGES = ("running", "finished", "training", "trained")
 PHASES = ("generation", "waits to be taken", "training")
 """What a group does from one stage to the next."""
@@ -44,23 +45,28 @@ class Version:
 
 
 class Story:
-    """What the events of a run say, in the order in which they happened.
+    """What the events of a run say of the train steps from `first` to `last` (None: to the end). `ends`: when each step ended.
 
-    A group's key may come again: after a crash and a resume, its first try is one that the run has forgotten.
+    A group's key may come twice: after a crash and a resume, its first try is not continued.
     """
 
-    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, events: Iterable[Mapping[str, Any]], ends: Mapping[int, int], first: int, last: int | None) -> None:
         self.groups: list[Group] = []
         self.versions: list[Version] = []
         self.marks: list[Mapping[str, Any]] = []
-        self.end = 0
+        self.last_event = 0
         self._open: dict[str, Group] = {}
         for event in events:
             self._note(event)
+        self._first, self._last = first, last
+        self.start = 0 if first == 1 else ends.get(first - 1, 0)
+        self.end = self.last_event if last is None else ends.get(last, self.last_event)
+        if last is not None and (publish := self.version_after(self.end, 0)) is not None:
+            self.end = publish.published
 
     def _note(self, event: Mapping[str, Any]) -> None:
         name, time = event["event"], micros(event.get("time_s", 0.0))
-        self.end = max(self.end, time)
+        self.last_event = max(self.last_event, time)
         if name in (*STAGES, *LOSSES):
             self._move(event, time)
         elif name == "published":
@@ -90,22 +96,9 @@ class Story:
     def version_after(self, time: int, number: int) -> Version | None:
         return next((version for version in self.versions if version.number >= number and version.published >= time), None)
 
-
-class Steps:
-    """The train steps from `first` to `last` (None: to the end), and what of the story belongs to them."""
-
-    def __init__(self, story: Story, ends: Mapping[int, int], first: int, last: int | None) -> None:
-        self._story = story
-        self._first, self._last = first, last
-        self.start = 0 if first == 1 else ends.get(first - 1, 0)
-        end = story.end if last is None else ends.get(last, story.end)
-        publish = None if last is None else next((version for version in story.versions if version.published >= end), None)
-        self.end = end if publish is None else publish.published
-
-    @property
-    def groups(self) -> list[Group]:
+    def groups_of_steps(self) -> list[Group]:
         """Groups that these steps trained; groups that were lost in this time; at the run's end, also those under way."""
-        return sorted(filter(self._has, self._story.groups), key=lambda group: group.times[0])
+        return sorted(filter(self._has, self.groups), key=lambda group: group.times[0])
 
     def _has(self, group: Group) -> bool:
         if group.step is not None:
@@ -117,12 +110,12 @@ class Steps:
         return self.start <= time <= self.end
 
 
-def group_entries(story: Story, steps: Steps, tracks: Tracks, waits_s: Mapping[int, float]) -> Iterator[Entry]:
+def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) -> Iterator[Entry]:
     """`waits_s`: how long the trainer waited for the groups of each step. Sets the groups' tracks."""
-    lanes, of_step = Lanes(), dict[int, list[Group]]()
+    lanes, of_step = list[int](), dict[int, list[Group]]()
     step_track, version_track = tracks.track(LOOP, "train steps"), tracks.track(LOOP, "versions")
-    for group in steps.groups:
-        yield from _slices(group, lanes, tracks, steps.end)
+    for group in story.groups_of_steps():
+        yield from _slices(group, lanes, tracks, story.end)
         if group.step is not None:
             of_step.setdefault(group.step, []).append(group)
     numbers, done = iter(range(1, 10**12)), 0
@@ -140,10 +133,11 @@ def group_entries(story: Story, steps: Steps, tracks: Tracks, waits_s: Mapping[i
             yield from arrow("group", next(numbers), stops)
 
 
-def _slices(group: Group, lanes: Lanes, tracks: Tracks, until: int) -> Iterator[Entry]:
+def _slices(group: Group, lanes: list[int], tracks: Tracks, until: int) -> Iterator[Entry]:
     """The group, and in it what it did. One that is still under way lasts `until` then."""
-    times = apart(group.times if group.has_ended else [*group.times, max(until, group.times[-1])])
-    track = group.track = tracks.track(GROUPS, f"lane {lanes.lane(times[0], times[-1]):02d}")
+    told = group.times if group.has_ended else [*group.times, until]
+    times = list(accumulate(told, lambda before, time: max(before + 1, time)))  # a microsecond apart, so that all can be seen
+    track = group.track = tracks.track(GROUPS, f"lane {free_lane(lanes, times[0], times[-1]):02d}")
     group.times = times
     yield slice_on(track, group.key, "group", times[0], times[-1], group.told)
     short = {key: group.told.get(key) for key in ("group", "step")}
@@ -151,29 +145,28 @@ def _slices(group: Group, lanes: Lanes, tracks: Tracks, until: int) -> Iterator[
         yield slice_on(track, phase, "phase", start, end, short)
 
 
-def version_entries(story: Story, steps: Steps, tracks: Tracks, executors: str) -> Iterator[Entry]:
-    """Versions, from one publication to the next, and their loads. `executors`: the process of the workers' tracks."""
+def version_entries(story: Story, tracks: Tracks) -> Iterator[Entry]:
+    """Versions, from one publication to the next, and their loads."""
     track, number = tracks.track(LOOP, "versions"), 10**12
-    ends = [*(version.published for version in story.versions[1:]), story.end]
+    ends = [*(version.published for version in story.versions[1:]), story.last_event]
     for version, end in zip(story.versions, ends, strict=False):  # without a version there is an end, too
-        if not (version.published <= steps.end and end >= steps.start):
+        if not (version.published <= story.end and end >= story.start):
             continue
-        end = max(end, version.published + 1)
         yield slice_on(track, f"version {version.number}", "version", version.published, end, {"step": version.step})
         for load in version.loads:
             done, worker = micros(load.get("time_s", 0.0)), load.get("worker", "")
             start = max(version.published, done - max(1, micros(load.get("pause_s", 0.0))))
             figures = {key: load.get(key) for key in ("version", "load_s", "pause_s", "send_s", "logprob_abs_diff", "verdict")}
-            onto = tracks.track(executors, f"{worker} loads")
-            yield slice_on(onto, f"load {version.number}", "load", start, max(done, start + 1), {"worker": worker, **figures})
+            onto = tracks.track(EXECUTORS, f"{worker} loads")
+            yield slice_on(onto, f"load {version.number}", "load", start, done, {"worker": worker, **figures})
             number += 1
             yield from arrow("load", number, [(track, version.published), (onto, start)])
 
 
-def mark_entries(story: Story, steps: Steps, tracks: Tracks) -> Iterator[Entry]:
+def mark_entries(story: Story, tracks: Tracks) -> Iterator[Entry]:
     """Everything else that has happened: evals, checkpoints, restarts, warnings, as instants."""
     track = tracks.track(LOOP, "events")
     for mark in story.marks:
-        if steps.covers(time := micros(mark.get("time_s", 0.0))):
+        if story.covers(time := micros(mark.get("time_s", 0.0))):
             told = {key: value for key, value in mark.items() if key not in ("time_s", "event")}
             yield instant(track, mark["event"], "event", time, told)

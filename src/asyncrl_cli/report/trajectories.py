@@ -18,34 +18,21 @@ MODEL, CALLS = "model", "calls"
 CALL = re.compile(r"(?:<call>|<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<.tool.calls?.begin.>).*", re.DOTALL)
 """A tool call in the text of an answer, as chat templates write it (envs/answers.py)."""
 
+AGE_COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
+"""For tokens of the window's own version, of the one before, and so on; the last one is for all that are older. Of Okabe and Ito's
+palette, whose colours differ for every kind of colour blindness; without those that a dark or a light terminal would hide."""
+
 
 class Stretch(NamedTuple):
-    """Tokens from `start` to `end` of one segment, sampled by `version` (-1: by nobody, it was told). `is_first`: of its segment.
-    `is_load`: new weights were loaded just before it, within an answer."""
+    """Tokens of one segment that were sampled by `version` (-1: by nobody, they were told). `whose`: `model`, `told`, or, at the
+    beginning of a segment, `prompt` and `segment 2`, ...: the context as it was rewritten. `is_load`: new weights were loaded just
+    before it, within an answer."""
 
     segment: int
+    whose: str
     version: int
-    start: int
-    end: int
-    is_first: bool
+    tokens: range
     is_load: bool
-
-
-def speaker(stretch: Stretch) -> str:
-    """Who says it. What begins a segment that is not the first one was rewritten, and is told again."""
-    if stretch.version != NOT_SAMPLED:
-        return MODEL
-    if not stretch.is_first:
-        return "told"
-    return f"segment {stretch.segment + 1}" if stretch.segment else "prompt"
-
-
-class Change(NamedTuple):
-    """A token's probability by the sampler, and by the trainer's weights as the step began."""
-
-    token: int
-    sampler: float
-    trainer: float
 
 
 class Sampled:
@@ -77,6 +64,10 @@ class Sampled:
     def own_versions(self) -> list[int]:
         return sorted({self.versions[index] for index in self.sampled}) or [self.window]
 
+    def age(self, version: int) -> int:
+        """Index of the version's colour in AGE_COLOURS."""
+        return min(max(self.window - version, 0), len(AGE_COLOURS) - 1)
+
     @property
     def staleness(self) -> int:
         """Versions from the oldest token's to the window's."""
@@ -90,23 +81,25 @@ class Sampled:
     def stretches(self) -> list[Stretch]:
         found: list[Stretch] = []
         for segment, (end, length) in enumerate(zip(accumulate(self.lengths), self.lengths, strict=True)):
+            begins, before = f"segment {segment + 1}" if segment else "prompt", NOT_SAMPLED
             for version, indices in groupby(range(end - length, end), key=self.versions.__getitem__):
                 first, *rest = indices
-                before = found[-1] if found and found[-1].segment == segment else None
-                is_load = NOT_SAMPLED not in (version, before.version if before else NOT_SAMPLED)
-                found.append(Stretch(segment, version, first, first + 1 + len(rest), before is None, is_load))
+                whose = MODEL if version != NOT_SAMPLED else "told" if first > end - length else begins
+                is_load = NOT_SAMPLED not in (version, before)
+                found.append(Stretch(segment, whose, version, range(first, first + 1 + len(rest)), is_load))
+                before = version
         return found
 
     @property
     def turns(self) -> Iterator[tuple[str, list[Stretch]]]:
         """Who speaks, and what. The model `calls` where it has written a tool call."""
-        for (_, whose), grouped in groupby(self.stretches, key=lambda stretch: (stretch.segment, speaker(stretch))):
+        for (_, whose), grouped in groupby(self.stretches, key=lambda stretch: (stretch.segment, stretch.whose)):
             stretches = list(grouped)
             is_call = whose == MODEL and any(CALL.search(self.text(stretch)) for stretch in stretches)
             yield CALLS if is_call else whose, stretches
 
     def text(self, stretch: Stretch) -> str:
-        return "".join(self.texts[stretch.start : stretch.end])
+        return "".join(self.texts[index] for index in stretch.tokens)
 
     def probability(self, logprobs: Sequence[float]) -> float | None:
         """The geometric mean of the sampled tokens' probabilities."""
@@ -117,12 +110,11 @@ class Sampled:
         return None if self.trainer_logprobs is None else self.probability(self.trainer_logprobs)
 
     @cached_property
-    def changes(self) -> list[Change]:
-        """The sampled tokens, those whose probability has changed most first; none if the trainer has not scored them."""
-        if self.trainer_logprobs is None:
-            return []
-        both = [Change(i, math.exp(self.logprobs[i]), math.exp(self.trainer_logprobs[i])) for i in self.sampled]
-        return sorted(both, key=lambda change: -abs(change.trainer - change.sampler))
+    def both_probabilities(self) -> dict[int, tuple[float, float]]:
+        """Sampled token -> its probability by the sampler, and by the trainer's weights as the step began; empty if the trainer has
+        not scored them."""
+        trainer = self.trainer_logprobs
+        return {} if trainer is None else {i: (math.exp(self.logprobs[i]), math.exp(trainer[i])) for i in self.sampled}
 
     def figures(self) -> dict[str, Any]:
         """What is derived, for `--json`: beside the line as it was dumped."""

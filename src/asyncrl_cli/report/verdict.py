@@ -11,15 +11,15 @@ from typing import Literal
 
 from asyncrl_cli.loop.bands import SIGNALS
 from asyncrl_cli.observe.format import number, share, small
-from asyncrl_cli.observe.totals import Totals
+from asyncrl_cli.observe.lines import Totals
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.arithmetic import LoopSettings
 
 Weight = Literal["good", "note", "bad"]
 IDLE = 0.15
 """A side that idled more than this is worth a change. Less comes from the edges of steps and syncs."""
-APART = 0.1
-"""Idle ratios nearer to each other than this name no limiting side."""
+APART = 0.2
+"""If the idle ratios differ by no more than this, neither side is said to limit the run."""
 EMPTY = 0.6
 """Slots used below this while workers are busy: decoding runs with small batches, at nearly the cost of full ones."""
 DEAR = 0.05
@@ -34,6 +34,17 @@ SIGNS = {
     "ref/kl": ("reference", "The policy was {} nats per token from its reference"),
 }
 """Of the signals that the loop warns of (loop/bands.py): what they are about, and their sentence."""
+BESIDE = {
+    "eval": ("evals", "Evals held workers while the trainer waited", "Fewer eval.prompts, or a larger eval.every_versions."),
+    "wait_scores": ("scores", "The trainer waited for scores", "More resources for the scorers (placement.tasks)."),
+    "checkpoint": ("checkpoints", "The trainer waited for checkpoints", "A larger checkpoint.every_steps."),
+    "gather": (
+        "gathering",
+        "The trainer gathered weights, or waited for workers to take them",
+        "A larger trigger_parameter_sync_step.",
+    ),
+}
+"""Parts of a step that are neither training nor waiting for groups: what they are about, their sentence, and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +57,11 @@ class Finding:
     change: str = ""
 
 
-def verdict_of(totals: Totals, settings: LoopSettings, mode: str, *, is_divisible: bool = True) -> list[Finding]:
-    """The findings, in the order in which they are asked for; empty if no step has ended. `is_divisible`: a side has more than one
-    process, so that resources could be divided otherwise."""
-    if not totals.steps:
-        return []
+def verdict_of(totals: Totals, settings: LoopSettings, *, is_divisible: bool) -> list[Finding]:
+    """The findings, in the order in which a page shows them. `is_divisible`: a side has more than one process, so that resources
+    could be divided otherwise."""
     return [
-        *_idle(totals, mode, is_divisible),
+        *_idle(totals, settings.schedule.mode, is_divisible),
         *_beside(totals),
         *_staleness(totals, settings),
         *_signals(totals, settings.profile.algorithm),
@@ -66,7 +75,7 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Iterator[Finding]:
     if trainer is None or rollout is None:
         return
     slots, evals = totals.mean("rollouter/slot_utilization"), totals.share("eval")
-    trainer = max(trainer - evals, 0.0)  # what lets more be generated shortens no eval
+    trainer = max(trainer - evals, 0.0)  # to generate more at a time makes no eval shorter
     besides = f", and {share(evals)} more during evals;" if evals > DEAR else ","
     figures = f"the trainer idled {share(trainer)} of the time{besides} the rollout workers {share(rollout)}."
     if mode == "colocate":
@@ -74,18 +83,16 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Iterator[Finding]:
         yield Finding("who idled", "note", text, "Compare with an asynchronous mode: asyncrl bench --compare colocate.")
     elif max(trainer, rollout) <= IDLE:
         yield Finding("who idled", "good", f"Hardly anybody: {figures}")
-    elif min(trainer, rollout) > IDLE and abs(trainer - rollout) <= 2 * APART:
+    elif min(trainer, rollout) > IDLE and abs(trainer - rollout) <= APART:
         text = f"Both: {figures} They wait for each other: {_waits(totals)}"
         yield Finding("who idled", "bad", text, _looser(mode))
     elif trainer > rollout:
         yield _generation_limits(figures, slots, totals, mode, is_divisible)
     else:
         text = f"Mostly the rollout workers: {figures} Training limits the run; workers stand still because no group may start yet."
-        change = f"{_more('the trainer', 'placement.trainer_workers', is_divisible)}. {NO_STALENESS}"
-        yield Finding("who idled", "bad", text, change)
-
-
-NO_STALENESS = "More staleness would not help: what is generated earlier only waits longer."
+        change = _more("the trainer", "placement.trainer_workers", is_divisible)
+        why = "More staleness would not help: what is generated earlier only waits longer."
+        yield Finding("who idled", "bad", text, f"{change}. {why}")
 
 
 def _more(side: str, key: str, is_divisible: bool) -> str:
@@ -98,14 +105,12 @@ def _generation_limits(figures: str, slots: float | None, totals: Totals, mode: 
     text = f"Mostly the trainer: {figures} Generation limits the run; {_waits(totals)}"
     if slots is not None and slots < EMPTY:
         text += f" Only {share(slots)} of the slots were used: the longest responses keep workers busy with small batches."
-        return Finding("who idled", "bad", text, f"{LONG_TAIL}{_or_partial(mode)}.")
+        longer = "Let more groups run at once: a larger async_training.staleness_threshold"
+        return Finding("who idled", "bad", text, f"{longer}{_or_partial(mode)}.")
     used = "" if slots is None else f" {share(slots)} of the slots were used, so the workers themselves are the limit."
     shorter = "ask for shorter responses (rollout.max_response_tokens)"
     change = f"{_more('rollout', 'rollout.workers', is_divisible)}, or {shorter}."
     return Finding("who idled", "bad", text + used, change)
-
-
-LONG_TAIL = "Let more groups run at once: a larger async_training.staleness_threshold"
 
 
 def _waits(totals: Totals) -> str:
@@ -124,17 +129,7 @@ def _or_partial(mode: str) -> str:
 
 def _beside(totals: Totals) -> Iterator[Finding]:
     """What takes time beside training and generation."""
-    asks = {
-        "evals": ("eval", "Evals held workers while the trainer waited", "Fewer eval.prompts, or a larger eval.every_versions."),
-        "scores": ("wait_scores", "The trainer waited for scores", "More resources for the scorers (placement.tasks)."),
-        "checkpoints": ("checkpoint", "The trainer waited for checkpoints", "A larger checkpoint.every_steps."),
-        "gathering": (
-            "gather",
-            "The trainer gathered weights, or waited for workers to take them",
-            "A larger trigger_parameter_sync_step.",
-        ),
-    }
-    for about, (part, text, change) in asks.items():
+    for part, (about, text, change) in BESIDE.items():
         if (spent := totals.share(part)) > DEAR:
             yield Finding(about, "note", f"{text} {share(spent)} of the time.", change)
     tools = totals.mean("rollouter/tool_idle_ratio") or 0.0
@@ -166,9 +161,8 @@ def _signals(totals: Totals, algorithm: AlgorithmSection) -> Iterator[Finding]:
             continue
         about, text = SIGNS[name]
         is_outside = figure < limit if side == "below" else figure > limit
-        text = (
-            f"{text.format(number(figure, 4))}{_by_age(totals, name)}: {side if is_outside else 'within'} the limit of {limit:g}."
-        )
+        told = f"{text.format(number(figure, 4))}{_by_age(totals, name)}"
+        text = f"{told}: {side if is_outside else 'within'} the limit of {limit:g}."
         yield Finding(about, "bad" if is_outside else "good", text, f"{advice[:1].upper()}{advice[1:]}." if is_outside else "")
     if (clipped := totals.mean("correction/clipped_ratio") or 0.0) > CLIPPED:
         text = f"The loss clipped {share(clipped)} of the tokens, which then teach nothing."
@@ -187,12 +181,8 @@ def _syncs(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:
     if most is None:
         return
     text = f"Trainer and workers differed by at most {small(most)} in mean logprobs; the limit is {small(limit)}."
-    if most <= limit:
-        yield Finding("weight syncs", "good", text)
-    else:
-        yield Finding(
-            "weight syncs", "bad", text, "See docs/weights.md: a worker may not compute with the weights that it was sent."
-        )
+    doubt = "See docs/weights.md: a worker may not compute with the weights that it was sent."
+    yield Finding("weight syncs", "good", text) if most <= limit else Finding("weight syncs", "bad", text, doubt)
 
 
 def _losses(totals: Totals) -> Iterator[Finding]:
@@ -202,9 +192,8 @@ def _losses(totals: Totals) -> Iterator[Finding]:
     if wasted > DEAR:
         yield Finding("waste", "note", f"{share(wasted)} of the sampled tokens were discarded, and never trained.")
     if restarts := totals.last.get("rollouter/restarts", 0):
-        yield Finding(
-            "restarts", "note", f"Rollout workers were restarted {restarts:.0f} times.", "`asyncrl logs RUN` has their last words."
-        )
+        text = f"Rollout workers were restarted {restarts:.0f} times."
+        yield Finding("restarts", "note", text, "`asyncrl logs RUN` has their last words.")
     if skipped := totals.mean("train/skipped_steps"):
         text = f"On average {number(skipped, 3)} optimizer steps per train step were skipped: their gradient was not finite."
         yield Finding("gradients", "bad", text, 'A smaller trainer.lr, or model.dtype = "float32".')

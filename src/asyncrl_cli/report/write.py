@@ -1,22 +1,38 @@
-"""Makes a report's file: finds what is asked for, reads it, and writes the page whole or not at all."""
+"""Makes a report's file: finds what is asked for, reads it, and writes the page whole or not at all.
+
+A bench's directory has its table with the bound, notes and pictures on the page. The first run of each profile has charts.
+"""
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+from asyncrl_cli.bench.report import long_notes
+from asyncrl_cli.bench.results import Comparison, read_results
+from asyncrl_cli.bench.table import heading_of, rows_of
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.side_by_side import side_by_side
-from asyncrl_cli.report.bench_page import bench_html, is_bench, runs_in
 from asyncrl_cli.report.overwriting import check_out
-from asyncrl_cli.report.page import GENERATOR, beside_each_other, card, page_of, plotly
+from asyncrl_cli.report.page import GENERATOR, beside_each_other, card, page_of, plotly, table
 from asyncrl_cli.report.run_data import run_data
 from asyncrl_cli.report.samples_page import MAX_CHARACTERS, samples_html
+from asyncrl_cli.safe_files import MIB, read_bytes
 from asyncrl_cli.storage import replace_text
 
 NAME = "report.html"
+RESULTS = "results.json"
+PICTURES = {
+    "speedup.png": "Groups per second, and the bound if it was measured",
+    "timeline.png": "Where the time goes, in the middle of the run",
+}
+MOST_PICTURE_BYTES = 4 * MIB
+LATER_RUN = re.compile(r".*-r[1-9][0-9]*")
+"""Real runs are named by profile and repeat; of simulated ones only the first of each profile is recorded."""
 
 
 def write_report(
@@ -27,7 +43,7 @@ def write_report(
 
     Raises ConfigError for what does not exist, RefusedError for a run without train steps, and as `check_out`.
     """
-    bench = next((Path(name) for name in names if is_bench(Path(name))), None)
+    bench = next((Path(name) for name in names if (Path(name) / RESULTS).is_file()), None)
     if bench is not None and len(names) > 1:
         raise ConfigError(f"{bench} is a bench, which has a page of its own", hint=f"asyncrl report {bench}")
     found = runs_in(bench) if bench else [Recorded.find(name, runs_dir) for name in dict.fromkeys(names)]
@@ -63,3 +79,36 @@ def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) 
     text = f"{best.setting.split} {best.setting.split_names}, {window}{against}; {tuned.bound}."
     keys = "".join(f"<li><code>--set {escape(entry)}</code></li>" for entry in tuned.recommended_sets)
     return card(heading, f"<p>{escape(text)}</p><ul>{keys}</ul>")
+
+
+def runs_in(directory: Path) -> list[Recorded]:
+    """The first run of each profile, in the order of the table."""
+    order = [result.profile for result in read_results(directory / RESULTS).results]
+    paths = [path for path in (directory / "runs").glob("*") if not LATER_RUN.fullmatch(path.name)]
+    runs = [Recorded(path) for path in sorted(paths) if (path / "metrics.jsonl").is_file()]
+    return sorted((run for run in runs if run.loaded.profile.name in order), key=lambda run: order.index(run.loaded.profile.name))
+
+
+def bench_html(directory: Path) -> str:
+    """Raises RefusedError if its results cannot be read."""
+    comparison = read_results(directory / RESULTS)
+    notes = [*long_notes(comparison), *comparison.remarks]
+    missing = f"<p><b>Not finished: {escape(', '.join(comparison.missing))}.</b></p>" if comparison.missing else ""
+    listed = "".join(f"<li>{escape(note.replace('`', ''))}</li>" for note in notes)
+    reading = f"<details><summary>how to read it</summary><ul>{listed}</ul></details>"
+    parts = [f"<p>{escape(heading_of(comparison))}</p>", missing, _table(comparison), reading]
+    parts += [_picture(directory / name, words) for name, words in PICTURES.items() if (directory / name).is_file()]
+    return card("Comparison" if not comparison.simulated else "SIMULATED comparison", "".join(parts))
+
+
+def _table(comparison: Comparison) -> str:
+    rows = rows_of(comparison, all_spreads=True)
+    names = [result.profile for result in comparison.results]
+    cells = [[escape(row.label).replace("  ", "&nbsp;&nbsp;&nbsp;"), *map(escape, row.cells or [""] * len(names))] for row in rows]
+    strong = {number for number, row in enumerate(rows) if row.strong}
+    return table(["", *map(escape, names)], cells, figures=True, strong=strong)
+
+
+def _picture(path: Path, words: str) -> str:
+    content = base64.b64encode(read_bytes(path, max_bytes=MOST_PICTURE_BYTES)).decode("ascii")
+    return f'<h3>{escape(words)}</h3><div class="scroll"><img alt="{escape(words)}" src="data:image/png;base64,{content}"></div>'

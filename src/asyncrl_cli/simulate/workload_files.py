@@ -18,7 +18,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
-from asyncrl_cli.observe.totals import Totals
+from asyncrl_cli.observe.lines import Totals
 from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.keys import flatten
