@@ -39,11 +39,6 @@ def load_agent(code: UserCode) -> Episode:
     return function
 
 
-def check_agent(code: UserCode) -> None:
-    """Raises whatever stands against using the function as an agent."""
-    load_agent(code)
-
-
 def player(code: UserCode) -> Callable[[Item, Access], Awaitable[float]]:
     """What plays an item with the agent and returns the reward. Raises what `load_agent` does."""
     import openai  # noqa: F401  (it takes seconds: longer than the first episode may keep its process from others)

@@ -16,7 +16,7 @@ from asyncrl_cli.profile.fields import Section
 from asyncrl_cli.profile.schema import TaskSection
 from asyncrl_cli.tasks.arithmetic import Arithmetic, ArithmeticParams
 from asyncrl_cli.tasks.guessing import Guessing, GuessingParams
-from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.tasks.item import Item, take_new
 
 MAX_TRIES_PER_PROMPT = 50
 Form = Literal["plain", "worked"]
@@ -80,16 +80,11 @@ def drawn(task: Builtin, name: str, stream: str, num: int, taken: set[str]) -> l
 
     Raises ConfigError if the task does not come up with so many.
     """
-    rng, found, num_tries = Random(f"builtin:{name} {stream}"), list[Item](), 0
-    while len(found) < num:
-        num_tries += 1
-        if num_tries > MAX_TRIES_PER_PROMPT * num:
-            raise ConfigError(
-                f"builtin:{name} with these parameters made only {len(found)} of {num} new prompts in {num_tries:,} tries",
-                hint="widen task.params, or lower task.train_prompts or eval.prompts",
-            )
-        item = task.draw(rng)
-        if item["prompt"] not in taken:
-            taken.add(item["prompt"])
-            found.append(item)
+    rng, most = Random(f"builtin:{name} {stream}"), MAX_TRIES_PER_PROMPT * num
+    found, num_tries = take_new((task.draw(rng) for _ in range(most)), num, taken)
+    if len(found) < num:
+        raise ConfigError(
+            f"builtin:{name} with these parameters made only {len(found)} of {num} new prompts in {num_tries:,} tries",
+            hint="widen task.params, or lower task.train_prompts or eval.prompts",
+        )
     return found

@@ -106,11 +106,6 @@ def _math_verify_scorer() -> Scorer:
     return score
 
 
-def check_function(code: UserCode) -> None:
-    """Raises whatever stands against using the function as a reward."""
-    load_function(code)
-
-
 def load_function(code: UserCode) -> Scorer:
     """Raises any error of its import, TypeError if it cannot be a reward."""
     found, name = code.load(), code.attribute
