@@ -521,7 +521,7 @@ def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: b
                 await asyncio.sleep(0)
             rewards.hangs = False
             beside = asyncio.create_task(runner.run(group(), lambda finished: None))
-            await runner.abort_evals()
+            await runner.abort(None)
             result = await evaluating
             assert len((await beside)[0].trajectories) == 8
         assert len(result.outcomes) == 40
@@ -548,7 +548,7 @@ def test_running_tokens_are_those_of_groups_that_have_not_ended(model_dir: Path)
             await runner.abort(KEY)
             assert (await running)[0].failed_tokens == runner._means.engine.sampled_tokens - eval_tokens
             assert runner.running_tokens == 0
-            await runner.abort_evals()
+            await runner.abort(None)
             await evaluating
 
     run(body)

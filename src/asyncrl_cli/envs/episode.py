@@ -92,6 +92,7 @@ class Episode:
     _stopped: EpisodeFailed | None = None
     _wait: asyncio.Future[Any] | None = None
     _is_free: bool = False
+    _waits_since_s: float | None = None
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(self.means.chat)
@@ -203,8 +204,8 @@ class Episode:
 
     async def _between_turns(self, step: Coroutine[Any, Any, T], for_what: str) -> T:
         """Await a step after which the model may speak again."""
-        began_s, lends = asyncio.get_running_loop().time(), not self.means.places.hold
-        self.means.on_waiting(self.id, for_what)
+        lends = not self.means.places.hold
+        self.waits_for(for_what)
         self._place.pause()
         if lends:
             self.on_slot(+1)
@@ -213,8 +214,18 @@ class Episode:
         finally:
             if lends:
                 self.on_slot(-1)
-            self.means.on_waiting(self.id, "")
-            self.tool_s += asyncio.get_running_loop().time() - began_s
+            self.waits_for("")
+
+    def waits_for(self, what: str) -> None:
+        """The episode waits between turns from now on, for a tool of this name, say; "": it waits no more."""
+        now_s, since_s = asyncio.get_running_loop().time(), self._waits_since_s
+        if what and since_s is None:
+            self._waits_since_s = now_s
+        elif not what and since_s is not None:
+            self._waits_since_s, self.tool_s = None, self.tool_s + now_s - since_s
+        else:
+            return
+        self.means.on_waiting(self.id, what)
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a call of the environment. Raises EpisodeFailed if it raises, or if the episode is stopped meanwhile."""

@@ -122,13 +122,9 @@ class GroupRunner:
         name = f"eval-{request.version}-{request.seed}/{entry.eval_set}/{uid}/{entry.sample}"
         return Episode(name, item, seed, self._means, sampling)
 
-    async def abort_evals(self) -> None:
-        """Every running `evaluate` returns soon after; trajectories without a reward are among its failures."""
-        await self.abort(None)
-
     async def abort(self, key: AttemptKey | None) -> None:
-        """Every `run` of a part of this attempt (None: every `evaluate`) returns soon after, without trajectories. Unknown keys are
-        ignored."""
+        """Every `run` of a part of this attempt returns soon after, without trajectories; or every `evaluate` (None), in which
+        trajectories without a reward are failures. Unknown keys are ignored."""
         for running in [running for running in self._running if running.key == key]:
             running.aborted = True
             for episode in running.episodes:

@@ -9,7 +9,6 @@ A tool that hangs or dies ends the episode as failed; so do `reset` and the rewa
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -65,12 +64,11 @@ class ToolEnvironment(Environment):
         calls = answer.message.get("tool_calls") or ()
         if not calls:
             return await self._end()
-        told, is_done = await self._call([_named(call) for call in calls])
+        told, is_done = await self._call([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
         if is_done:
             self._completion += told
             return await self._end()
-        answered = zip(calls, told, strict=True)
-        return self._turn([{**message, "tool_call_id": call["id"]} if call.get("id") else message for call, message in answered])
+        return self._turn([{**message, "tool_call_id": call["id"]} for call, message in zip(calls, told, strict=True)])
 
     async def cut(self, reason: str) -> End:
         return await self._end()
@@ -122,15 +120,3 @@ class ToolEnvironment(Environment):
     def _turn(self, messages: list[Message]) -> Turn:
         self._completion += messages
         return Turn(messages=tuple(messages), tools=self._tool_class.tools)
-
-
-def _named(call: Mapping[str, Any]) -> tuple[str, Any]:
-    """Name and arguments of a tool call. Arguments that are JSON text become what they say."""
-    function = call["function"]
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return function["name"], {arguments: ""}  # no tool has such an argument, and the model is told
-    return function["name"], arguments

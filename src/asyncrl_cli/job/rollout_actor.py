@@ -222,7 +222,7 @@ class RolloutActor:
             self._meter.evals(-1)
 
     async def abort_evals(self) -> None:
-        await self._runner.abort_evals()
+        await self._runner.abort(None)
 
     async def pause(self) -> None:
         self._meter.pause(True)

@@ -23,9 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from asyncrl_cli.tasks.child import PR_SET_PDEATHSIG, kill_group
-from asyncrl_cli.tasks.tool_class import ToolClass
-from asyncrl_cli.tasks.tool_player import Player
+from asyncrl_cli.tasks.child import PR_SET_PDEATHSIG, kill_group, write_line
+from asyncrl_cli.tasks.tool_class import Player, ToolClass
 from asyncrl_cli.tasks.user_code import describe
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -115,8 +114,7 @@ class Zygote:
             os.set_inheritable(fd, False)
             if os.getppid() == self._pid:  # else the zygote died before it could be watched
                 with os.fdopen(fd, "rb") as requests, os.fdopen(os.dup(fd), "wb") as results:
-                    results.write(json.dumps({"pid": os.getpid()}).encode() + b"\n")
-                    results.flush()
+                    write_line(results, {"pid": os.getpid()})
                     self._player.serve(requests, results)
             os._exit(0)
         except BrokenPipeError:  # nobody waits for it any more

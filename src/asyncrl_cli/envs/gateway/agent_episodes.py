@@ -11,14 +11,10 @@ Who waits for whom: `play` for the child, which the pool ends if it blocks (`env
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 from asyncrl_cli.envs.episode import Episode
 from asyncrl_cli.envs.gateway.server import Gateway
-from asyncrl_cli.envs.port import End, EpisodeFailed, SelfPlayed
-from asyncrl_cli.tasks.agents import Access
+from asyncrl_cli.envs.port import End, EpisodeFailed, Rewards, SelfPlayed
 from asyncrl_cli.tasks.rewards import RewardFailed
 
 MAX_STARTS = 3
@@ -27,15 +23,10 @@ KINDS = {"timed-out": "episode-timeout", "blocked": "tool-timeout", "died": "too
 """Kinds of failed trajectories, by the pool's; others are `agent`: it raised, or returned no number."""
 
 
-class Agents(Protocol):
-    def score(self, item: Any, access: Access) -> Awaitable[float]:
-        """Have the agent play the item; its reward. Raises RewardFailed."""
-
-
 class AgentEnvironment(SelfPlayed):
-    """The environment of one episode that an agent plays."""
+    """The environment of one episode that an agent plays: `agents.score(item, access)` has it play, and gives its reward."""
 
-    def __init__(self, gateway: Gateway, agents: Agents) -> None:
+    def __init__(self, gateway: Gateway, agents: Rewards) -> None:
         self._gateway = gateway
         self._agents = agents
 
@@ -54,10 +45,13 @@ class AgentEnvironment(SelfPlayed):
     async def _played(self, episode: Episode) -> float:
         """One start of the agent, with a new conversation. Raises RewardFailed, and what the engine raises."""
         episode.begin_anew()
-        waiting = _Waiting(episode)
-        session = self._gateway.session(episode.id, episode.conversation, episode.sampling, episode.seed, waiting.on_running)
+
+        def on_running(running: int) -> None:
+            episode.waits_for("" if running else "agent")
+
+        session = self._gateway.session(episode.id, episode.conversation, episode.sampling, episode.seed, on_running)
         playing = asyncio.ensure_future(self._agents.score(episode.item, self._gateway.open_session(session)))
-        waiting.on_running(0)
+        episode.waits_for("agent")
         try:
             await asyncio.wait({playing, session.failed}, return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
@@ -65,24 +59,6 @@ class AgentEnvironment(SelfPlayed):
             return await playing
         finally:
             playing.cancel()
-            waiting.on_running(1)
+            episode.waits_for("")
             episode.finish_reason = session.finish_reason
             await self._gateway.close_session(session)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """Measures how long an episode has no request running: it waits for its agent."""
-
-    episode: Episode
-    since_s: float | None = None
-
-    def on_running(self, running: int) -> None:
-        now_s = asyncio.get_running_loop().time()
-        if running and self.since_s is not None:
-            self.episode.tool_s += now_s - self.since_s
-            self.since_s = None
-            self.episode.means.on_waiting(self.episode.id, "")
-        elif not running and self.since_s is None:
-            self.since_s = now_s
-            self.episode.means.on_waiting(self.episode.id, "agent")

@@ -42,6 +42,7 @@ from asyncrl_cli.envs.episode import Limits, derived_seed
 from asyncrl_cli.envs.gateway import openai_answers
 from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest, Refused, RewardPost, TextRequest, parsed
 from asyncrl_cli.envs.gateway.session import CLOSED, Session
+from asyncrl_cli.envs.port import EpisodeFailed
 from asyncrl_cli.tasks.agents import Access
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -144,8 +145,8 @@ class Gateway:
             web.get("/sessions/{id}/reward", self._get_reward),
             web.post("/sessions/{id}/reward", self._post_reward),
             *(web.get(f"{base}/models", self._models) for base in bases),
-            *(web.post(f"{base}/chat/completions", self._answer_chat) for base in bases),
-            *(web.post(f"{base}/completions", self._answer_text) for base in bases),
+            *(web.post(f"{base}/chat/completions", partial(self._answer, ChatRequest)) for base in bases),
+            *(web.post(f"{base}/completions", partial(self._answer, TextRequest)) for base in bases),
         ]
 
     def _session_of(self, request: web.Request) -> Session:
@@ -174,19 +175,12 @@ class Gateway:
         session.reward = parsed(await request.read(), RewardPost).reward
         return web.json_response({"reward": session.reward})
 
-    async def _answer_chat(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, kind: type[ModelRequest], request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
-        asked = parsed(await request.read(), ChatRequest)
+        asked = parsed(await request.read(), kind)
         async with self._admitted():
-            answer = openai_answers.chat_answer(await session.chat(asked), asked)
-        return await _answered(request, session, asked, answer, openai_answers.chat_events)
-
-    async def _answer_text(self, request: web.Request) -> web.StreamResponse:
-        session = self._session_of(request)
-        asked = parsed(await request.read(), TextRequest)
-        async with self._admitted():
-            answer = openai_answers.text_answer(await session.complete(asked), asked)
-        return await _answered(request, session, asked, answer, openai_answers.text_events)
+            answer = openai_answers.answer(await session.reply(asked), asked)
+        return await _answered(request, session, asked, answer)
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
@@ -229,9 +223,7 @@ async def _health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
-async def _answered(
-    request: web.Request, session: Session, asked: ModelRequest, answer: dict[str, Any], events: Callable[..., Iterable[bytes]]
-) -> web.StreamResponse:
+async def _answered(request: web.Request, session: Session, asked: ModelRequest, answer: dict[str, Any]) -> web.StreamResponse:
     """The answer, as one body or as a stream of server-sent events."""
     ignored = asked.ignored(session.sampling)
     headers = {"x-asyncrl-ignored": ", ".join(ignored)} if ignored else {}
@@ -239,7 +231,7 @@ async def _answered(
         return web.json_response(answer, headers=headers)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     await response.prepare(request)
-    for event in events(answer, with_usage=asked.wants_usage):
+    for event in openai_answers.events(answer, with_usage=asked.wants_usage):
         await response.write(event)
     await response.write_eof()
     return response
@@ -251,6 +243,8 @@ async def _errors_in_openais_shape(request: web.Request, handler: Handler) -> we
         return await handler(request)
     except Refused as refused:
         error = refused
+    except EpisodeFailed as failed:  # by the chat template or the tokenizer
+        error = Refused(400, failed.text)
     except web.HTTPException as raised:  # no such path, a body that is too large
         error = Refused(raised.status, f"{request.method} {request.path}: {raised.reason}")
     except Exception:

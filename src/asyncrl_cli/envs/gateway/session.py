@@ -26,7 +26,7 @@ from asyncrl_cli.envs.conversation import Context, Conversation
 from asyncrl_cli.envs.episode import Limits, derived_seed
 from asyncrl_cli.envs.gateway.openai_answers import Reply
 from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest, Refused, TextRequest, said
-from asyncrl_cli.envs.port import EpisodeFailed, Message
+from asyncrl_cli.envs.port import Message
 from asyncrl_cli.errors import ExecutorFailed
 
 CLOSED = "this session is closed: its trajectory has ended"
@@ -63,27 +63,23 @@ class Session:
         self._running: set[str] = set()
         self._numbers = itertools.count(1)
 
-    async def chat(self, request: ChatRequest) -> Reply:
-        """The next message of a chat. Raises Refused."""
+    async def reply(self, request: ChatRequest | TextRequest) -> Reply:
+        """The next message of a chat, or a response to a text or token ids. Raises Refused, and EpisodeFailed for what the chat
+        template or the tokenizer refuses."""
+        return await (self._chat(request) if isinstance(request, ChatRequest) else self._complete(request))
+
+    async def _chat(self, request: ChatRequest) -> Reply:
         messages, tools, chat = [message.plain() for message in request.messages], request.offered_tools(), self.conversation.chat
-        try:
-            context, prompt = self._continued(messages, tools) or self._context_of(chat.render(messages, tools))
-        except EpisodeFailed as failed:
-            raise Refused(400, failed.text) from None
+        context, prompt = self._continued(messages, tools) or self._context_of(chat.render(messages, tools))
         completion = await self._generated(prompt, request)
         answer = chat.parse(prompt, completion, tools)
         message = {**answer.message, "content": _before(answer.message.get("content") or "", request.stops)}
         self._keep(context, prompt, completion, [*messages, message], tools)
         return Reply(prompt_tokens=prompt, completion=completion, message=message, decode=chat.decode)
 
-    async def complete(self, request: TextRequest) -> Reply:
-        """A response to a text, or to token ids. Raises Refused."""
+    async def _complete(self, request: TextRequest) -> Reply:
         chat = self.conversation.chat
-        try:
-            prompt = request.prompt if isinstance(request.prompt, list) else chat.encode(request.prompt)
-        except EpisodeFailed as failed:
-            raise Refused(400, failed.text) from None
-        context, prompt = self._context_of(prompt)
+        context, prompt = self._context_of(request.prompt if isinstance(request.prompt, list) else chat.encode(request.prompt))
         completion = await self._generated(prompt, request)
         self._keep(context, prompt, completion, [], ())
         text = _before(chat.decode(completion.tokens), request.stops)
@@ -158,7 +154,8 @@ class Session:
             most = f"{limits.max_context_tokens} tokens (env.max_context_tokens)"  # agents look for OpenAI's words
             why = f"this model's maximum context length is {most}; the prompt has {len(prompt)}"
             raise Refused(400, why, "context_length_exceeded")
-        most = min(filter(None, (self.sampling.max_response_tokens, request.most_tokens, room)))
+        asked = (request.max_tokens, request.max_completion_tokens)
+        most = min(filter(None, (self.sampling.max_response_tokens, *asked, room)))
         return replace(self.sampling, max_response_tokens=most, stop=(*self.sampling.stop, *request.stops))
 
     def _keep(self, context: Context, prompt: list[int], completion: Completion, messages: list[Message], tools: Tools) -> None:
