@@ -16,6 +16,7 @@ import os
 import pickle
 import signal
 import socket
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.tasks import zygote
@@ -39,15 +40,15 @@ class ProcessEnded(Exception):
     """The process has died, or no process can be started; `str(error)` says how or why."""
 
 
+@dataclass(slots=True, eq=False)
 class EnvironmentProcess:
     """Runs one environment at a time. `is_busy`: it owes an answer."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._owed = 1  # its pid
-        self.pid = 0
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    pid: int = 0
+    _owed: int = 1  # its pid
+    _ended: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def is_busy(self) -> bool:
@@ -55,14 +56,14 @@ class EnvironmentProcess:
 
     def ask(self, *request: Any, num_answers: int = 1) -> None:
         """Raises any error of pickling, and then has asked nothing."""
-        send(self._writer, pickle.dumps(request, protocol=5))
+        send(self.writer, pickle.dumps(request, protocol=5))
         self._owed += num_answers
 
     async def answer(self, limit_s: float) -> dict[str, Any]:
         """The next answer. Raises TimeoutError or ProcessEnded."""
         async with timeout(limit_s):
             try:
-                line = await self._reader.readline()
+                line = await self.reader.readline()
                 answer = json.loads(line) if line.endswith(b"\n") else None
             except ValueError as error:  # a tool wrote to the socket
                 raise ProcessEnded(f"what it wrote is no answer ({error})") from error
@@ -83,25 +84,25 @@ class EnvironmentProcess:
         """Whoever it has started may still hold its socket open: nothing is read any more."""
         if not self._ended.done():
             self._ended.set_result(returncode)
-        self._reader.feed_eof()
+        self.reader.feed_eof()
 
     def close(self) -> None:
-        self._writer.close()
+        self.writer.close()
 
 
+@dataclass(slots=True, eq=False)
 class EnvironmentProcesses:
     """The processes of one rollout worker. `import_limit_s`: how long the import of the class may take."""
 
-    def __init__(self, tool_class: ToolClass, *, import_limit_s: float) -> None:
-        self._tool_class = tool_class
-        self._import_limit_s = import_limit_s
-        self._starting = asyncio.Lock()
-        self._control: socket.socket | None = None
-        self._zygote: asyncio.subprocess.Process | None = None
-        self._beside: list[asyncio.Task[None]] = []
-        self._idle: list[EnvironmentProcess] = []
-        self._alive: dict[int, EnvironmentProcess] = {}
-        self._doomed: list[int] = []
+    tool_class: ToolClass
+    import_limit_s: float
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _control: socket.socket | None = None
+    _zygote: asyncio.subprocess.Process | None = None
+    _beside: list[asyncio.Task[None]] = field(default_factory=list)
+    _idle: list[EnvironmentProcess] = field(default_factory=list)
+    _alive: dict[int, EnvironmentProcess] = field(default_factory=dict)
+    _doomed: list[int] = field(default_factory=list)
 
     async def start(self) -> None:
         """Start the zygote, if there is none. Raises ProcessEnded if the class cannot be imported."""
@@ -179,20 +180,20 @@ class EnvironmentProcesses:
         reader, writer = await asyncio.open_connection(sock=ours)
         output = asyncio.create_task(_copy_output(self._zygote), name="environments' output")
         self._beside.append(output)
-        writer.write(pickle.dumps((zygote.run, (self._tool_class,))))
+        writer.write(pickle.dumps((zygote.run, (self.tool_class,))))
         said = {"failed": "its start was cancelled"}
         try:
-            async with timeout(self._import_limit_s):
+            async with timeout(self.import_limit_s):
                 said = json.loads(await reader.readline() or b'{"failed": "its process ended while it was imported"}')
         except TimeoutError:
-            said = {"failed": f"it was not imported within {self._import_limit_s:g} s"}
+            said = {"failed": f"it was not imported within {self.import_limit_s:g} s"}
         finally:
             if "failed" in said:
                 writer.close()
                 with contextlib.suppress(ProcessLookupError):
                     self._zygote.kill()
         if "failed" in said:
-            raise ProcessEnded(f"{self._tool_class.code.name}: {said['failed']}")
+            raise ProcessEnded(f"{self.tool_class.code.name}: {said['failed']}")
         self._control = ours
         self._beside.append(asyncio.create_task(self._listen(reader, writer), name="environment processes"))
 

@@ -75,23 +75,22 @@ async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> Rew
         raise CannotScore(f"a reward process cannot be started: {error}") from error
 
 
+@dataclass(slots=True, eq=False)
 class RewardProcess:
     """Takes rewards from `backlog` and computes them. Those that it owes when it ends go back there, for another process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, board: Board, rules: Rules, backlog: Backlog) -> None:
-        self._process = process
-        self._board = board
-        self._rules = rules
-        self._backlog = backlog
-        self._asked: dict[int, Wanted] = {}
-        self._last_news_s = 0.0
-        self._num_results = 0
-        self._killed_for: Failed | None = None
-        self.pid = process.pid
+    process: asyncio.subprocess.Process
+    board: Board
+    rules: Rules
+    backlog: Backlog
+    _asked: dict[int, Wanted] = field(default_factory=dict)
+    _last_news_s: float = 0.0
+    _num_results: int = 0
+    _killed_for: Failed | None = None
 
     async def greeting(self) -> int:
         """Wait for the process's first line: how many rewards it takes at once. Raises CannotScore if it cannot score."""
-        limit_s = max(START_TIMEOUT_S, self._rules.timeout_s)  # an import may take as long as a reward
+        limit_s = max(START_TIMEOUT_S, self.rules.timeout_s)  # an import may take as long as a reward
         try:
             async with asyncio.timeout(limit_s):
                 greeting = await self._next_answer()
@@ -117,28 +116,28 @@ class RewardProcess:
 
     async def _ask(self, free: asyncio.Semaphore) -> None:
         """Take a reward from the backlog whenever a place is free."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         while True:
             await free.acquire()
-            while (wanted := await self._backlog.get()).outcome.done():
+            while (wanted := await self.backlog.get()).outcome.done():
                 pass
             if not self._asked:
                 self._last_news_s = asyncio.get_running_loop().time()
             self._asked[wanted.number] = wanted
-            send(self._process.stdin, wanted.request)
+            send(self.process.stdin, wanted.request)
             wanted.outcome.add_done_callback(partial(self._withdraw, wanted.number))
             await asyncio.sleep(0)  # the other processes' turn, so that rewards spread over all of them
 
     def _withdraw(self, number: int, outcome: asyncio.Future[Outcome]) -> None:
         """Tell the process that nobody waits for this reward any more: if it awaits, it is cancelled there."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         if outcome.cancelled() and number in self._asked:
-            send(self._process.stdin, pickle.dumps((number, None, "")))
+            send(self.process.stdin, pickle.dumps((number, None, "")))
 
     async def _next_answer(self) -> tuple[int, Outcome] | None:
         """The next (number, outcome); None if the process has ended."""
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
         if not line.endswith(b"\n"):
             return None
         number, outcome = json.loads(line)
@@ -147,20 +146,20 @@ class RewardProcess:
     async def _watch(self) -> None:
         """Kill the process if a reward runs too long, or if rewards are due but neither running nor answered for long. Once it has
         ended, end `serve` too: a process that the reward has started may still hold the pipe open."""
-        assert self._process.stdout is not None
-        period_s = min(MAX_WATCH_PERIOD_S, self._rules.block_s / 4)
-        while self._process.returncode is None:
-            seen = self._board.read()[0]
+        assert self.process.stdout is not None
+        period_s = min(MAX_WATCH_PERIOD_S, self.rules.block_s / 4)
+        while self.process.returncode is None:
+            seen = self.board.read()[0]
             await asyncio.sleep(period_s)
             if not self._killed_for and (reason := self._reason_to_kill(seen)):
                 self._killed_for = reason
-                kill_group(self.pid)
+                kill_group(self.process.pid)
         await asyncio.sleep(period_s)  # until its last answers have been read
-        self._process.stdout.feed_eof()
+        self.process.stdout.feed_eof()
 
     def _reason_to_kill(self, seen: int) -> Failed | None:
         """`seen`: what was running a while ago."""
-        (running, ran_s), rules = self._board.read(), self._rules
+        (running, ran_s), rules = self.board.read(), self.rules
         silent_s = asyncio.get_running_loop().time() - self._last_news_s
         if running != IDLE and running == seen and ran_s > rules.block_s:
             return Failed("blocked", f"took longer than {rules.block_s:g} s and was killed")
@@ -171,26 +170,26 @@ class RewardProcess:
     async def end(self) -> str:
         """End the process. An idle one exits when its stdin closes; a busy one, or one that stays, is killed. Returns how it ended
         if it was idle and had never given a result, else ""."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        culprit = self._board.read()[0]
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        culprit = self.board.read()[0]
         try:
             if culprit == IDLE:
                 await self._ends_soon()
         finally:
-            kill_group(self.pid)
+            kill_group(self.process.pid)
             try:
                 await self._ends_soon()
             finally:
-                self._process._transport.close()  # the pipes, which a process that a reward has started may hold open
-                how = how_it_ended(self._process.returncode)
+                self.process._transport.close()  # the pipes, which a process that a reward has started may hold open
+                how = how_it_ended(self.process.returncode)
                 self._give_back(culprit, how)
         return how if culprit == IDLE and not (self._killed_for or self._num_results) else ""
 
     async def _ends_soon(self) -> None:
         """Wait for the end of the process, END_TIMEOUT_S at most. (`Process.wait` waits for that of its pipes, too.)"""
         limit_s = time.monotonic() + END_TIMEOUT_S
-        while self._process.returncode is None and time.monotonic() < limit_s:  # noqa: ASYNC110
+        while self.process.returncode is None and time.monotonic() < limit_s:  # noqa: ASYNC110
             await asyncio.sleep(END_LOOK_S)
 
     def _give_back(self, culprit: int, how: str) -> None:
@@ -199,9 +198,9 @@ class RewardProcess:
             wanted.num_deaths += wanted.number == culprit
             if self._killed_for and culprit in (wanted.number, IDLE):
                 wanted.end(self._killed_for)
-            elif wanted.num_deaths == MAX_DEATHS_OF_REWARD or (wanted.num_deaths and not self._rules.again):
+            elif wanted.num_deaths == MAX_DEATHS_OF_REWARD or (wanted.num_deaths and not self.rules.again):
                 wanted.end(Failed("died", f"the reward process died ({how}) while scoring"))
-            elif not self._rules.again:
+            elif not self.rules.again:
                 wanted.end(Failed("lost", f"its process, which it shared with others, ended ({how})"))
             else:
-                self._backlog.put_nowait(wanted)
+                self.backlog.put_nowait(wanted)

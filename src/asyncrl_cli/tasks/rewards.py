@@ -66,7 +66,7 @@ class RewardPool:
     @property
     def child_pids(self) -> list[int]:
         """Pids of the processes that are ready to score."""
-        return [process.pid for process in self._processes]
+        return [process.process.pid for process in self._processes]
 
     async def start(self) -> None:
         """Start the processes ahead of the first `score`, and learn whether they can score: ExecutorFailed if not."""

@@ -1,7 +1,7 @@
 """A user's environment in the convention of TRL's `environment_factory`: what it is, and what plays it in a process of its own.
 
 A class (or function) that takes no arguments makes the environment of one episode. `reset(**columns)` begins it and may return text
-to add to the user's message. All other public methods are the model's tools, report by docstrings and type hints. The reward is
+to add to the user's message. All other public methods are the model's tools, described by docstrings and type hints. The reward is
 the sum of `get_reward()`, if there is one, and of task.reward, if that is given. An attribute `done` that is true ends the episode.
 
     worker -> process    pickles: ("reset", seed, prompt, columns), ("calls", [(tool, arguments), ...]), ("reward", completion),

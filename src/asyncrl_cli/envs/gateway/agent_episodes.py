@@ -11,6 +11,7 @@ Who waits for whom: `play` for the child, which the pool ends if it blocks (`env
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from asyncrl_cli.envs.episode import Episode
 from asyncrl_cli.envs.gateway.server import Gateway
@@ -23,12 +24,12 @@ KINDS = {"timed-out": "episode-timeout", "blocked": "tool-timeout", "died": "too
 """Kinds of failed trajectories, by the pool's; others are `agent`: it raised, or returned no number."""
 
 
+@dataclass(eq=False)
 class AgentEnvironment(SelfPlayed):
     """The environment of one episode that an agent plays: `agents.score(item, access)` has it play, and gives its reward."""
 
-    def __init__(self, gateway: Gateway, agents: Rewards) -> None:
-        self._gateway = gateway
-        self._agents = agents
+    gateway: Gateway
+    agents: Rewards
 
     async def play(self, episode: Episode) -> End:
         for start in range(1, MAX_STARTS + 1):
@@ -49,8 +50,8 @@ class AgentEnvironment(SelfPlayed):
         def on_running(running: int) -> None:
             episode.waits_for("" if running else "agent")
 
-        session = self._gateway.session(episode.id, episode.conversation, episode.sampling, episode.seed, on_running)
-        playing = asyncio.ensure_future(self._agents.score(episode.item, self._gateway.open_session(session)))
+        session = self.gateway.session(episode.id, episode.conversation, episode.sampling, episode.seed, on_running)
+        playing = asyncio.ensure_future(self.agents.score(episode.item, self.gateway.open_session(session)))
         episode.waits_for("agent")
         try:
             await asyncio.wait({playing, session.failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -61,4 +62,4 @@ class AgentEnvironment(SelfPlayed):
             playing.cancel()
             episode.waits_for("")
             episode.finish_reason = session.finish_reason
-            await self._gateway.close_session(session)
+            await self.gateway.close_session(session)

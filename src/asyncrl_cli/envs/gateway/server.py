@@ -109,7 +109,7 @@ class Gateway:
         on_running: Callable[[int], None] = lambda running: None,
     ) -> Session:
         """A session that is not open to anybody yet; its requests to the engine are named by `id`."""
-        return Session(id, self._engine, conversation, sampling, self._limits, seed=seed, on_running=on_running)
+        return Session(id, self._engine, conversation, sampling, self._limits, seed, on_running)
 
     def open_session(self, session: Session) -> Access:
         """The session's address and key, for its client."""
