@@ -86,9 +86,6 @@ class EnvironmentProcess:
             self._ended.set_result(returncode)
         self.reader.feed_eof()
 
-    def close(self) -> None:
-        self.writer.close()
-
 
 @dataclass(slots=True, eq=False)
 class EnvironmentProcesses:
@@ -102,7 +99,8 @@ class EnvironmentProcesses:
     _beside: list[asyncio.Task[None]] = field(default_factory=list)
     _idle: list[EnvironmentProcess] = field(default_factory=list)
     _alive: dict[int, EnvironmentProcess] = field(default_factory=dict)
-    _doomed: list[int] = field(default_factory=list)
+    _commands: asyncio.StreamWriter | None = None
+    """For the zygote, over `_control`."""
 
     async def start(self) -> None:
         """Start the zygote, if there is none. Raises ProcessEnded if the class cannot be imported."""
@@ -120,14 +118,14 @@ class EnvironmentProcesses:
         try:
             with theirs:
                 async with timeout(START_LIMIT_S):
-                    while not self._told(zygote.FORK, theirs.fileno()):  # noqa: ASYNC110
+                    while not self._fork(theirs.fileno()):  # noqa: ASYNC110
                         await asyncio.sleep(FULL_PAUSE_S)
             process.pid = (await process.answer(START_LIMIT_S))["pid"]
         except (TimeoutError, ProcessEnded) as error:
             raise ProcessEnded(f"no environment process could be started: {error or 'no answer'}") from None
         finally:
             if not process.pid:
-                process.close()
+                process.writer.close()
         self._alive[process.pid] = process
         return process
 
@@ -143,16 +141,14 @@ class EnvironmentProcesses:
 
     def kill(self, process: EnvironmentProcess) -> None:
         """Kill the process with all that it has started."""
-        process.close()
-        if self._alive.pop(process.pid, None) is not None:
-            self._doomed.append(process.pid)
-            if len(self._doomed) == 1:
-                self._kill_doomed()
+        process.writer.close()
+        if self._alive.pop(process.pid, None) is not None and self._commands is not None:
+            send(self._commands, zygote.KILL + b"%d\n" % process.pid)
 
     async def close(self) -> None:
         """End all processes: the zygote kills them when its socket closes."""
         for process in self._alive.values():
-            process.close()
+            process.writer.close()
         self._alive, self._idle = {}, []
         self._drop_zygote()
         if self._zygote is not None:
@@ -194,7 +190,7 @@ class EnvironmentProcesses:
                     self._zygote.kill()
         if "failed" in said:
             raise ProcessEnded(f"{self.tool_class.code.name}: {said['failed']}")
-        self._control = ours
+        self._control, self._commands = ours, writer
         self._beside.append(asyncio.create_task(self._listen(reader, writer), name="environment processes"))
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -218,22 +214,15 @@ class EnvironmentProcesses:
             with contextlib.suppress(OSError):  # it has ended already
                 control.shutdown(socket.SHUT_RDWR)
 
-    def _kill_doomed(self) -> None:
-        """Name them to the zygote, the rest a little later if it has too much to read. One that has ended has killed them."""
-        try:
-            while self._doomed and self._told(zygote.KILL + str(self._doomed[-1]).encode()):
-                self._doomed.pop()
-        except ProcessEnded:
-            self._doomed.clear()
-        if self._doomed:
-            asyncio.get_running_loop().call_later(FULL_PAUSE_S, self._kill_doomed)
-
-    def _told(self, word: bytes, *fds: int) -> bool:
-        """Tell the zygote, unless it has too much to read already. Raises ProcessEnded if it does not listen."""
-        if self._control is None:
+    def _fork(self, fd: int) -> bool:
+        """Have the zygote fork a process that talks over `fd`; False if it has too much to read already. Raises ProcessEnded if it
+        does not listen."""
+        if self._control is None or self._commands is None:
             raise ProcessEnded("the parent of the environment processes has ended")
+        if self._commands.transport.get_write_buffer_size():
+            return False
         try:
-            socket.send_fds(self._control, [word + b"\n"], fds)
+            socket.send_fds(self._control, [zygote.FORK + b"\n"], [fd])
         except BlockingIOError:
             return False
         except OSError as error:

@@ -80,21 +80,15 @@ class Player:
         self._runner: Any = None
 
     def serve(self, requests: BinaryIO, results: BinaryIO) -> None:
-        """Answer requests until there are no more."""
-        answers: Mapping[str, Callable[..., Any]] = {
-            "reset": self._reset,
-            "calls": self._calls,
-            "reward": self._rewarded,
-            "finish": self._finish,
-        }
+        """Answer requests until there are no more; each names one of the four methods below."""
         for what, *arguments in pickles(requests):
             try:
-                for line in answers[what](*arguments):
+                for line in getattr(self, what)(*arguments):
                     write_line(results, line)
             except (Exception, SystemExit) as error:
                 write_line(results, {"failed": report(error)})
 
-    def _reset(self, seed: int, prompt: list[Any], columns: Mapping[str, Any]) -> Sequence[Line]:
+    def reset(self, seed: int, prompt: list[Any], columns: Mapping[str, Any]) -> Sequence[Line]:
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
@@ -105,7 +99,7 @@ class Player:
             raise TypeError(f"reset returned {type(observation).__name__}, not text or None")
         return [{"text": _bounded(observation or "")}]
 
-    def _calls(self, calls: Sequence[tuple[str, Any]]) -> Any:
+    def calls(self, calls: Sequence[tuple[str, Any]]) -> Any:
         for name, arguments in calls:
             told = self._call(name, arguments)
             yield {**told, "done": bool(getattr(self._environment, "done", False))}
@@ -121,7 +115,7 @@ class Player:
         except (Exception, SystemExit) as error:
             return {"text": str({"error": _bounded(str(error))}), "raised": True}
 
-    def _rewarded(self, completion: list[Any]) -> Sequence[Line]:
+    def reward(self, completion: list[Any]) -> Sequence[Line]:
         rewards, facts = list[Any](), dict[str, float]()
         if hasattr(self._environment, "get_reward"):
             rewards.append(self._value(self._environment.get_reward()))
@@ -143,7 +137,7 @@ class Player:
             raise ValueError("the reward is None")
         return [{"reward": sum(given), "facts": facts}]
 
-    def _finish(self) -> Sequence[Line]:
+    def finish(self) -> Sequence[Line]:
         """Let go of the environment. `clean`: nothing that it has started still runs, so that the process can serve another."""
         self._environment = None
         return [{"clean": threading.active_count() == 1 and not self._has_tasks() and not _has_children()}]

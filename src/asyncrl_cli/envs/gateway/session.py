@@ -151,11 +151,8 @@ class Session:
         """Add a whole response to the context, or to a new one if that has grown meanwhile."""
         if not context.begins(prompt):
             context = Context()
-        if context not in self.conversation.contexts:
-            self.conversation.contexts.append(context)
-        context.grow(prompt, completion)
-        context.messages, context.tools = messages, tools
-        self.conversation.num_turns += 1
+        context.tools = tools
+        self.conversation.keep(context, prompt, completion, messages)
         self.finish_reason = completion.finish_reason
 
 
