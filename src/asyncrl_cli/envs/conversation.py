@@ -94,10 +94,6 @@ class Conversation:
         return sum(context.num_sampled for context in self.contexts)
 
     @property
-    def num_tokens(self) -> int:
-        return sum(len(context.tokens) for context in self.contexts)
-
-    @property
     def num_forks(self) -> int:
         return max(len(self.contexts) - 1, 0)
 

@@ -304,7 +304,7 @@ class Episode:
         assert self.end is not None
         said = self.conversation
         return TrajectoryMeta(
-            prompt_tokens=said.num_tokens - said.num_sampled,
+            prompt_tokens=sum(len(context.tokens) for context in said.contexts) - said.num_sampled,
             response_tokens=said.num_sampled,
             reward=self.end.reward,
             finish_reason=self.finish_reason,

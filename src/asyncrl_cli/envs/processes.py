@@ -42,22 +42,18 @@ class ProcessEnded(Exception):
 
 @dataclass(slots=True, eq=False)
 class EnvironmentProcess:
-    """Runs one environment at a time. `is_busy`: it owes an answer."""
+    """Runs one environment at a time. `num_owed`: answers that it still has to give; the first one is its pid."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     pid: int = 0
-    _owed: int = 1  # its pid
+    num_owed: int = 1
     _ended: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    @property
-    def is_busy(self) -> bool:
-        return self._owed > 0
 
     def ask(self, *request: Any, num_answers: int = 1) -> None:
         """Raises any error of pickling, and then has asked nothing."""
         send(self.writer, pickle.dumps(request, protocol=5))
-        self._owed += num_answers
+        self.num_owed += num_answers
 
     async def answer(self, limit_s: float) -> dict[str, Any]:
         """The next answer. Raises TimeoutError or ProcessEnded."""
@@ -71,7 +67,7 @@ class EnvironmentProcess:
                 answer = None
         if not isinstance(answer, dict):
             raise ProcessEnded(await self._how_it_ended())
-        self._owed -= 1
+        self.num_owed -= 1
         return answer
 
     async def _how_it_ended(self) -> str:
@@ -132,7 +128,7 @@ class EnvironmentProcesses:
     async def give_back(self, process: EnvironmentProcess, limit_s: float) -> None:
         """End the process's episode. It serves another one if nothing of this one is left."""
         with contextlib.suppress(TimeoutError, ProcessEnded):
-            if not process.is_busy and len(self._idle) < MOST_IDLE:
+            if not process.num_owed and len(self._idle) < MOST_IDLE:
                 process.ask("finish")
                 if (await process.answer(limit_s)).get("clean"):
                     self._idle.append(process)

@@ -103,11 +103,11 @@ def _load_items(profile: Profile, run_dir: Path | None) -> Task:
 
 def _builtin_task(profile: Profile, name: str, run_dir: Path | None) -> Task:
     form, num_eval = _adapter(profile, None), profile.eval.prompts
-    task = builtin_task(name, profile.task.params, form)
+    task = builtin_task(name, profile.task.params)
     reward, notes = resolve_reward(profile, RewardSpec(kind="none"), run_dir)
     taken: set[str] = set()
-    held_out = drawn(task, name, "eval", max(num_eval, HELD_OUT_AT_LEAST), taken)[:num_eval]
-    train = drawn(task, name, f"train/{profile.run.seed}", profile.task.train_prompts or DRAWN_PROMPTS, taken)
+    held_out = drawn(task, name, form, "eval", max(num_eval, HELD_OUT_AT_LEAST), taken)[:num_eval]
+    train = drawn(task, name, form, f"train/{profile.run.seed}", profile.task.train_prompts or DRAWN_PROMPTS, taken)
     return Task(
         name=profile.task.source,
         train=tuple(train),
