@@ -5,8 +5,9 @@
                          a fork: all messages rendered, as the prompt ─────┘
                          of a new segment
 
-What was sampled is never tokenized again: in the segment in which it was sampled it is trained, as it was sampled, once. A fork's
-prompt may repeat it as text; there it is not trained. So the segments of a trajectory share its reward, and its tokens count once.
+Sampled tokens are never tokenized again. They are trained once, just as they were sampled, in the segment in which they were
+sampled. The prompt of a fork may repeat them as text, which is not trained. So the segments of a trajectory share its reward, and
+its tokens count once.
 """
 
 from __future__ import annotations

@@ -69,8 +69,9 @@ class Episode:
     """One trajectory of a group or eval.
 
     `end` and `failure` are None until the episode has ended; then one of them is set. `finish_reason`: of the last answer, or why
-    there was no further one ("length", "max_turns"). `on_slot(change)`: it needs its slot no longer (+1), or again (-1): the former
-    once, but for the pauses of `rollout.hold_slots = false`. `kept`: of an only answer, what it goes on from, or all of it.
+    there was no further one ("length", "max_turns"). `on_slot(change)` is called when it no longer needs its slot (+1), and when it
+    needs one again (-1), after a pause with `rollout.hold_slots = false`. `kept`, of an episode with one answer: the tokens that
+    the answer goes on from, or all of the answer.
     """
 
     id: str
@@ -199,8 +200,9 @@ class Episode:
         (context,) = self.conversation.contexts
         first = len(context.tokens) - context.num_sampled
         tokens, logprobs, versions = context.tokens[first:], context.logprobs[first:], context.versions[first:]
-        reason: Any = self.finish_reason
-        return None if reason == "abort" else Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
+        if self.finish_reason == "abort":
+            return None
+        return Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=self.finish_reason)
 
     async def _between_turns(self, step: Coroutine[Any, Any, T], for_what: str) -> T:
         """Await a step after which the model may speak again."""

@@ -12,7 +12,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
@@ -169,10 +168,9 @@ def _tokens_by_index(key: AttemptKey, kept: Mapping[int, Completion]) -> GroupPa
 
 
 def _completion(trajectory: Trajectory) -> Completion:
-    (segment,), reason = trajectory.segments, trajectory.finish_reason
+    (segment,) = trajectory.segments
     tokens, logprobs, versions = segment.tokens_T.tolist(), segment.logprobs_T.tolist(), segment.versions_T.tolist()
-    how: Any = reason
-    return Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=how)
+    return Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=trajectory.finish_reason)
 
 
 def _result(request: PartRequest, part: _Running) -> tuple[PartResult, GroupPayload]:

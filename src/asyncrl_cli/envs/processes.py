@@ -159,7 +159,6 @@ class EnvironmentProcesses:
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         with theirs:
             self._zygote = await asyncio.create_subprocess_exec(
                 *command(zygote.run),
@@ -192,11 +191,12 @@ class EnvironmentProcesses:
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Note the processes that end; when the zygote itself ends, all do."""
         try:
-            while line := await reader.readline():
-                ended = json.loads(line)
-                if (process := self._alive.pop(ended["pid"], None)) is not None:
-                    process.has_ended(ended["code"])
-                    self._idle = [other for other in self._idle if other is not process]
+            with contextlib.suppress(OSError):  # it had ended when it was told to kill a process
+                while line := await reader.readline():
+                    ended = json.loads(line)
+                    if (process := self._alive.pop(ended["pid"], None)) is not None:
+                        process.has_ended(ended["code"])
+                        self._idle = [other for other in self._idle if other is not process]
         finally:
             self._drop_zygote()
             writer.close()
@@ -239,7 +239,6 @@ async def _copy_output(process: asyncio.subprocess.Process) -> None:
 
     A process that prints faster than this reads waits for it, within the limits of its episode.
     """
-    assert process.stderr is not None
     clock = asyncio.get_running_loop().time
     budget, num_dropped, since_s = float(LOGGED_BYTES), 0, clock()
     while chunk := await process.stderr.read(CHUNK_BYTES):

@@ -3,8 +3,8 @@
     prompt    47+83*65
     turns     calculate(83*65) -> 5395, calculate(47+5395) -> 5442, answer(5442)
 
-To be learned: multiplications come first, results have to be copied, and who answers without the calculator is wrong. An answer is
-right or wrong, nothing between: the best mean reward is 1.
+A model has to learn that multiplications come first, to copy results, and to use the calculator: its own results are wrong. An
+answer is either right or wrong, so the best mean reward is 1.
 """
 
 from __future__ import annotations

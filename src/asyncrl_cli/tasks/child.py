@@ -50,8 +50,8 @@ class ChildTimedOut(ChildFailed):
 def command(function: Callable[..., Any], python: str = "") -> list[str]:
     """The command line of a child. It ends with the name of the function's module only for people who read `ps`.
 
-    `python`: another Python, 3.11 or newer, which need not have our package nor what that depends on. It gets the package alone,
-    for the directory that holds it may hold all packages of this Python.
+    `python`: another Python, 3.11 or newer, which need have neither our package nor what that depends on. Only the package itself
+    becomes importable there: the directory that holds it may hold all packages of this Python.
     """
     # -P: do not import from the working directory, unless a spec says so.
     ours = ["-m", "asyncrl_cli.tasks.child"] if not python else ["-c", IN_ANOTHER_PYTHON, str(PACKAGE)]

@@ -46,10 +46,7 @@ Registered = tuple[Callable[..., Any], Callable[..., Any], Mapping[str, Any]]
 
 
 def _root() -> Path:
-    spec = importlib.util.find_spec(PACKAGE)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    return Path(importlib.util.find_spec(PACKAGE).origin).parent
 
 
 @cache

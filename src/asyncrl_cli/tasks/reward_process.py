@@ -68,7 +68,6 @@ async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> Rew
                 env=environment(spec.python),
                 start_new_session=True,  # a Ctrl-C at the terminal is the driver's to handle, not the rewards'
             )
-            assert process.stdin is not None
             process.stdin.write(pickle.dumps((serve, (spec, rules.timeout_s, shared.fileno()))))
             return RewardProcess(process, Board(shared.fileno()), rules, backlog)
     except OSError as error:  # out of memory, processes or file descriptors
@@ -116,7 +115,6 @@ class RewardProcess:
 
     async def _ask(self, free: asyncio.Semaphore) -> None:
         """Take a reward from the backlog whenever a place is free."""
-        assert self.process.stdin is not None
         while True:
             await free.acquire()
             while (wanted := await self.backlog.get()).outcome.done():
@@ -130,13 +128,11 @@ class RewardProcess:
 
     def _withdraw(self, number: int, outcome: asyncio.Future[Outcome]) -> None:
         """Tell the process that nobody waits for this reward any more: if it awaits, it is cancelled there."""
-        assert self.process.stdin is not None
         if outcome.cancelled() and number in self._asked:
             send(self.process.stdin, pickle.dumps((number, None, "")))
 
     async def _next_answer(self) -> tuple[int, Outcome] | None:
         """The next (number, outcome); None if the process has ended."""
-        assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         if not line.endswith(b"\n"):
             return None
@@ -146,7 +142,6 @@ class RewardProcess:
     async def _watch(self) -> None:
         """Kill the process if a reward runs too long, or if rewards are due but neither running nor answered for long. Once it has
         ended, end `serve` too: a process that the reward has started may still hold the pipe open."""
-        assert self.process.stdout is not None
         period_s = min(MAX_WATCH_PERIOD_S, self.rules.block_s / 4)
         while self.process.returncode is None:
             seen = self.board.read()[0]
@@ -170,7 +165,6 @@ class RewardProcess:
     async def end(self) -> str:
         """End the process. An idle one exits when its stdin closes; a busy one, or one that stays, is killed. Returns how it ended
         if it was idle and had never given a result, else ""."""
-        assert self.process.stdin is not None
         self.process.stdin.close()
         culprit = self.board.read()[0]
         try:

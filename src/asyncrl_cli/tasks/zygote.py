@@ -4,8 +4,8 @@
     zygote -> worker    lines of JSON: {"ready": true} or {"failed": why}; then {"pid": ..., "code": ...} for each that ended
 
 A process leads a session of its own. When it is killed or dies, what it has started there goes with it. What it has started and
-orphaned in a further session (a daemon) becomes the zygote's, and ends with the zygote. The zygote ends when its socket closes: at
-the end of the worker, however that came about.
+orphaned in a further session (a daemon) becomes the zygote's, and ends with the zygote. The zygote ends when its socket closes,
+because the worker has ended for whatever reason.
 """
 
 from __future__ import annotations

@@ -87,8 +87,7 @@ def _message(reply: Reply) -> dict[str, Any]:
 
 
 def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}
+    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
 def _chat_logprobs(reply: Reply) -> dict[str, Any]:
