@@ -217,8 +217,7 @@ async def test_a_client_that_goes_away_takes_its_request_with_it(server: Served)
 @served()
 async def test_closing_a_session_ends_its_requests(server: Served) -> None:
     told = list[int]()
-    session = server.gateway.session("t", Conversation(CHAT), SAMPLING, 7, told.append)
-    access = server.gateway.open_session(session)
+    session, access = server.gateway.open_session("t", Conversation(CHAT), SAMPLING, 7, told.append)
     server.engine.held.clear()
     async with client_of(access) as client:
         request = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))

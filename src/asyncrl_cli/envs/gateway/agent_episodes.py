@@ -50,8 +50,9 @@ class AgentEnvironment(SelfPlayed):
         def on_running(running: int) -> None:
             episode.waits_for("" if running else "agent")
 
-        session = self.gateway.session(episode.id, episode.conversation, episode.sampling, episode.seed, on_running)
-        playing = asyncio.ensure_future(self.agents.score(episode.item, self.gateway.open_session(session)))
+        of_episode = episode.id, episode.conversation, episode.sampling, episode.seed
+        session, access = self.gateway.open_session(*of_episode, on_running)
+        playing = asyncio.ensure_future(self.agents.score(episode.item, access))
         episode.waits_for("agent")
         try:
             await asyncio.wait({playing, session.failed}, return_when=asyncio.FIRST_COMPLETED)

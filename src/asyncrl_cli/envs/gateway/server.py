@@ -41,7 +41,7 @@ from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.episode import Limits, derived_seed
 from asyncrl_cli.envs.gateway import openai_answers
 from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest, Refused, RewardPost, TextRequest, parsed
-from asyncrl_cli.envs.gateway.session import CLOSED, Session
+from asyncrl_cli.envs.gateway.session import CLOSED, OnRunning, Session
 from asyncrl_cli.envs.port import EpisodeFailed
 from asyncrl_cli.tasks.agents import Access
 
@@ -100,22 +100,14 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def session(
-        self,
-        id: str,
-        conversation: Conversation,
-        sampling: Sampling,
-        seed: int,
-        on_running: Callable[[int], None] = lambda running: None,
-    ) -> Session:
-        """A session that is not open to anybody yet; its requests to the engine are named by `id`."""
-        return Session(id, self._engine, conversation, sampling, self._limits, seed, on_running)
-
-    def open_session(self, session: Session) -> Access:
-        """The session's address and key, for its client."""
+    def open_session(
+        self, id: str, conversation: Conversation, sampling: Sampling, seed: int, on_running: OnRunning = lambda running: None
+    ) -> tuple[Session, Access]:
+        """A session, whose requests to the engine are named by `id`, and its address and key, for its client."""
+        session = Session(id, self._engine, conversation, sampling, self._limits, seed, on_running)
         number, key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self._sessions[number] = (key, session)
-        return Access(base_url=f"{self.url}/sessions/{number}/v1", key=key, model=openai_answers.MODEL)
+        return session, Access(base_url=f"{self.url}/sessions/{number}/v1", key=key, model=openai_answers.MODEL)
 
     async def close_session(self, session: Session) -> None:
         """From now on its requests get 410."""
@@ -155,7 +147,8 @@ class Gateway:
         if number is None:
             self.check_admin(request)
             number = f"admin-{next(self._unrecorded)}"
-            return self.session(number, Conversation(self._chat), self._sampling, derived_seed(0, number))
+            own = Conversation(self._chat), self._sampling, self._limits, derived_seed(0, number)
+            return Session(number, self._engine, *own)
         key, session = self._sessions.get(number, (self._closed.get(number), None))
         if key is None or not _has_key(request, key):
             raise Refused(401, "there is no session with this address and key", "invalid_api_key")

@@ -29,6 +29,7 @@ from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest, 
 from asyncrl_cli.envs.port import Message
 from asyncrl_cli.errors import ExecutorFailed
 
+OnRunning = Callable[[int], None]
 CLOSED = "this session is closed: its trajectory has ended"
 
 
@@ -43,7 +44,7 @@ class Session:
     sampling: Sampling
     limits: Limits
     seed: int
-    on_running: Callable[[int], None]
+    on_running: OnRunning = lambda running: None
     is_open: bool = True
     reward: float | None = None
     finish_reason: str = ""
