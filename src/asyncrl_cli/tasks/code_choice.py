@@ -25,9 +25,9 @@ IMPORT_LIMIT_S = 30.0
 
 
 def resolve_reward(profile: Profile, spec: RewardSpec, run_dir: Path | None) -> tuple[RewardSpec, Notes]:
-    """`spec`, which says what items there are, with the reward that the profile asks for or its agent; and notes for the user.
+    """`spec` with the kind of reward that the profile asks for, or with its agent; and notes for the user. Raises ConfigError.
 
-    Raises ConfigError.
+    `spec` describes the items; its own kind does not count.
     """
     reward, agent = profile.task.reward, profile.task.agent
     if agent:
