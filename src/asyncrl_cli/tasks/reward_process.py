@@ -14,7 +14,7 @@ from functools import partial
 
 from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, send
 from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.reward_worker import IDLE, Board, Failed, Outcome, serve
+from asyncrl_cli.tasks.reward_worker import IDLE, Board, serve
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 2.0
@@ -24,8 +24,17 @@ MAX_DEATHS_OF_REWARD = 2
 """A reward fails if this many processes died while computing it. A single death may have another cause."""
 
 
-class CannotScore(Exception):
-    """No process can be started, or none lives long enough to score; `str(error)` says why."""
+class RewardFailed(Exception):
+    """There is no reward for this response; `str(error)` says why. `kind`: "raised" (also for no finite number), "timed-out",
+    "blocked", "died"; "lost": its process died because of another reward, and it may be begun anew; "unable": no process can be
+    started, or none lives long enough to score."""
+
+    def __init__(self, text: str, kind: str = "raised") -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+Outcome = float | RewardFailed
 
 
 @dataclass(order=True, slots=True)
@@ -56,7 +65,7 @@ class Rules:
 
 
 async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> RewardProcess:
-    """Raises CannotScore if the system cannot start a process."""
+    """Raises RewardFailed if the system cannot start a process."""
     try:
         with tempfile.TemporaryFile() as shared:  # its memory stays mapped in both processes after it is closed
             os.truncate(shared.fileno(), mmap.PAGESIZE)
@@ -71,7 +80,7 @@ async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> Rew
             process.stdin.write(pickle.dumps((serve, (spec, rules.timeout_s, shared.fileno()))))
             return RewardProcess(process, Board(shared.fileno()), rules, backlog)
     except OSError as error:  # out of memory, processes or file descriptors
-        raise CannotScore(f"a reward process cannot be started: {error}") from error
+        raise RewardFailed(f"a reward process cannot be started: {error}", "unable") from error
 
 
 @dataclass(slots=True, eq=False)
@@ -85,18 +94,20 @@ class RewardProcess:
     _asked: dict[int, Wanted] = field(default_factory=dict)
     _last_news_s: float = 0.0
     _num_results: int = 0
-    _killed_for: Failed | None = None
+    _killed_for: RewardFailed | None = None
 
     async def greeting(self) -> int:
-        """Wait for the process's first line: how many rewards it takes at once. Raises CannotScore if it cannot score."""
+        """Wait for the process's first line: how many rewards it takes at once. Raises RewardFailed if it cannot score."""
         limit_s = max(START_TIMEOUT_S, self.rules.timeout_s)  # an import may take as long as a reward
         try:
             async with asyncio.timeout(limit_s):
                 greeting = await self._next_answer()
         except TimeoutError:
-            raise CannotScore(f"the reward process did not start within {limit_s:g} s") from None
-        if greeting is None or isinstance(greeting[1], Failed):
-            raise CannotScore("the reward process ended while it started" if greeting is None else greeting[1].text)
+            raise RewardFailed(f"the reward process did not start within {limit_s:g} s", "unable") from None
+        if greeting is None:
+            raise RewardFailed("the reward process ended while it started", "unable")
+        if isinstance(greeting[1], RewardFailed):
+            raise greeting[1]
         return int(greeting[1])
 
     async def serve(self, places: int) -> None:
@@ -137,7 +148,7 @@ class RewardProcess:
         if not line.endswith(b"\n"):
             return None
         number, outcome = json.loads(line)
-        return number, Failed(*outcome) if isinstance(outcome, list) else outcome
+        return number, RewardFailed(*outcome) if isinstance(outcome, list) else outcome
 
     async def _watch(self) -> None:
         """Kill the process if a reward runs too long, or if rewards are due but neither running nor answered for long. Once it has
@@ -152,14 +163,14 @@ class RewardProcess:
         await asyncio.sleep(period_s)  # until its last answers have been read
         self.process.stdout.feed_eof()
 
-    def _reason_to_kill(self, seen: int) -> Failed | None:
+    def _reason_to_kill(self, seen: int) -> RewardFailed | None:
         """`seen`: what was running a while ago."""
         (running, ran_s), rules = self.board.read(), self.rules
         silent_s = asyncio.get_running_loop().time() - self._last_news_s
         if running != IDLE and running == seen and ran_s > rules.block_s:
-            return Failed("blocked", f"took longer than {rules.block_s:g} s and was killed")
+            return RewardFailed(f"took longer than {rules.block_s:g} s and was killed", "blocked")
         if running == IDLE and self._asked and silent_s > 2 * rules.timeout_s + START_TIMEOUT_S:
-            return Failed("timed-out", f"its process gave no sign of life for {silent_s:.0f} s and was killed")
+            return RewardFailed(f"its process gave no sign of life for {silent_s:.0f} s and was killed", "timed-out")
         return None
 
     async def end(self) -> str:
@@ -193,8 +204,8 @@ class RewardProcess:
             if self._killed_for and culprit in (wanted.number, IDLE):
                 wanted.end(self._killed_for)
             elif wanted.num_deaths == MAX_DEATHS_OF_REWARD or (wanted.num_deaths and not self.rules.again):
-                wanted.end(Failed("died", f"the reward process died ({how}) while scoring"))
+                wanted.end(RewardFailed(f"the reward process died ({how}) while scoring", "died"))
             elif not self.rules.again:
-                wanted.end(Failed("lost", f"its process, which it shared with others, ended ({how})"))
+                wanted.end(RewardFailed(f"its process, which it shared with others, ended ({how})", "lost"))
             else:
                 self.backlog.put_nowait(wanted)

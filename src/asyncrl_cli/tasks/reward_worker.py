@@ -1,7 +1,7 @@
 """The reward process's own side: scores requests, and writes on a shared board which one is running.
 
     pool -> child    pickles: (id, item, response); (id, None, "") if nobody waits for an async reward any more
-    child -> pool    lines of JSON: [id, reward], or [id, [kind, "why there is none"]]
+    child -> pool    lines of JSON: [id, reward], or [id, ["why there is none", kind]]
 
 The child's first line has id 0: how many rewards it takes at once, or why it cannot score. Ordinary rewards come one at a time;
 async ones run together, each with a timeout of its own while it awaits. The pool kills the process if the board shows the same
@@ -21,7 +21,7 @@ from collections.abc import Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.tasks.child import pickles, write_line
 from asyncrl_cli.tasks.item import Item
@@ -37,14 +37,6 @@ IDLE = 0
 _ENTRY = struct.Struct("<Qd")
 
 
-class Failed(NamedTuple):
-    """Why there is no reward. `lost`: its process died because of another one, and it may be begun anew."""
-
-    kind: Literal["raised", "timed-out", "blocked", "died", "lost", "unable"]
-    text: str
-
-
-Outcome = float | Failed
 Request = tuple[int, Item | None, Any]
 
 
@@ -74,7 +66,7 @@ def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: fl
     try:
         scorer = build_scorer(spec)
     except (Exception, SystemExit) as error:
-        write_line(results, [IDLE, Failed("unable", describe(error))])
+        write_line(results, [IDLE, [describe(error), "unable"]])
         os._exit(0)  # without waiting for threads that the module has started
     worker = _Worker(scorer, results, Board(board_fd), timeout_s)
     if is_async(scorer):
@@ -98,12 +90,11 @@ class _Worker:
         for request_id, item, response in pickles(requests):
             if item is None:  # withdrawn, but computed already
                 continue
-            outcome: Outcome
             self.board.enter(request_id)
             try:
                 outcome = checked_reward(self.scorer(item, response))
             except (Exception, SystemExit) as error:
-                outcome = Failed("raised", report(error))
+                outcome = report(error), "raised"
             self.board.leave()
             write_line(self.results, [request_id, outcome])
 
@@ -131,13 +122,12 @@ class _Worker:
     async def _score_awaiting(self, request_id: int, item: Item, response: Any) -> None:
         import asyncio
 
-        outcome: Outcome
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 outcome = checked_reward(await announced(self._call(item, response), request_id, self.board))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            took_too_long = Failed("timed-out", f"took longer than {self.timeout_s:g} s")
-            outcome = took_too_long if limit.expired() else Failed("raised", report(error))
+            took_too_long = f"took longer than {self.timeout_s:g} s", "timed-out"
+            outcome = took_too_long if limit.expired() else (report(error), "raised")
         write_line(self.results, [request_id, outcome])
 
     async def _call(self, item: Item, response: Any) -> Any:

@@ -59,12 +59,9 @@ class Zygote:
         self._player = player
         self._children: set[int] = set()
         self._pid = os.getpid()
-        self._woken, wake = os.pipe()
-        for end in (self._woken, wake):
-            os.set_blocking(end, False)
+        self._wakeups = self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake)
-        self._pipes = (self._woken, wake)
 
     def serve(self) -> None:
         _tell(self._control, {"ready": True})
@@ -109,7 +106,7 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
-            for end in self._pipes:
+            for end in self._wakeups:
                 os.close(end)
             os.set_inheritable(fd, False)
             if os.getppid() == self._pid:  # else the zygote died before it could be watched
