@@ -126,14 +126,18 @@ class EnvironmentProcesses:
         return process
 
     async def give_back(self, process: EnvironmentProcess, limit_s: float) -> None:
-        """End the process's episode. It serves another one if nothing of this one is left."""
-        with contextlib.suppress(TimeoutError, ProcessEnded):
-            if not process.num_owed and len(self._idle) < MOST_IDLE:
-                process.ask("finish")
-                if (await process.answer(limit_s)).get("clean"):
-                    self._idle.append(process)
-                    return
-        self.kill(process)
+        """End the process's episode. It serves another one if nothing of this one is left, and is killed otherwise."""
+        is_clean = False
+        try:
+            with contextlib.suppress(TimeoutError, ProcessEnded):
+                if not process.num_owed and len(self._idle) < MOST_IDLE:
+                    process.ask("finish")
+                    is_clean = (await process.answer(limit_s)).get("clean", False)
+        finally:
+            if is_clean:
+                self._idle.append(process)
+            else:
+                self.kill(process)
 
     def kill(self, process: EnvironmentProcess) -> None:
         """Kill the process with all that it has started."""

@@ -74,13 +74,8 @@ class ToolEnvironment(Environment):
 
     async def close(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        try:
+        if process is not None:
             await self.processes.give_back(process, self.limit_s)
-        except BaseException:  # nobody waits any longer
-            self.processes.kill(process)
-            raise
 
     async def _call(self, calls: list[tuple[str, Any]]) -> tuple[list[Message], bool]:
         """Each call's result as a message, and whether the episode is over. Calls after the one that ends it run, too."""

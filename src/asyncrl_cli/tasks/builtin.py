@@ -5,9 +5,9 @@ All prompts differ. The eval items depend on `task.params` only, so runs with di
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -20,28 +20,11 @@ from asyncrl_cli.tasks.reward_spec import Adapter
 
 MAX_TRIES_PER_PROMPT = 50
 
-
-class Builtin(Protocol):
-    """A task that makes its items and has demonstrations of them; its fields are its parameters.
-
-    `environment`: what plays its episodes. `words`: texts for which builtin:tiny gets a token each. `ceiling(items)`: the mean
-    reward of the best play.
-    """
-
-    environment: str
-    words: tuple[str, ...]
-
-    def draw(self, rng: Random, form: Adapter) -> Item:
-        """A random item; its prompt may be one that was drawn before."""
-
-    def demonstration(self, item: Item, rng: Random) -> list[Mapping[str, Any]]: ...
-
-    def flawed_demonstration(self, item: Item, rng: Random) -> list[Mapping[str, Any]]: ...
-
-    def ceiling(self, items: Sequence[Item]) -> float: ...
-
-
-BUILTIN: Mapping[str, type[Arithmetic | Guessing]] = {"calculator": Arithmetic, "guess": Guessing}
+Builtin = Arithmetic | Guessing
+"""A task's fields are its parameters. It draws items, whose prompts may come twice, and writes a correct and a flawed demonstration
+of each. `environment`: what plays its episodes. `words`: texts for which builtin:tiny gets a token each. `ceiling(items)`: the mean
+reward of the best play."""
+BUILTIN: Mapping[str, type[Builtin]] = {"calculator": Arithmetic, "guess": Guessing}
 """By the name in `task.source = "builtin:<name>"`."""
 
 
