@@ -54,9 +54,9 @@ def check_no_files(profile: Profile) -> None:
 def hold_out(
     items: Sequence[Item], num_eval: int, described: str, hint: str, own: Sequence[Item] | None = None
 ) -> tuple[list[Item], list[Item]]:
-    """Training items, and eval items: the first of the source's `own`, or else the items with the smallest uids: a random choice
-    that depends neither on a seed nor on the order of `items`. ConfigError if none are left to train on; `described` says how many
-    there are."""
+    """Training items and eval items. These are the first of `own`, eval items that the source brings itself, or else the items with
+    the smallest uids: a random choice that depends neither on a seed nor on the order of `items`. ConfigError if none are left to
+    train on; `described` says how many there are."""
     held_out = list(sorted(items, key=lambda item: item["uid"]) if own is None else own)[:num_eval]
     uids = {item["uid"] for item in held_out}
     train = [item for item in items if item["uid"] not in uids]
@@ -89,7 +89,7 @@ def _two_files(profile: Profile, path: Path, eval_path: Path, read_file: ReadFil
     if len(held_out) < num_eval:
         notes.append(f"{eval_path}: has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}")
     read = read_file(path, key="task.source", limit=None if wanted is None else wanted + len(held_out))
-    train, said = _without(read.items, held_out, f"{path}: left out {{:,}} rows whose prompt is among the eval prompts")
+    train, said = _without(read.items, held_out, str(path), "among the eval prompts")
     if not train:
         raise ConfigError(f"task.source: every prompt of {path} is among the eval prompts of {eval_path}")
     num_unused = 0 if wanted is None else max(0, len(train) - wanted)
@@ -118,14 +118,15 @@ def read_sets(
         key = f"eval.sets.{name}"
         found[name] = tuple(read_file(file_of(source, key), key=key, limit=None).items)
     items = chain.from_iterable(found.values())
-    kept, notes = _without(train, items, "task.source: left out {:,} rows whose prompt is in one of eval.sets")
+    kept, notes = _without(train, items, "task.source", "in one of eval.sets")
     if not kept:
         raise ConfigError("task.source: every training prompt is in one of eval.sets", hint="train on another file")
     return kept, found, notes
 
 
-def _without(train: Sequence[Item], others: Iterable[Item], note: str) -> tuple[list[Item], list[str]]:
-    """The training items whose prompt is none of the others', and `note` if some are not."""
+def _without(train: Sequence[Item], others: Iterable[Item], source: str, others_are: str) -> tuple[list[Item], list[str]]:
+    """The training items whose prompt is none of the others', and a note for the user if some are left out."""
     prompts = {prompt_key(item["prompt"]) for item in others}
     kept = [item for item in train if prompt_key(item["prompt"]) not in prompts]
-    return kept, [note.format(len(train) - len(kept))] if len(kept) < len(train) else []
+    num_left = len(train) - len(kept)
+    return kept, [f"{source}: left out {num_left:,} rows whose prompt is {others_are}"] if num_left else []
