@@ -42,8 +42,7 @@ async def through(gateway: Gateway, prompts: list[list[int]], options: argparse.
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
         async def one(number: int, tokens: list[int]) -> None:
-            session = gateway.session(f"gateway-{number}", Conversation(chat), sampling, number)
-            access = gateway.open_session(session)
+            session, access = gateway.open_session(f"gateway-{number}", Conversation(chat), sampling, number)
             headers = {"Authorization": f"Bearer {access.key}"}
             for _ in range(options.turns):
                 body = {"prompt": tokens, "return_token_ids": True}

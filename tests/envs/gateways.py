@@ -113,8 +113,7 @@ class Served:
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def open(self) -> tuple[Session, Access]:
-        session = self.gateway.session(f"t{next(self.numbers)}", Conversation(CHAT), SAMPLING, 7)
-        return session, self.gateway.open_session(session)
+        return self.gateway.open_session(f"t{next(self.numbers)}", Conversation(CHAT), SAMPLING, 7)
 
 
 @asynccontextmanager

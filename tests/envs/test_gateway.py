@@ -12,6 +12,7 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI
 
 from asyncrl_cli.envs.conversation import Conversation
+from asyncrl_cli.envs.port import EpisodeFailed
 from tests.envs.gateways import CHAT, SAMPLING, Served, gateway, ids, text_of
 
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}}
@@ -175,6 +176,19 @@ async def test_refusals_are_in_openais_shape(server: Served) -> None:
         assert (await status(chat, json.dumps({"messages": ASK}), {}))[0] == 401
 
 
+@served()
+async def test_what_the_chat_template_refuses_is_a_bad_request(server: Served) -> None:
+    def refuse(*_: Any) -> Any:
+        raise EpisodeFailed("template", "the model's chat template refuses these messages: no system")
+
+    _, access = server.open()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(CHAT, "render", refuse)
+        async with client_of(access) as client:
+            refused = await refusal(client.chat.completions.create(model="m", messages=ASK))
+    assert (refused.status_code, refused.body["message"]) == (400, "the model's chat template refuses these messages: no system")
+
+
 @served(slots=1)
 async def test_too_many_requests_at_once_are_told_when_to_come_again(server: Served) -> None:
     _, access = server.open()
@@ -203,8 +217,7 @@ async def test_a_client_that_goes_away_takes_its_request_with_it(server: Served)
 @served()
 async def test_closing_a_session_ends_its_requests(server: Served) -> None:
     told = list[int]()
-    session = server.gateway.session("t", Conversation(CHAT), SAMPLING, 7, told.append)
-    access = server.gateway.open_session(session)
+    session, access = server.gateway.open_session("t", Conversation(CHAT), SAMPLING, 7, told.append)
     server.engine.held.clear()
     async with client_of(access) as client:
         request = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))

@@ -196,7 +196,7 @@ def test_an_aborted_group_ends_soon_without_trajectories(model_dir: Path, hangs:
             result, payload = await running
             assert (result.trajectories, result.failures, payload.trajectories) == ((), (), ())
             assert result.failed_tokens > 0
-            assert runner._means.engine.running == 0
+            assert runner.means.engine.running == 0
 
     run(body)
 
@@ -208,7 +208,7 @@ def test_a_group_that_is_aborted_as_it_begins_samples_nothing(model_dir: Path) -
             await asyncio.sleep(0)  # it is known, and none of its responses has begun
             await runner.abort(KEY)
             result, _ = await running
-            assert (result.trajectories, result.failed_tokens, runner._means.engine.sampled_tokens) == ((), 0, 0)
+            assert (result.trajectories, result.failed_tokens, runner.means.engine.sampled_tokens) == ((), 0, 0)
 
     run(body)
 
@@ -289,7 +289,7 @@ def test_every_span_of_every_turn_has_the_logprobs_of_the_weights_that_sampled_i
     async def body() -> None:
         how = Sampling(temperature=0.9, max_response_tokens=40)
         async with runner_of(model_dir, Rewards(), Questions, chat_template=template, sampling=how) as runner:
-            engine = runner._means.engine
+            engine = runner.means.engine
             running = asyncio.create_task(runner.run(group(n=12), lambda finished: None))
             for version, after_tokens in ((1, 150), (2, 400)):
                 while engine.sampled_tokens < after_tokens:  # noqa: ASYNC110
@@ -466,7 +466,7 @@ def test_an_episode_at_a_tool_keeps_or_lends_its_slot_and_a_drain_waits_for_it(m
 
 
 async def drained(runner: GroupRunner) -> None:
-    async with runner.places.drained():
+    async with runner.means.places.drained():
         pass
 
 
@@ -521,7 +521,7 @@ def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: b
                 await asyncio.sleep(0)
             rewards.hangs = False
             beside = asyncio.create_task(runner.run(group(), lambda finished: None))
-            await runner.abort_evals()
+            await runner.abort(None)
             result = await evaluating
             assert len((await beside)[0].trajectories) == 8
         assert len(result.outcomes) == 40
@@ -539,16 +539,16 @@ def test_running_tokens_are_those_of_groups_that_have_not_ended(model_dir: Path)
             evaluating = asyncio.create_task(runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), SAMPLING))
             while len(rewards.texts) < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            assert runner._means.engine.sampled_tokens > runner.running_tokens == 0
-            eval_tokens = runner._means.engine.sampled_tokens
+            assert runner.means.engine.sampled_tokens > runner.running_tokens == 0
+            eval_tokens = runner.means.engine.sampled_tokens
             running = asyncio.create_task(runner.run(group(), lambda finished: None))
             while len(rewards.texts) < 11:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            assert runner.running_tokens == runner._means.engine.sampled_tokens - eval_tokens
+            assert runner.running_tokens == runner.means.engine.sampled_tokens - eval_tokens
             await runner.abort(KEY)
-            assert (await running)[0].failed_tokens == runner._means.engine.sampled_tokens - eval_tokens
+            assert (await running)[0].failed_tokens == runner.means.engine.sampled_tokens - eval_tokens
             assert runner.running_tokens == 0
-            await runner.abort_evals()
+            await runner.abort(None)
             await evaluating
 
     run(body)
@@ -560,7 +560,7 @@ def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path
         async with runner_of(model_dir, Rewards()) as runner:
             running = asyncio.create_task(runner.run(group(), lambda finished: None))
             await asyncio.sleep(0)
-            await runner._means.engine.close()
+            await runner.means.engine.close()
             with pytest.raises(ExecutorFailed, match="closed"):
                 await running
 
@@ -601,7 +601,7 @@ def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(model_dir:
         again = replace(request, key=PartKey(KEY, 1), goes_on=kept)
         async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
             result, made = await runner.run(again, lambda free: None, read)
-            sampled = runner._means.engine.sampled_tokens
+            sampled = runner.means.engine.sampled_tokens
         assert sampled == result.response_tokens - sum(one.tokens for one in kept.values())
         for ours, theirs in zip(made.trajectories, whole[0].trajectories, strict=True):
             assert (ours.reward, ours.finish_reason) == (theirs.reward, theirs.finish_reason)
@@ -625,7 +625,7 @@ def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: Path) 
         rewards = Rewards()
         async with runner_of(model_dir, rewards) as runner:
             result, _ = await runner.run(replace(request, goes_on=told.kept[request.key]), lambda free: None, payload)
-            assert runner._means.engine.sampled_tokens == 0
+            assert runner.means.engine.sampled_tokens == 0
         assert [meta.reward for meta in result.trajectories] == [float(len(text)) for text in rewards.texts]
         assert [meta.version_tokens for meta in result.trajectories] == [
             one.version_tokens for one in told.kept[request.key].values()

@@ -69,7 +69,7 @@ def test_rows_that_repeat_a_prompt_are_left_out_and_counted(tmp_path):
 
 def test_prompts_of_the_eval_file_are_not_trained_on(tmp_path):
     eval_path = write(tmp_path / "eval.jsonl", sums(4))
-    task = load(write(tmp_path / "data.jsonl", sums(10)), num_eval=4, eval_path=str(eval_path))
+    task = load(write(tmp_path / "{data}.jsonl", sums(10)), num_eval=4, eval_path=str(eval_path))
     assert prompts_of(task.eval) == {f"{i}+1=" for i in range(4)}
     assert prompts_of(task.train) == {f"{i}+1=" for i in range(4, 10)}
     assert any("left out 4 rows whose prompt is among the eval prompts" in note for note in task.notes)

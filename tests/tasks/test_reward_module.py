@@ -16,8 +16,9 @@ from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks import code_records
+from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.code_records import keep_record
-from asyncrl_cli.tasks.reward_choice import resolve_reward
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.tasks.user_code import UserCode
 
@@ -78,12 +79,16 @@ def test_a_bad_reward_module_is_refused_in_time_with_its_name_and_a_hint(tmp_pat
     assert_refused(tmp_path, monkeypatch, "bad:score", expected)
 
 
+def resolved(reward: str, **task: float) -> RewardSpec:
+    return resolve_reward(Profile.model_validate({"task": {"reward": reward, **task}}), RewardSpec(kind="none"), None)[0]
+
+
 def assert_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, reward: str, expected: str) -> None:
     monkeypatch.chdir(directory)
     monkeypatch.setattr(code_records, "START_LIMIT_S", 1.0 if "within 1 s" in expected else 10.0)
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match=expected) as refused:
-        resolve_reward(reward, dataset="", params={}, adapter="plain", timeout_s=0.1)
+        resolved(reward, reward_timeout_s=0.1)
     assert time.monotonic() - began_s < 10
     assert f'task.reward = "{reward}"' in refused.value.message
     assert len(refused.value.message.encode("utf-8")) < 1000
@@ -129,7 +134,7 @@ def test_a_module_that_will_do_is_taken(tmp_path, monkeypatch, name):
     (tmp_path / "good.py").write_text(GOOD_MODULES[name])
     monkeypatch.chdir(tmp_path)
     began_s = time.monotonic()
-    spec = resolve_reward("good:score", dataset="", params={}, adapter="plain")
+    spec = resolved("good:score")
     assert time.monotonic() - began_s < 9  # the limit is 10
     assert spec.function is not None
     assert spec.function.file == str(tmp_path / "good.py")
@@ -153,7 +158,7 @@ def test_an_import_may_take_as_long_as_a_reward(tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text("import time; time.sleep(0.3)\n" + GOOD)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(code_records, "START_LIMIT_S", 0.2)
-    assert resolve_reward("good:score", dataset="", params={}, adapter="plain", timeout_s=20.0).kind == "function"
+    assert resolved("good:score", reward_timeout_s=20.0).kind == "function"
 
 
 def test_a_dry_run_refuses_a_reward_and_a_file_as_a_run_does(tmp_path, monkeypatch, capsys):

@@ -21,8 +21,8 @@ from asyncrl_cli.errors import ConfigError, ExecutorFailed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks import reward_process
 from asyncrl_cli.tasks.child import send
+from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.item import make_item
-from asyncrl_cli.tasks.reward_choice import resolve_reward
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.scoring import find_answer
@@ -108,6 +108,11 @@ ITEM = make_item("prompt", "answer", {})
 def functions(tmp_path: Path) -> Path:
     (tmp_path / "my_rewards.py").write_text(textwrap.dedent(FUNCTIONS))
     return tmp_path
+
+
+def resolved(reward: str) -> RewardSpec:
+    """The reward of a file's rows."""
+    return resolve_reward(Profile.model_validate({"task": {"reward": reward}}), RewardSpec(kind="none"), None)[0]
 
 
 def spec_of(functions: Path, name: str) -> RewardSpec:
@@ -201,7 +206,7 @@ def test_the_plain_form_is_scored_by_the_datasets_own_verifier(tmp_path):
 
 def test_a_file_has_no_verifier_of_a_dataset(tmp_path):
     with pytest.raises(ConfigError, match="this source has none") as refused:
-        resolve_reward("dataset", dataset="", params={}, adapter="plain")
+        resolved("dataset")
     assert "exact-match" in refused.value.hint
 
 
@@ -226,7 +231,7 @@ def test_exact_match_without_an_answer_is_a_failure_and_not_0():
 @pytest.mark.slow
 def test_math_verify_takes_equal_mathematics_for_equal():
     spec, item = (
-        resolve_reward("math-verify", dataset="", params={}, adapter="plain"),
+        resolved("math-verify"),
         make_item("p", "\\frac{1}{2}", {}),
     )
     assert score(spec, ["the result is $0.5$", "\\boxed{2/4}", "\\boxed{\\frac{1}{3}}", "no idea"], item) == [
@@ -240,7 +245,7 @@ def test_math_verify_takes_equal_mathematics_for_equal():
 @pytest.mark.slow
 def test_math_verify_agrees_with_verls_rules_for_dapo_and_gsm8k():
     """What verl's `math_dapo` ("Answer: ...", 1 or -1) and `gsm8k` ("#### ...") say of these, with 0 for -1."""
-    spec = resolve_reward("math-verify", dataset="", params={}, adapter="plain")
+    spec = resolved("math-verify")
     dapo, gsm8k = make_item("p", "34", {"data_source": "math_dapo"}), make_item("p", "1072", {"data_source": "openai/gsm8k"})
     answers = ["17 twice.\nAnswer: 34", "Answer: $34$", "Answer: \\boxed{34}", "34 less 22, hence\nAnswer: 12", "Answer: -34", "So"]
     assert score(spec, answers, dapo) == [1, 1, 1, 0, 0, 0]
@@ -514,12 +519,12 @@ def test_a_reward_that_cannot_be_used_is_refused_at_load_with_its_own_error(func
     (functions / "dying.py").write_text("import os; os._exit(7)\n")
     monkeypatch.chdir(functions)
     with pytest.raises(ConfigError, match=f'task.reward = "{reward}".*{reason}'):
-        resolve_reward(reward, dataset="", params={}, adapter="plain")
+        resolved(reward)
 
 
 def test_a_function_in_the_working_directory_is_found_and_used_after_leaving_it(functions, monkeypatch):
     monkeypatch.chdir(functions)
-    spec = resolve_reward("my_rewards:length", dataset="", params={}, adapter="plain")
+    spec = resolved("my_rewards:length")
     monkeypatch.chdir("/")
     assert score(spec, ["abc"]) == [3.0]
 

@@ -128,11 +128,6 @@ class Parser:
         return [call["function"] for call in calls] == [EXAMPLE["function"]]
 
 
-def plain_answer(text: str, finish_reason: str) -> Answer:
-    """The answer of a model without a chat template: text."""
-    return Answer(text=text, message={"role": "assistant", "content": text}, finish_reason=finish_reason)
-
-
 EXAMPLE: Mapping[str, Any] = {
     "id": "call00000",  # Mistral's templates demand 9 letters and digits
     "type": "function",

@@ -1,4 +1,4 @@
-"""The tool calls of a rollout worker, noted before they run: what has happened outside when an episode has to start again.
+"""The tool calls of a rollout worker, noted before they run. They tell what an episode that starts again may already have done.
 
 One line of JSON per answer of the model that calls tools: `["<trajectory>", turn, ["tool", ...]]`. A file of MOST_BYTES becomes the
 older one, whose predecessor goes: together they reach further back than any episode that still runs.

@@ -34,7 +34,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from asyncrl_cli.engines.port import Completion
-from asyncrl_cli.envs.answers import EXAMPLE, EXAMPLE_TOOL, Parser, plain_answer
+from asyncrl_cli.envs.answers import EXAMPLE, EXAMPLE_TOOL, Parser
 from asyncrl_cli.envs.port import Answer, EpisodeFailed, Message, ToolSchema
 from asyncrl_cli.errors import PreflightError, first_line
 from asyncrl_cli.tasks.item import messages_of
@@ -118,7 +118,7 @@ class Chat:
         """What the model said in answer to `prompt`. Calls are looked for only if `tools` were offered."""
         text, reason = self.decode(completion.tokens), completion.finish_reason
         if not self.has_template:
-            return plain_answer(text, reason)
+            return Answer(text=text, message={"role": "assistant", "content": text}, finish_reason=reason)
         prefix = str(self.tokenizer.decode(list(prompt[-PREFIX_TOKENS:])))
         is_closed = bool(completion.tokens) and completion.tokens[-1] in self._stops
         said = completion.tokens[:-1] if is_closed else completion.tokens

@@ -5,8 +5,9 @@
                          a fork: all messages rendered, as the prompt ─────┘
                          of a new segment
 
-What was sampled is never tokenized again: in the segment in which it was sampled it is trained, as it was sampled, once. A fork's
-prompt may repeat it as text; there it is not trained. So the segments of a trajectory share its reward, and its tokens count once.
+Sampled tokens are never tokenized again. They are trained once, just as they were sampled, in the segment in which they were
+sampled. The prompt of a fork may repeat them as text, which is not trained. So the segments of a trajectory share its reward, and
+its tokens count once.
 """
 
 from __future__ import annotations
@@ -45,11 +46,6 @@ class Context:
         self.versions += [NOT_SAMPLED] * len(added) + completion.versions
         self.num_sampled += len(completion.tokens)
 
-    @property
-    def first_version(self) -> int | None:
-        """The version that sampled its first token; None before that."""
-        return next((version for version in self.versions if version != NOT_SAMPLED), None)
-
     def segment(self) -> Segment:
         """Tokens that were not sampled have mask 0, version -1 and logprob 0."""
         return Segment.of(self.tokens, self.logprobs, self.versions)
@@ -82,21 +78,21 @@ class Conversation:
 
     def take(self, completion: Completion) -> Answer:
         """The answer to the last question."""
-        answer, context = self.chat.parse(self._prompt, completion, self._asked.tools), self._asked
-        if not self.contexts or context is not self.contexts[-1]:
-            self.contexts.append(context)
-        context.grow(self._prompt, completion)
-        context.messages = [*self._messages, answer.message]
-        self.num_turns += 1
+        answer = self.chat.parse(self._prompt, completion, self._asked.tools)
+        self.keep(self._asked, self._prompt, completion, [*self._messages, answer.message])
         return answer
+
+    def keep(self, context: Context, prompt: list[int], completion: Completion, messages: list[Message]) -> None:
+        """Add a whole response to a context, which may be a new one. `messages`: what the context says from now on."""
+        if context not in self.contexts:
+            self.contexts.append(context)
+        context.grow(prompt, completion)
+        context.messages = messages
+        self.num_turns += 1
 
     @property
     def num_sampled(self) -> int:
         return sum(context.num_sampled for context in self.contexts)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(context.tokens) for context in self.contexts)
 
     @property
     def num_forks(self) -> int:
@@ -111,7 +107,8 @@ class Conversation:
     @property
     def first_version(self) -> int | None:
         """The version that sampled the trajectory's first token; None before that."""
-        return self.contexts[0].first_version if self.contexts else None
+        versions = self.contexts[0].versions if self.contexts else []
+        return next((version for version in versions if version != NOT_SAMPLED), None)
 
     def segments(self) -> tuple[Segment, ...]:
         return tuple(context.segment() for context in self.contexts)

@@ -69,8 +69,9 @@ class Episode:
     """One trajectory of a group or eval.
 
     `end` and `failure` are None until the episode has ended; then one of them is set. `finish_reason`: of the last answer, or why
-    there was no further one ("length", "max_turns"). `on_slot(change)`: it needs its slot no longer (+1), or again (-1): the former
-    once, but for the pauses of `rollout.hold_slots = false`. `kept`: of an only answer, what it goes on from, or all of it.
+    there was no further one ("length", "max_turns"). `on_slot(change)` is called when it no longer needs its slot (+1), and when it
+    needs one again (-1), after a pause with `rollout.hold_slots = false`. `kept`, of an episode with one answer: the tokens that
+    the answer goes on from, or all of the answer.
     """
 
     id: str
@@ -92,6 +93,7 @@ class Episode:
     _stopped: EpisodeFailed | None = None
     _wait: asyncio.Future[Any] | None = None
     _is_free: bool = False
+    _waits_since_s: float | None = None
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(self.means.chat)
@@ -198,13 +200,14 @@ class Episode:
         (context,) = self.conversation.contexts
         first = len(context.tokens) - context.num_sampled
         tokens, logprobs, versions = context.tokens[first:], context.logprobs[first:], context.versions[first:]
-        reason: Any = self.finish_reason
-        return None if reason == "abort" else Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
+        if self.finish_reason == "abort":
+            return None
+        return Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=self.finish_reason)
 
     async def _between_turns(self, step: Coroutine[Any, Any, T], for_what: str) -> T:
         """Await a step after which the model may speak again."""
-        began_s, lends = asyncio.get_running_loop().time(), not self.means.places.hold
-        self.means.on_waiting(self.id, for_what)
+        lends = not self.means.places.hold
+        self.waits_for(for_what)
         self._place.pause()
         if lends:
             self.on_slot(+1)
@@ -213,8 +216,18 @@ class Episode:
         finally:
             if lends:
                 self.on_slot(-1)
-            self.means.on_waiting(self.id, "")
-            self.tool_s += asyncio.get_running_loop().time() - began_s
+            self.waits_for("")
+
+    def waits_for(self, what: str) -> None:
+        """The episode waits between turns from now on, for a tool of this name, say; "": it waits no more."""
+        now_s, since_s = asyncio.get_running_loop().time(), self._waits_since_s
+        if what and since_s is None:
+            self._waits_since_s = now_s
+        elif not what and since_s is not None:
+            self._waits_since_s, self.tool_s = None, self.tool_s + now_s - since_s
+        else:
+            return
+        self.means.on_waiting(self.id, what)
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a call of the environment. Raises EpisodeFailed if it raises, or if the episode is stopped meanwhile."""
@@ -293,7 +306,7 @@ class Episode:
         assert self.end is not None
         said = self.conversation
         return TrajectoryMeta(
-            prompt_tokens=said.num_tokens - said.num_sampled,
+            prompt_tokens=sum(len(context.tokens) for context in said.contexts) - said.num_sampled,
             response_tokens=said.num_sampled,
             reward=self.end.reward,
             finish_reason=self.finish_reason,

@@ -11,8 +11,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
@@ -34,14 +33,13 @@ class _Running:
         return self.request.key.attempt if self.request is not None else None
 
 
+@dataclass(slots=True, eq=False)
 class GroupRunner:
     """`sampling`: of groups; evals bring their own."""
 
-    def __init__(self, means: Means, sampling: Sampling) -> None:
-        self.places = means.places
-        self._means = means
-        self._sampling = sampling
-        self._running: list[_Running] = []
+    means: Means
+    sampling: Sampling
+    _running: list[_Running] = field(default_factory=list)
 
     @property
     def running_tokens(self) -> int:
@@ -49,7 +47,7 @@ class GroupRunner:
         return sum(self._tokens_of(episode) for part in self._running if part.request is not None for episode in part.episodes)
 
     def _tokens_of(self, episode: Episode) -> int:
-        return self._means.engine.tokens_of(episode.id) + episode.num_sampled
+        return self.means.engine.tokens_of(episode.id) + episode.num_sampled
 
     def so_far(self) -> tuple[SoFar, list[GroupPayload]]:
         """What each running part has, and the tokens: a payload per part in which something is kept."""
@@ -90,8 +88,8 @@ class GroupRunner:
                 f"{key}/{index}",
                 request.item,
                 seeds[index],
-                self._means,
-                self._sampling,
+                self.means,
+                self.sampling,
                 on_slot,
                 _completion(so_far.trajectories[index]) if so_far is not None and index in request.goes_on else None,
             )
@@ -107,10 +105,10 @@ class GroupRunner:
 
         A try's random numbers depend on the request's seed, the item's uid and the sample's number, not on the other tries.
         """
-        if self._means.engine.version != request.version:
-            raise ValueError(f"eval of version {request.version} on an engine that holds {self._means.engine.version}")
+        if self.means.engine.version != request.version:
+            raise ValueError(f"eval of version {request.version} on an engine that holds {self.means.engine.version}")
         episodes = [self._eval_episode(request, entry, sampling) for entry in request.tries]
-        await self._play(_Running(None, episodes), at_once=self._means.engine.slots)
+        await self._play(_Running(None, episodes), at_once=self.means.engine.slots)
         played = [episode for episode in episodes if with_tokens and episode.failure is None]
         payload = [GroupPayload(uid=episode.id, epoch=0, attempt=0, trajectories=(episode.trajectory(),)) for episode in played]
         outcomes = tuple(episode.failure or episode.meta() for episode in episodes)
@@ -120,15 +118,11 @@ class GroupRunner:
         item, uid = entry.item, entry.item["uid"]
         seed = derived_seed(request.seed, f"{uid}/{entry.sample}" if entry.sample else uid)
         name = f"eval-{request.version}-{request.seed}/{entry.eval_set}/{uid}/{entry.sample}"
-        return Episode(name, item, seed, self._means, sampling)
-
-    async def abort_evals(self) -> None:
-        """Every running `evaluate` returns soon after; trajectories without a reward are among its failures."""
-        await self.abort(None)
+        return Episode(name, item, seed, self.means, sampling)
 
     async def abort(self, key: AttemptKey | None) -> None:
-        """Every `run` of a part of this attempt (None: every `evaluate`) returns soon after, without trajectories. Unknown keys are
-        ignored."""
+        """Every `run` of a part of this attempt returns soon after, without trajectories; or every `evaluate` (None), in which
+        trajectories without a reward are failures. Unknown keys are ignored."""
         for running in [running for running in self._running if running.key == key]:
             running.aborted = True
             for episode in running.episodes:
@@ -173,10 +167,9 @@ def _tokens_by_index(key: AttemptKey, kept: Mapping[int, Completion]) -> GroupPa
 
 
 def _completion(trajectory: Trajectory) -> Completion:
-    (segment,), reason = trajectory.segments, trajectory.finish_reason
+    (segment,) = trajectory.segments
     tokens, logprobs, versions = segment.tokens_T.tolist(), segment.logprobs_T.tolist(), segment.versions_T.tolist()
-    how: Any = reason
-    return Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=how)
+    return Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=trajectory.finish_reason)
 
 
 def _result(request: PartRequest, part: _Running) -> tuple[PartResult, GroupPayload]:

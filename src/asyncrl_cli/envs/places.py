@@ -21,8 +21,8 @@ class Places:
         self._free = number
         self._num_begun = 0
         self._is_closed = False
-        self._going_on: deque[asyncio.Future[None]] = deque()
-        self._new: deque[asyncio.Future[None]] = deque()
+        self._going_on: deque[Place] = deque()
+        self._new: deque[Place] = deque()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -37,18 +37,9 @@ class Places:
             self._is_closed = False
             self._hand_out()
 
-    async def take(self, *, is_new: bool) -> None:
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        (self._new if is_new else self._going_on).append(place)
+    def queue(self, place: Place) -> None:
+        (self._going_on if place.has_begun else self._new).append(place)
         self._hand_out()
-        try:
-            await place
-        except asyncio.CancelledError:
-            if not place.cancelled():  # it was handed out in the same turn of the event loop
-                self.give_back()
-                if is_new:
-                    self.left()
-            raise
 
     def give_back(self) -> None:
         self._free += 1
@@ -63,28 +54,35 @@ class Places:
     def _hand_out(self) -> None:
         while self._free and (queue := self._going_on or (self._new if not self._is_closed else None)):
             place = queue.popleft()
-            if place.cancelled():
+            if place.turn.cancelled():
                 continue
             self._free -= 1
-            if queue is self._new:
+            if not place.has_begun:
                 self._num_begun += 1
                 self._empty.clear()
-            place.set_result(None)
+            place.has_begun = place.is_taken = True
+            place.turn.set_result(None)
 
 
 class Place:
-    """One trajectory's."""
+    """One trajectory's. `is_taken`: it is the trajectory's now; `turn`: for which it waits otherwise."""
 
     def __init__(self, places: Places) -> None:
-        self.has_begun = False
+        self.has_begun = self.is_taken = False
+        self.turn: asyncio.Future[None]
         self._places = places
-        self._has_place = False
 
     async def take(self) -> None:
         """Wait for a place, before each answer."""
-        if not self._has_place:
-            await self._places.take(is_new=not self.has_begun)
-            self.has_begun = self._has_place = True
+        if self.is_taken:
+            return
+        self.turn = asyncio.get_running_loop().create_future()
+        self._places.queue(self)
+        try:
+            await self.turn
+        except asyncio.CancelledError:
+            self.leave()  # it may have been handed out in the same turn of the event loop
+            raise
 
     def pause(self) -> None:
         """The trajectory waits for its environment."""
@@ -99,6 +97,6 @@ class Place:
             self._places.left()
 
     def _give_back(self) -> None:
-        if self._has_place:
-            self._has_place = False
+        if self.is_taken:
+            self.is_taken = False
             self._places.give_back()

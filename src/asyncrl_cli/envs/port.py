@@ -67,7 +67,7 @@ class EpisodeFailed(Exception):
 
 
 class Rewards(Protocol):
-    async def score(self, item: Any, response_text: str) -> float:
+    async def score(self, item: Any, response_text: Any) -> float:
         """The task's reward. Raises RewardFailed."""
 
 

@@ -16,6 +16,7 @@ import os
 import pickle
 import signal
 import socket
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.tasks import zygote
@@ -39,30 +40,26 @@ class ProcessEnded(Exception):
     """The process has died, or no process can be started; `str(error)` says how or why."""
 
 
+@dataclass(slots=True, eq=False)
 class EnvironmentProcess:
-    """Runs one environment at a time. `is_busy`: it owes an answer."""
+    """Runs one environment at a time. `num_owed`: answers that it still has to give; the first one is its pid."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._owed = 1  # its pid
-        self.pid = 0
-
-    @property
-    def is_busy(self) -> bool:
-        return self._owed > 0
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    pid: int = 0
+    num_owed: int = 1
+    _ended: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def ask(self, *request: Any, num_answers: int = 1) -> None:
         """Raises any error of pickling, and then has asked nothing."""
-        send(self._writer, pickle.dumps(request, protocol=5))
-        self._owed += num_answers
+        send(self.writer, pickle.dumps(request, protocol=5))
+        self.num_owed += num_answers
 
     async def answer(self, limit_s: float) -> dict[str, Any]:
         """The next answer. Raises TimeoutError or ProcessEnded."""
         async with timeout(limit_s):
             try:
-                line = await self._reader.readline()
+                line = await self.reader.readline()
                 answer = json.loads(line) if line.endswith(b"\n") else None
             except ValueError as error:  # a tool wrote to the socket
                 raise ProcessEnded(f"what it wrote is no answer ({error})") from error
@@ -70,7 +67,7 @@ class EnvironmentProcess:
                 answer = None
         if not isinstance(answer, dict):
             raise ProcessEnded(await self._how_it_ended())
-        self._owed -= 1
+        self.num_owed -= 1
         return answer
 
     async def _how_it_ended(self) -> str:
@@ -83,25 +80,23 @@ class EnvironmentProcess:
         """Whoever it has started may still hold its socket open: nothing is read any more."""
         if not self._ended.done():
             self._ended.set_result(returncode)
-        self._reader.feed_eof()
-
-    def close(self) -> None:
-        self._writer.close()
+        self.reader.feed_eof()
 
 
+@dataclass(slots=True, eq=False)
 class EnvironmentProcesses:
     """The processes of one rollout worker. `import_limit_s`: how long the import of the class may take."""
 
-    def __init__(self, tool_class: ToolClass, *, import_limit_s: float) -> None:
-        self._tool_class = tool_class
-        self._import_limit_s = import_limit_s
-        self._starting = asyncio.Lock()
-        self._control: socket.socket | None = None
-        self._zygote: asyncio.subprocess.Process | None = None
-        self._beside: list[asyncio.Task[None]] = []
-        self._idle: list[EnvironmentProcess] = []
-        self._alive: dict[int, EnvironmentProcess] = {}
-        self._doomed: list[int] = []
+    tool_class: ToolClass
+    import_limit_s: float
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _control: socket.socket | None = None
+    _zygote: asyncio.subprocess.Process | None = None
+    _beside: list[asyncio.Task[None]] = field(default_factory=list)
+    _idle: list[EnvironmentProcess] = field(default_factory=list)
+    _alive: dict[int, EnvironmentProcess] = field(default_factory=dict)
+    _commands: asyncio.StreamWriter | None = None
+    """For the zygote, over `_control`."""
 
     async def start(self) -> None:
         """Start the zygote, if there is none. Raises ProcessEnded if the class cannot be imported."""
@@ -119,39 +114,41 @@ class EnvironmentProcesses:
         try:
             with theirs:
                 async with timeout(START_LIMIT_S):
-                    while not self._told(zygote.FORK, theirs.fileno()):  # noqa: ASYNC110
+                    while not self._fork(theirs.fileno()):  # noqa: ASYNC110
                         await asyncio.sleep(FULL_PAUSE_S)
             process.pid = (await process.answer(START_LIMIT_S))["pid"]
         except (TimeoutError, ProcessEnded) as error:
             raise ProcessEnded(f"no environment process could be started: {error or 'no answer'}") from None
         finally:
             if not process.pid:
-                process.close()
+                process.writer.close()
         self._alive[process.pid] = process
         return process
 
     async def give_back(self, process: EnvironmentProcess, limit_s: float) -> None:
-        """End the process's episode. It serves another one if nothing of this one is left."""
-        with contextlib.suppress(TimeoutError, ProcessEnded):
-            if not process.is_busy and len(self._idle) < MOST_IDLE:
-                process.ask("finish")
-                if (await process.answer(limit_s)).get("clean"):
-                    self._idle.append(process)
-                    return
-        self.kill(process)
+        """End the process's episode. It serves another one if nothing of this one is left, and is killed otherwise."""
+        is_clean = False
+        try:
+            with contextlib.suppress(TimeoutError, ProcessEnded):
+                if not process.num_owed and len(self._idle) < MOST_IDLE:
+                    process.ask("finish")
+                    is_clean = (await process.answer(limit_s)).get("clean", False)
+        finally:
+            if is_clean:
+                self._idle.append(process)
+            else:
+                self.kill(process)
 
     def kill(self, process: EnvironmentProcess) -> None:
         """Kill the process with all that it has started."""
-        process.close()
-        if self._alive.pop(process.pid, None) is not None:
-            self._doomed.append(process.pid)
-            if len(self._doomed) == 1:
-                self._kill_doomed()
+        process.writer.close()
+        if self._alive.pop(process.pid, None) is not None and self._commands is not None:
+            send(self._commands, zygote.KILL + b"%d\n" % process.pid)
 
     async def close(self) -> None:
         """End all processes: the zygote kills them when its socket closes."""
         for process in self._alive.values():
-            process.close()
+            process.writer.close()
         self._alive, self._idle = {}, []
         self._drop_zygote()
         if self._zygote is not None:
@@ -166,7 +163,6 @@ class EnvironmentProcesses:
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         with theirs:
             self._zygote = await asyncio.create_subprocess_exec(
                 *command(zygote.run),
@@ -179,31 +175,32 @@ class EnvironmentProcesses:
         reader, writer = await asyncio.open_connection(sock=ours)
         output = asyncio.create_task(_copy_output(self._zygote), name="environments' output")
         self._beside.append(output)
-        writer.write(pickle.dumps((zygote.run, (self._tool_class,))))
+        writer.write(pickle.dumps((zygote.run, (self.tool_class,))))
         said = {"failed": "its start was cancelled"}
         try:
-            async with timeout(self._import_limit_s):
+            async with timeout(self.import_limit_s):
                 said = json.loads(await reader.readline() or b'{"failed": "its process ended while it was imported"}')
         except TimeoutError:
-            said = {"failed": f"it was not imported within {self._import_limit_s:g} s"}
+            said = {"failed": f"it was not imported within {self.import_limit_s:g} s"}
         finally:
             if "failed" in said:
                 writer.close()
                 with contextlib.suppress(ProcessLookupError):
                     self._zygote.kill()
         if "failed" in said:
-            raise ProcessEnded(f"{self._tool_class.code.name}: {said['failed']}")
-        self._control = ours
+            raise ProcessEnded(f"{self.tool_class.code.name}: {said['failed']}")
+        self._control, self._commands = ours, writer
         self._beside.append(asyncio.create_task(self._listen(reader, writer), name="environment processes"))
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Note the processes that end; when the zygote itself ends, all do."""
         try:
-            while line := await reader.readline():
-                ended = json.loads(line)
-                if (process := self._alive.pop(ended["pid"], None)) is not None:
-                    process.has_ended(ended["code"])
-                    self._idle = [other for other in self._idle if other is not process]
+            with contextlib.suppress(OSError):  # it had ended when it was told to kill a process
+                while line := await reader.readline():
+                    ended = json.loads(line)
+                    if (process := self._alive.pop(ended["pid"], None)) is not None:
+                        process.has_ended(ended["code"])
+                        self._idle = [other for other in self._idle if other is not process]
         finally:
             self._drop_zygote()
             writer.close()
@@ -217,22 +214,15 @@ class EnvironmentProcesses:
             with contextlib.suppress(OSError):  # it has ended already
                 control.shutdown(socket.SHUT_RDWR)
 
-    def _kill_doomed(self) -> None:
-        """Name them to the zygote, the rest a little later if it has too much to read. One that has ended has killed them."""
-        try:
-            while self._doomed and self._told(zygote.KILL + str(self._doomed[-1]).encode()):
-                self._doomed.pop()
-        except ProcessEnded:
-            self._doomed.clear()
-        if self._doomed:
-            asyncio.get_running_loop().call_later(FULL_PAUSE_S, self._kill_doomed)
-
-    def _told(self, word: bytes, *fds: int) -> bool:
-        """Tell the zygote, unless it has too much to read already. Raises ProcessEnded if it does not listen."""
-        if self._control is None:
+    def _fork(self, fd: int) -> bool:
+        """Have the zygote fork a process that talks over `fd`; False if it has too much to read already. Raises ProcessEnded if it
+        does not listen."""
+        if self._control is None or self._commands is None:
             raise ProcessEnded("the parent of the environment processes has ended")
+        if self._commands.transport.get_write_buffer_size():
+            return False
         try:
-            socket.send_fds(self._control, [word + b"\n"], fds)
+            socket.send_fds(self._control, [zygote.FORK + b"\n"], [fd])
         except BlockingIOError:
             return False
         except OSError as error:
@@ -253,7 +243,6 @@ async def _copy_output(process: asyncio.subprocess.Process) -> None:
 
     A process that prints faster than this reads waits for it, within the limits of its episode.
     """
-    assert process.stderr is not None
     clock = asyncio.get_running_loop().time
     budget, num_dropped, since_s = float(LOGGED_BYTES), 0, clock()
     while chunk := await process.stderr.read(CHUNK_BYTES):

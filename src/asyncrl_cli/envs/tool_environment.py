@@ -9,9 +9,9 @@ A tool that hangs or dies ends the episode as failed; so do `reset` and the rewa
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.envs.call_log import CallLog
@@ -23,27 +23,25 @@ from asyncrl_cli.tasks.tool_class import ToolClass
 MALFORMED = "The tool call could not be read: {}"
 
 
+@dataclass(eq=False)
 class ToolEnvironment(Environment):
     """`rewards`: the task's own reward, added to the class's; None if there is none. `limit_s`: env.tool_timeout_s."""
 
-    def __init__(
-        self, processes: EnvironmentProcesses, tool_class: ToolClass, rewards: Rewards | None, calls: CallLog, limit_s: float
-    ) -> None:
-        self._processes = processes
-        self._tool_class = tool_class
-        self._rewards = rewards
-        self._calls = calls
-        self._limit_s = limit_s
-        self._process: EnvironmentProcess | None = None
-        self._completion: list[Message] = []
-        self._num_turns = 0
-        self._num_failed_calls = 0
-        self._text = ""
+    processes: EnvironmentProcesses
+    tool_class: ToolClass
+    rewards: Rewards | None
+    calls: CallLog
+    limit_s: float
+    _process: EnvironmentProcess | None = None
+    _completion: list[Message] = field(default_factory=list)
+    _num_turns: int = 0
+    _num_failed_calls: int = 0
+    _text: str = ""
 
     async def start(self, item: Item) -> Turn:
         self._item = item
         try:
-            self._process = await self._processes.take()
+            self._process = await self.processes.take()
         except ProcessEnded as ended:
             raise EpisodeFailed("environment", str(ended)) from None
         prompt = list(messages_of(item["prompt"]))
@@ -53,7 +51,7 @@ class ToolEnvironment(Environment):
         said = await self._answer("environment", "environment", "reset")
         if said["text"]:
             prompt[-1] = {**prompt[-1], "content": prompt[-1]["content"] + said["text"]}
-        return Turn(messages=tuple(prompt), tools=self._tool_class.tools)
+        return Turn(messages=tuple(prompt), tools=self.tool_class.tools)
 
     async def step(self, answer: Answer) -> Turn | End:
         self._num_turns += 1
@@ -65,30 +63,24 @@ class ToolEnvironment(Environment):
         calls = answer.message.get("tool_calls") or ()
         if not calls:
             return await self._end()
-        told, is_done = await self._call([_named(call) for call in calls])
+        told, is_done = await self._call([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
         if is_done:
             self._completion += told
             return await self._end()
-        answered = zip(calls, told, strict=True)
-        return self._turn([{**message, "tool_call_id": call["id"]} if call.get("id") else message for call, message in answered])
+        return self._turn([{**message, "tool_call_id": call["id"]} for call, message in zip(calls, told, strict=True)])
 
     async def cut(self, reason: str) -> End:
         return await self._end()
 
     async def close(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            await self._processes.give_back(process, self._limit_s)
-        except BaseException:  # nobody waits any longer
-            self._processes.kill(process)
-            raise
+        if process is not None:
+            await self.processes.give_back(process, self.limit_s)
 
     async def _call(self, calls: list[tuple[str, Any]]) -> tuple[list[Message], bool]:
         """Each call's result as a message, and whether the episode is over. Calls after the one that ends it run, too."""
         assert self._process is not None
-        self._calls.note(self.episode, self._num_turns, [name for name, _ in calls])
+        self.calls.note(self.episode, self._num_turns, [name for name, _ in calls])
         self._process.ask("calls", calls, num_answers=len(calls))
         told, is_done = list[Message](), False
         for name, _ in calls:
@@ -102,7 +94,7 @@ class ToolEnvironment(Environment):
         assert self._process is not None
         self._process.ask("reward", self._completion)
         said = await self._answer("reward", "reward", "the reward")
-        extra = 0.0 if self._rewards is None else await self._rewards.score(self._item, self._text)
+        extra = 0.0 if self.rewards is None else await self.rewards.score(self._item, self._text)
         return End(reward=said["reward"] + extra, facts={"failed_calls": self._num_failed_calls, **said["facts"]})
 
     async def _answer(self, late: str, dead: str, doing: str) -> Mapping[str, Any]:
@@ -110,9 +102,9 @@ class ToolEnvironment(Environment):
         assert self._process is not None
         where = f"{doing} of {self.episode}"
         try:
-            said = await self._process.answer(self._limit_s)
+            said = await self._process.answer(self.limit_s)
         except TimeoutError:
-            raise EpisodeFailed(late, f"{where} took longer than {self._limit_s:g} s and was killed") from None
+            raise EpisodeFailed(late, f"{where} took longer than {self.limit_s:g} s and was killed") from None
         except ProcessEnded as ended:
             raise EpisodeFailed(dead, f"{where}: its process ended with {ended}") from None
         if "failed" in said:
@@ -121,16 +113,4 @@ class ToolEnvironment(Environment):
 
     def _turn(self, messages: list[Message]) -> Turn:
         self._completion += messages
-        return Turn(messages=tuple(messages), tools=self._tool_class.tools)
-
-
-def _named(call: Mapping[str, Any]) -> tuple[str, Any]:
-    """Name and arguments of a tool call. Arguments that are JSON text become what they say."""
-    function = call["function"]
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return function["name"], {arguments: ""}  # no tool has such an argument, and the model is told
-    return function["name"], arguments
+        return Turn(messages=tuple(messages), tools=self.tool_class.tools)

@@ -42,9 +42,9 @@ from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequ
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Place, Profile, WeightsSection
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.builtin import environment_of
+from asyncrl_cli.tasks.code_choice import import_limit_s
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rewards import RewardPool, default_workers
-from asyncrl_cli.tasks.tool_choice import import_limit_s
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.weights.versions import Manifest, judge, mean_abs_diff
 
@@ -221,7 +221,7 @@ class RolloutActor:
             self._meter.evals(-1)
 
     async def abort_evals(self) -> None:
-        await self._runner.abort_evals()
+        await self._runner.abort(None)
 
     async def pause(self) -> None:
         self._meter.pause(True)

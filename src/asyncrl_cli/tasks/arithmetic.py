@@ -3,8 +3,8 @@
     prompt    47+83*65
     turns     calculate(83*65) -> 5395, calculate(47+5395) -> 5442, answer(5442)
 
-To be learned: multiplications come first, results have to be copied, and who answers without the calculator is wrong. An answer is
-right or wrong, nothing between: the best mean reward is 1.
+A model has to learn that multiplications come first, to copy results, and to use the calculator: its own results are wrong. An
+answer is either right or wrong, so the best mean reward is 1.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from asyncrl_cli.profile.fields import Section
 from asyncrl_cli.tasks.item import Item, make_item
+from asyncrl_cli.tasks.reward_spec import Adapter
 
 Message = Mapping[str, Any]
 Step = tuple[str, int]
@@ -26,35 +27,27 @@ SIGNS: Mapping[str, Callable[[int, int], int]] = {"+": int.__add__, "-": int.__s
 QUESTION = "What is {}? Use the calculator for every operation, then give the answer."
 
 
-class ArithmeticParams(Section):
+class Arithmetic(Section):
+    """Makes items and conversations about them. Numbers of operations are equally frequent, and so are numbers and signs."""
+
+    environment: ClassVar = "asyncrl_cli.envs.calculator:Calculator"
+    words: ClassVar = ("calculate expression=", "answer value=", "thanks")
     min_operations: Annotated[int, Field(ge=1, le=16)] = 1
     max_operations: Annotated[int, Field(ge=1, le=16)] = 3
     max_number: Annotated[int, Field(ge=9, le=999_999)] = 99
 
     @model_validator(mode="after")
-    def _ordered(self) -> ArithmeticParams:
+    def _ordered(self) -> Arithmetic:
         if self.min_operations > self.max_operations:
             raise ValueError("max_operations must be >= min_operations")
         return self
 
-
-class Arithmetic:
-    """Makes items and conversations about them. Numbers of operations are equally frequent, and so are numbers and signs."""
-
-    environment = "asyncrl_cli.envs.calculator:Calculator"
-    words = ("calculate expression=", "answer value=", "thanks")
-
-    def __init__(self, params: ArithmeticParams, form: Literal["plain", "worked"]) -> None:
-        self._params = params
-        self._form = form
-
-    def draw(self, rng: Random) -> Item:
-        params = self._params
-        parts = [str(rng.randint(2, params.max_number))]
-        for _ in range(rng.randint(params.min_operations, params.max_operations)):
-            parts += rng.choice(list(SIGNS)), str(rng.randint(2, params.max_number))
+    def draw(self, rng: Random, form: Adapter) -> Item:
+        parts = [str(rng.randint(2, self.max_number))]
+        for _ in range(rng.randint(self.min_operations, self.max_operations)):
+            parts += rng.choice(list(SIGNS)), str(rng.randint(2, self.max_number))
         expression = "".join(parts)
-        prompt = expression if self._form == "worked" else QUESTION.format(expression)
+        prompt = expression if form == "worked" else QUESTION.format(expression)
         return make_item(prompt, str(steps_of(expression)[-1][1]), {"expression": expression})
 
     def demonstration(self, item: Item, rng: Random) -> list[Message]:

@@ -5,48 +5,27 @@ All prompts differ. The eval items depend on `task.params` only, so runs with di
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from random import Random
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, did_you_mean
-from asyncrl_cli.profile.fields import Section
 from asyncrl_cli.profile.schema import TaskSection
-from asyncrl_cli.tasks.arithmetic import Arithmetic, ArithmeticParams
-from asyncrl_cli.tasks.guessing import Guessing, GuessingParams
-from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.tasks.arithmetic import Arithmetic
+from asyncrl_cli.tasks.guessing import Guessing
+from asyncrl_cli.tasks.item import Item, take_new
+from asyncrl_cli.tasks.reward_spec import Adapter
 
 MAX_TRIES_PER_PROMPT = 50
-Form = Literal["plain", "worked"]
 
-
-class Builtin(Protocol):
-    """A task that makes its items and has demonstrations of them.
-
-    `environment`: what plays its episodes. `words`: texts for which builtin:tiny gets a token each. `ceiling(items)`: the mean
-    reward of the best play.
-    """
-
-    environment: str
-    words: tuple[str, ...]
-
-    def draw(self, rng: Random) -> Item:
-        """A random item; its prompt may be one that was drawn before."""
-
-    def demonstration(self, item: Item, rng: Random) -> list[Mapping[str, Any]]: ...
-
-    def flawed_demonstration(self, item: Item, rng: Random) -> list[Mapping[str, Any]]: ...
-
-    def ceiling(self, items: Sequence[Item]) -> float: ...
-
-
-BUILTIN: Mapping[str, tuple[type[Section], type[Any]]] = {
-    "calculator": (ArithmeticParams, Arithmetic),
-    "guess": (GuessingParams, Guessing),
-}
-"""Parameters and makers by the name in `task.source = "builtin:<name>"`."""
+Builtin = Arithmetic | Guessing
+"""A task's fields are its parameters. It draws items, whose prompts may come twice, and writes a correct and a flawed demonstration
+of each. `environment`: what plays its episodes. `words`: texts for which builtin:tiny gets a token each. `ceiling(items)`: the mean
+reward of the best play."""
+BUILTIN: Mapping[str, type[Builtin]] = {"calculator": Arithmetic, "guess": Guessing}
+"""By the name in `task.source = "builtin:<name>"`."""
 
 
 def environment_of(task: TaskSection) -> str:
@@ -54,20 +33,20 @@ def environment_of(task: TaskSection) -> str:
     if task.environment != "auto":
         return task.environment
     kind, _, name = task.source.partition(":")
-    return BUILTIN[name][1].environment if kind == "builtin" and name in BUILTIN else "one-turn"
+    return BUILTIN[name].environment if kind == "builtin" and name in BUILTIN else "one-turn"
 
 
-def builtin_task(name: str, params: Mapping[str, Any], form: Form) -> Builtin:
+def builtin_task(name: str, params: Mapping[str, Any]) -> Builtin:
     """The task of a name. Raises ConfigError for an unknown one, and for wrong parameters."""
     if name not in BUILTIN:
         known = did_you_mean(name, BUILTIN, f"builtin tasks: {', '.join(BUILTIN)}")
         raise ConfigError(f'task.source: there is no task "builtin:{name}"', hint=known)
-    kind, make = BUILTIN[name]
+    kind = BUILTIN[name]
     if unknown := [key for key in params if key not in kind.model_fields]:
         known = did_you_mean(unknown[0], kind.model_fields, f"it has: {', '.join(kind.model_fields)}")
         raise ConfigError(f'task.params.{unknown[0]}: the task "builtin:{name}" has no such parameter', hint=known)
     try:
-        return make(kind.model_validate(params), form)
+        return kind.model_validate(params)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(["task.params", *map(str, first["loc"])])
@@ -75,21 +54,16 @@ def builtin_task(name: str, params: Mapping[str, Any], form: Form) -> Builtin:
         raise ConfigError(f"{where}{given}: {first['msg'].removeprefix('Value error, ').lower()} (builtin:{name})") from None
 
 
-def drawn(task: Builtin, name: str, stream: str, num: int, taken: set[str]) -> list[Item]:
+def drawn(task: Builtin, name: str, form: Adapter, stream: str, num: int, taken: set[str]) -> list[Item]:
     """`num` items whose prompts differ from each other and from `taken`; their prompts are added to `taken`.
 
     Raises ConfigError if the task does not come up with so many.
     """
-    rng, found, num_tries = Random(f"builtin:{name} {stream}"), list[Item](), 0
-    while len(found) < num:
-        num_tries += 1
-        if num_tries > MAX_TRIES_PER_PROMPT * num:
-            raise ConfigError(
-                f"builtin:{name} with these parameters made only {len(found)} of {num} new prompts in {num_tries:,} tries",
-                hint="widen task.params, or lower task.train_prompts or eval.prompts",
-            )
-        item = task.draw(rng)
-        if item["prompt"] not in taken:
-            taken.add(item["prompt"])
-            found.append(item)
+    rng, most = Random(f"builtin:{name} {stream}"), MAX_TRIES_PER_PROMPT * num
+    found, num_tries = take_new((task.draw(rng, form) for _ in range(most)), num, taken)
+    if len(found) < num:
+        raise ConfigError(
+            f"builtin:{name} with these parameters made only {len(found)} of {num} new prompts in {num_tries:,} tries",
+            hint="widen task.params, or lower task.train_prompts or eval.prompts",
+        )
     return found

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -49,8 +50,8 @@ class ChildTimedOut(ChildFailed):
 def command(function: Callable[..., Any], python: str = "") -> list[str]:
     """The command line of a child. It ends with the name of the function's module only for people who read `ps`.
 
-    `python`: another Python, 3.11 or newer, which need not have our package nor what that depends on. It gets the package alone,
-    for the directory that holds it may hold all packages of this Python.
+    `python`: another Python, 3.11 or newer, which need have neither our package nor what that depends on. Only the package itself
+    becomes importable there: the directory that holds it may hold all packages of this Python.
     """
     # -P: do not import from the working directory, unless a spec says so.
     ours = ["-m", "asyncrl_cli.tasks.child"] if not python else ["-c", IN_ANOTHER_PYTHON, str(PACKAGE)]
@@ -111,6 +112,21 @@ def _answer_once(requests: BinaryIO, results: BinaryIO, function: Callable[..., 
     pickle.dump(answer, results)
     results.flush()
     os._exit(0)  # without waiting for threads that foreign code has started
+
+
+def pickles(requests: BinaryIO) -> Iterator[Any]:
+    """What the parent sends, to the end."""
+    while True:
+        try:
+            yield pickle.load(requests)
+        except EOFError:
+            return
+
+
+def write_line(results: BinaryIO, answer: Any) -> None:
+    """Send the parent a line of JSON."""
+    results.write(json.dumps(answer).encode() + b"\n")
+    results.flush()
 
 
 def send(writer: asyncio.StreamWriter, words: bytes) -> None:

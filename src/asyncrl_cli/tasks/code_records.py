@@ -11,20 +11,56 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.paths import has_module
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular, reason
 from asyncrl_cli.tasks.child import ChildFailed, ChildTimedOut, call_once
 from asyncrl_cli.tasks.user_code import UserCode, describe
 
 START_LIMIT_S = 10.0
 SCHEMA_VERSION = 1
+Notes = tuple[str, ...]
 
 
-def user_code(name: str, only_file: str | None = None, directory: str | None = None) -> UserCode:
+def try_out(
+    profile: Profile,
+    run_dir: Path | None,
+    what: str,
+    name: str,
+    check: Callable[[UserCode], Any],
+    expects: str,
+    *,
+    limit_key: str = "env.tool_timeout_s",
+    at_least_s: float = 0.0,
+) -> tuple[UserCode, Any, Notes]:
+    """Call `check`, which loads the code that `task.<what> = name` names, in a child process. Returns the code with its file, what
+    `check` has returned (None for a function), and notes for the user.
+
+    `run_dir`: of a resumed run, whose code is imported from the recorded files; RefusedError if that is impossible. `expects` says
+    what the code has to be. `limit_key` sets how long the import may take, START_LIMIT_S and `at_least_s` at least. Raises
+    ConfigError.
+    """
+    file, notes = (None, ()) if run_dir is None else recorded_file(run_dir, what, name)
+    code = _user_code(name, file, profile.task.import_path)
+    limit_s = max(START_LIMIT_S, at_least_s, attrgetter(limit_key)(profile))
+    try:
+        file, found = call_once(_checked, code, check, timeout_s=limit_s)
+        return replace(code, file=file), found, notes
+    except ChildTimedOut:
+        why = f"its module was not imported within {limit_s:g} s"
+        hint = f"move what takes long into the first call, or raise {limit_key}: an import may take as long"
+    except ChildFailed as failure:
+        where = "only from there, as the run's record says" if code.only_there else f"in {code.import_path} first"
+        why, hint = str(failure), f"the module is imported {where}; {expects}"
+    raise ConfigError(f'task.{what} = "{name}" cannot be used: {why}', hint=hint)
+
+
+def _user_code(name: str, only_file: str | None, directory: str | None) -> UserCode:
     """`only_file`: the module must be imported from this file ("": from none). `directory`: where it is looked up first."""
     module, root = name.partition(":")[0], ""
     if only_file is None:
@@ -36,30 +72,11 @@ def user_code(name: str, only_file: str | None = None, directory: str | None = N
     return UserCode(name=name, import_path=root, file=only_file, only_there=True)
 
 
-def try_out(key: str, code: UserCode, check: Callable[[UserCode], Any], *, limit_s: float, limit_key: str, expects: str) -> Any:
-    """Call `check`, which loads the code, in a child process. Returns the code with its file, and what `check` has returned.
-
-    `limit_key` sets how long the import may take (START_LIMIT_S at least); `expects` says what the code has to be. Raises
-    ConfigError about `key`.
-    """
-    limit_s = max(START_LIMIT_S, limit_s)
-    try:
-        file, found = call_once(_checked, code, check, timeout_s=limit_s)
-        return replace(code, file=file), found
-    except ChildTimedOut:
-        why = f"its module was not imported within {limit_s:g} s"
-        hint = f"move what takes long into the first call, or raise {limit_key}: an import may take as long"
-    except ChildFailed as failure:
-        where = "only from there, as the run's record says" if code.only_there else f"in {code.import_path} first"
-        why, hint = str(failure), f"the module is imported {where}; {expects}"
-    raise ConfigError(f'{key} = "{code.name}" cannot be used: {why}', hint=hint)
-
-
 def _checked(code: UserCode, check: Callable[[UserCode], Any]) -> tuple[str, Any]:
-    """Runs in the child."""
+    """Runs in the child, where functions stay."""
     try:
         found = check(code)
-        return code.find(), found
+        return code.find(), None if callable(found) else found
     except (Exception, SystemExit) as error:
         raise ChildFailed(describe(error)) from None
 
@@ -84,8 +101,8 @@ def keep_record(run_dir: Path, what: str, code: UserCode | None) -> None:
         path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
 
 
-def recorded_file(run_dir: Path, what: str, name: str) -> tuple[str, str]:
-    """The recorded file of the run's code, and a note for the user. RefusedError if record or file is missing."""
+def recorded_file(run_dir: Path, what: str, name: str) -> tuple[str, Notes]:
+    """The recorded file of the run's code, and notes for the user. RefusedError if record or file is missing."""
     path = run_dir / f"{what}.json"
     if not path.exists():
         raise RefusedError(
@@ -96,7 +113,7 @@ def recorded_file(run_dir: Path, what: str, name: str) -> tuple[str, str]:
     if record.schema_version != SCHEMA_VERSION or record.function != name:
         raise RefusedError(f"{path} is not of this run: it is the record of {record.function} (schema {record.schema_version})")
     if record.file == "":
-        return "", ""
+        return "", ()
     try:
         has_changed = record.sha256 != "" and record.sha256 != _sha256(record.file)
     except (OSError, UnsafeFile) as error:
@@ -105,7 +122,7 @@ def recorded_file(run_dir: Path, what: str, name: str) -> tuple[str, str]:
             hint=f"bring it back, or write its new place into {path}: it is imported from there, and from nowhere else",
         ) from error
     note = f"task.{what} is imported from {record.file}, as {path} says"
-    return record.file, f"{note}; the file has changed since the run began" if has_changed else note
+    return record.file, (f"{note}; the file has changed since the run began" if has_changed else note,)
 
 
 def _sha256(file: str) -> str:

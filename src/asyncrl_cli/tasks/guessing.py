@@ -14,50 +14,43 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from asyncrl_cli.profile.fields import Section
 from asyncrl_cli.tasks.item import Item, make_item
+from asyncrl_cli.tasks.reward_spec import Adapter
 
 Message = Mapping[str, Any]
 HIGHER, LOWER = "higher", "lower"
 QUESTION = "I think of a whole number from {} to {}. Guess it: say a number, and I say whether mine is higher or lower."
 
 
-class GuessingParams(Section):
+class Guessing(Section):
+    """Makes items and conversations about them. A prompt is a range: `min_numbers` to `max_numbers` of the numbers up to
+    `max_number`. Its lowest number, its size, and the secret in it are each equally distributed."""
+
+    environment: ClassVar = "guess"
+    words: ClassVar = (HIGHER, LOWER)
     min_numbers: Annotated[int, Field(ge=2, le=10**6)] = 16
     max_numbers: Annotated[int, Field(ge=2, le=10**6)] = 80
     max_number: Annotated[int, Field(ge=2, le=10**6)] = 99
     spare_guesses: Annotated[int, Field(ge=0, le=100)] = 2
 
     @model_validator(mode="after")
-    def _ordered(self) -> GuessingParams:
+    def _ordered(self) -> Guessing:
         if not self.min_numbers <= self.max_numbers <= self.max_number + 1:
             raise ValueError("min_numbers <= max_numbers <= max_number + 1 must hold")
         return self
 
-
-class Guessing:
-    """Makes items and conversations about them. A prompt is a range: `min_numbers` to `max_numbers` of the numbers up to
-    `max_number`. Its lowest number, its size, and the secret in it are each equally distributed."""
-
-    environment = "guess"
-    words = (HIGHER, LOWER)
-
-    def __init__(self, params: GuessingParams, form: Literal["plain", "worked"]) -> None:
-        self._params = params
-        self._form = form
-
-    def draw(self, rng: Random) -> Item:
-        params = self._params
-        num = rng.randint(params.min_numbers, params.max_numbers)
-        low = rng.randint(0, params.max_number + 1 - num)
+    def draw(self, rng: Random, form: Adapter) -> Item:
+        num = rng.randint(self.min_numbers, self.max_numbers)
+        low = rng.randint(0, self.max_number + 1 - num)
         high, secret = low + num - 1, rng.randint(low, low + num - 1)
-        prompt = f"{low}-{high}" if self._form == "worked" else QUESTION.format(low, high)
+        prompt = f"{low}-{high}" if form == "worked" else QUESTION.format(low, high)
         par = par_of(num)
-        game = {"low": low, "high": high, "secret": secret, "par": par, "max_guesses": par + params.spare_guesses}
+        game = {"low": low, "high": high, "secret": secret, "par": par, "max_guesses": par + self.spare_guesses}
         return make_item(prompt, str(secret), game)
 
     def demonstration(self, item: Item, rng: Random) -> list[Message]:

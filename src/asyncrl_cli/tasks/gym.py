@@ -24,6 +24,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -31,7 +32,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from asyncrl_cli.errors import ConfigError, did_you_mean
 from asyncrl_cli.tasks.child import ChildFailed, call_once
-from asyncrl_cli.tasks.item import WORKED, Entry, Item, make_item
+from asyncrl_cli.tasks.item import WORKED, Item, make_item, take_new
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 
 PACKAGE = "reasoning_gym"
@@ -45,10 +46,7 @@ Registered = tuple[Callable[..., Any], Callable[..., Any], Mapping[str, Any]]
 
 
 def _root() -> Path:
-    spec = importlib.util.find_spec(PACKAGE)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    return Path(importlib.util.find_spec(PACKAGE).origin).parent
 
 
 @cache
@@ -179,20 +177,15 @@ def _distinct(spec: RewardSpec, stream: str, num: int, taken: set[str]) -> list[
 
     Raises ConfigError with the numbers if the dataset keeps repeating itself.
     """
-    found: list[Item] = []
-    num_tries, chunk, chunk_size = 0, 0, max(num, MIN_TRIES)
-    while len(found) < num:
-        num_found_before = len(found)
-        for prompt, entry in _entries(spec, stream_seed(spec.dataset, spec.params, f"{stream}/{chunk}"), chunk_size):
-            num_tries += 1
-            if prompt not in taken:
-                taken.add(prompt)
-                found.append(make_item(prompt, entry["answer"], {"entry": entry}))
-                if len(found) == num:
-                    return found
-        if len(found) == num_found_before or num_tries > MAX_TRIES_PER_PROMPT * num:
+    found, num_tries = list[Item](), 0
+    for chunk in count():
+        seed = stream_seed(spec.dataset, spec.params, f"{stream}/{chunk}")
+        more, num_seen = take_new(_items(spec, seed, max(num, MIN_TRIES)), num - len(found), taken)
+        found, num_tries = found + more, num_tries + num_seen
+        if len(found) == num:
+            break
+        if not more or num_tries > MAX_TRIES_PER_PROMPT * num:
             raise _too_few(spec.dataset, stream, num, len(found), len(taken), num_tries)
-        chunk += 1
     return found
 
 
@@ -202,7 +195,7 @@ def stream_seed(name: str, params: Mapping[str, Any], stream: str) -> int:
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") % 2**31
 
 
-def _entries(spec: RewardSpec, seed: int, size: int) -> Iterator[tuple[str, Entry]]:
+def _items(spec: RewardSpec, seed: int, size: int) -> Iterator[Item]:
     dataset = make_dataset(spec.dataset, spec.params, seed=seed, size=size)
     for index in range(size):
         try:
@@ -212,7 +205,7 @@ def _entries(spec: RewardSpec, seed: int, size: int) -> Iterator[tuple[str, Entr
             return
         except Exception as error:
             raise _refused_params(spec.dataset, spec.params, error) from error
-        yield prompt, entry
+        yield make_item(prompt, entry["answer"], {"entry": entry})
 
 
 def _too_few(name: str, stream: str, num: int, num_found: int, num_distinct: int, num_tries: int) -> ConfigError:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time, timedelta
 from numbers import Number
 from random import Random
@@ -48,6 +48,18 @@ def content_uid(prompt: Prompt, answer: str | None) -> str:
 def prompt_key(prompt: Prompt) -> str:
     """The same text for the same prompt, whose messages have their fields in the same order."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
+
+
+def take_new(items: Iterator[Item], num: int, taken: set[str]) -> tuple[list[Item], int]:
+    """The next `num` items (fewer if there are no more) whose prompts differ from each other and from `taken`, to which they are
+    added; and how many items were looked at."""
+    found, num_seen = list[Item](), 0
+    while len(found) < num and (item := next(items, None)) is not None:
+        num_seen += 1
+        if (key := prompt_key(item["prompt"])) not in taken:
+            taken.add(key)
+            found.append(item)
+    return found, num_seen
 
 
 def messages_of(prompt: Prompt) -> tuple[Mapping[str, str], ...]:

@@ -14,7 +14,7 @@ from functools import partial
 
 from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, send
 from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.reward_worker import IDLE, Board, Failed, Outcome, serve
+from asyncrl_cli.tasks.reward_worker import IDLE, Board, serve
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 2.0
@@ -24,8 +24,17 @@ MAX_DEATHS_OF_REWARD = 2
 """A reward fails if this many processes died while computing it. A single death may have another cause."""
 
 
-class CannotScore(Exception):
-    """No process can be started, or none lives long enough to score; `str(error)` says why."""
+class RewardFailed(Exception):
+    """There is no reward for this response; `str(error)` says why. `kind`: "raised" (also for no finite number), "timed-out",
+    "blocked", "died"; "lost": its process died because of another reward, and it may be begun anew; "unable": no process can be
+    started, or none lives long enough to score."""
+
+    def __init__(self, text: str, kind: str = "raised") -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+Outcome = float | RewardFailed
 
 
 @dataclass(order=True, slots=True)
@@ -56,7 +65,7 @@ class Rules:
 
 
 async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> RewardProcess:
-    """Raises CannotScore if the system cannot start a process."""
+    """Raises RewardFailed if the system cannot start a process."""
     try:
         with tempfile.TemporaryFile() as shared:  # its memory stays mapped in both processes after it is closed
             os.truncate(shared.fileno(), mmap.PAGESIZE)
@@ -68,37 +77,37 @@ async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> Rew
                 env=environment(spec.python),
                 start_new_session=True,  # a Ctrl-C at the terminal is the driver's to handle, not the rewards'
             )
-            assert process.stdin is not None
             process.stdin.write(pickle.dumps((serve, (spec, rules.timeout_s, shared.fileno()))))
             return RewardProcess(process, Board(shared.fileno()), rules, backlog)
     except OSError as error:  # out of memory, processes or file descriptors
-        raise CannotScore(f"a reward process cannot be started: {error}") from error
+        raise RewardFailed(f"a reward process cannot be started: {error}", "unable") from error
 
 
+@dataclass(slots=True, eq=False)
 class RewardProcess:
     """Takes rewards from `backlog` and computes them. Those that it owes when it ends go back there, for another process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, board: Board, rules: Rules, backlog: Backlog) -> None:
-        self._process = process
-        self._board = board
-        self._rules = rules
-        self._backlog = backlog
-        self._asked: dict[int, Wanted] = {}
-        self._last_news_s = 0.0
-        self._num_results = 0
-        self._killed_for: Failed | None = None
-        self.pid = process.pid
+    process: asyncio.subprocess.Process
+    board: Board
+    rules: Rules
+    backlog: Backlog
+    _asked: dict[int, Wanted] = field(default_factory=dict)
+    _last_news_s: float = 0.0
+    _num_results: int = 0
+    _killed_for: RewardFailed | None = None
 
     async def greeting(self) -> int:
-        """Wait for the process's first line: how many rewards it takes at once. Raises CannotScore if it cannot score."""
-        limit_s = max(START_TIMEOUT_S, self._rules.timeout_s)  # an import may take as long as a reward
+        """Wait for the process's first line: how many rewards it takes at once. Raises RewardFailed if it cannot score."""
+        limit_s = max(START_TIMEOUT_S, self.rules.timeout_s)  # an import may take as long as a reward
         try:
             async with asyncio.timeout(limit_s):
                 greeting = await self._next_answer()
         except TimeoutError:
-            raise CannotScore(f"the reward process did not start within {limit_s:g} s") from None
-        if greeting is None or isinstance(greeting[1], Failed):
-            raise CannotScore("the reward process ended while it started" if greeting is None else greeting[1].text)
+            raise RewardFailed(f"the reward process did not start within {limit_s:g} s", "unable") from None
+        if greeting is None:
+            raise RewardFailed("the reward process ended while it started", "unable")
+        if isinstance(greeting[1], RewardFailed):
+            raise greeting[1]
         return int(greeting[1])
 
     async def serve(self, places: int) -> None:
@@ -117,80 +126,75 @@ class RewardProcess:
 
     async def _ask(self, free: asyncio.Semaphore) -> None:
         """Take a reward from the backlog whenever a place is free."""
-        assert self._process.stdin is not None
         while True:
             await free.acquire()
-            while (wanted := await self._backlog.get()).outcome.done():
+            while (wanted := await self.backlog.get()).outcome.done():
                 pass
             if not self._asked:
                 self._last_news_s = asyncio.get_running_loop().time()
             self._asked[wanted.number] = wanted
-            send(self._process.stdin, wanted.request)
+            send(self.process.stdin, wanted.request)
             wanted.outcome.add_done_callback(partial(self._withdraw, wanted.number))
             await asyncio.sleep(0)  # the other processes' turn, so that rewards spread over all of them
 
     def _withdraw(self, number: int, outcome: asyncio.Future[Outcome]) -> None:
         """Tell the process that nobody waits for this reward any more: if it awaits, it is cancelled there."""
-        assert self._process.stdin is not None
         if outcome.cancelled() and number in self._asked:
-            send(self._process.stdin, pickle.dumps((number, None, "")))
+            send(self.process.stdin, pickle.dumps((number, None, "")))
 
     async def _next_answer(self) -> tuple[int, Outcome] | None:
         """The next (number, outcome); None if the process has ended."""
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
+        line = await self.process.stdout.readline()
         if not line.endswith(b"\n"):
             return None
         number, outcome = json.loads(line)
-        return number, Failed(*outcome) if isinstance(outcome, list) else outcome
+        return number, RewardFailed(*outcome) if isinstance(outcome, list) else outcome
 
     async def _watch(self) -> None:
         """Kill the process if a reward runs too long, or if rewards are due but neither running nor answered for long. Once it has
         ended, end `serve` too: a process that the reward has started may still hold the pipe open."""
-        assert self._process.stdout is not None
-        period_s = min(MAX_WATCH_PERIOD_S, self._rules.block_s / 4)
-        while self._process.returncode is None:
-            seen = self._board.read()[0]
+        period_s = min(MAX_WATCH_PERIOD_S, self.rules.block_s / 4)
+        while self.process.returncode is None:
+            seen = self.board.read()[0]
             await asyncio.sleep(period_s)
             if not self._killed_for and (reason := self._reason_to_kill(seen)):
                 self._killed_for = reason
-                kill_group(self.pid)
+                kill_group(self.process.pid)
         await asyncio.sleep(period_s)  # until its last answers have been read
-        self._process.stdout.feed_eof()
+        self.process.stdout.feed_eof()
 
-    def _reason_to_kill(self, seen: int) -> Failed | None:
+    def _reason_to_kill(self, seen: int) -> RewardFailed | None:
         """`seen`: what was running a while ago."""
-        (running, ran_s), rules = self._board.read(), self._rules
+        (running, ran_s), rules = self.board.read(), self.rules
         silent_s = asyncio.get_running_loop().time() - self._last_news_s
         if running != IDLE and running == seen and ran_s > rules.block_s:
-            return Failed("blocked", f"took longer than {rules.block_s:g} s and was killed")
+            return RewardFailed(f"took longer than {rules.block_s:g} s and was killed", "blocked")
         if running == IDLE and self._asked and silent_s > 2 * rules.timeout_s + START_TIMEOUT_S:
-            return Failed("timed-out", f"its process gave no sign of life for {silent_s:.0f} s and was killed")
+            return RewardFailed(f"its process gave no sign of life for {silent_s:.0f} s and was killed", "timed-out")
         return None
 
     async def end(self) -> str:
         """End the process. An idle one exits when its stdin closes; a busy one, or one that stays, is killed. Returns how it ended
         if it was idle and had never given a result, else ""."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        culprit = self._board.read()[0]
+        self.process.stdin.close()
+        culprit = self.board.read()[0]
         try:
             if culprit == IDLE:
                 await self._ends_soon()
         finally:
-            kill_group(self.pid)
+            kill_group(self.process.pid)
             try:
                 await self._ends_soon()
             finally:
-                self._process._transport.close()  # the pipes, which a process that a reward has started may hold open
-                how = how_it_ended(self._process.returncode)
+                self.process._transport.close()  # the pipes, which a process that a reward has started may hold open
+                how = how_it_ended(self.process.returncode)
                 self._give_back(culprit, how)
         return how if culprit == IDLE and not (self._killed_for or self._num_results) else ""
 
     async def _ends_soon(self) -> None:
         """Wait for the end of the process, END_TIMEOUT_S at most. (`Process.wait` waits for that of its pipes, too.)"""
         limit_s = time.monotonic() + END_TIMEOUT_S
-        while self._process.returncode is None and time.monotonic() < limit_s:  # noqa: ASYNC110
+        while self.process.returncode is None and time.monotonic() < limit_s:  # noqa: ASYNC110
             await asyncio.sleep(END_LOOK_S)
 
     def _give_back(self, culprit: int, how: str) -> None:
@@ -199,9 +203,9 @@ class RewardProcess:
             wanted.num_deaths += wanted.number == culprit
             if self._killed_for and culprit in (wanted.number, IDLE):
                 wanted.end(self._killed_for)
-            elif wanted.num_deaths == MAX_DEATHS_OF_REWARD or (wanted.num_deaths and not self._rules.again):
-                wanted.end(Failed("died", f"the reward process died ({how}) while scoring"))
-            elif not self._rules.again:
-                wanted.end(Failed("lost", f"its process, which it shared with others, ended ({how})"))
+            elif wanted.num_deaths == MAX_DEATHS_OF_REWARD or (wanted.num_deaths and not self.rules.again):
+                wanted.end(RewardFailed(f"the reward process died ({how}) while scoring", "died"))
+            elif not self.rules.again:
+                wanted.end(RewardFailed(f"its process, which it shared with others, ended ({how})", "lost"))
             else:
-                self._backlog.put_nowait(wanted)
+                self.backlog.put_nowait(wanted)

@@ -1,7 +1,7 @@
 """The reward process's own side: scores requests, and writes on a shared board which one is running.
 
     pool -> child    pickles: (id, item, response); (id, None, "") if nobody waits for an async reward any more
-    child -> pool    lines of JSON: [id, reward], or [id, [kind, "why there is none"]]
+    child -> pool    lines of JSON: [id, reward], or [id, ["why there is none", kind]]
 
 The child's first line has id 0: how many rewards it takes at once, or why it cannot score. Ordinary rewards come one at a time;
 async ones run together, each with a timeout of its own while it awaits. The pool kills the process if the board shows the same
@@ -11,43 +11,32 @@ the model.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import pickle
 import struct
 import threading
 import time
-import traceback
 import types
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from asyncrl_cli.tasks.child import pickles, write_line
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.scoring import Scorer, build_scorer, checked_reward, is_async
-from asyncrl_cli.tasks.user_code import describe
+from asyncrl_cli.tasks.user_code import describe, report
 
 if TYPE_CHECKING:
     import asyncio  # a fifth of a child's start: imported where rewards are async
 
 MAX_AWAITING = 128
-NUM_PRINTED_TRACEBACKS = 3
 IDLE = 0
 _ENTRY = struct.Struct("<Qd")
 
 
-class Failed(NamedTuple):
-    """Why there is no reward. `lost`: its process died because of another one, and it may be begun anew."""
-
-    kind: Literal["raised", "timed-out", "blocked", "died", "lost", "unable"]
-    text: str
-
-
-Outcome = float | Failed
 Request = tuple[int, Item | None, Any]
 
 
@@ -77,30 +66,17 @@ def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: fl
     try:
         scorer = build_scorer(spec)
     except (Exception, SystemExit) as error:
-        _answer(results, IDLE, Failed("unable", describe(error)))
+        write_line(results, [IDLE, [describe(error), "unable"]])
         os._exit(0)  # without waiting for threads that the module has started
     worker = _Worker(scorer, results, Board(board_fd), timeout_s)
     if is_async(scorer):
         import asyncio
 
-        _answer(results, IDLE, MAX_AWAITING)
+        write_line(results, [IDLE, MAX_AWAITING])
         asyncio.run(worker.serve_awaiting(requests))
     else:
-        _answer(results, IDLE, 1)
+        write_line(results, [IDLE, 1])
         worker.serve(requests)
-
-
-def _answer(results: BinaryIO, request_id: int, outcome: Outcome) -> None:
-    results.write(json.dumps([request_id, outcome]).encode() + b"\n")
-    results.flush()
-
-
-def _each(requests: BinaryIO) -> Iterator[Request]:
-    while True:
-        try:
-            yield pickle.load(requests)
-        except EOFError:
-            return
 
 
 @dataclass(slots=True)
@@ -109,20 +85,18 @@ class _Worker:
     results: BinaryIO
     board: Board
     timeout_s: float
-    tracebacks_left: int = NUM_PRINTED_TRACEBACKS
 
     def serve(self, requests: BinaryIO) -> None:
-        for request_id, item, response in _each(requests):
+        for request_id, item, response in pickles(requests):
             if item is None:  # withdrawn, but computed already
                 continue
-            outcome: Outcome
             self.board.enter(request_id)
             try:
                 outcome = checked_reward(self.scorer(item, response))
             except (Exception, SystemExit) as error:
-                outcome = self._failure(error)
+                outcome = report(error), "raised"
             self.board.leave()
-            _answer(self.results, request_id, outcome)
+            write_line(self.results, [request_id, outcome])
 
     async def serve_awaiting(self, requests: BinaryIO) -> None:
         """Run all async rewards that come at once: the pool sends at most MAX_AWAITING."""
@@ -131,7 +105,7 @@ class _Worker:
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Request | None]()
 
         def read() -> None:
-            for request in chain(_each(requests), [None]):
+            for request in chain(pickles(requests), [None]):
                 loop.call_soon_threadsafe(arrived.put_nowait, request)
 
         threading.Thread(target=read, daemon=True).start()
@@ -148,23 +122,16 @@ class _Worker:
     async def _score_awaiting(self, request_id: int, item: Item, response: Any) -> None:
         import asyncio
 
-        outcome: Outcome
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 outcome = checked_reward(await announced(self._call(item, response), request_id, self.board))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            took_too_long = Failed("timed-out", f"took longer than {self.timeout_s:g} s")
-            outcome = took_too_long if limit.expired() else self._failure(error)
-        _answer(self.results, request_id, outcome)
+            took_too_long = f"took longer than {self.timeout_s:g} s", "timed-out"
+            outcome = took_too_long if limit.expired() else (report(error), "raised")
+        write_line(self.results, [request_id, outcome])
 
     async def _call(self, item: Item, response: Any) -> Any:
         return await self.scorer(item, response)
-
-    def _failure(self, error: BaseException) -> Failed:
-        if self.tracebacks_left:
-            self.tracebacks_left -= 1
-            traceback.print_exception(error)
-        return Failed("raised", describe(error))
 
 
 @types.coroutine

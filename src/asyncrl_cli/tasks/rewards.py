@@ -23,22 +23,13 @@ from typing import Any
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_process import Backlog, CannotScore, RewardProcess, Rules, Wanted, start_process
+from asyncrl_cli.tasks.reward_process import Backlog, RewardFailed, RewardProcess, Rules, Wanted, start_process
 from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.reward_worker import Failed
 
 MAX_DEFAULT_WORKERS = 4
 MAX_IDLE_DEATHS = 4
 """After this many processes in a row died idle and without any result, no further one is started."""
 CLOSED = "the reward pool is closed"
-
-
-class RewardFailed(Exception):
-    """There is no reward for this response: it raised, hung, died or returned no number. `kind` and `str(error)` say which."""
-
-    def __init__(self, text: str, kind: str = "raised") -> None:
-        super().__init__(text)
-        self.kind = kind
 
 
 def default_workers() -> int:
@@ -66,7 +57,7 @@ class RewardPool:
     @property
     def child_pids(self) -> list[int]:
         """Pids of the processes that are ready to score."""
-        return [process.pid for process in self._processes]
+        return [process.process.pid for process in self._processes]
 
     async def start(self) -> None:
         """Start the processes ahead of the first `score`, and learn whether they can score: ExecutorFailed if not."""
@@ -88,8 +79,8 @@ class RewardPool:
         if self._broken:
             self._fail_all()
         outcome = await wanted.outcome
-        if isinstance(outcome, Failed):
-            raise RewardFailed(outcome.text, outcome.kind)
+        if isinstance(outcome, RewardFailed):
+            raise outcome
         return outcome
 
     async def close(self) -> None:
@@ -108,7 +99,7 @@ class RewardPool:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(self._num_workers):
                     tasks.create_task(self._keep_process(), name="reward process")
-        except* CannotScore as failures:
+        except* RewardFailed as failures:
             self._broken = self._broken or str(failures.exceptions[0])
         finally:
             self._broken = self._broken or CLOSED
@@ -117,10 +108,10 @@ class RewardPool:
 
     def _fail_all(self) -> None:
         while not self._backlog.empty():
-            self._backlog.get_nowait().end(Failed("unable", self._broken))
+            self._backlog.get_nowait().end(RewardFailed(self._broken, "unable"))
 
     async def _keep_process(self) -> None:
-        """Keep one process running: start another when it dies. Raises CannotScore if that is no use."""
+        """Keep one process running: start another when it dies. Raises RewardFailed if that is no use."""
         num_idle_deaths = 0
         while True:
             process, died_idle = await start_process(self._spec, self._rules, self._backlog), ""
@@ -136,4 +127,4 @@ class RewardPool:
             self.num_restarts += 1
             num_idle_deaths = num_idle_deaths + 1 if died_idle else 0
             if num_idle_deaths == MAX_IDLE_DEATHS:
-                raise CannotScore(f"{MAX_IDLE_DEATHS} reward processes in a row died ({died_idle})")
+                raise RewardFailed(f"{MAX_IDLE_DEATHS} reward processes in a row died ({died_idle})", "unable")

@@ -10,39 +10,17 @@ import inspect
 import logging
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
+from asyncrl_cli.tasks import agents, verifiers_player
 from asyncrl_cli.tasks.item import WORKED, Item
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.user_code import UserCode
 
 Scorer = Callable[[Item, Any], Any]
 ANSWER_TAG, ANSWER_END = "<answer>", "</answer>"
-
-
-def build_scorer(spec: RewardSpec) -> Scorer:
-    """The scorer of a spec. Raises any error of importing a function or package, or of a dataset's parameters."""
-    if spec.kind == "dataset":
-        return _dataset_scorer(spec)
-    if spec.kind == "exact-match":
-        return _exact_match_scorer(spec)
-    if spec.kind == "math-verify":
-        return _math_verify_scorer()
-    if spec.kind == "agent" and spec.function is not None:
-        from asyncrl_cli.tasks.agents import player
-
-        return player(spec.function)
-    if spec.kind == "verifiers":
-        from asyncrl_cli.tasks import verifiers_player
-
-        return verifiers_player.player(spec.dataset, spec.params)
-    if spec.kind == "none":
-        return lambda item, response: 0.0
-    if spec.function is None:
-        raise ValueError("the episode itself gives the reward")
-    return load_function(spec.function)
 
 
 def is_async(scorer: Scorer) -> bool:
@@ -86,7 +64,7 @@ def _exact_match_scorer(spec: RewardSpec) -> Scorer:
     return score
 
 
-def _math_verify_scorer() -> Scorer:
+def _math_verify_scorer(spec: RewardSpec) -> Scorer:
     from math_verify import parse, verify
 
     # math-verify's own timeouts silently return False, so they are switched off (it warns about that). Ours, around the process,
@@ -104,11 +82,6 @@ def _math_verify_scorer() -> Scorer:
         return float(verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None))
 
     return score
-
-
-def check_function(code: UserCode) -> None:
-    """Raises whatever stands against using the function as a reward."""
-    load_function(code)
 
 
 def load_function(code: UserCode) -> Scorer:
@@ -130,3 +103,20 @@ def load_function(code: UserCode) -> Scorer:
     except TypeError as error:
         raise TypeError(f"{name}{signature} cannot be called with (item, response): {error}") from error
     return found
+
+
+SCORERS: Mapping[str, Callable[[RewardSpec], Scorer]] = {
+    "dataset": _dataset_scorer,
+    "exact-match": _exact_match_scorer,
+    "math-verify": _math_verify_scorer,
+    "function": lambda spec: load_function(spec.function),
+    "agent": lambda spec: agents.player(spec.function),
+    "verifiers": lambda spec: verifiers_player.player(spec.dataset, spec.params),
+    "none": lambda spec: lambda item, response: 0.0,
+}
+"""By the kind of the spec; an `episode` gives its own reward."""
+
+
+def build_scorer(spec: RewardSpec) -> Scorer:
+    """The scorer of a spec. Raises any error of importing a function or package, or of a dataset's parameters."""
+    return SCORERS[spec.kind](spec)

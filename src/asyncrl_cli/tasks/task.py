@@ -11,19 +11,15 @@ from random import Random
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.builtin import builtin_task, drawn, environment_of
-from asyncrl_cli.tasks.code_records import recorded_file
-from asyncrl_cli.tasks.eval_sets import KINDS, check_no_files, file_of, read_sets, without
-from asyncrl_cli.tasks.files import Read, read_items
+from asyncrl_cli.tasks.builtin import builtin_task, drawn
+from asyncrl_cli.tasks.code_choice import has_tool_class, resolve_reward, resolve_tool_class
+from asyncrl_cli.tasks.files import read_items
 from asyncrl_cli.tasks.gym import dataset_module, make_entries
-from asyncrl_cli.tasks.item import WORKED, Item, prompt_key
-from asyncrl_cli.tasks.reward_choice import BUILT_IN, resolve_agent, resolve_reward
+from asyncrl_cli.tasks.item import WORKED, Item
 from asyncrl_cli.tasks.reward_spec import Adapter, RewardSpec
-from asyncrl_cli.tasks.tool_choice import resolve_tool_class
+from asyncrl_cli.tasks.splits import KINDS, check_no_files, file_of, read_sets, splits_of
 from asyncrl_cli.tasks.tool_class import ToolClass
-from asyncrl_cli.tasks.user_code import is_user_code
 from asyncrl_cli.tasks.verifiers_source import verifiers_items, verifiers_spec
 
 SOURCES = {
@@ -45,8 +41,6 @@ DATA_SOURCE = "data_source"
 EXACT = 'task.reward = "exact-match" compares the whole response with the answer ("math-verify" judges mathematics)'
 
 Demonstration = Callable[[Item, Random], str | Sequence[Mapping[str, Any]]] | None
-Splits = tuple[list[Item], list[Item], list[str]]
-"""What files give: training items, eval items, and notes for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +80,8 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
     task = _load_items(profile, run_dir)
     if not has_tool_class(profile):
         return task
-    tool_class, notes = resolve_tool_class(profile, environment_of(profile.task), run_dir)
+    tool_class, notes = resolve_tool_class(profile, run_dir)
     return replace(task, tool_class=tool_class, notes=(*task.notes, *notes))
-
-
-def has_tool_class(profile: Profile) -> bool:
-    """Whether a class of the user's, or of a builtin task in the same convention, plays the episodes."""
-    return not profile.task.agent and is_user_code(environment_of(profile.task))
 
 
 def _load_items(profile: Profile, run_dir: Path | None) -> Task:
@@ -112,32 +101,13 @@ def _load_items(profile: Profile, run_dir: Path | None) -> Task:
     return _gym_task(profile, name, run_dir)
 
 
-def _reward(
-    profile: Profile, run_dir: Path | None, dataset: str, params: Mapping[str, Any], adapter: Adapter
-) -> tuple[RewardSpec, tuple[str, ...]]:
-    """The reward, or the agent that gives it, and notes for the user about it."""
-    task, file, note = profile.task, None, ""
-    if has_tool_class(profile) and (task.reward == "auto" or is_user_code(task.reward)):
-        return RewardSpec(kind="episode", dataset=dataset, params=params, adapter=adapter), ()
-    is_alone = task.reward == "auto" and profile.reward_model.path is not None
-    what, name = ("agent", task.agent) if task.agent else ("reward", "none" if is_alone else task.reward)
-    if run_dir is not None and name not in BUILT_IN:
-        file, note = recorded_file(run_dir, what, name)
-    resolve, timeout_s = resolve_reward, task.reward_timeout_s
-    if task.agent:
-        resolve, timeout_s = resolve_agent, profile.env.tool_timeout_s
-    given: dict[str, Any] = {"dataset": dataset, "params": params, "adapter": adapter, "timeout_s": timeout_s}
-    spec = resolve(name, **given, only_file=file, directory=task.import_path)
-    return spec, (note,) if note else ()
-
-
 def _builtin_task(profile: Profile, name: str, run_dir: Path | None) -> Task:
     form, num_eval = _adapter(profile, None), profile.eval.prompts
-    task = builtin_task(name, profile.task.params, form)
-    reward, notes = _reward(profile, run_dir, "", {}, "plain")
+    task = builtin_task(name, profile.task.params)
+    reward, notes = resolve_reward(profile, RewardSpec(kind="none"), run_dir)
     taken: set[str] = set()
-    held_out = drawn(task, name, "eval", max(num_eval, HELD_OUT_AT_LEAST), taken)[:num_eval]
-    train = drawn(task, name, f"train/{profile.run.seed}", profile.task.train_prompts or DRAWN_PROMPTS, taken)
+    held_out = drawn(task, name, form, "eval", max(num_eval, HELD_OUT_AT_LEAST), taken)[:num_eval]
+    train = drawn(task, name, form, f"train/{profile.run.seed}", profile.task.train_prompts or DRAWN_PROMPTS, taken)
     return Task(
         name=profile.task.source,
         train=tuple(train),
@@ -163,7 +133,8 @@ def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
     worked = WORKED[dataset] if adapter == "worked" else None
     if worked is not None:
         params = {**worked.default_params, **params}
-    reward, notes = _reward(profile, run_dir, dataset, params, adapter)
+    spec = RewardSpec(kind="none", dataset=dataset, params=params, adapter=adapter)
+    reward, notes = resolve_reward(profile, spec, run_dir)
     train = f"train/{profile.run.seed}"
     made = _made(reward, {"eval": profile.eval.prompts, train: profile.task.train_prompts or MADE_PROMPTS})
     return Task(
@@ -201,65 +172,16 @@ def _adapter(profile: Profile, dataset: str | None) -> Adapter:
 def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
     if profile.task.params:
         raise ConfigError(f"task.params is for reasoning-gym and builtin tasks, not for {profile.task.source}", hint="leave it out")
-    reward, said = _reward(profile, run_dir, "", {}, _adapter(profile, ""))
+    reward, said = resolve_reward(profile, RewardSpec(kind="none", adapter=_adapter(profile, "")), run_dir)
     read = partial(
         read_items,
         prompt=profile.task.prompt_key,
         answer=profile.task.answer_key,
         needs_answer=reward.function is None and reward.kind != "episode",
     )
-    if profile.task.eval_path is None:
-        train, held_out, notes = _one_file(profile, path, read)
-    else:
-        train, held_out, notes = _two_files(profile, path, expand(profile.task.eval_path), read)
+    train, held_out, notes = splits_of(profile, path, read)
     if reward.kind == "exact-match" and DATA_SOURCE in train[0]["metadata"]:
         notes.append(f"{path}: its column {DATA_SOURCE} chooses no rule here: {EXACT}")
-    sets = read_sets(profile, read)
-    train, left_out = without(train, sets)
+    train, sets, left_out = read_sets(profile, train, read)
     notes = [*said, *notes, *left_out]
     return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, notes=tuple(notes), eval_sets=sets)
-
-
-def _left_out(path: Path, read: Read, limited_by: str, num_more: int = 0) -> list[str]:
-    """Notes about rows that were left out. `num_more`: rows that were read but are not used."""
-    repeated, behind = read.num_repeated, read.num_behind + num_more
-    notes = [f"{path}: left out {repeated:,} rows whose prompt repeats an earlier one"] if repeated else []
-    return [*notes, f"{path}: left out its last {behind:,} rows: {limited_by}"] if behind else notes
-
-
-def _one_file(profile: Profile, path: Path, read_file: Callable[..., Read]) -> Splits:
-    """Hold out the items with the smallest uids: a random choice that depends neither on a seed nor on the order of rows."""
-    num_eval, wanted = profile.eval.prompts, profile.task.train_prompts
-    read = read_file(path, key="task.source", limit=None if wanted is None else wanted + num_eval)
-    if len(read.items) <= num_eval:
-        raise ConfigError(
-            f"task.source: {path} has {len(read.items)} distinct prompts, and eval.prompts = {num_eval} of them are held "
-            "out: none are left to train on",
-            hint="lower eval.prompts, or name a file of eval prompts in task.eval_path",
-        )
-    held_out = sorted(read.items, key=lambda item: item["uid"])[:num_eval]
-    held_out_uids = {item["uid"] for item in held_out}
-    train = [item for item in read.items if item["uid"] not in held_out_uids]
-    return train, held_out, _left_out(path, read, f"task.train_prompts = {wanted}, and eval.prompts = {num_eval}")
-
-
-def _two_files(profile: Profile, path: Path, eval_path: Path, read_file: Callable[..., Read]) -> Splits:
-    num_eval, wanted = profile.eval.prompts, profile.task.train_prompts
-    notes: list[str] = []
-    held_out: list[Item] = []
-    if num_eval:
-        read = read_file(eval_path, key="task.eval_path", limit=num_eval)
-        held_out = read.items
-        notes += _left_out(eval_path, read, f"eval.prompts = {num_eval}")
-    if len(held_out) < num_eval:
-        notes.append(f"{eval_path}: has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}")
-    eval_prompts = {prompt_key(item["prompt"]) for item in held_out}
-    read = read_file(path, key="task.source", limit=None if wanted is None else wanted + len(held_out))
-    train = [item for item in read.items if prompt_key(item["prompt"]) not in eval_prompts]
-    if len(train) < len(read.items):
-        notes.append(f"{path}: left out {len(read.items) - len(train):,} rows whose prompt is among the eval prompts")
-    if not train:
-        raise ConfigError(f"task.source: every prompt of {path} is among the eval prompts of {eval_path}")
-    num_unused = 0 if wanted is None else max(0, len(train) - wanted)
-    notes += _left_out(path, read, f"task.train_prompts = {wanted}", num_unused)
-    return train[:wanted], held_out, notes

@@ -1,20 +1,36 @@
-"""A user's environment in the convention of TRL's `environment_factory`.
+"""A user's environment in the convention of TRL's `environment_factory`: what it is, and what plays it in a process of its own.
 
 A class (or function) that takes no arguments makes the environment of one episode. `reset(**columns)` begins it and may return text
 to add to the user's message. All other public methods are the model's tools, described by docstrings and type hints. The reward is
 the sum of `get_reward()`, if there is one, and of task.reward, if that is given. An attribute `done` that is true ends the episode.
+
+    worker -> process    pickles: ("reset", seed, prompt, columns), ("calls", [(tool, arguments), ...]), ("reward", completion),
+                         ("finish",)
+    process -> worker    lines of JSON: first {"pid": ...}, then one per request, of "calls" one per tool call
+
+A line with `failed` says why the episode cannot go on. A tool that raises is none of these: the model is told.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
-from asyncrl_cli.tasks.user_code import UserCode
+from asyncrl_cli.tasks.child import pickles, write_line
+from asyncrl_cli.tasks.scoring import checked_reward
+from asyncrl_cli.tasks.user_code import UserCode, report
 
 NOT_TOOLS = ("reset", "get_reward")
+MAX_TEXT_CHARS = 10**6
+"""Longest text of a reset or of a tool: far more than any context, little enough for a pipe."""
+
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +66,113 @@ def check_reward(code: UserCode) -> None:
     asked = inspect.signature(function).parameters.get("completion_ids")
     if asked is not None and asked.default is asked.empty:
         raise TypeError(f"{code.attribute} asks for completion_ids, which are not at hand where environments run")
+
+
+class TooLong(Exception):
+    pass
+
+
+class Player:
+    def __init__(self, make: Callable[[], Any], reward: Callable[..., Any] | None) -> None:
+        self._make = make
+        self._reward = reward
+        self._environment: Any = None
+        self._runner: Any = None
+
+    def serve(self, requests: BinaryIO, results: BinaryIO) -> None:
+        """Answer requests until there are no more; each names one of the four methods below."""
+        for what, *arguments in pickles(requests):
+            try:
+                for line in getattr(self, what)(*arguments):
+                    write_line(results, line)
+            except (Exception, SystemExit) as error:
+                write_line(results, {"failed": report(error)})
+
+    def reset(self, seed: int, prompt: list[Any], columns: Mapping[str, Any]) -> Sequence[Line]:
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        self._prompt, self._columns = prompt, columns
+        self._environment = self._make()
+        observation = self._value(self._environment.reset(prompt=prompt, **columns))
+        if not isinstance(observation, str | None):
+            raise TypeError(f"reset returned {type(observation).__name__}, not text or None")
+        return [{"text": _bounded(observation or "")}]
+
+    def calls(self, calls: Sequence[tuple[str, Any]]) -> Any:
+        for name, arguments in calls:
+            told = self._call(name, arguments)
+            yield {**told, "done": bool(getattr(self._environment, "done", False))}
+
+    def _call(self, name: str, arguments: Any) -> Line:
+        """What the model is told, and whether the call failed: the tool's result, or the error that it raised, as TRL puts it."""
+        try:
+            if name not in tool_names(self._environment):
+                raise ValueError(f"Tool {name} not found.")
+            return {"text": _bounded(str(self._value(getattr(self._environment, name)(**arguments)))), "raised": False}
+        except TooLong:
+            raise
+        except (Exception, SystemExit) as error:
+            return {"text": str({"error": _bounded(str(error))}), "raised": True}
+
+    def reward(self, completion: list[Any]) -> Sequence[Line]:
+        rewards, facts = list[Any](), dict[str, float]()
+        if hasattr(self._environment, "get_reward"):
+            rewards.append(self._value(self._environment.get_reward()))
+        if self._reward is not None:
+            columns = {name: [value] for name, value in self._columns.items()}
+            rewards += self._value(
+                self._reward(
+                    prompts=[self._prompt],
+                    completions=[completion],
+                    environments=[self._environment],
+                    trainer_state=None,
+                    log_extra=lambda *_: None,
+                    log_metric=lambda name, value: facts.update({str(name): float(value)}),
+                    **columns,
+                )
+            )
+        given = [checked_reward(reward) for reward in rewards if reward is not None]
+        if rewards and not given:
+            raise ValueError("the reward is None")
+        return [{"reward": sum(given), "facts": facts}]
+
+    def finish(self) -> Sequence[Line]:
+        """Let go of the environment. `clean`: nothing that it has started still runs, so that the process can serve another."""
+        self._environment = None
+        return [{"clean": threading.active_count() == 1 and not self._has_tasks() and not _has_children()}]
+
+    def _has_tasks(self) -> bool:
+        if self._runner is None:
+            return False
+        import asyncio
+
+        return bool(asyncio.all_tasks(self._runner.get_loop()))
+
+    def _value(self, result: Any) -> Any:
+        """The result, awaited if it has to be, on an event loop that lasts as long as the process."""
+        if not inspect.isawaitable(result):
+            return result
+        import asyncio
+
+        self._runner = self._runner or asyncio.Runner()
+
+        async def awaited() -> Any:
+            return await result
+
+        return self._runner.run(awaited())
+
+
+def _has_children() -> bool:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MAX_TEXT_CHARS:
+        raise TooLong(f"{len(text):,} characters of text, {MAX_TEXT_CHARS:,} are allowed")
+    return text

@@ -12,6 +12,8 @@ from functools import reduce
 from typing import Any
 
 MAX_REASON_CHARS = 400
+_TRACEBACKS = iter(range(3))
+"""One for each traceback that this process may still print."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,13 @@ class UserCode:
 def is_user_code(name: str) -> bool:
     module, _, attribute = name.partition(":")
     return bool(module and attribute)
+
+
+def report(error: BaseException) -> str:
+    """Print the error's traceback, if it is one of the first of this process, and return what `describe` says of it."""
+    if next(_TRACEBACKS, None) is not None:
+        traceback.print_exception(error)
+    return describe(error)
 
 
 def describe(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from asyncrl_cli.tasks.child import ChildFailed, call_once
 from asyncrl_cli.tasks.item import Item, content_uid, make_item, prompt_key
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rows import prompt_and_answer
+from asyncrl_cli.tasks.splits import Splits, hold_out
 from asyncrl_cli.tasks.verifiers_player import Row, read_rows
 
 LOAD_LIMIT_S = 600.0
@@ -30,26 +31,16 @@ def verifiers_spec(profile: Profile, name: str) -> RewardSpec:
     return RewardSpec(kind="verifiers", dataset=name, params=profile.task.params, python="" if python is None else str(found))
 
 
-def verifiers_items(profile: Profile, spec: RewardSpec) -> tuple[list[Item], list[Item], list[str]]:
-    """Training items, eval items, and notes for the user. Eval items are of the environment's own eval dataset, or held out: those
-    with the smallest uids. Raises ConfigError."""
+def verifiers_items(profile: Profile, spec: RewardSpec) -> Splits:
+    """The environment's prompts; eval items are of its own eval dataset, or held out. Raises ConfigError."""
     source, num_eval, wanted = profile.task.source, profile.eval.prompts, profile.task.train_prompts
     rows, eval_rows = _read(spec, None if wanted is None else wanted + num_eval, num_eval)
-    items = _distinct(rows, source)
-    held_out = sorted(items, key=lambda item: item["uid"]) if eval_rows is None else _distinct(eval_rows, f"{source} (eval)")
-    held_out = held_out[:num_eval]
-    taken = {item["uid"] for item in held_out}
-    train = [item for item in items if item["uid"] not in taken][:wanted]
-    if not train:
-        raise ConfigError(
-            f"task.source: {source} has {len(items)} distinct rows, and eval.prompts = {num_eval} of them are held out: none are "
-            "left to train on",
-            hint="lower eval.prompts",
-        )
+    items, own = _distinct(rows, source), None if eval_rows is None else _distinct(eval_rows, f"{source} (eval)")
+    train, held_out = hold_out(items, num_eval, f"{source} has {len(items)} distinct rows", "lower eval.prompts", own)
     notes = [f"{source}: left out {len(rows) - len(items):,} rows that repeat an earlier one"] if len(items) < len(rows) else []
     if len(held_out) < num_eval:
         notes.append(f"{source}: has {len(held_out)} distinct rows for eval, fewer than eval.prompts = {num_eval}")
-    return train, held_out, notes
+    return train[:wanted], held_out, notes
 
 
 def _read(spec: RewardSpec, most_train: int | None, most_eval: int) -> tuple[list[Row], list[Row] | None]:

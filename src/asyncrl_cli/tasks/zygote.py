@@ -4,8 +4,8 @@
     zygote -> worker    lines of JSON: {"ready": true} or {"failed": why}; then {"pid": ..., "code": ...} for each that ended
 
 A process leads a session of its own. When it is killed or dies, what it has started there goes with it. What it has started and
-orphaned in a further session (a daemon) becomes the zygote's, and ends with the zygote. The zygote ends when its socket closes: at
-the end of the worker, however that came about.
+orphaned in a further session (a daemon) becomes the zygote's, and ends with the zygote. The zygote ends when its socket closes,
+because the worker has ended for whatever reason.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from asyncrl_cli.tasks.child import PR_SET_PDEATHSIG, kill_group
-from asyncrl_cli.tasks.tool_class import ToolClass
-from asyncrl_cli.tasks.tool_player import Player
+from asyncrl_cli.tasks.child import PR_SET_PDEATHSIG, kill_group, write_line
+from asyncrl_cli.tasks.tool_class import Player, ToolClass
 from asyncrl_cli.tasks.user_code import describe
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -60,12 +59,9 @@ class Zygote:
         self._player = player
         self._children: set[int] = set()
         self._pid = os.getpid()
-        self._woken, wake = os.pipe()
-        for end in (self._woken, wake):
-            os.set_blocking(end, False)
+        self._wakeups = self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake)
-        self._pipes = (self._woken, wake)
 
     def serve(self) -> None:
         _tell(self._control, {"ready": True})
@@ -110,13 +106,12 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
-            for end in self._pipes:
+            for end in self._wakeups:
                 os.close(end)
             os.set_inheritable(fd, False)
             if os.getppid() == self._pid:  # else the zygote died before it could be watched
                 with os.fdopen(fd, "rb") as requests, os.fdopen(os.dup(fd), "wb") as results:
-                    results.write(json.dumps({"pid": os.getpid()}).encode() + b"\n")
-                    results.flush()
+                    write_line(results, {"pid": os.getpid()})
                     self._player.serve(requests, results)
             os._exit(0)
         except BrokenPipeError:  # nobody waits for it any more

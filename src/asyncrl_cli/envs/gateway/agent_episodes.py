@@ -11,14 +11,11 @@ Who waits for whom: `play` for the child, which the pool ends if it blocks (`env
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from asyncrl_cli.envs.episode import Episode
 from asyncrl_cli.envs.gateway.server import Gateway
-from asyncrl_cli.envs.port import End, EpisodeFailed, SelfPlayed
-from asyncrl_cli.tasks.agents import Access
+from asyncrl_cli.envs.port import End, EpisodeFailed, Rewards, SelfPlayed
 from asyncrl_cli.tasks.rewards import RewardFailed
 
 MAX_STARTS = 3
@@ -27,17 +24,12 @@ KINDS = {"timed-out": "episode-timeout", "blocked": "tool-timeout", "died": "too
 """Kinds of failed trajectories, by the pool's; others are `agent`: it raised, or returned no number."""
 
 
-class Agents(Protocol):
-    def score(self, item: Any, access: Access) -> Awaitable[float]:
-        """Have the agent play the item; its reward. Raises RewardFailed."""
-
-
+@dataclass(eq=False)
 class AgentEnvironment(SelfPlayed):
-    """The environment of one episode that an agent plays."""
+    """The environment of one episode that an agent plays: `agents.score(item, access)` has it play, and gives its reward."""
 
-    def __init__(self, gateway: Gateway, agents: Agents) -> None:
-        self._gateway = gateway
-        self._agents = agents
+    gateway: Gateway
+    agents: Rewards
 
     async def play(self, episode: Episode) -> End:
         for start in range(1, MAX_STARTS + 1):
@@ -54,10 +46,14 @@ class AgentEnvironment(SelfPlayed):
     async def _played(self, episode: Episode) -> float:
         """One start of the agent, with a new conversation. Raises RewardFailed, and what the engine raises."""
         episode.begin_anew()
-        waiting = _Waiting(episode)
-        session = self._gateway.session(episode.id, episode.conversation, episode.sampling, episode.seed, waiting.on_running)
-        playing = asyncio.ensure_future(self._agents.score(episode.item, self._gateway.open_session(session)))
-        waiting.on_running(0)
+
+        def on_running(running: int) -> None:
+            episode.waits_for("" if running else "agent")
+
+        of_episode = episode.id, episode.conversation, episode.sampling, episode.seed
+        session, access = self.gateway.open_session(*of_episode, on_running)
+        playing = asyncio.ensure_future(self.agents.score(episode.item, access))
+        episode.waits_for("agent")
         try:
             await asyncio.wait({playing, session.failed}, return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
@@ -65,24 +61,6 @@ class AgentEnvironment(SelfPlayed):
             return await playing
         finally:
             playing.cancel()
-            waiting.on_running(1)
+            episode.waits_for("")
             episode.finish_reason = session.finish_reason
-            await self._gateway.close_session(session)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """Measures how long an episode has no request running: it waits for its agent."""
-
-    episode: Episode
-    since_s: float | None = None
-
-    def on_running(self, running: int) -> None:
-        now_s = asyncio.get_running_loop().time()
-        if running and self.since_s is not None:
-            self.episode.tool_s += now_s - self.since_s
-            self.since_s = None
-            self.episode.means.on_waiting(self.episode.id, "")
-        elif not running and self.since_s is None:
-            self.since_s = now_s
-            self.episode.means.on_waiting(self.episode.id, "agent")
+            await self.gateway.close_session(session)

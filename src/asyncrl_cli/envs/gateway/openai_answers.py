@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from asyncrl_cli.engines.port import Completion
-from asyncrl_cli.envs.gateway.openai_requests import ModelRequest
+from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest
 from asyncrl_cli.envs.port import Message
 
 MODEL = "asyncrl"
@@ -38,54 +38,46 @@ class Reply:
     def finish_reason(self) -> str:
         return "tool_calls" if self.message.get("tool_calls") else self.completion.finish_reason
 
-    def usage(self) -> dict[str, int]:
-        prompt, sampled = len(self.prompt_tokens), len(self.completion.tokens)
-        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
-    def tokens(self) -> dict[str, Any]:
-        return {"token_ids": self.completion.tokens, "weight_versions": self.completion.versions}
-
-
-def chat_answer(reply: Reply, request: ModelRequest) -> dict[str, Any]:
-    choice = {"index": 0, "message": _message(reply), "finish_reason": reply.finish_reason, "logprobs": None}
+def answer(reply: Reply, request: ModelRequest) -> dict[str, Any]:
+    """A chat completion, or a text completion if a text was asked for."""
+    is_chat, prompt_tokens, sampled = isinstance(request, ChatRequest), reply.prompt_tokens, reply.completion
+    said = {"message": _message(reply)} if is_chat else {"text": reply.message["content"]}
+    choice = {"index": 0, **said, "finish_reason": reply.finish_reason, "logprobs": None}
     if request.wants_tokens:
-        choice |= {"logprobs": {"content": _chat_logprobs(reply)}, **reply.tokens()}
-    return _answer("chatcmpl", "chat.completion", reply, request, choice)
+        choice["logprobs"] = _chat_logprobs(reply) if is_chat else _text_logprobs(reply)
+        choice |= {"token_ids": sampled.tokens, "weight_versions": sampled.versions}
+    prefix, kind = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
+    num_prompt, num_sampled = len(prompt_tokens), len(sampled.tokens)
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
+    head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": request.model or MODEL}
+    return {**head, "choices": [choice], "usage": usage, **({"prompt_token_ids": prompt_tokens} if request.wants_tokens else {})}
 
 
-def text_answer(reply: Reply, request: ModelRequest) -> dict[str, Any]:
-    choice = {"index": 0, "text": reply.message["content"], "finish_reason": reply.completion.finish_reason, "logprobs": None}
-    if request.wants_tokens:
-        choice |= {"logprobs": _text_logprobs(reply), **reply.tokens()}
-    return _answer("cmpl", "text_completion", reply, request, choice)
+def events(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
+    """The answer as a stream: the message, how it ended (with a text, if it is one), and the usage if asked for."""
+    kind, chunks = answer["object"], answer["choices"]
+    if kind == "chat.completion":
+        kind, chunks = "chat.completion.chunk", _chat_chunks(answer["choices"][0])
+    for chunk in chunks:
+        yield _event(answer, kind, [chunk])
+    if with_usage:
+        yield _event(answer, kind, [], usage=answer["usage"])
+    yield END_OF_STREAM
 
 
-def chat_events(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
-    """The answer as a stream: the message, how it ended, and the usage if asked for."""
-    choice = answer["choices"][0]
+def _chat_chunks(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     message = choice["message"]
     calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())]
     delta = {**message, "tool_calls": calls} if calls else message
     more = {name: choice[name] for name in ("logprobs", "token_ids", "weight_versions") if name in choice}
-    yield _event(answer, "chat.completion.chunk", [{"index": 0, "delta": delta, "finish_reason": None, **more}])
-    yield _event(answer, "chat.completion.chunk", [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}])
-    yield from _last_events(answer, "chat.completion.chunk", with_usage)
-
-
-def text_events(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
-    yield _event(answer, "text_completion", answer["choices"])
-    yield from _last_events(answer, "text_completion", with_usage)
+    yield {"index": 0, "delta": delta, "finish_reason": None, **more}
+    yield {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
 
 
 def models() -> dict[str, Any]:
     """The body of `/v1/models`."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]}
-
-
-def _answer(prefix: str, kind: str, reply: Reply, request: ModelRequest, choice: Mapping[str, Any]) -> dict[str, Any]:
-    head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": request.model or MODEL}
-    prompt = {"prompt_token_ids": reply.prompt_tokens} if request.wants_tokens else {}
-    return {**head, "choices": [choice], "usage": reply.usage(), **prompt}
 
 
 def _message(reply: Reply) -> dict[str, Any]:
@@ -95,16 +87,16 @@ def _message(reply: Reply) -> dict[str, Any]:
 
 
 def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}
+    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
-def _chat_logprobs(reply: Reply) -> list[dict[str, Any]]:
+def _chat_logprobs(reply: Reply) -> dict[str, Any]:
     pairs = zip(reply.completion.tokens, reply.completion.logprobs, strict=True)
     texts = ((reply.decode([token]), logprob) for token, logprob in pairs)
-    return [
+    content = [
         {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []} for text, value in texts
     ]
+    return {"content": content}
 
 
 def _text_logprobs(reply: Reply) -> dict[str, Any]:
@@ -116,9 +108,3 @@ def _text_logprobs(reply: Reply) -> dict[str, Any]:
 def _event(answer: Mapping[str, Any], kind: str, choices: list[Any], **more: Any) -> bytes:
     head = {name: answer[name] for name in ("id", "created", "model")}
     return f"data: {json.dumps({**head, 'object': kind, 'choices': choices, **more})}\n\n".encode()
-
-
-def _last_events(answer: Mapping[str, Any], kind: str, with_usage: bool) -> Iterator[bytes]:
-    if with_usage:
-        yield _event(answer, kind, [], usage=answer["usage"])
-    yield END_OF_STREAM

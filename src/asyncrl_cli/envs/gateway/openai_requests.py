@@ -72,11 +72,6 @@ class ModelRequest(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def most_tokens(self) -> int | None:
-        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
-        return min(limits, default=None)
-
-    @property
     def stops(self) -> tuple[str, ...]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stop for stop in given if stop)

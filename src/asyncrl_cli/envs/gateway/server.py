@@ -41,7 +41,8 @@ from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.episode import Limits, derived_seed
 from asyncrl_cli.envs.gateway import openai_answers
 from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest, Refused, RewardPost, TextRequest, parsed
-from asyncrl_cli.envs.gateway.session import CLOSED, Session
+from asyncrl_cli.envs.gateway.session import CLOSED, OnRunning, Session
+from asyncrl_cli.envs.port import EpisodeFailed
 from asyncrl_cli.tasks.agents import Access
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -99,22 +100,14 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def session(
-        self,
-        id: str,
-        conversation: Conversation,
-        sampling: Sampling,
-        seed: int,
-        on_running: Callable[[int], None] = lambda running: None,
-    ) -> Session:
-        """A session that is not open to anybody yet; its requests to the engine are named by `id`."""
-        return Session(id, self._engine, conversation, sampling, self._limits, seed=seed, on_running=on_running)
-
-    def open_session(self, session: Session) -> Access:
-        """The session's address and key, for its client."""
+    def open_session(
+        self, id: str, conversation: Conversation, sampling: Sampling, seed: int, on_running: OnRunning = lambda running: None
+    ) -> tuple[Session, Access]:
+        """A session, whose requests to the engine are named by `id`, and its address and key, for its client."""
+        session = Session(id, self._engine, conversation, sampling, self._limits, seed, on_running)
         number, key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self._sessions[number] = (key, session)
-        return Access(base_url=f"{self.url}/sessions/{number}/v1", key=key, model=openai_answers.MODEL)
+        return session, Access(base_url=f"{self.url}/sessions/{number}/v1", key=key, model=openai_answers.MODEL)
 
     async def close_session(self, session: Session) -> None:
         """From now on its requests get 410."""
@@ -144,8 +137,8 @@ class Gateway:
             web.get("/sessions/{id}/reward", self._get_reward),
             web.post("/sessions/{id}/reward", self._post_reward),
             *(web.get(f"{base}/models", self._models) for base in bases),
-            *(web.post(f"{base}/chat/completions", self._answer_chat) for base in bases),
-            *(web.post(f"{base}/completions", self._answer_text) for base in bases),
+            *(web.post(f"{base}/chat/completions", partial(self._answer, ChatRequest)) for base in bases),
+            *(web.post(f"{base}/completions", partial(self._answer, TextRequest)) for base in bases),
         ]
 
     def _session_of(self, request: web.Request) -> Session:
@@ -154,7 +147,8 @@ class Gateway:
         if number is None:
             self.check_admin(request)
             number = f"admin-{next(self._unrecorded)}"
-            return self.session(number, Conversation(self._chat), self._sampling, derived_seed(0, number))
+            own = Conversation(self._chat), self._sampling, self._limits, derived_seed(0, number)
+            return Session(number, self._engine, *own)
         key, session = self._sessions.get(number, (self._closed.get(number), None))
         if key is None or not _has_key(request, key):
             raise Refused(401, "there is no session with this address and key", "invalid_api_key")
@@ -174,19 +168,12 @@ class Gateway:
         session.reward = parsed(await request.read(), RewardPost).reward
         return web.json_response({"reward": session.reward})
 
-    async def _answer_chat(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, kind: type[ModelRequest], request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
-        asked = parsed(await request.read(), ChatRequest)
+        asked = parsed(await request.read(), kind)
         async with self._admitted():
-            answer = openai_answers.chat_answer(await session.chat(asked), asked)
-        return await _answered(request, session, asked, answer, openai_answers.chat_events)
-
-    async def _answer_text(self, request: web.Request) -> web.StreamResponse:
-        session = self._session_of(request)
-        asked = parsed(await request.read(), TextRequest)
-        async with self._admitted():
-            answer = openai_answers.text_answer(await session.complete(asked), asked)
-        return await _answered(request, session, asked, answer, openai_answers.text_events)
+            answer = openai_answers.answer(await session.reply(asked), asked)
+        return await _answered(request, session, asked, answer)
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
@@ -229,9 +216,7 @@ async def _health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
-async def _answered(
-    request: web.Request, session: Session, asked: ModelRequest, answer: dict[str, Any], events: Callable[..., Iterable[bytes]]
-) -> web.StreamResponse:
+async def _answered(request: web.Request, session: Session, asked: ModelRequest, answer: dict[str, Any]) -> web.StreamResponse:
     """The answer, as one body or as a stream of server-sent events."""
     ignored = asked.ignored(session.sampling)
     headers = {"x-asyncrl-ignored": ", ".join(ignored)} if ignored else {}
@@ -239,7 +224,7 @@ async def _answered(
         return web.json_response(answer, headers=headers)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     await response.prepare(request)
-    for event in events(answer, with_usage=asked.wants_usage):
+    for event in openai_answers.events(answer, with_usage=asked.wants_usage):
         await response.write(event)
     await response.write_eof()
     return response
@@ -251,6 +236,8 @@ async def _errors_in_openais_shape(request: web.Request, handler: Handler) -> we
         return await handler(request)
     except Refused as refused:
         error = refused
+    except EpisodeFailed as failed:  # by the chat template or the tokenizer
+        error = Refused(400, failed.text)
     except web.HTTPException as raised:  # no such path, a body that is too large
         error = Refused(raised.status, f"{request.method} {request.path}: {raised.reason}")
     except Exception:

@@ -18,7 +18,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from asyncrl_cli.engines.port import Completion, Engine, Sampling
 from asyncrl_cli.envs.chat import Tools
@@ -26,64 +26,50 @@ from asyncrl_cli.envs.conversation import Context, Conversation
 from asyncrl_cli.envs.episode import Limits, derived_seed
 from asyncrl_cli.envs.gateway.openai_answers import Reply
 from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest, Refused, TextRequest, said
-from asyncrl_cli.envs.port import EpisodeFailed, Message
+from asyncrl_cli.envs.port import Message
 from asyncrl_cli.errors import ExecutorFailed
 
+OnRunning = Callable[[int], None]
 CLOSED = "this session is closed: its trajectory has ended"
 
 
+@dataclass(slots=True, eq=False)
 class Session:
-    """`id` names its requests to the engine. `on_running(number of requests that run)`: at every change, until the
-    session is closed."""
+    """`id` names its requests to the engine. `on_running(number of requests that run)`: at every change, until the session is
+    closed. `finish_reason`: of the last answer, or why there was no further one ("length", "max_turns")."""
 
-    def __init__(
-        self,
-        id: str,
-        engine: Engine,
-        conversation: Conversation,
-        sampling: Sampling,
-        limits: Limits,
-        *,
-        seed: int,
-        on_running: Callable[[int], None],
-    ) -> None:
-        self.id = id
-        self.conversation = conversation
-        self.sampling = sampling
-        self.is_open = True
-        self.reward: float | None = None
-        self.finish_reason = ""
-        """Of the last answer, or why there was no further one ("length", "max_turns")."""
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets the engine's error, if it fails under a request; the client is only told that there is no answer."""
-        self._engine = engine
-        self._limits = limits
-        self._seed = seed
-        self._on_running = on_running
-        self._running: set[str] = set()
-        self._numbers = itertools.count(1)
+    id: str
+    engine: Engine
+    conversation: Conversation
+    sampling: Sampling
+    limits: Limits
+    seed: int
+    on_running: OnRunning = lambda running: None
+    is_open: bool = True
+    reward: float | None = None
+    finish_reason: str = ""
+    failed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Gets the engine's error, if it fails under a request; the client is only told that there is no answer."""
+    _running: set[str] = field(default_factory=set)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    async def chat(self, request: ChatRequest) -> Reply:
-        """The next message of a chat. Raises Refused."""
+    async def reply(self, request: ChatRequest | TextRequest) -> Reply:
+        """The next message of a chat, or a response to a text or token ids. Raises Refused, and EpisodeFailed for what the chat
+        template or the tokenizer refuses."""
+        return await (self._chat(request) if isinstance(request, ChatRequest) else self._complete(request))
+
+    async def _chat(self, request: ChatRequest) -> Reply:
         messages, tools, chat = [message.plain() for message in request.messages], request.offered_tools(), self.conversation.chat
-        try:
-            context, prompt = self._continued(messages, tools) or self._context_of(chat.render(messages, tools))
-        except EpisodeFailed as failed:
-            raise Refused(400, failed.text) from None
+        context, prompt = self._continued(messages, tools) or self._context_of(chat.render(messages, tools))
         completion = await self._generated(prompt, request)
         answer = chat.parse(prompt, completion, tools)
         message = {**answer.message, "content": _before(answer.message.get("content") or "", request.stops)}
         self._keep(context, prompt, completion, [*messages, message], tools)
         return Reply(prompt_tokens=prompt, completion=completion, message=message, decode=chat.decode)
 
-    async def complete(self, request: TextRequest) -> Reply:
-        """A response to a text, or to token ids. Raises Refused."""
+    async def _complete(self, request: TextRequest) -> Reply:
         chat = self.conversation.chat
-        try:
-            prompt = request.prompt if isinstance(request.prompt, list) else chat.encode(request.prompt)
-        except EpisodeFailed as failed:
-            raise Refused(400, failed.text) from None
-        context, prompt = self._context_of(prompt)
+        context, prompt = self._context_of(request.prompt if isinstance(request.prompt, list) else chat.encode(request.prompt))
         completion = await self._generated(prompt, request)
         self._keep(context, prompt, completion, [], ())
         text = _before(chat.decode(completion.tokens), request.stops)
@@ -93,7 +79,7 @@ class Session:
         """End the session: its requests end soon after, and leave no trace."""
         self.is_open = False
         for request_id in list(self._running):
-            await self._engine.abort(request_id)
+            await self.engine.abort(request_id)
 
     def _continued(self, messages: Sequence[Message], tools: Tools) -> tuple[Context, list[int]] | None:
         """The longest context whose messages `messages` continue, and its ids with those of the new messages."""
@@ -113,11 +99,11 @@ class Session:
 
     async def _generated(self, prompt: list[int], request: ModelRequest) -> Completion:
         sampling, number = self._sampling_for(prompt, request), next(self._numbers)
-        seed = self._seed if number == 1 else derived_seed(self._seed, str(number - 1))
+        seed = self.seed if number == 1 else derived_seed(self.seed, str(number - 1))
         with self._counted(number) as request_id:
             try:
                 first_version = self.conversation.first_version
-                completion = await self._engine.generate(request_id, prompt, sampling, seed, first_version=first_version)
+                completion = await self.engine.generate(request_id, prompt, sampling, seed, first_version=first_version)
             except ValueError as error:
                 raise Refused(400, str(error)) from None
             except ExecutorFailed as error:
@@ -134,17 +120,17 @@ class Session:
         """Gives the request's id for the engine: the session's own, unless another of its requests runs under that."""
         request_id = f"{self.id}/{number}" if self._running else self.id
         self._running.add(request_id)
-        self._on_running(len(self._running))
+        self.on_running(len(self._running))
         try:
             yield request_id
         finally:
             self._running.discard(request_id)
             if self.is_open:  # otherwise nobody waits for the agent any more
-                self._on_running(len(self._running))
+                self.on_running(len(self._running))
 
     def _sampling_for(self, prompt: list[int], request: ModelRequest) -> Sampling:
         """The profile's sampling, within the request's limits. Raises Refused if there is no room for a response."""
-        limits = self._limits
+        limits = self.limits
         if not self.is_open:
             raise Refused(410, CLOSED, "session_closed")
         if not prompt:
@@ -158,18 +144,16 @@ class Session:
             most = f"{limits.max_context_tokens} tokens (env.max_context_tokens)"  # agents look for OpenAI's words
             why = f"this model's maximum context length is {most}; the prompt has {len(prompt)}"
             raise Refused(400, why, "context_length_exceeded")
-        most = min(filter(None, (self.sampling.max_response_tokens, request.most_tokens, room)))
+        asked = (request.max_tokens, request.max_completion_tokens)
+        most = min(filter(None, (self.sampling.max_response_tokens, *asked, room)))
         return replace(self.sampling, max_response_tokens=most, stop=(*self.sampling.stop, *request.stops))
 
     def _keep(self, context: Context, prompt: list[int], completion: Completion, messages: list[Message], tools: Tools) -> None:
         """Add a whole response to the context, or to a new one if that has grown meanwhile."""
         if not context.begins(prompt):
             context = Context()
-        if context not in self.conversation.contexts:
-            self.conversation.contexts.append(context)
-        context.grow(prompt, completion)
-        context.messages, context.tools = messages, tools
-        self.conversation.num_turns += 1
+        context.tools = tools
+        self.conversation.keep(context, prompt, completion, messages)
         self.finish_reason = completion.finish_reason
 
 

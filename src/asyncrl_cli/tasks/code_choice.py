@@ -1,0 +1,90 @@
+"""Which code gives rewards and plays episodes: `task.reward` or `task.agent` become a RewardSpec, `task.environment` a ToolClass.
+
+Code of the user's is tried out before the run begins. `run_dir` is set for a resumed run: see `try_out`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.agents import load_agent
+from asyncrl_cli.tasks.builtin import environment_of
+from asyncrl_cli.tasks.code_records import Notes, try_out
+from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.scoring import load_function
+from asyncrl_cli.tasks.tool_class import ToolClass, check_reward, inspect_class
+from asyncrl_cli.tasks.user_code import UserCode, is_user_code
+
+BUILT_IN = ("auto", "dataset", "exact-match", "math-verify", "none")
+IMPORT_LIMIT_S = 30.0
+"""Least time for the import of a class: that of transformers, which describes the tools, is part of it."""
+
+
+def resolve_reward(profile: Profile, spec: RewardSpec, run_dir: Path | None) -> tuple[RewardSpec, Notes]:
+    """`spec` with the kind of reward that the profile asks for, or with its agent; and notes for the user. Raises ConfigError.
+
+    `spec` describes the items; its own kind does not count.
+    """
+    reward, agent = profile.task.reward, profile.task.agent
+    if agent:
+        if not is_user_code(agent):
+            raise ConfigError(f'task.agent = "{agent}" is not of the form module:function', hint='for example "my_agent:episode"')
+        expects = "it is an async function of (client, item)"
+        code, _, notes = try_out(profile, run_dir, "agent", agent, load_agent, expects)
+        return replace(spec, kind="agent", function=code), notes
+    if has_tool_class(profile) and (reward == "auto" or is_user_code(reward)):
+        return replace(spec, kind="episode"), ()
+    if reward == "auto":
+        of_items = "dataset" if spec.dataset and spec.adapter == "plain" else "exact-match"
+        reward = of_items if profile.reward_model.path is None else "none"
+    if reward == "dataset" and not spec.dataset:
+        raise ConfigError(
+            'task.reward = "dataset" is the verifier of a reasoning-gym dataset, and this source has none',
+            hint='task.reward = "exact-match", "math-verify" or "module:function"',
+        )
+    if reward in BUILT_IN:
+        return replace(spec, kind=cast(Any, reward)), ()
+    if not is_user_code(reward):
+        raise ConfigError(
+            f'task.reward = "{reward}" is none of {", ".join(BUILT_IN)} and not of the form module:function',
+            hint='for example task.reward = "my_rewards:score"',
+        )
+    expects = "the function takes (item, response)"
+    code, _, notes = try_out(profile, run_dir, "reward", reward, load_function, expects, limit_key="task.reward_timeout_s")
+    return replace(spec, kind="function", function=code), notes
+
+
+def has_tool_class(profile: Profile) -> bool:
+    """Whether a class of the user's, or of a builtin task in the same convention, plays the episodes."""
+    return not profile.task.agent and is_user_code(environment_of(profile.task))
+
+
+def import_limit_s(profile: Profile) -> float:
+    """How long the import of the class may take, when it is tried out and in every rollout worker."""
+    return max(IMPORT_LIMIT_S, profile.env.tool_timeout_s)
+
+
+def resolve_tool_class(profile: Profile, run_dir: Path | None) -> tuple[ToolClass, Notes]:
+    """The class that plays the episodes, and notes for the user. Raises ConfigError if it or its reward cannot be used."""
+    name, notes, reward = environment_of(profile.task), (), None
+    if is_user_code(profile.task.environment):
+        expects = "it takes no arguments; it has `reset`, and tools as public methods with type hints and docstrings"
+        code, found, notes = try_out(profile, run_dir, "environment", name, inspect_class, expects, at_least_s=IMPORT_LIMIT_S)
+    else:  # a builtin task's own class
+        code = UserCode(name=name)
+        found = inspect_class(code)
+    tools, has_reward = found
+    if is_user_code(profile.task.reward):
+        named, expects = profile.task.reward, "the function takes TRL's arguments by name"
+        reward, _, more = try_out(profile, run_dir, "reward", named, check_reward, expects, at_least_s=IMPORT_LIMIT_S)
+        notes = (*notes, *more)
+    elif profile.task.reward == "auto" and not has_reward:
+        raise ConfigError(
+            f'task.environment = "{name}" has no method get_reward, and task.reward = "auto": nothing says what it is worth',
+            hint='add `def get_reward(self) -> float`, or set task.reward = "module:function" (TRL\'s signature) or "exact-match"',
+        )
+    return ToolClass(code=code, tools=tuple(tools), reward=reward), notes
