@@ -21,6 +21,7 @@ from tests.run.commands import (
     command_line,
     descendants,
     finish,
+    interrupted_thrice,
     kill,
     lines,
     start,
@@ -172,25 +173,19 @@ def test_the_first_interrupt_checkpoints_and_a_second_terminal_can_stop_the_resu
     assert all("critic/loss" in step and step["timing/critic_s"] > 0 for step in steps)
 
 
-@pytest.mark.parametrize("doing", ["warm start", "starting Ray", "starting 1 trainer"])
+@pytest.mark.parametrize("doing", ["starting Ray", "starting 1 trainer"])
 def test_interrupts_while_a_run_starts_end_it_within_seconds_and_leave_nothing(tmp_path, doing):
+    """While the model is built: test_first_run.py."""
     words = ("--profile", "partial-rollout", "--name", "early", "--ui", "plain")
-    own_cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")} if doing == "warm start" else {}
-    process = start(tmp_path, "train", *words, sets=LONG, **own_cache)
+    process = start(tmp_path, "train", *words, sets=LONG)
     wait_for_doing(process, tmp_path / "runs" / "early", doing)
     family = descendants(process.pid)
-    began_s = time.monotonic()
-    for _ in range(3):
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.5)
-    code, out, err = finish(process)
+    code, out, err, took_s = interrupted_thrice(process)
     assert (code, out) == (130, "")
-    assert time.monotonic() - began_s < 10
+    assert took_s < 10
     assert "no step was trained" in err
     assert not wait_until_gone(family, 15.0)
     assert not (tmp_path / "runs").exists()
-    assert all(path.name.startswith("tiny-") for path in (tmp_path / "cache" / "asyncrl" / "models").glob("*"))
 
 
 def test_a_disk_that_fills_is_one_error_and_the_last_checkpoint_stays(tmp_path):
