@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from heapq import heappop, heappush
 from typing import Any
 
-from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
-from asyncrl_cli.loop.stays import Stay
+from asyncrl_cli.loop.states import ExecutorReport, State, StateClock, Stay
 from asyncrl_cli.profile.schema import Interrupt
 
 DEBOUNCE_S = 0.1
 POLL_S = 1.0
+MAX_STAYS = 10_000
+"""How many stays are kept until they are taken, the newest ones: a driver that does not ask must not fill the worker's memory."""
 
 
 class RolloutMeter:
@@ -134,6 +137,39 @@ class RolloutMeter:
         trajectory, (for_what, since_s) = next(iter(self._waiting.items()))
         others = f" and {len(self._waiting) - 1} more" if len(self._waiting) > 1 else ""
         return f"{for_what} of {trajectory} ({self._now() - since_s:.0f} s so far){others}"
+
+
+class SlotStays:
+    """Records the stays of an engine's sequences. Slots in use are numbered from 0: a sequence gets the lowest free one."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._free: list[int] = []
+        self._begun: dict[str, tuple[int, float]] = {}
+        self._ended: deque[Stay] = deque(maxlen=MAX_STAYS)
+
+    @contextmanager
+    def of(self, sequence: str) -> Iterator[None]:
+        self.begin(sequence)
+        try:
+            yield
+        finally:
+            self.end(sequence)
+
+    def begin(self, sequence: str) -> None:
+        assert sequence not in self._begun, f"{sequence} is in a slot already"
+        self._begun[sequence] = heappop(self._free) if self._free else len(self._begun), self._now()
+
+    def end(self, sequence: str) -> None:
+        slot, start_s = self._begun.pop(sequence)
+        heappush(self._free, slot)
+        self._ended.append(Stay(slot, sequence, start_s, self._now()))
+
+    def take(self) -> tuple[Stay, ...]:
+        """The stays that have ended since the last call, in the order of their ends."""
+        taken = tuple(self._ended)
+        self._ended.clear()
+        return taken
 
 
 class MeteredRewards:

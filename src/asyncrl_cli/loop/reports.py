@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TypeVar
 
-from asyncrl_cli.loop.states import ExecutorReport, Span, State
-from asyncrl_cli.loop.stays import Stay
+from asyncrl_cli.loop.states import ExecutorReport, Span, State, Stay
 
 K = TypeVar("K")
 WAITS_FOR_RESTART = "a restart"

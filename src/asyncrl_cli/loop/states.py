@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-
-from asyncrl_cli.loop.stays import Stay
+from typing import NamedTuple
 
 _STEP_PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval")
 
@@ -33,6 +32,16 @@ class Span:
     """A stay in one state, in seconds of the executor's own clock."""
 
     state: State
+    start_s: float
+    end_s: float
+
+
+class Stay(NamedTuple):
+    """A sequence in a slot of an engine, in seconds of the executor's own clock. One with several turns has a stay for each. Recorded
+    if `logging.trace_sequences` asks for it."""
+
+    slot: int
+    sequence: str
     start_s: float
     end_s: float
 
