@@ -37,8 +37,8 @@ class Span:
 
 
 class Stay(NamedTuple):
-    """A sequence in a slot of an engine, in seconds of the executor's own clock. One with several turns has a stay for each. Recorded
-    if `logging.trace_sequences` asks for it."""
+    """A sequence in a slot of an engine, in seconds of the executor's own clock; one with several turns has a stay for each. It is
+    recorded if `logging.trace_sequences` asks for it."""
 
     slot: int
     sequence: str
