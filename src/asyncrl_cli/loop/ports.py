@@ -61,7 +61,6 @@ EvalOutcome = TrajectoryMeta | Failure
 class EvalResult:
     """`outcomes`: of the request's tries, in their order. `payload`: handle of the tokens of those that have not failed."""
 
-    version: int
     outcomes: tuple[EvalOutcome, ...]
     payload: Any = field(default=None, compare=False)
 
@@ -131,15 +130,14 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a train step reports. Seconds are the trainer's, or one rank's: `train_s`, `old_logprob_s`, and `column_s` for other
-    columns that were computed before training, by name (`ref`, `values`). `tokens` (sampled tokens trained, also by skipped steps)
-    and `metrics` are of all ranks; `metrics` are typed and finite, and go into the step's line unchanged.
+    """What a train step reports. Seconds are the trainer's, or one rank's: `train_s`, and `column_s` for the columns that were
+    computed before training, by name (`old_logprob`, `ref`, `values`). `tokens` (sampled tokens trained, also by skipped steps) and
+    `metrics` are of all ranks; `metrics` are typed and finite, and go into the step's line unchanged.
 
     `skipped_steps`: its optimizer steps that were skipped because the gradient was not finite; metrics that this spoils are
     absent. `skipped_in_a_row`: how many of the run's latest optimizer steps in a row were skipped, across train steps."""
 
     train_s: float
-    old_logprob_s: float
     tokens: int
     metrics: Mapping[str, Value]
     column_s: Mapping[str, float] = field(default_factory=dict)
@@ -255,12 +253,8 @@ class Trainer(Protocol):
     async def publish(self, version: int) -> Published:
         """Hand out the gathered buckets; runs beside training."""
 
-    async def snapshot(self, step: int) -> float:
-        """Copy what a checkpoint needs to the host, also of a critic apart (stalls training). Returns seconds."""
-
-    async def write(self, directory: Path, cut: Cut) -> None:
-        """Write the snapshot of the cut's step beside training: trainer state, the arrays of `cut.payloads` and `cut.kept`, and,
-        within a window, the weights of the last gathered version as they were at the snapshot."""
+    async def snapshot(self, step: int) -> None:
+        """Copy what a checkpoint needs to the host, also of a critic apart (stalls training)."""
 
     async def report(self) -> ExecutorReport: ...
 
@@ -280,7 +274,8 @@ class Feed(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """Writes a cut as a directory. Called once at a time, beside training; raises on failure."""
+    """Writes a cut as a directory, with the trainer's snapshot of its step. Called once at a time, beside training; raises on
+    failure."""
 
     async def write(self, cut: Cut) -> Path: ...
 

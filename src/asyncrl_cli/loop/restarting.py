@@ -13,27 +13,21 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost, NoRoom
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
+from asyncrl_cli.loop.ports import RolloutWorker, Scorer
 
 RESTARTS_KEY = "rollout.max_restarts"
 LOOK_EVERY_S = 10.0
 """How often somebody looks for room for an executor that is away."""
 
 
-class Restartable(Protocol):
-    name: str
-
-    async def restart(self) -> None: ...
-
-
 class RestartableTasks(ABC):
     """The tasks of one executor. A fresh process is asked for once the tasks of the old one have ended."""
 
-    def __init__(self, board: Board, executor: Restartable, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, board: Board, executor: RolloutWorker | Scorer, tasks: asyncio.TaskGroup) -> None:
         self.is_down = False
         self._board = board
         self._executor = executor

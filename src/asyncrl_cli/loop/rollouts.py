@@ -88,9 +88,8 @@ class Publishing:
     async def first(self) -> None:
         """Publish the first version for the workers: 0 in a fresh run, the checkpoint's version in a resumed one."""
         board = self._board
-        if board.step == 0 or board.settings.ends_window(board.step):
-            await self._gather(board.version)
-        self._publish_beside()
+        is_gathered = board.step == 0 or board.settings.ends_window(board.step)
+        self._publish_beside(await self._gather(board.version) if is_gathered else None)
         await self._held_by_all()
 
     async def end_window(self) -> None:
@@ -101,7 +100,8 @@ class Publishing:
         with self._times.spending("gather"):
             await self._room_to_publish()
         board.sync.reserve()
-        self._times.add("gather", await self._gather(board.version + 1))
+        gather_s = await self._gather(board.version + 1)
+        self._times.add("gather", gather_s)
         try:
             self._rollouts.abort(board.groups.publish())
         except AsyncrlError as error:
@@ -109,7 +109,7 @@ class Publishing:
         if board.profile.placement.colocate and not board.stopping:  # after a stop nothing starts, and a hung worker would delay it
             await self._rollouts.hand_over(to_trainer=False)
         if board.sync.room:  # without room at a stop, workers keep their version: a resume publishes first
-            self._publish_beside()
+            self._publish_beside(gather_s)
         board.changes.notify()
         with self._times.waiting("gather"):
             await self._held_by_all()
@@ -137,7 +137,6 @@ class Publishing:
         with self._board.calling_trainer(State.SYNCING, f"version {version} to be gathered"):
             gather_s, report = await self._board.trainer.gather(version)
         self._board.reports.add(report, self._board.now_s())
-        self._board.sync.gathered(version, gather_s)
         return gather_s
 
     async def _room_to_publish(self) -> None:
@@ -185,12 +184,12 @@ class Publishing:
             await board.changes.until(lambda: ended() or fleet.is_whole(), who, lambda: causes.restarts(board))
             await board.changes.until(lambda: ended() or not fleet.is_whole(), who, what, still_s=still_s)
 
-    def _publish_beside(self) -> None:
-        self._publishing = self._tasks.create_task(self._publish(self._board.version), name="publish")
+    def _publish_beside(self, gather_s: float | None) -> None:
+        self._publishing = self._tasks.create_task(self._publish(self._board.version, gather_s), name="publish")
 
-    async def _publish(self, version: int) -> None:
+    async def _publish(self, version: int, gather_s: float | None) -> None:
         board = self._board
         published = await board.trainer.publish(version)
-        board.sync.offer(published)
+        board.sync.offer(published, gather_s)
         board.event("published", version=version, num_bytes=published.num_bytes, publish_s=published.publish_s)
         board.changes.notify(Change.PUBLISHED)

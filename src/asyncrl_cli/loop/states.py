@@ -75,10 +75,10 @@ class StateClock:
     Not thread-safe: call it from one thread, or under the caller's lock.
     """
 
-    def __init__(self, name: str, role: str, now: Callable[[], float], state: State = State.STARVED) -> None:
+    def __init__(self, name: str, role: str, now: Callable[[], float]) -> None:
         self.name = name
         self.role = role
-        self.state = state
+        self.state = State.STARVED
         self.waiting_for = ""
         self.sums: dict[str, float] = {}
         self.gauges: dict[str, float] = {}

@@ -127,7 +127,7 @@ class Training:
         board.reports.add(executor_report, board.now_s())
         board.groups.trained()
         self._times.add("train", report.train_s)
-        for part, seconds in {"old_logprob": report.old_logprob_s, **report.column_s}.items():
+        for part, seconds in report.column_s.items():
             self._times.add(part, seconds)
         self._warn_of_skipped(report, "trainer", "trainer.lr")
         rewards = [meta.reward for group in groups for meta in group.trajectories]

@@ -213,7 +213,7 @@ class Responses:
 
     def eval_result(self, request: EvalRequest) -> EvalResult:
         """Responses without a reward, those of an aborted eval among them, count as failures."""
-        result = EvalResult(version=request.version, outcomes=tuple(map(self._outcome, self._responses)))
+        result = EvalResult(outcomes=tuple(map(self._outcome, self._responses)))
         metas = [outcome for outcome in result.outcomes if isinstance(outcome, TrajectoryMeta)]
         versions = {version for meta in metas for version, _ in meta.version_tokens}
         assert versions <= {request.version}, f"a load during an eval of version {request.version}: {versions}"

@@ -61,7 +61,7 @@ class SimulatedScorer:
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         with self._meter.doing(State.BUSY):
             train_s = await self._machine.compute(self._times.learn_s(batch.groups))
-        return TrainReport(train_s=train_s, old_logprob_s=0.0, tokens=0, metrics={}), self._meter.report()
+        return TrainReport(train_s=train_s, tokens=0, metrics={}), self._meter.report()
 
     def _column(self, group: GroupResult) -> Any:
         return (0.0,) * len(group.trajectories) if self.name == REWARD else (self.name, group.key)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from asyncrl_cli.loop.ports import Cut, Published, TrainBatch, TrainReport
+from asyncrl_cli.loop.ports import Published, TrainBatch, TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.loop.values import Sum
 from asyncrl_cli.simulate.decoding import SimulatedEngine
@@ -118,7 +117,7 @@ class SimulatedTrainer:
         self._clock.gauges["step"] = batch.step
         scored = self._times.old_logprob_tokens(batch)
         metrics = {"train/old_logprob_tokens": Sum(scored)} if scored else {}
-        report = TrainReport(train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics=metrics, column_s=column_s)
+        report = TrainReport(train_s=train_s, tokens=tokens, metrics=metrics, column_s={"old_logprob": old_logprob_s, **column_s})
         return report, self._clock.report()
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
@@ -131,10 +130,7 @@ class SimulatedTrainer:
         await asyncio.sleep(self._times.publish_s)
         return Published(version=version, num_bytes=0, publish_s=self._times.publish_s, handle=None)
 
-    async def snapshot(self, step: int) -> float:
-        return 0.0
-
-    async def write(self, directory: Path, cut: Cut) -> None:
+    async def snapshot(self, step: int) -> None:
         """Takes no time."""
 
     async def report(self) -> ExecutorReport:

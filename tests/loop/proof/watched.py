@@ -6,14 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, Prompt
 from asyncrl_cli.loop.ports import (
     Critic,
-    Cut,
     EvalRequest,
     EvalResult,
     Feed,
@@ -283,12 +281,9 @@ class WatchedTrainer:
         self._invariants.check(published.version == version, "version", f"published {published.version}, asked for {version}")
         return published
 
-    async def snapshot(self, step: int) -> float:
+    async def snapshot(self, step: int) -> None:
         with self._alone(f"snapshot {step}"):
-            return await self._trainer.snapshot(step)
-
-    async def write(self, directory: Path, cut: Cut) -> None:
-        await self._trainer.write(directory, cut)
+            await self._trainer.snapshot(step)
 
     async def report(self) -> ExecutorReport:
         report = await self._trainer.report()
