@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.fleet import WorkerSlots
+from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ports import Published
 from asyncrl_cli.loop.reports import ReportBook
@@ -284,6 +284,7 @@ def test_without_restarts_the_first_failure_ends_the_run():
 
 def test_the_next_process_wants_the_newest_version_also_where_that_is_about_to_be_replaced():
     a, b = (WorkerSlots(name=name, slots=8, version=3) for name in ("a", "b"))
+    Fleet([a, b], unit=1, queue_sequences=0)
     sync = WeightSync([a, b])
     newest = Published(version=3, num_bytes=0, publish_s=0.0, handle="the bytes")
     sync.offer(newest)

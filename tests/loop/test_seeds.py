@@ -223,7 +223,7 @@ def judge_the_first_two(groups_filter, result, original=GroupFilter.leaves_out):
 def down_but_not_loading(slots, is_down, original=WorkerSlots.set_down):
     original(slots, is_down)
     slots.loading = is_down
-    slots._changed()
+    slots.fleet.update(slots)
 
 
 def begin_without_a_base(executor, report, arrived_s):

@@ -53,7 +53,7 @@ class Board:
         """Call inside the running event loop: its clock is the run's."""
         self.settings, self.profile, self.schedule = settings, settings.profile, settings.schedule
         self.trainer, self.workers, self.observers = world.trainer, world.workers, world.observers
-        self.scorers = world.scorers
+        self.scorers, self.checkpoints = world.scorers, world.checkpoints
         by_name = {scorer.name: scorer for scorer in world.scorers}
         self.critic = cast(Critic | None, by_name.get(CRITIC))
         slots = [WorkerSlots(name=worker.name, slots=worker.slots, version=-1, loading=True) for worker in world.workers]
@@ -71,6 +71,8 @@ class Board:
         self.time_before_s = -self.now_s()
         self.phase = "starting"
         self.checkpoint = ""
+        self.last_cut: int | None = None
+        """The step of the last checkpoint: of one that was begun, or of the one that the run was resumed from."""
         self.last_version: int | None = None
         self.stopping = False
         self.failure: AsyncrlError | None = None

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import NamedTuple
 
 from asyncrl_cli.errors import StallError
 
@@ -26,11 +25,6 @@ class Change(Enum):
     """Anything else, such as a stop: every wait checks its condition."""
 
 
-class _Sleeper(NamedTuple):
-    condition: Callable[[], bool]
-    future: asyncio.Future[None]
-
-
 class Changes:
     """Wakes the tasks that wait for the run's state to change, and knows what each one waits for.
 
@@ -41,15 +35,15 @@ class Changes:
         self.waits: dict[str, str | Callable[[], str]] = {}
         self.progress = 0
         """Rises with every `notify`, and with every report of a worker that has made tokens."""
-        self._sleepers: dict[Change, dict[int, _Sleeper]] = {change: {} for change in Change}
-        self._num_waits = 0
+        self._sleepers: dict[Change, dict[asyncio.Future[None], Callable[[], bool]]] = {change: {} for change in Change}
+        """What each waiting task sleeps on, and its condition, by the kind of change that may wake it; oldest wait first."""
 
     def notify(self, changed: Change = Change.RUN) -> None:
         """The state has changed: wake the tasks whose condition depends on this kind of change and now holds, oldest wait first."""
         self.progress += 1
-        for sleeper in list(self._sleepers[changed].values()):
-            if not sleeper.future.done() and sleeper.condition():
-                sleeper.future.set_result(None)
+        for sleeper, condition in list(self._sleepers[changed].items()):
+            if not sleeper.done() and condition():
+                sleeper.set_result(None)
 
     async def until(
         self,
@@ -76,15 +70,14 @@ class Changes:
                     raise StallError(message) from None
 
     async def _sleep(self, condition: Callable[[], bool], concerned: Collection[Change]) -> None:
-        self._num_waits += 1
-        number, sleeper = self._num_waits, _Sleeper(condition, asyncio.get_running_loop().create_future())
+        sleeper = asyncio.get_running_loop().create_future()
         for change in concerned:
-            self._sleepers[change][number] = sleeper
+            self._sleepers[change][sleeper] = condition
         try:
-            await sleeper.future
+            await sleeper
         finally:
             for change in concerned:
-                del self._sleepers[change][number]
+                del self._sleepers[change][sleeper]
 
     @contextmanager
     def waiting(self, who: str, what: str | Callable[[], str]) -> Iterator[None]:

@@ -33,7 +33,7 @@ class WorkerSlots:
 
     `version`: the published version that it holds, -1 for none; `begun`: the version that it receives or loads; `received`:
     whether that one has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room; `away`:
-    and nobody waits for another. `room` and `rank`: kept up to date by its fleet.
+    and nobody waits for another. `room` and `rank`: kept up to date by its `fleet`, which is told of every change.
     """
 
     name: str
@@ -50,64 +50,53 @@ class WorkerSlots:
     told: Mapping[PartKey, int] = field(default_factory=dict)
     room: Room = (0, 0, 0)
     rank: tuple[int, int] | None = None
-    fleet: Fleet | None = None
+    fleet: Fleet = field(init=False)
 
     @property
     def used(self) -> int:
         return self.unfinished_sequences + self.eval_sequences
 
-    @property
-    def free(self) -> int:
-        """Free slots; negative while sequences queue."""
-        return self.slots - self.used
-
     def set_unfinished(self, key: PartKey, unfinished: int) -> None:
         """Set how many sequences of a running part are unfinished."""
         self.unfinished_sequences += unfinished - self.unfinished.get(key, 0)
         self.unfinished[key] = unfinished
-        self._changed()
+        self.fleet.update(self)
 
     def release(self, key: PartKey) -> None:
         """Remove a part, if it is on this worker."""
         self.unfinished_sequences -= self.unfinished.pop(key, 0)
-        self._changed()
+        self.fleet.update(self)
 
     def change_evals(self, sequences: int) -> None:
         """Count sequences that an eval began (or, negative, ended)."""
         self.eval_sequences += sequences
-        self._changed()
+        self.fleet.update(self)
 
     def begin_prefetch(self, version: int) -> None:
         """That version is about to be sent to the worker, which generates on meanwhile if it holds weights already."""
         self.begun = version
-        if self.fleet is not None and not self.loading:
+        if not self.loading:
             self.fleet.travel.set_out(self.name, self.unfinished)
 
     def begin_load(self) -> None:
         """The version `begun` has arrived: nothing starts on the worker until the load has ended."""
         self.received = self.loading = True
-        self._changed()
-        if self.fleet is not None:
-            self.fleet.travel.arrived(self.name, self.unfinished)
+        self.fleet.update(self)
+        self.fleet.travel.arrived(self.name, self.unfinished)
 
     def end_load(self, version: int) -> None:
         self.version, self.begun, self.received, self.loading = version, None, False, False
-        self._changed()
+        self.fleet.update(self)
 
     def forget_weights(self) -> None:
         """The worker's process is gone, with its weights and the version on its way to it."""
         self.version, self.begun, self.received = -1, None, False
-        if self.fleet is not None:
-            self.fleet.travel.lost(self.name)
+        self.fleet.travel.lost(self.name)
 
     def set_down(self, is_down: bool) -> None:
         """The worker's process is gone, or (false) a new one has replaced it, which loads before anything starts on it."""
         self.down, self.loading, self.away = is_down, True, False
-        self._changed()
-
-    def _changed(self) -> None:
-        if self.fleet is not None:
-            self.fleet.update(self)
+        self.fleet.update(self)
 
 
 class Fleet:

@@ -67,11 +67,8 @@ class Pipeline:
         """Call inside the running event loop: its clock is the run's."""
         self.board = Board(settings, world)
         self._settings = settings
-        self._checkpoints = world.checkpoints
-        self._resumed_at: int | None = None
         if world.resume_from is not None:
             thaw(self.board, world.resume_from)
-            self._resumed_at = self.board.step
 
     async def run(self) -> None:
         """Run to the end. Raises `Interrupted` after a stop, the failed executor's own error, or `StallError`."""
@@ -95,7 +92,7 @@ class Pipeline:
         board = self.board
         async with asyncio.TaskGroup() as tasks:
             rollouts = Rollouts(board, tasks)
-            checkpointer = Checkpointer(board, tasks, self._checkpoints, self._resumed_at)
+            checkpointer = Checkpointer(board, tasks)
             watching = [tasks.create_task(self._tick(), name="tick"), tasks.create_task(self._follow_trainer(), name="reports")]
             scorers = [ScorerTasks(board, scorer, tasks) for scorer in board.scorers]
             rollouts.start()
