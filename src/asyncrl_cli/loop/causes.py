@@ -100,8 +100,9 @@ def groups_wait(board: Board) -> str:
     """What is missing while the trainer waits for the groups of a step."""
     ledger, needed = board.ledger, board.schedule.step_groups
     finished, running = len(ledger.finished), len(ledger.running)
-    num_takeable = len(board.admission.takeable(needed))
-    takeable = f" (only {num_takeable} takeable before groups that are due earlier)" if finished >= needed else ""
+    takeable = ""
+    if finished >= needed:
+        takeable = f" (only {len(board.admission.takeable(needed))} takeable before groups that are due earlier)"
     tools = _some(f"{name} {waits}" for name, report in board.reports.latest.items() if (waits := _tools(report)))
     return _with_admission(board, f"{needed} takeable groups: {finished} finished{takeable}, {running} running", tools)
 

@@ -38,9 +38,9 @@ class Travel:
         if before is None:
             return
         ran = sum(before.values())
-        running = sum(min(count, unfinished.get(key, 0)) for key, count in before.items())
+        ended = ran - sum(min(count, unfinished.get(key, 0)) for key, count in before.items())
         self._ran = self._ran * self._kept + ran
-        self._ended = self._ended * self._kept + ran - running
+        self._ended = self._ended * self._kept + ended
         self.is_short = self._ended < self._ran / 2
 
     def lost(self, worker: str) -> None:
