@@ -13,12 +13,11 @@ from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, Kept, Stage
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.filtering import GroupFilter
-from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
+from asyncrl_cli.loop.fleet import Fleet, Travel, WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.reports import ReportBook, _Executor, _Process
 from asyncrl_cli.loop.rollouts import Publishing
 from asyncrl_cli.loop.states import StateClock
-from asyncrl_cli.loop.travel import Travel
 from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.loop.worker_tasks import WorkerTasks
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
@@ -101,10 +100,10 @@ def test_runs_whose_workers_are_restarted_are_completed():
 
 @pytest.mark.parametrize("seed", [511, 874, 4537, 4989, 8703, 8890])
 def test_seeds_that_failed_once_hold(seed):
-    """511: just half of the responses had ended when weights arrived, and loop and checks rounded that differently. 874: a hung worker,
-    colocated, kept a failed run from writing its last checkpoint. 4537: a stop waited for a hung worker to take the resources back.
-    4989, 8703: with weights.mode = "sync", a run resumed at its last step never scored its last version, and waited for that. 8890: a
-    worker was lost while the last checkpoint was written, and the checks wanted it back."""
+    """511: half of the responses had ended when weights arrived, and loop and checks rounded that differently. 874: a hung worker,
+    colocated, kept a failed run from writing its last checkpoint. 4537: a stop waited for a hung worker to take the resources
+    back. 4989, 8703: with weights.mode = "sync", a run resumed at its last step never scored its last version, and waited for
+    that. 8890: a worker was lost while the last checkpoint was written, and the checks wanted it back."""
     assert run(draw(seed)).broken is None
 
 

@@ -80,7 +80,7 @@ class Kept(NamedTuple):
         return self.version_tokens[0][0]
 
     def goes_on(self, version: int, *, mixes: bool) -> bool:
-        """Whether it may on weights of `version`; `mixes`: a response may have tokens of several versions."""
+        """Whether it may go on with weights of `version`. `mixes`: a response may have tokens of several versions."""
         return self.is_whole or mixes or self.version_tokens[-1][0] == version
 
 

@@ -45,6 +45,7 @@ def snapshot(board: Board) -> Snapshot:
 
 
 def _as_known(board: Board, report: ExecutorReport, closed: str) -> ExecutorReport:
+    """The report with what the loop knows better. `closed`: the rule that keeps admission closed."""
     if board.phase in ENDED:
         return report
     if report.role == "trainer":

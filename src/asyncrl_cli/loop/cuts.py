@@ -2,7 +2,7 @@
 
 The trainer's state is copied to the host (which stalls training), the workers say what their running responses have so far, the
 loop's state is frozen in one turn of the event loop, and a background task writes it all. One write at a time: the next cut waits
-for the last. A response that ends or begins between a worker's answer and the frozen state is as the loop's state says.
+for the last. If a response ends or begins between a worker's answer and the freeze, the loop's own state counts.
 
 What can be derived from the rest is not written. A checkpoint's files can be undamaged and still hold a state that no loop has
 written: contradictions that could break the resumed run hours later are refused here.

@@ -44,8 +44,8 @@ class EndedState(TypedDict):
 
 
 class RunningState(TryState):
-    """A running group. `kept`: by index, the responses that go on from what they had. Checkpoints up to 2026-11 have neither of
-    the further keys: their groups start again."""
+    """A running group. `kept`: by index, the responses that go on from what they had. Checkpoints up to 2026-11 have none of the
+    keys below: their groups start again."""
 
     deadline: NotRequired[Count]
     num_parts: NotRequired[Count]

@@ -4,7 +4,7 @@
 
 However many of its calls fail at once, that is one failure: the first one makes the executor `down`, and while it is down further
 failures are ignored. Without a restart left, the failure ends the run in good order (`Board.stop`), unless enough others are there:
-then the executor is away. One that is away for lack of room is asked for again and again: it comes back when there is some.
+then the executor is away. If it is away for lack of room, a new process is asked for every `LOOK_EVERY_S` seconds.
 """
 
 from __future__ import annotations

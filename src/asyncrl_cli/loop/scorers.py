@@ -16,8 +16,8 @@ scored again if their scorer dies before they are taken, or if a run resumes wit
 
 A critic's state is nowhere else: its loss fails the run at once, as a trainer's does, and a resume goes on from a checkpoint.
 
-A call takes as many groups as fill the scorer, so that a slow one, for which groups queue, is used well; but no more than a train
-step takes, for which the trainer may wait. There is one call at a time.
+A call takes as many groups as fill the scorer, so that a slow scorer is used well. It takes no more than a train step needs,
+because the trainer may be waiting for those. There is one call at a time.
 """
 
 from __future__ import annotations

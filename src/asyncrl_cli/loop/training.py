@@ -137,7 +137,7 @@ class Training:
         return report
 
     async def _learn(self, critic: Critic, batch: TrainBatch) -> TrainReport:
-        """Let the critic apart learn, beside the policy. Only then it scores the groups of the next step."""
+        """Let the critic apart learn, beside the policy. It scores the groups of the next step once that has ended."""
         board = self._board
         with board.changes.waiting(f"{critic.name} (learning)", f"what it learns in step {batch.step}"):
             report, executor_report = await critic.learn(batch)

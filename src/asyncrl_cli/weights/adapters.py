@@ -45,7 +45,7 @@ class BaseFiles:
     """The files of the base model that a worker's engine began with."""
 
     def __init__(self, profile: Profile, model_dir: Path) -> None:
-        """ConfigError if the model's tensors have other names or shapes in files than in memory, or none of their own."""
+        """ConfigError if tensors have other names or shapes in the model's files than in memory, or if files lack some."""
         self._scale = scale_of(profile.lora)
         form = SavedForm(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code))
         required, known, files = form.required, form.known, tensor_files(model_dir)
