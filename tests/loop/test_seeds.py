@@ -311,7 +311,7 @@ MISTAKES = {
     "a dead worker keeps its responses": (Admission, "lose", lambda *_: None, {"restarts", "admission"}),
     "the responses of a dead worker never start again": (Admission, "lose", lose_without_a_slot, {"admission", "restarts"}),
     "a restarted worker generates before it loads": (WorkerSlots, "set_down", down_but_not_loading, {"loads", "admission"}),
-    "a restarted executor's sums begin anew": (_Executor, "begin_anew", begin_without_a_base, {"time"}),
+    "a restarted executor's sums begin anew": (_Executor, "begin", begin_without_a_base, {"time"}),
     "restarts have no limit": (WorkerTasks, "_use_restart", use_none, {"restarts"}),
     "a dead worker's tokens are forgotten": (ReportBook, "lost", lambda *_: 0, {"waste", "time"}),
     "without partial rollouts a response goes on with newer weights": (Kept, "goes_on", goes_on_and_mixes, {"spans", "resume"}),

@@ -66,7 +66,7 @@ class Board:
         self.sync = WeightSync(slots)
         judge = cast(RewardModel | None, by_name.get(REWARD))
         self.evaluator = Evaluator(world.eval_sets, settings.profile, self.changes, self.event, judge)
-        self.feed_clock = StateClock("feed", "feed", self.now_s)
+        self.feed_clock = StateClock("feed", "feed", "", self.now_s)
         self.step = 0
         self.time_before_s = -self.now_s()
         self.phase = "starting"

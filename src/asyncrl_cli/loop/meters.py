@@ -30,8 +30,7 @@ class RolloutMeter:
     """
 
     def __init__(self, name: str, slots: int, now: Callable[[], float], on_change: Callable[[], None]) -> None:
-        self._clock = StateClock(name, "rollout", now)
-        self._clock.waiting_for = "prompts"
+        self._clock = StateClock(name, "rollout", "prompts", now)
         self._clock.gauges["slots"] = slots
         self._now = now
         self._on_change = on_change
@@ -178,8 +177,7 @@ class MeteredRewards:
     def __init__(self, name: str, score: Callable[[Any, str], Awaitable[float]], now: Callable[[], float]) -> None:
         self._score = score
         self._pending = 0
-        self._clock = StateClock(name, "reward", now)
-        self._clock.waiting_for = "responses"
+        self._clock = StateClock(name, "reward", "responses", now)
 
     async def score(self, item: Any, response_text: str) -> float:
         self._change(+1)
@@ -206,8 +204,8 @@ class CallMeter:
     Thread-safe: calls and reports may have two threads."""
 
     def __init__(self, name: str, role: str, input: str, now: Callable[[], float]) -> None:
-        self._clock = StateClock(name, role, now)
-        self._clock.waiting_for = self._input = input
+        self._clock = StateClock(name, role, input, now)
+        self._input = input
         self._lock = threading.Lock()
 
     @contextmanager

@@ -75,11 +75,12 @@ class StateClock:
     Not thread-safe: call it from one thread, or under the caller's lock.
     """
 
-    def __init__(self, name: str, role: str, now: Callable[[], float]) -> None:
+    def __init__(self, name: str, role: str, input: str, now: Callable[[], float]) -> None:
+        """`input`: what the executor waits for until it enters another state."""
         self.name = name
         self.role = role
         self.state = State.STARVED
-        self.waiting_for = ""
+        self.waiting_for = input
         self.sums: dict[str, float] = {}
         self.gauges: dict[str, float] = {}
         self._now = now

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from asyncrl_cli.loop.meters import CallMeter
 from asyncrl_cli.loop.ports import Published, TrainBatch, TrainReport
-from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.loop.values import Sum
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 
@@ -100,31 +101,26 @@ class SimulatedTrainer:
         self._times = times
         self._machine = machine or SharedMachine()
         self._loop = asyncio.get_running_loop()
-        self._clock = StateClock(NAME, "trainer", self._loop.time)
-        self._clock.waiting_for = "groups"
+        self._meter = CallMeter(NAME, "trainer", "groups", self._loop.time)
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         began_s = self._loop.time()
-        self._clock.enter(State.BUSY)
-        await asyncio.sleep(self._times.overhead_s)
-        column_s = {name: await self._machine.compute(cost_s(batch)) for name, cost_s in self._times.column_s.items()}
-        old_logprob_s = await self._machine.compute(self._times.old_logprob_s(batch))
-        train_s = await self._machine.compute(self._times.train_s(batch))
-        self._clock.enter(State.STARVED, "groups")
+        with self._meter.doing(State.BUSY):
+            await asyncio.sleep(self._times.overhead_s)
+            column_s = {name: await self._machine.compute(cost_s(batch)) for name, cost_s in self._times.column_s.items()}
+            old_logprob_s = await self._machine.compute(self._times.old_logprob_s(batch))
+            train_s = await self._machine.compute(self._times.train_s(batch))
         tokens = sum(meta.response_tokens for group in batch.groups for meta in group.trajectories)
-        self._clock.add("busy_s", self._loop.time() - began_s)
-        self._clock.add("trained_tokens", tokens)
-        self._clock.gauges["step"] = batch.step
+        self._meter.add(busy_s=self._loop.time() - began_s, trained_tokens=tokens, gauges={"step": batch.step})
         scored = self._times.old_logprob_tokens(batch)
         metrics = {"train/old_logprob_tokens": Sum(scored)} if scored else {}
         report = TrainReport(train_s=train_s, tokens=tokens, metrics=metrics, column_s={"old_logprob": old_logprob_s, **column_s})
-        return report, self._clock.report()
+        return report, self._meter.report()
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
-        self._clock.enter(State.SYNCING, "weights to be gathered")
-        await asyncio.sleep(self._times.gather_s)
-        self._clock.enter(State.STARVED, "groups")
-        return self._times.gather_s, self._clock.report()
+        with self._meter.doing(State.SYNCING, "weights to be gathered"):
+            await asyncio.sleep(self._times.gather_s)
+        return self._times.gather_s, self._meter.report()
 
     async def publish(self, version: int) -> Published:
         await asyncio.sleep(self._times.publish_s)
@@ -134,4 +130,4 @@ class SimulatedTrainer:
         """Takes no time."""
 
     async def report(self) -> ExecutorReport:
-        return self._clock.report()
+        return self._meter.report()
