@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any, TypeVar
 
 from asyncrl_cli.errors import StallError
+
+T = TypeVar("T")
 
 
 class Change(Enum):
@@ -35,7 +38,7 @@ class Changes:
         self.waits: dict[str, str | Callable[[], str]] = {}
         self.progress = 0
         """Rises with every `notify`, and with every report of a worker that has made tokens."""
-        self._sleepers: dict[Change, dict[asyncio.Future[None], Callable[[], bool]]] = {change: {} for change in Change}
+        self._sleepers: dict[Change, dict[asyncio.Future[None], Callable[[], Any]]] = {change: {} for change in Change}
         """What each waiting task sleeps on, and its condition, by the kind of change that may wake it; oldest wait first."""
 
     def notify(self, changed: Change = Change.RUN) -> None:
@@ -47,17 +50,18 @@ class Changes:
 
     async def until(
         self,
-        condition: Callable[[], bool],
+        condition: Callable[[], T | None],
         who: str,
         what: str | Callable[[], str],
         concerned: tuple[Change, ...] = tuple(Change),
         still_s: float | None = None,
-    ) -> None:
-        """Wait until `condition()` holds; it is checked after every `notify` of `Change.RUN` or of one of `concerned`.
+    ) -> T:
+        """Wait until `condition()` holds, and return what it found; it is checked after every `notify` of `Change.RUN` or of one of
+        `concerned`.
 
         `who` and `what` name the wait. Raises StallError once nothing in the whole run has moved for `still_s` seconds.
         """
-        while not condition():
+        while not (found := condition()):
             progress = self.progress
             try:
                 with self.waiting(who, what):
@@ -68,8 +72,9 @@ class Changes:
                     waits = what if isinstance(what, str) else what()
                     message = f"nothing has moved for {still_s:g} s, and the {who.split()[0]} waits for {waits}"
                     raise StallError(message) from None
+        return found
 
-    async def _sleep(self, condition: Callable[[], bool], concerned: Collection[Change]) -> None:
+    async def _sleep(self, condition: Callable[[], Any], concerned: Collection[Change]) -> None:
         sleeper = asyncio.get_running_loop().create_future()
         for change in concerned:
             self._sleepers[change][sleeper] = condition
