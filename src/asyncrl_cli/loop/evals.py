@@ -18,7 +18,7 @@ from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.fleet import WorkerSlots
-from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RewardModel, RolloutWorker
+from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RolloutWorker, Scorer
 from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.profile.schema import Profile
 
@@ -36,7 +36,7 @@ class Evaluator:
         profile: Profile,
         changes: Changes,
         event: Callable[..., None],
-        judge: RewardModel | None = None,
+        judge: Scorer | None = None,
     ) -> None:
         """Call inside the running event loop. `event(name, **fields)` tells the run's observers; `judge` adds to rewards."""
         samples = range(profile.eval.samples_per_prompt)
@@ -120,7 +120,7 @@ class Evaluator:
                     current.queue.extendleft(reversed(tries))
             current.ended += zip(tries, outcomes, strict=True)
 
-    async def _judged(self, judge: RewardModel, tries: Sequence[EvalTry], result: EvalResult) -> list[EvalOutcome]:
+    async def _judged(self, judge: Scorer, tries: Sequence[EvalTry], result: EvalResult) -> list[EvalOutcome]:
         """The outcomes with the reward model's scores. If it is lost meanwhile, these trajectories have failed: it is restarted, or
         ends the run, by itself (scorers.py)."""
         played = [(entry.item, meta) for entry, meta in zip(tries, result.outcomes, strict=True) if not isinstance(meta, Failure)]

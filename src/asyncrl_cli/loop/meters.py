@@ -127,7 +127,7 @@ class RolloutMeter:
         elif self._waiting:
             self._clock.enter(State.WAITING, self._longest())
         else:
-            self._clock.enter(State.STARVED, "prompts")
+            self._clock.enter(State.STARVED)
         if self._clock.state is not before:
             self._on_change()
 
@@ -193,10 +193,7 @@ class MeteredRewards:
     def _change(self, change: int) -> None:
         self._pending += change
         self._clock.gauges["pending_rewards"] = self._pending
-        if self._pending:
-            self._clock.enter(State.BUSY)
-        else:
-            self._clock.enter(State.STARVED, "responses")
+        self._clock.enter(State.BUSY if self._pending else State.STARVED)
 
 
 class CallMeter:
@@ -205,7 +202,6 @@ class CallMeter:
 
     def __init__(self, name: str, role: str, input: str, now: Callable[[], float]) -> None:
         self._clock = StateClock(name, role, input, now)
-        self._input = input
         self._lock = threading.Lock()
 
     @contextmanager
@@ -216,7 +212,7 @@ class CallMeter:
             yield
         finally:
             with self._lock:
-                self._clock.enter(State.STARVED, self._input)
+                self._clock.enter(State.STARVED)
 
     def add(self, *, gauges: Mapping[str, float] | None = None, **sums: float) -> None:
         """Add to the sums of these names, and set gauges."""

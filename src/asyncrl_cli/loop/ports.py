@@ -202,7 +202,9 @@ class RolloutWorker(Protocol):
 
 class Scorer(Protocol):
     """All processes of one scorer as one. It computes a number for every sampled token of finished groups, its column, while others
-    are trained; `reward` a number for every trajectory.
+    are trained; `reward` a number for every trajectory. `load`, `judge` and `learn` are asked of one scorer each.
+
+    What a critic has learned is in the trainer's checkpoints, and is lost with its process: it is never restarted.
 
     `name` is the executor's and the column's: `ref`, `prox`, `critic`, `reward`. `call_tokens`: how many tokens, of prompts and
     responses, fill it.
@@ -220,25 +222,16 @@ class Scorer(Protocol):
         """Handles of the groups' columns, in order; of `reward` the scores themselves, a tuple per group. `items`: the groups'
         prompts."""
 
+    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        """`reward`: the scores of an eval's trajectories that have not failed, in their order. `items`: their prompts."""
+
+    async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
+        """`critic`: its optimizer steps on the groups that the trainer trains. It scores with what it has learned from then on."""
+
     async def report(self) -> ExecutorReport: ...
 
     async def restart(self) -> None:
         """End this scorer's processes for good and start others in their place. Calls to the old ones fail."""
-
-
-class RewardModel(Scorer, Protocol):
-    """The scorer that also judges evals."""
-
-    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-        """The scores of an eval's trajectories that have not failed, in their order. `items`: their prompts."""
-
-
-class Critic(Scorer, Protocol):
-    """The scorer that also learns. What it has learned is in the trainer's checkpoints, and is lost with its process: it is never
-    restarted."""
-
-    async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
-        """Its optimizer steps on the groups that the trainer trains. What is scored later is scored by what it has learned."""
 
 
 class Trainer(Protocol):

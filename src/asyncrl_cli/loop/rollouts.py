@@ -95,8 +95,6 @@ class Publishing:
     async def end_window(self) -> None:
         """Gather the weights and raise the version; workers receive it beside the next step."""
         board = self._board
-        if board.step == board.schedule.train_steps:
-            board.last_version = board.version + 1
         with self._times.spending("gather"):
             await self._room_to_publish()
         board.sync.reserve()
@@ -117,16 +115,16 @@ class Publishing:
     async def finish(self) -> None:
         """Wait until every worker holds the last version and its eval has ended (also in a run resumed at its last step)."""
         board = self._board
-        board.phase, board.last_version = "evaluating", board.version
+        board.phase = "evaluating"
         evaluator = board.evaluator
 
         def ended() -> bool:
-            scored = not evaluator.tries or evaluator.last_version == board.last_version
+            scored = not evaluator.tries or evaluator.last_version == board.version
             return self._all_hold_newest() and scored and evaluator.running is None
 
         def missing() -> str:
             scoring = [f"eval of {evaluator.running}"] if evaluator.running else []
-            return f"version {board.last_version} to be loaded and scored: {', '.join([*causes.lags(board), *scoring])}"
+            return f"version {board.version} to be loaded and scored: {', '.join([*causes.lags(board), *scoring])}"
 
         still_s = board.settings.sync_timeout_s + (2 * board.profile.eval.timeout_s if evaluator.tries else 0)
         with self._times.waiting("gather"):

@@ -76,11 +76,11 @@ class StateClock:
     """
 
     def __init__(self, name: str, role: str, input: str, now: Callable[[], float]) -> None:
-        """`input`: what the executor waits for until it enters another state."""
+        """`input`: what the executor waits for while it is starved."""
         self.name = name
         self.role = role
         self.state = State.STARVED
-        self.waiting_for = input
+        self.waiting_for = self._input = input
         self.sums: dict[str, float] = {}
         self.gauges: dict[str, float] = {}
         self._now = now
@@ -93,7 +93,7 @@ class StateClock:
         if state is not self.state:
             self._close(self._now())
             self.state = state
-        self.waiting_for = waiting_for
+        self.waiting_for = waiting_for or (self._input if state is State.STARVED else "")
 
     def add(self, name: str, amount: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + amount

@@ -29,8 +29,7 @@ class ScorerTimes:
 
 
 class SimulatedScorer:
-    """Implements `loop.ports.Critic` and `RewardModel`. A column's handle is (the scorer's name, the group's key); a reward model's
-    scores are 0."""
+    """Implements `loop.ports.Scorer`. A column's handle is (the scorer's name, the group's key); a reward model's scores are 0."""
 
     def __init__(self, name: str, times: ScorerTimes, machine: SharedMachine | None = None) -> None:
         self.name = name

@@ -6,12 +6,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, Prompt
 from asyncrl_cli.loop.ports import (
-    Critic,
     EvalRequest,
     EvalResult,
     Feed,
@@ -19,7 +18,6 @@ from asyncrl_cli.loop.ports import (
     PartRequest,
     Progress,
     Published,
-    RewardModel,
     RolloutWorker,
     Scorer,
     SoFar,
@@ -224,7 +222,7 @@ class WatchedScorer:
         played = [outcome for outcome in result.outcomes if not isinstance(outcome, Failure)]
         self._invariants.check(len(items) == len(played) > 0, "scores", f"{self.name} judges {len(items)} of {len(played)}")
         try:
-            return await cast(RewardModel, self._scorer).judge(result, items)
+            return await self._scorer.judge(result, items)
         except asyncio.CancelledError:
             self._invariants.counts["judging cut off"] += 1
             raise
@@ -239,7 +237,7 @@ class WatchedScorer:
         is_due = not self._is_learning and self._num_taken() == batch.step * self._invariants.settings.schedule.step_groups
         self._invariants.check(is_due, "scores", f"{self.name} learns from step {batch.step} of {self._num_taken()} groups")
         self._is_learning = True
-        made, report = await cast(Critic, self._scorer).learn(batch)
+        made, report = await self._scorer.learn(batch)
         self._is_learning = False
         return made, report
 
