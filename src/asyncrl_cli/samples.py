@@ -120,7 +120,7 @@ def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
-    """A group to dump. `advantages` of its trajectories, None where unknown or not trained; those beyond the last are left out.
+    """A group to dump. `advantages` of its first trajectories, which are dumped; None where unknown or not trained.
     `rewards`: theirs, if a reward model has added to those in the payload. `logprobs`: by trajectory, of its sampled tokens by the
     trainer's weights as the step began, all segments end to end. `answer`: the reference answer, if the task has one."""
 

@@ -1,8 +1,8 @@
 """Evals: each scores one version on the eval sets' prompts, on the workers that hold that version.
 
 A worker that has loaded a version whose eval is due helps until no tries are left; its next load waits until then. Evals
-take slots but no window budget. If a worker's process dies, its tries go back to the queue. What an eval's trajectories come to
-is told set by set: mean@n and best@N.
+take slots but no window budget. If a worker's process dies, its tries go back to the queue. Each set has a result of its own:
+mean@n and best@N.
 """
 
 from __future__ import annotations

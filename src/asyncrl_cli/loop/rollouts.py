@@ -19,19 +19,15 @@ from asyncrl_cli.loop.worker_tasks import WorkerTasks
 
 class Rollouts:
     def __init__(self, board: Board, tasks: asyncio.TaskGroup) -> None:
+        """Starts to admit groups, and the tasks of every worker."""
         self._board = board
         self._workers = {worker.name: WorkerTasks(board, worker, tasks) for worker in board.workers}
-        self._tasks = tasks
-        self._admitting: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._admitting = self._tasks.create_task(self._board.guarded(self._admit), name="admit")
+        self._admitting = tasks.create_task(board.guarded(self._admit), name="admit")
         for worker in self._workers.values():
             worker.begin()
 
     def cancel(self) -> None:
-        if self._admitting is not None:
-            self._admitting.cancel()
+        self._admitting.cancel()
         for worker in self._workers.values():
             worker.cancel()
 

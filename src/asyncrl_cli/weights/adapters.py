@@ -77,7 +77,7 @@ class BaseFiles:
     def _merged(self, adapters: Mapping[str, torch.Tensor]) -> Iterator[Bucket]:
         own = {name for weight in self._files for name in adapter_names(weight)}
         if foreign := sorted(adapters.keys() - own):
-            raise ValueError(f"adapters came for weights that the base model has not: {first_names(foreign)}")
+            raise ValueError(f"adapters came for weights that the base model does not have: {first_names(foreign)}")
         for name, path in self._files.items():
             with safe_open(path, framework="pt") as file:  # for each tensor, because what was read stays mapped until then
                 weight, (a, b) = file.get_tensor(name), adapter_names(name)
