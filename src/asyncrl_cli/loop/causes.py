@@ -167,9 +167,9 @@ def _tools(report: ExecutorReport | None) -> str:
 
 
 def older_loads(board: Board) -> str:
-    """What every worker that receives or loads a version is doing."""
+    """What is missing before one more version may be published: what every worker that receives or loads one is doing."""
     begun = [worker for worker in board.admission.workers.values() if worker.begun is not None]
-    return ", ".join(lags(board, begun))
+    return f"workers to finish older loads: {', '.join(lags(board, begun))}"
 
 
 def restarts(board: Board) -> str:

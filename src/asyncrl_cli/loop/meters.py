@@ -108,12 +108,12 @@ class RolloutMeter:
         now_s = self._now()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         is_busy = self._clock.state is State.BUSY
-        self._clock.add("running_sequence_s", self._running * elapsed_s if is_busy else 0.0)
-        self._clock.add("idle_s", 0.0 if is_busy else elapsed_s)
+        self._clock.sums["running_sequence_s"] += self._running * elapsed_s if is_busy else 0.0
+        self._clock.sums["idle_s"] += 0.0 if is_busy else elapsed_s
         if self._num_evals:
-            self._clock.add("eval_s", elapsed_s)
+            self._clock.sums["eval_s"] += elapsed_s
         if self._waiting:
-            self._clock.add("waiting_trajectory_s", len(self._waiting) * elapsed_s)
+            self._clock.sums["waiting_trajectory_s"] += len(self._waiting) * elapsed_s
 
     def _settle(self) -> None:
         before = self._clock.state
@@ -184,7 +184,7 @@ class MeteredRewards:
         try:
             return await self._score(item, response_text)
         finally:
-            self._clock.add("rewards", 1)
+            self._clock.sums["rewards"] += 1
             self._change(-1)
 
     def report(self) -> ExecutorReport:
@@ -218,7 +218,7 @@ class CallMeter:
         """Add to the sums of these names, and set gauges."""
         with self._lock:
             for name, amount in sums.items():
-                self._clock.add(name, amount)
+                self._clock.sums[name] += amount
             self._clock.gauges |= gauges or {}
 
     def report(self) -> ExecutorReport:

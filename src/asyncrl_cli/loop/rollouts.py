@@ -140,12 +140,9 @@ class Publishing:
             with board.changes.waiting(who, f"version {board.version} to be published"):
                 await self._publishing
 
-        def older_loads() -> str:
-            return f"workers to finish older loads: {causes.older_loads(board)}"
-
-        still_s, loaded = board.settings.sync_timeout_s, (Change.LOADED,)
+        still_s, loaded, missing = board.settings.sync_timeout_s, (Change.LOADED,), partial(causes.older_loads, board)
         try:
-            await board.changes.until(lambda: board.sync.room or board.stopping, who, older_loads, loaded, still_s)
+            await board.changes.until(lambda: board.sync.room or board.stopping, who, missing, loaded, still_s)
         except StallError as error:
             board.stop(error)
 

@@ -81,11 +81,11 @@ class StateClock:
         self.role = role
         self.state = State.STARVED
         self.waiting_for = self._input = input
-        self.sums: dict[str, float] = {}
+        self.sums: defaultdict[str, float] = defaultdict(float)
         self.gauges: dict[str, float] = {}
         self._now = now
         self._since_s = now()
-        self._state_s: dict[State, float] = {}
+        self._state_s: defaultdict[State, float] = defaultdict(float)
         self._spans: list[Span] = []
 
     def enter(self, state: State, waiting_for: str = "") -> None:
@@ -94,9 +94,6 @@ class StateClock:
             self._close(self._now())
             self.state = state
         self.waiting_for = waiting_for or (self._input if state is State.STARVED else "")
-
-    def add(self, name: str, amount: float) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + amount
 
     def report(self, stays: tuple[Stay, ...] = ()) -> ExecutorReport:
         now_s = self._now()
@@ -117,7 +114,7 @@ class StateClock:
 
     def _close(self, now_s: float) -> None:
         if now_s > self._since_s:
-            self._state_s[self.state] = self._state_s.get(self.state, 0.0) + now_s - self._since_s
+            self._state_s[self.state] += now_s - self._since_s
             self._spans.append(Span(state=self.state, start_s=self._since_s, end_s=now_s))
         self._since_s = now_s
 
