@@ -135,6 +135,8 @@ def lags(board: Board, workers: Iterable[WorkerSlots] | None = None) -> list[str
 def _lag(board: Board, worker: WorkerSlots) -> str:
     """Why the worker cannot generate with the newest weights; "" if it can."""
     name, begun = worker.name, worker.begun
+    if worker.away:
+        return f"{name} is away"
     if worker.down:
         return f"{name} is restarted" + (f" ({board.restarting[name]})" if name in board.restarting else "")
     if begun is not None and not worker.received:
@@ -174,7 +176,7 @@ def older_loads(board: Board) -> str:
 
 def restarts(board: Board) -> str:
     """Which workers have no process and are being restarted."""
-    return _some(lags(board, [worker for worker in board.admission.workers.values() if worker.down]))
+    return _some(lags(board, [worker for worker in board.admission.fleet.present() if worker.down]))
 
 
 def eval_holds(board: Board) -> list[str]:
