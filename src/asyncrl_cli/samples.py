@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl_cli.storage import appearing_file
+
 NOT_SAMPLED = -1
 """Version of a token that no policy sampled (prompt, tool output)."""
 Decode = Callable[[list[int]], str]
@@ -118,7 +120,7 @@ def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
-    """A group to dump. `advantages` of its trajectories, None where unknown or not trained; those beyond the last are left out.
+    """A group to dump. `advantages` of its first trajectories, which are dumped; None where unknown or not trained.
     `rewards`: theirs, if a reward model has added to those in the payload. `logprobs`: by trajectory, of its sampled tokens by the
     trainer's weights as the step began, all segments end to end. `answer`: the reference answer, if the task has one."""
 
@@ -130,7 +132,7 @@ class SampledGroup:
 
 
 def dump_samples(
-    directory: Path, step: int, groups: Sequence[SampledGroup], *, window: int, decode: Decode, max_bytes: int | None = None
+    directory: Path, step: int, groups: Sequence[SampledGroup], *, window: int, decode: Decode, max_bytes: float = math.inf
 ) -> Path:
     """Write one JSON line per trajectory of `step`, atomically: its whole text, and the part that the policy sampled.
 
@@ -142,20 +144,15 @@ def dump_samples(
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{step:06d}.jsonl"
-    temporary, room = path.with_name(f".{path.name}.tmp"), math.inf if max_bytes is None else max_bytes / 8
-    try:
-        with temporary.open("wb") as file:
-            for line in _lines(groups, step, window, decode):
-                # A lone surrogate, which some tokenizers decode to, becomes \\udxxx: JSON's own way to write it.
-                encoded = f"{line}\n".encode(errors="backslashreplace")
-                if (room := room - len(encoded)) < 0:
-                    break
-                file.write(encoded)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if max_bytes is not None:
-        _delete_oldest(directory, max_bytes)
+    room = max_bytes / 8
+    with appearing_file(path) as temporary, temporary.open("wb") as file:
+        for line in _lines(groups, step, window, decode):
+            # A lone surrogate, which some tokenizers decode to, becomes \\udxxx: JSON's own way to write it.
+            encoded = f"{line}\n".encode(errors="backslashreplace")
+            if (room := room - len(encoded)) < 0:
+                break
+            file.write(encoded)
+    _delete_oldest(directory, max_bytes)
     return path
 
 
@@ -166,7 +163,7 @@ def _lines(groups: Sequence[SampledGroup], step: int, window: int, decode: Decod
             yield json.dumps(line, ensure_ascii=False)
 
 
-def _delete_oldest(directory: Path, max_bytes: int) -> None:
+def _delete_oldest(directory: Path, max_bytes: float) -> None:
     sizes = {path: path.stat().st_size for path in sorted(directory.glob("step-*.jsonl"))}
     total = sum(sizes.values())
     for path, size in sizes.items():

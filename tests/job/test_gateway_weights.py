@@ -19,7 +19,7 @@ from asyncrl_cli.envs.places import Place, Places
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
-from asyncrl_cli.weights.published import write_manifest
+from asyncrl_cli.weights.disk import write_manifest
 from tests.engines import tiny
 from tests.engines.conftest import model, model_dir
 from tests.engines.made import made_for

@@ -77,7 +77,9 @@ class Watching(Invariants):
         elif found := re.fullmatch(r"(rollout-\d+) (?:receives|loads) version \d+", claim):
             holds = self.doing.get(found[1]) == claim
         elif found := re.fullmatch(r"(rollout-\d+) is restarted(?: \(\d of \d\))?", claim):
-            holds = workers[found[1]].down
+            holds = workers[found[1]].down and not workers[found[1]].away
+        elif found := re.fullmatch(r"(rollout-\d+) is away", claim):
+            holds = workers[found[1]].away
         elif found := re.fullmatch(r"(rollout-\d+) is about to receive version (\d+)", claim):
             holds = found[1] not in self.doing and workers[found[1]].version < int(found[2]) == self.published
         elif found := re.fullmatch(r"version (\d+) is being published", claim):
@@ -110,6 +112,12 @@ def test_whatever_waits_names_its_true_cause_in_every_second_of_every_seed(first
     monkeypatch.setattr(scenarios, "Invariants", Watching)
     broken = [outcome for outcome in map(scenarios.run, map(draw, range(first, first + CHUNK_SEEDS))) if outcome.broken is not None]
     assert not broken, "\n".join(f"{outcome.scenario.seed}: {outcome.broken!r}" for outcome in broken)
+
+
+def test_a_worker_that_the_run_goes_on_without_is_not_said_to_be_restarted(monkeypatch):
+    monkeypatch.setattr(scenarios, "Invariants", Watching)
+    assert scenarios.run(draw(86)).broken is None
+    assert Watching.said["slots: rollout-N is away"]
 
 
 def test_an_eval_that_holds_the_only_worker_is_what_the_feed_and_the_trainer_wait_for():

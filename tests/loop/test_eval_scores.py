@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
-from asyncrl_cli.loop.eval_scores import best_of, summary_of
+from asyncrl_cli.loop.evals import best_of, summary_of
 from asyncrl_cli.loop.ports import EvalTry
 
 

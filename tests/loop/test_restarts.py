@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.fleet import WorkerSlots
+from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ports import Published
 from asyncrl_cli.loop.reports import ReportBook
@@ -284,6 +284,7 @@ def test_without_restarts_the_first_failure_ends_the_run():
 
 def test_the_next_process_wants_the_newest_version_also_where_that_is_about_to_be_replaced():
     a, b = (WorkerSlots(name=name, slots=8, version=3) for name in ("a", "b"))
+    Fleet([a, b], unit=1, queue_sequences=0)
     sync = WeightSync([a, b])
     newest = Published(version=3, num_bytes=0, publish_s=0.0, handle="the bytes")
     sync.offer(newest)
@@ -377,6 +378,24 @@ def test_the_time_before_the_loop_began_is_nobodys():
     book.add(report(112.0, state_s, sums={"idle_s": 7.0, "sampled_tokens": 80.0}), 12.0, "rollout-0")
     assert sum(book.latest["rollout-0"].state_s.values()) == 6.0
     assert book.latest["rollout-0"].sums == {"idle_s": 1.0, "sampled_tokens": 80.0}
+
+
+def test_the_time_before_the_loop_began_is_nobodys_if_the_second_report_overtakes_the_first():
+    """The clocks of the test above. The first report was made at 6.5 and arrives at 9.5, the second one at 9."""
+    book = ReportBook(began_s=6.0)
+    state_s = {State.LOADING: 2.0, State.STARVED: 5.0, State.BUSY: 2.0}
+    early = ((State.LOADING, 100.0, 102.0), (State.STARVED, 102.0, 106.5))
+    late = report(106.5, {State.LOADING: 2.0, State.STARVED: 4.5}, sums={"idle_s": 6.5}, spans=early)
+    spans = ((State.STARVED, 106.5, 107.0), (State.BUSY, 107.0, 109.0))
+    book.add(report(109.0, state_s, sums={"idle_s": 7.0, "sampled_tokens": 30.0}, spans=spans), 9.0, "rollout-0")
+    book.add(late, 9.5, "rollout-0")
+    assert book.latest["rollout-0"].state_s == {State.LOADING: 0.0, State.STARVED: 1.0, State.BUSY: 2.0}
+    assert book.latest["rollout-0"].sums == {"idle_s": 1.0, "sampled_tokens": 30.0}
+    book.add(report(110.0, state_s | {State.BUSY: 3.0}, sums={"idle_s": 7.0, "sampled_tokens": 35.0}), 10.0, "rollout-0")
+    assert sum(book.latest["rollout-0"].state_s.values()) == 4.0
+    assert book.latest["rollout-0"].sums == {"idle_s": 1.0, "sampled_tokens": 35.0}
+    taken = [(span.state, span.start_s, span.end_s) for span in book.take_spans()["rollout-0"]]
+    assert taken == [(State.STARVED, 6.0, 6.5), (State.STARVED, 6.5, 7.0), (State.BUSY, 7.0, 9.0)]
 
 
 def test_only_the_executor_that_failed_is_marked_as_failed():

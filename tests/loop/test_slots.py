@@ -81,6 +81,7 @@ def test_where_responses_start_is_what_a_search_through_all_workers_finds(change
 @given(st.lists(st.tuples(st.integers(0, WORKERS - 1), st.integers(1, 3)), max_size=40))
 def test_a_sync_is_complete_when_the_worker_that_is_furthest_behind_has_it(loads):
     workers, held = [WorkerSlots(name=f"w{index}", slots=SLOTS, version=-1) for index in range(WORKERS)], [-1] * WORKERS
+    Fleet(workers, unit=1, queue_sequences=0)
     sync = WeightSync(workers)
     reported: set[int] = set()
     for index, more in loads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl_cli.loop.attempts import AttemptKey, PartKey
-from asyncrl_cli.loop.travel import Travel
+from asyncrl_cli.loop.fleet import Travel
 
 
 def groups(**unfinished):

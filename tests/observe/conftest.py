@@ -74,7 +74,7 @@ def record(
         "ended_s": ended_s,
         "groups": tuple(groups),
         "timing_s": timing_s,
-        "train": TrainReport(train_s=0.1, old_logprob_s=0.1, tokens=9, metrics={}),
+        "train": TrainReport(train_s=0.1, tokens=9, metrics={}),
         "reports": {made.name: made for made in reports},
         "spans": spans or {},
         "sync": {},
@@ -191,7 +191,7 @@ def full_record(step: int) -> StepRecord:
         "correction/clipped_ratio": Ratio(10, 1000),
         "correction/masked_ratio": Ratio(0, 1000),
     }
-    train = TrainReport(train_s=0.5, old_logprob_s=0.0, tokens=1500, metrics=metrics)
+    train = TrainReport(train_s=0.5, tokens=1500, metrics=metrics)
     timing_s = {
         "step": 1.0,
         "wait_data": 0.38,

@@ -67,7 +67,7 @@ def test_adapters_sent_alone_and_merged_by_a_worker_are_bit_for_bit_what_would_h
         found = {name: tensor for bucket in base.whole(iter(sent)) for name, tensor in unpack(bucket).items()}
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-    with pytest.raises(ValueError, match=r"weights that the base model has not: model\.layers\.9"):
+    with pytest.raises(ValueError, match=r"weights that the base model does not have: model\.layers\.9"):
         list(base.whole(pack({"model.layers.9.lora_A.weight": torch.zeros(4, 2)}, 1000)))
 
 

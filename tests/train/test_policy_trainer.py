@@ -145,7 +145,7 @@ def test_recompute_takes_prox_from_the_windows_first_weights(tiny_model_dir, mak
     # mu is the initial model, which is also the window's first: w stays 1 while u has moved with the weights.
     assert report.metrics["correction/weight_max"].value == pytest.approx(1.0, abs=1e-4)
     assert report.metrics["correction/ratio_max"].value > 1.05
-    assert report.old_logprob_s > 0
+    assert report.column_s["old_logprob"] > 0
     assert report.metrics["train/old_logprob_tokens"].value == report.tokens
     assert any(not torch.equal(before[name], after) for name, after in weights_of(trainer).items())
 

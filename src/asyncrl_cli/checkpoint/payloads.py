@@ -11,17 +11,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import (
-    Any,
-    Literal,
-    NotRequired,  # pydantic reads typing's own from Python 3.12 on
-)
+from typing import Any, Literal, NotRequired
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import Count, Finite, load_json, open_regular, reason

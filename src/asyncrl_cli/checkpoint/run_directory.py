@@ -73,25 +73,22 @@ class RunDirectory:
         """
         check_name(name)
         path = runs_dir / name
+        run = cls(path)
         if never_began(path) and (lock := take_lock(path)):
             with lock:
-                cls(path).remove()
+                run.remove()
         try:
-            _, made_runs_dir = make_in(runs_dir, path.mkdir)
+            _, run._made_runs_dir = make_in(runs_dir, path.mkdir)
         except FileExistsError:
             if not os.path.lexists(path):  # the directory of runs is a file
                 raise
             raise _in_use(path) from None
-        run = cls(path)
-        run._made_runs_dir = made_runs_dir
         try:
             run._take()
             run.keep_profile(profile_toml, resolved)
         except BaseException:
             run.close()
-            shutil.rmtree(path, ignore_errors=True)
-            if made_runs_dir:
-                remove_if_empty(runs_dir)
+            run.remove()
             raise
         return run
 

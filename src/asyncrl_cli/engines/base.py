@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.stays import SlotStays, Stay
+from asyncrl_cli.loop.meters import SlotStays
+from asyncrl_cli.loop.states import Stay
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Interrupt, Place, Profile
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.loop.stays import Stay
+from asyncrl_cli.loop.states import Stay
 from asyncrl_cli.plugins import engine_kind
 from asyncrl_cli.profile.schema import Interrupt, Place, Profile, RolloutSection, WeightsSection
 

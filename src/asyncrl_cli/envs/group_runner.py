@@ -112,7 +112,7 @@ class GroupRunner:
         played = [episode for episode in episodes if with_tokens and episode.failure is None]
         payload = [GroupPayload(uid=episode.id, epoch=0, attempt=0, trajectories=(episode.trajectory(),)) for episode in played]
         outcomes = tuple(episode.failure or episode.meta() for episode in episodes)
-        return EvalResult(version=request.version, outcomes=outcomes, payload=payload or None)
+        return EvalResult(outcomes=outcomes, payload=payload or None)
 
     def _eval_episode(self, request: EvalRequest, entry: EvalTry, sampling: Sampling) -> Episode:
         item, uid = entry.item, entry.item["uid"]

@@ -225,10 +225,9 @@ class RayTrainer(RayRanks):
             await self.begin_dump(batch.step, dump)
         failed_dumps = {"samples/failed_dumps": Last(self.failed_dumps)} if self.failed_dumps else {}
         slowest_s = max(report.train_s for report in reports)
-        old_logprob_s = max(report.old_logprob_s for report in reports)
         column_s = {name: max(report.column_s[name] for report in reports) for name in reports[0].column_s}
         metrics = {**reports[0].metrics, **failed_dumps}
-        slowest = replace(reports[0], train_s=slowest_s, old_logprob_s=old_logprob_s, column_s=column_s, metrics=metrics)
+        slowest = replace(reports[0], train_s=slowest_s, column_s=column_s, metrics=metrics)
         return slowest, answers[0][1]
 
     async def begin_dump(self, step: int, dump: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -292,10 +291,12 @@ class RayTrainer(RayRanks):
         publish_s = time.monotonic() - began_s
         return ports.Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, refs))
 
-    async def snapshot(self, step: int) -> float:
-        return float(max(await self._learners(f"the snapshot of step {step}", "snapshot", step)))
+    async def snapshot(self, step: int) -> None:
+        await self._learners(f"the snapshot of step {step}", "snapshot", step)
 
     async def write(self, directory: Path, cut: ports.Cut) -> None:
+        """Write the snapshot of the cut's step beside training: trainer state, the arrays of `cut.payloads` and `cut.kept`, and,
+        within a window, the weights of the last gathered version as they were at the snapshot."""
         await self._learners(f"the checkpoint of step {cut.step}", "write", str(directory.absolute()), replace(cut, loop_state={}))
 
     async def restore(self, directory: Path) -> None:

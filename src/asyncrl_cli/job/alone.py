@@ -121,7 +121,7 @@ class Alone:
             batch = TrainBatch(step=step + 1, window=0, step_in_window=step % window_steps, groups=groups)
             report, _ = await self._trainer.train(batch)
             tokens += report.tokens
-            seconds += report.train_s + report.old_logprob_s + sum(report.column_s.values())
+            seconds += report.train_s + sum(report.column_s.values())
             self._num_steps += 1
             is_whole = self._num_steps % (BATCHES * window_steps) == 0
         return tokens / seconds

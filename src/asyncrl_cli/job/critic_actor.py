@@ -56,7 +56,7 @@ class CriticActor(ScorerActor):
 
 
 class RayCritic(RayScorer):
-    """`loop.ports.Critic` on all `CriticActor`s."""
+    """`loop.ports.Scorer` on all `CriticActor`s."""
 
     def __init__(self, name: str, make_actors: Callable[[], list[Any]], profile: Profile) -> None:
         super().__init__(name, make_actors, profile)

@@ -129,7 +129,7 @@ class RayScorer(RayRanks):
         return handles, told[0]
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-        """`loop.ports.RewardModel`: one process after the other gets an eval's calls."""
+        """One process after the other gets an eval's calls."""
         self._num_judged += 1
         index = self._num_judged % len(self.actors)
         call = f"the scores of {len(items)} trajectories of an eval"

@@ -95,9 +95,9 @@ class TrainerActor(RankActor):
         return gather_s, self.report()
 
     @ray.method(concurrency_group="main")
-    def snapshot(self, step: int) -> float:
+    def snapshot(self, step: int) -> None:
         with self._meter.doing(State.BUSY, "a checkpoint's snapshot"):
-            return self._trainer.snapshot(step)
+            self._trainer.snapshot(step)
 
     @ray.method(concurrency_group="publish")
     def publish(self, version: int) -> tuple[Manifest, list[Any]]:

@@ -18,7 +18,7 @@ alone lets admission fill the future with groups that cannot all be served, and 
 Beyond what (*) demands, a group waits for a lagging worker's load, which gives it a window more, if either holds:
 
     rushed      it would be due in the window that has begun already
-    short       weights travel fast (travel.py): few slots idle until they arrive
+    short       weights travel fast (`fleet.Travel`): few slots idle until they arrive
 
 Responses whose worker has died are placed before any new group, on workers that are new enough for their group's deadline: they
 have their place in the window and in (*) already.

@@ -80,7 +80,7 @@ class Kept(NamedTuple):
         return self.version_tokens[0][0]
 
     def goes_on(self, version: int, *, mixes: bool) -> bool:
-        """Whether it may on weights of `version`; `mixes`: a response may have tokens of several versions."""
+        """Whether it may go on with weights of `version`. `mixes`: a response may have tokens of several versions."""
         return self.is_whole or mixes or self.version_tokens[-1][0] == version
 
 
@@ -135,10 +135,12 @@ class TrajectoryMeta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartResult:
-    """What a worker returns for a part. Failed trajectories are not in `trajectories`; `failures` says why, one each."""
+class _Result:
+    """What responses have become. Failed trajectories are not in `trajectories`; `failures` says why, one each.
 
-    key: PartKey
+    Checkpoints hold it unchanged, but for the payload, which they store separately.
+    """
+
     trajectories: tuple[TrajectoryMeta, ...]
     failures: tuple[Failure, ...]
     failed_tokens: Count
@@ -150,17 +152,17 @@ class PartResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupResult:
-    """A finished group: the results of its parts end to end. `payload` is a tuple of the parts' payloads, in the same order.
+class PartResult(_Result):
+    """What a worker returns for a part."""
 
-    Checkpoints hold it unchanged, but for the payload, which they store separately.
-    """
+    key: PartKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult(_Result):
+    """A finished group: the results of its parts end to end. `payload` is a tuple of the parts' payloads, in the same order."""
 
     key: AttemptKey
-    trajectories: tuple[TrajectoryMeta, ...]
-    failures: tuple[Failure, ...]
-    failed_tokens: Count
-    payload: Any = None
 
     @classmethod
     def of(cls, key: AttemptKey, parts: Sequence[PartResult]) -> GroupResult:
@@ -171,10 +173,6 @@ class GroupResult:
             failed_tokens=sum([part.failed_tokens for part in parts]),
             payload=tuple([part.payload for part in parts]),
         )
-
-    @property
-    def response_tokens(self) -> int:
-        return sum(meta.response_tokens for meta in self.trajectories)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -197,9 +195,9 @@ class Attempt:
     `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may be trained. `parts`:
     by number; a part that was lost with its worker is removed. `unplaced`: the responses that have to be placed, by index: all at
     the start, later those of lost parts, and in a resumed run those that had not ended. `kept`: what unplaced responses go on
-    from, by index, with the handle `so_far` of the tokens. `result` and the workers that it was `made_on` are set from the stage
-    `finished` on. `columns`: handles of what scorers have computed for it since, by scorer (of `reward` the scores themselves); no
-    checkpoint has them.
+    from, by index, with the handle `so_far` of the tokens. `result` is set from the stage `finished` on. `columns`: handles of what
+    scorers have computed for it since, by scorer (of `reward` the scores themselves). No checkpoint has these, nor the parts of a
+    finished group.
     """
 
     prompt: Prompt
@@ -212,7 +210,6 @@ class Attempt:
     kept: dict[int, Kept] = field(default_factory=dict)
     so_far: Any = None
     result: GroupResult | None = None
-    made_on: frozenset[str] = frozenset()
     columns: dict[str, Any] = field(default_factory=dict)
     key: AttemptKey = field(init=False)
     num_parts: int = 0
@@ -240,10 +237,6 @@ class Attempt:
 
     def ended_parts(self) -> list[PartResult]:
         return [part.result for part in self.parts.values() if part.result is not None]
-
-    def finish(self, result: GroupResult) -> None:
-        self.made_on = frozenset(part.worker for part in self.parts.values())
-        self.result, self.parts = result, {}
 
     def ended_tokens(self) -> int:
         """The tokens of the group, or of those of its parts that have ended, and those that were kept for unplaced responses."""

@@ -42,7 +42,7 @@ class Bands:
     """Tells of each signal once, until it is back within its band."""
 
     def __init__(self, algorithm: AlgorithmSection) -> None:
-        self._limits = {key: getattr(algorithm, key) for _, key, _, _ in SIGNALS}
+        self._algorithm = algorithm
         self._outside: set[str] = set()
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MEAN_STEPS))
         self._num_flat = 0
@@ -61,7 +61,7 @@ class Bands:
         for name, key, side, advice in SIGNALS:
             if (figure := figures.get(name)) is None:
                 continue
-            recent, limit = self._recent[name], self._limits[key]
+            recent, limit = self._recent[name], getattr(self._algorithm, key)
             recent.append(figure)
             if len(recent) < MEAN_STEPS:
                 continue

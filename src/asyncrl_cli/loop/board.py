@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost, first_error
 from asyncrl_cli.loop.admission import Admission
@@ -15,7 +15,7 @@ from asyncrl_cli.loop.changes import Changes
 from asyncrl_cli.loop.evals import Evaluator
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.ports import CheckpointWriter, Critic, Feed, RewardModel, RolloutWorker, Scorer, Trainer
+from asyncrl_cli.loop.ports import CheckpointWriter, Feed, RolloutWorker, Scorer, Trainer
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
@@ -53,9 +53,9 @@ class Board:
         """Call inside the running event loop: its clock is the run's."""
         self.settings, self.profile, self.schedule = settings, settings.profile, settings.schedule
         self.trainer, self.workers, self.observers = world.trainer, world.workers, world.observers
-        self.scorers = world.scorers
+        self.scorers, self.checkpoints = world.scorers, world.checkpoints
         by_name = {scorer.name: scorer for scorer in world.scorers}
-        self.critic = cast(Critic | None, by_name.get(CRITIC))
+        self.critic = by_name.get(CRITIC)
         slots = [WorkerSlots(name=worker.name, slots=worker.slots, version=-1, loading=True) for worker in world.workers]
         self.changes = Changes()
         self.reports = ReportBook()
@@ -64,14 +64,14 @@ class Board:
         self.ledger = self.admission.ledger
         self.groups = Groups(settings, self.admission, world.feed, self.event)
         self.sync = WeightSync(slots)
-        judge = cast(RewardModel | None, by_name.get(REWARD))
-        self.evaluator = Evaluator(world.eval_sets, settings.profile, self.changes, self.event, judge)
-        self.feed_clock = StateClock("feed", "feed", self.now_s, State.STARVED)
+        self.evaluator = Evaluator(world.eval_sets, settings.profile, self.changes, self.event, by_name.get(REWARD))
+        self.feed_clock = StateClock("feed", "feed", "", self.now_s)
         self.step = 0
         self.time_before_s = -self.now_s()
         self.phase = "starting"
         self.checkpoint = ""
-        self.last_version: int | None = None
+        self.last_cut: int | None = None
+        """The step of the last checkpoint: of one that was begun, or of the one that the run was resumed from."""
         self.stopping = False
         self.failure: AsyncrlError | None = None
         self.restarts = 0

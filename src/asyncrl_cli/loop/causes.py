@@ -45,6 +45,7 @@ def snapshot(board: Board) -> Snapshot:
 
 
 def _as_known(board: Board, report: ExecutorReport, closed: str) -> ExecutorReport:
+    """The report with what the loop knows better. `closed`: the rule that keeps admission closed."""
     if board.phase in ENDED:
         return report
     if report.role == "trainer":
@@ -82,8 +83,8 @@ def closing(board: Board) -> tuple[str, str]:
         case Closed.LOADING:
             cause = _some(lags(board))
         case Closed.SLOTS:
-            away = [worker for worker in admission.workers.values() if worker.loading]
-            cause = _some([_slots_in_use(board), *lags(board, away)])
+            asleep = [worker for worker in admission.workers.values() if worker.loading]
+            cause = _some([_slots_in_use(board), *lags(board, asleep)])
         case Closed.DEADLINES:
             # Only lagging workers can be the cause: for those with the newest weights the window's budget closes first.
             cause = _some(lags(board, admission.refused()))
@@ -100,28 +101,20 @@ def groups_wait(board: Board) -> str:
     """What is missing while the trainer waits for the groups of a step."""
     ledger, needed = board.ledger, board.schedule.step_groups
     finished, running = len(ledger.finished), len(ledger.running)
-    takeable = (
-        f" (only {len(board.admission.takeable(needed))} takeable before groups that are due earlier)" if finished >= needed else ""
-    )
-    tools = [f"{name} {waits}" for name, report in board.reports.latest.items() if (waits := _tools(report))]
-    text = f"{needed} takeable groups: {finished} finished{takeable}, {running} running"
-    return _with_admission(board, "; ".join([text, *([_some(tools)] if tools else [])]))
+    takeable = ""
+    if finished >= needed:
+        takeable = f" (only {len(board.admission.takeable(needed))} takeable before groups that are due earlier)"
+    tools = _some(f"{name} {waits}" for name, report in board.reports.latest.items() if (waits := _tools(report)))
+    return _with_admission(board, f"{needed} takeable groups: {finished} finished{takeable}, {running} running", tools)
 
 
 def scores_wait(board: Board) -> str:
     """What is missing while the trainer waits for scorers: enough groups have finished."""
     needed, finished = board.schedule.step_groups, len(board.ledger.finished)
-    queues = [f"{queue} wait for {name}{_restart(board, name)}" for name, queue in _queues(board).items() if queue]
-    return f"{needed} scored groups: {len(board.admission.takeable(needed))} takeable; of {finished} finished, {_some(queues)}"
-
-
-def _queues(board: Board) -> dict[str, int]:
-    """How many finished groups each scorer has yet to score."""
-    return {scorer.name: len(board.groups.unscored(scorer.name)) for scorer in board.scorers}
-
-
-def _restart(board: Board, name: str) -> str:
-    return f", which is restarted ({board.restarting[name]})" if name in board.restarting else ""
+    queues = {scorer.name: len(board.groups.unscored(scorer.name)) for scorer in board.scorers}
+    restarts = {name: f", which is restarted ({number})" for name, number in board.restarting.items()}
+    waits = _some(f"{queue} wait for {name}{restarts.get(name, '')}" for name, queue in queues.items() if queue)
+    return f"{needed} scored groups: {len(board.admission.takeable(needed))} takeable; of {finished} finished, {waits}"
 
 
 def window_wait(board: Board) -> str:
@@ -142,6 +135,8 @@ def lags(board: Board, workers: Iterable[WorkerSlots] | None = None) -> list[str
 def _lag(board: Board, worker: WorkerSlots) -> str:
     """Why the worker cannot generate with the newest weights; "" if it can."""
     name, begun = worker.name, worker.begun
+    if worker.away:
+        return f"{name} is away"
     if worker.down:
         return f"{name} is restarted" + (f" ({board.restarting[name]})" if name in board.restarting else "")
     if begun is not None and not worker.received:
@@ -174,14 +169,14 @@ def _tools(report: ExecutorReport | None) -> str:
 
 
 def older_loads(board: Board) -> str:
-    """What every worker that receives or loads a version is doing."""
+    """What is missing before one more version may be published: what every worker that receives or loads one is doing."""
     begun = [worker for worker in board.admission.workers.values() if worker.begun is not None]
-    return ", ".join(lags(board, begun))
+    return f"workers to finish older loads: {', '.join(lags(board, begun))}"
 
 
 def restarts(board: Board) -> str:
     """Which workers have no process and are being restarted."""
-    return _some(lags(board, [worker for worker in board.admission.workers.values() if worker.down]))
+    return _some(lags(board, [worker for worker in board.admission.fleet.present() if worker.down]))
 
 
 def eval_holds(board: Board) -> list[str]:
@@ -204,14 +199,14 @@ def _slots_in_use(board: Board) -> str:
     return f"{in_use} of {sum(worker.slots for worker in up)} in use" + (f", {queued} sequences queue" if queued else "") + by_eval
 
 
-def _with_admission(board: Board, text: str) -> str:
-    """`text`, then the rule that keeps admission closed (the feed's wait has its cause), and the workers that an eval holds."""
-    closed, holds = closing(board)[0], eval_holds(board)
-    return "; ".join([text, *([f"admission waits: {closed}"] if closed else []), *([_some(holds)] if holds else [])])
+def _with_admission(board: Board, *texts: str) -> str:
+    """`texts`, then the rule that keeps admission closed (the feed's wait has its cause), and the workers that an eval holds."""
+    closed = closing(board)[0]
+    return "; ".join(filter(None, [*texts, closed and f"admission waits: {closed}", _some(eval_holds(board))]))
 
 
 def _some(reasons: Iterable[str]) -> str:
-    """The first few different reasons, and how many more there are."""
+    """The first few different reasons, and how many more there are; "" for none."""
     different = list(dict.fromkeys(reasons))
     more = [f"{len(different) - _SHOWN_WORKERS} more"] if len(different) > _SHOWN_WORKERS else []
     return ", ".join([*different[:_SHOWN_WORKERS], *more])

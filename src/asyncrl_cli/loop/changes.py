@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, TypeVar
 
 from asyncrl_cli.errors import StallError
+
+T = TypeVar("T")
 
 
 class Change(Enum):
@@ -26,11 +28,6 @@ class Change(Enum):
     """Anything else, such as a stop: every wait checks its condition."""
 
 
-class _Sleeper(NamedTuple):
-    condition: Callable[[], bool]
-    future: asyncio.Future[None]
-
-
 class Changes:
     """Wakes the tasks that wait for the run's state to change, and knows what each one waits for.
 
@@ -41,29 +38,30 @@ class Changes:
         self.waits: dict[str, str | Callable[[], str]] = {}
         self.progress = 0
         """Rises with every `notify`, and with every report of a worker that has made tokens."""
-        self._sleepers: dict[Change, dict[int, _Sleeper]] = {change: {} for change in Change}
-        self._num_waits = 0
+        self._sleepers: dict[Change, dict[asyncio.Future[None], Callable[[], Any]]] = {change: {} for change in Change}
+        """What each waiting task sleeps on, and its condition, by the kind of change that may wake it; oldest wait first."""
 
     def notify(self, changed: Change = Change.RUN) -> None:
         """The state has changed: wake the tasks whose condition depends on this kind of change and now holds, oldest wait first."""
         self.progress += 1
-        for sleeper in list(self._sleepers[changed].values()):
-            if not sleeper.future.done() and sleeper.condition():
-                sleeper.future.set_result(None)
+        for sleeper, condition in list(self._sleepers[changed].items()):
+            if not sleeper.done() and condition():
+                sleeper.set_result(None)
 
     async def until(
         self,
-        condition: Callable[[], bool],
+        condition: Callable[[], T | None],
         who: str,
         what: str | Callable[[], str],
         concerned: tuple[Change, ...] = tuple(Change),
         still_s: float | None = None,
-    ) -> None:
-        """Wait until `condition()` holds; it is checked after every `notify` of `Change.RUN` or of one of `concerned`.
+    ) -> T:
+        """Wait until `condition()` holds, and return what it found; it is checked after every `notify` of `Change.RUN` or of one of
+        `concerned`.
 
         `who` and `what` name the wait. Raises StallError once nothing in the whole run has moved for `still_s` seconds.
         """
-        while not condition():
+        while not (found := condition()):
             progress = self.progress
             try:
                 with self.waiting(who, what):
@@ -74,17 +72,17 @@ class Changes:
                     waits = what if isinstance(what, str) else what()
                     message = f"nothing has moved for {still_s:g} s, and the {who.split()[0]} waits for {waits}"
                     raise StallError(message) from None
+        return found
 
-    async def _sleep(self, condition: Callable[[], bool], concerned: Collection[Change]) -> None:
-        self._num_waits += 1
-        number, sleeper = self._num_waits, _Sleeper(condition, asyncio.get_running_loop().create_future())
+    async def _sleep(self, condition: Callable[[], Any], concerned: Collection[Change]) -> None:
+        sleeper = asyncio.get_running_loop().create_future()
         for change in concerned:
-            self._sleepers[change][number] = sleeper
+            self._sleepers[change][sleeper] = condition
         try:
-            await sleeper.future
+            await sleeper
         finally:
             for change in concerned:
-                del self._sleepers[change][number]
+                del self._sleepers[change][sleeper]
 
     @contextmanager
     def waiting(self, who: str, what: str | Callable[[], str]) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 The trainer's state is copied to the host (which stalls training), the workers say what their running responses have so far, the
 loop's state is frozen in one turn of the event loop, and a background task writes it all. One write at a time: the next cut waits
-for the last. A response that ends or begins between a worker's answer and the frozen state is as the loop's state says.
+for the last. If a response ends or begins between a worker's answer and the freeze, the loop's own state counts.
 
 What can be derived from the rest is not written. A checkpoint's files can be undamaged and still hold a state that no loop has
 written: contradictions that could break the resumed run hours later are refused here.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import Any, Final, Literal, NotRequired
@@ -22,7 +22,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, RefusedError
 from asyncrl_cli.loop.admission import takeable_in_time
-from asyncrl_cli.loop.attempts import Stage
+from asyncrl_cli.loop.attempts import Kept, Stage, TrajectoryMeta
 from asyncrl_cli.loop.board import Board, ResumeFrom
 from asyncrl_cli.loop.groups import FinishedState, GroupsState, RunningState
 from asyncrl_cli.loop.ports import CheckpointWriter, Cut, RolloutWorker, SoFar
@@ -49,27 +49,25 @@ class LoopState(TypedDict):
 
 
 class Checkpointer:
-    """Makes checkpoints of the loop. `resumed_at`: the step from which the run was resumed, which has its checkpoint already."""
+    """Makes checkpoints of the loop."""
 
-    def __init__(self, board: Board, tasks: asyncio.TaskGroup, writer: CheckpointWriter | None, resumed_at: int | None) -> None:
+    def __init__(self, board: Board, tasks: asyncio.TaskGroup) -> None:
         self._board = board
         self._tasks = tasks
-        self._writer = writer
-        self._last_step = resumed_at
         self._writing: asyncio.Task[None] | None = None
 
     async def cut(self) -> None:
         """Freeze a checkpoint and begin to write it, unless this step has one. Nothing may be in training."""
         board = self._board
-        if self._writer is None or self._last_step == board.step:
+        if board.checkpoints is None or board.last_cut == board.step:
             return
         await self.finish()
         with board.calling_trainer(State.SYNCING, "a checkpoint's snapshot"):
             await board.trainer.snapshot(board.step)
             so_far = await self._so_far()
         cut = freeze(board, so_far)
-        self._last_step = board.step
-        self._writing = self._tasks.create_task(self._write(self._writer, cut), name=f"checkpoint {board.step}")
+        board.last_cut = board.step
+        self._writing = self._tasks.create_task(self._write(board.checkpoints, cut), name=f"checkpoint {board.step}")
 
     async def _so_far(self) -> list[SoFar]:
         """What the running responses have, of every worker that answers."""
@@ -90,8 +88,9 @@ class Checkpointer:
 
     async def finish(self) -> None:
         """Wait for the write in progress, if any; the port's own timeout bounds it."""
+        board = self._board
         if self._writing is not None:
-            with self._board.changes.waiting("trainer (checkpoint)", f"the checkpoint of step {self._last_step} to be written"):
+            with board.changes.waiting("trainer (checkpoint)", f"the checkpoint of step {board.last_cut} to be written"):
                 await self._writing
 
     async def _write(self, writer: CheckpointWriter, cut: Cut) -> None:
@@ -131,7 +130,7 @@ def freeze(board: Board, so_far: Sequence[SoFar] = ()) -> Cut:
 def thaw(board: Board, resumed: ResumeFrom) -> None:
     """Restore what `freeze` saved. Raises RefusedError for a state that `freeze` cannot have saved under these settings."""
     state = read_state(resumed.loop_state, board.settings)
-    board.step = state["step"]
+    board.step = board.last_cut = state["step"]
     board.time_before_s = state["time_s"] - board.now_s()
     board.restarts = state.get("restarts", 0)
     board.evaluator.last_version = state["last_eval_version"]
@@ -214,10 +213,8 @@ def _wrong_running(entry: RunningState, version: int, settings: LoopSettings) ->
         yield f"{prompt} has parts of another attempt"
     if numbers and numbers[-1] >= entry.get("num_parts", 0):
         yield f"{prompt} has {entry.get('num_parts')} parts, and one has the number {numbers[-1]}"
-    sampled = [[version for version, _ in so_far.version_tokens] for so_far in kept.values()]
-    if any(versions != sorted(set(versions)) or versions[-1] > version for versions in sampled):
-        yield f"{prompt} has tokens of impossible versions"
-    oldest = min([version, *chain.from_iterable(sampled), *(part["version"] for part in ended)])
+    yield from _wrong_versions(prompt, kept.values(), version)
+    oldest = min([version, *(so_far.oldest for so_far in kept.values()), *(part["version"] for part in ended)])
     bound = settings.schedule.max_staleness
     if (deadline := entry.get("deadline", version + bound)) > oldest + bound:
         yield f"the deadline of {prompt} is {deadline}, with tokens of version {oldest}"
@@ -231,6 +228,10 @@ def _wrong_group(entry: FinishedState, version: int, profile: Profile) -> Iterat
         yield f"the result of {prompt} is that of another attempt"
     if not least <= len(trajectories) <= most:
         yield f"{prompt} has {len(trajectories)} trajectories, not {least} to {most}"
-    sampled = [[version for version, _ in meta.version_tokens] for meta in trajectories]
-    if any(versions != sorted(set(versions)) or versions[-1] > version for versions in sampled):
+    yield from _wrong_versions(prompt, trajectories, version)
+
+
+def _wrong_versions(prompt: str, sampled: Iterable[Kept | TrajectoryMeta], version: int) -> Iterator[str]:
+    versions = [[version for version, _ in one.version_tokens] for one in sampled]
+    if any(own != sorted(set(own)) or own[-1] > version for own in versions):
         yield f"{prompt} has tokens of impossible versions"

@@ -1,22 +1,24 @@
 """Evals: each scores one version on the eval sets' prompts, on the workers that hold that version.
 
 A worker that has loaded a version whose eval is due helps until no tries are left; its next load waits until then. Evals
-take slots but no window budget. If a worker's process dies, its tries go back to the queue.
+take slots but no window budget. If a worker's process dies, its tries go back to the queue. Each set has a result of its own:
+mean@n and best@N.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import comb
+from statistics import fmean, median
 from typing import Any
 
 from asyncrl_cli.errors import ExecutorLost
-from asyncrl_cli.loop.attempts import Failure
+from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
 from asyncrl_cli.loop.changes import Change, Changes
-from asyncrl_cli.loop.eval_scores import summary_of
 from asyncrl_cli.loop.fleet import WorkerSlots
-from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RewardModel, RolloutWorker
+from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RolloutWorker, Scorer
 from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.profile.schema import Profile
 
@@ -34,7 +36,7 @@ class Evaluator:
         profile: Profile,
         changes: Changes,
         event: Callable[..., None],
-        judge: RewardModel | None = None,
+        judge: Scorer | None = None,
     ) -> None:
         """Call inside the running event loop. `event(name, **fields)` tells the run's observers; `judge` adds to rewards."""
         samples = range(profile.eval.samples_per_prompt)
@@ -118,7 +120,7 @@ class Evaluator:
                     current.queue.extendleft(reversed(tries))
             current.ended += zip(tries, outcomes, strict=True)
 
-    async def _judged(self, judge: RewardModel, tries: Sequence[EvalTry], result: EvalResult) -> list[EvalOutcome]:
+    async def _judged(self, judge: Scorer, tries: Sequence[EvalTry], result: EvalResult) -> list[EvalOutcome]:
         """The outcomes with the reward model's scores. If it is lost meanwhile, these trajectories have failed: it is restarted, or
         ends the run, by itself (scorers.py)."""
         played = [(entry.item, meta) for entry, meta in zip(tries, result.outcomes, strict=True) if not isinstance(meta, Failure)]
@@ -170,3 +172,45 @@ class _Eval:
 
     def __str__(self) -> str:
         return f"version {self.version}: {len(self.ended)} of {self.num_tries} trajectories"
+
+
+def summary_of(ended: Sequence[tuple[EvalTry, EvalOutcome]], *, version: int, eval_s: float) -> EvalSummary | None:
+    """The summary of one set's trajectories; None if none of them has a score."""
+    scored = [(entry, outcome) for entry, outcome in ended if isinstance(outcome, TrajectoryMeta)]
+    if not scored:
+        return None
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for entry, meta in scored:
+        rewards[entry.item["uid"]].append(meta.reward)
+    samples = 1 + max(entry.sample for entry, _ in ended)
+    return EvalSummary(
+        version=version,
+        reward_mean=fmean(map(fmean, rewards.values())),
+        num_prompts=len(rewards),
+        response_tokens_median=median(meta.response_tokens for _, meta in scored),
+        eval_s=eval_s,
+        num_failed=len(ended) - len(scored),
+        eval_set=ended[0][0].eval_set,
+        samples_per_prompt=samples,
+        truncated_ratio=fmean(meta.finish_reason != "stop" for _, meta in scored),
+        best=tuple(_best(list(rewards.values()), samples)),
+    )
+
+
+def _best(rewards: Sequence[Sequence[float]], samples: int) -> Iterator[tuple[int, float]]:
+    """(N, best@N) for N = 2, 4, ... below `samples`, and for `samples` itself. A prompt counts where it has N scored samples."""
+    sizes = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
+    for size in [*sizes, samples] if samples > 1 else ():
+        if enough := [best_of(own, size) for own in rewards if len(own) >= size]:
+            yield size, fmean(enough)
+
+
+def best_of(rewards: Sequence[float], size: int) -> float:
+    """The expected best of `size` samples of a prompt, estimated without bias from at least as many.
+
+    It is the mean of the best over all choices of `size` different samples, exactly; for rewards of 0 and 1 the estimator of
+    pass@k (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1). verl draws 1,000 times with replacement
+    instead, so that one sample may count twice: its best@N is lower on average.
+    """
+    ways = comb(len(rewards), size)
+    return sum(reward * (comb(rank, size - 1) / ways) for rank, reward in enumerate(sorted(rewards)))

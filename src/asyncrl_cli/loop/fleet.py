@@ -12,8 +12,9 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from asyncrl_cli.loop.attempts import PartKey
-from asyncrl_cli.loop.travel import Travel
 
+_TRAVEL_KEPT = 0.8
+"""What the counts of all workers' last loads weigh once every worker has had one more."""
 Room = tuple[int, int, int]
 """How many units there is room for: in slots, if no worker were loading; in slots; in slots and queues. A unit is what is placed
 together: one response, or a whole group. (A plain tuple: one is made at every change.)"""
@@ -33,7 +34,7 @@ class WorkerSlots:
 
     `version`: the published version that it holds, -1 for none; `begun`: the version that it receives or loads; `received`:
     whether that one has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room; `away`:
-    and nobody waits for another. `room` and `rank`: kept up to date by its fleet.
+    and nobody waits for another. `room` and `rank`: kept up to date by its `fleet`, which is told of every change.
     """
 
     name: str
@@ -50,64 +51,93 @@ class WorkerSlots:
     told: Mapping[PartKey, int] = field(default_factory=dict)
     room: Room = (0, 0, 0)
     rank: tuple[int, int] | None = None
-    fleet: Fleet | None = None
+    fleet: Fleet = field(init=False)
 
     @property
     def used(self) -> int:
         return self.unfinished_sequences + self.eval_sequences
 
-    @property
-    def free(self) -> int:
-        """Free slots; negative while sequences queue."""
-        return self.slots - self.used
-
     def set_unfinished(self, key: PartKey, unfinished: int) -> None:
         """Set how many sequences of a running part are unfinished."""
         self.unfinished_sequences += unfinished - self.unfinished.get(key, 0)
         self.unfinished[key] = unfinished
-        self._changed()
+        self.fleet.update(self)
 
     def release(self, key: PartKey) -> None:
         """Remove a part, if it is on this worker."""
         self.unfinished_sequences -= self.unfinished.pop(key, 0)
-        self._changed()
+        self.fleet.update(self)
 
     def change_evals(self, sequences: int) -> None:
         """Count sequences that an eval began (or, negative, ended)."""
         self.eval_sequences += sequences
-        self._changed()
+        self.fleet.update(self)
 
     def begin_prefetch(self, version: int) -> None:
         """That version is about to be sent to the worker, which generates on meanwhile if it holds weights already."""
         self.begun = version
-        if self.fleet is not None and not self.loading:
+        if not self.loading:
             self.fleet.travel.set_out(self.name, self.unfinished)
 
     def begin_load(self) -> None:
         """The version `begun` has arrived: nothing starts on the worker until the load has ended."""
         self.received = self.loading = True
-        self._changed()
-        if self.fleet is not None:
-            self.fleet.travel.arrived(self.name, self.unfinished)
+        self.fleet.update(self)
+        self.fleet.travel.arrived(self.name, self.unfinished)
 
     def end_load(self, version: int) -> None:
         self.version, self.begun, self.received, self.loading = version, None, False, False
-        self._changed()
+        self.fleet.update(self)
 
     def forget_weights(self) -> None:
         """The worker's process is gone, with its weights and the version on its way to it."""
         self.version, self.begun, self.received = -1, None, False
-        if self.fleet is not None:
-            self.fleet.travel.lost(self.name)
+        self.fleet.travel.lost(self.name)
 
     def set_down(self, is_down: bool) -> None:
         """The worker's process is gone, or (false) a new one has replaced it, which loads before anything starts on it."""
         self.down, self.loading, self.away = is_down, True, False
-        self._changed()
+        self.fleet.update(self)
 
-    def _changed(self) -> None:
-        if self.fleet is not None:
-            self.fleet.update(self)
+
+class Travel:
+    """How long new weights are on their way to the workers, in the one unit that admission knows: responses that end meanwhile.
+
+        version rises, or the worker turns to it ──set_out──> published, sent (the worker generates on) ──arrived──> loaded
+
+    `set_out` keeps what runs on the worker, `arrived` counts how much of it has ended since. A travel is short if fewer than half
+    of the responses that ran at its beginning have ended; all loads count together, with less weight the older they are.
+
+    Worked example: two workers have 4 and 6 responses running when version 3 sets out for them; by its arrival 1 and 2 have ended,
+    3 of 10: the travel is short. Had nothing run at all, it would not be: responses that all end within a window need no slack.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._kept = _TRAVEL_KEPT ** (1 / num_workers)
+        self._ran_before: dict[str, dict[PartKey, int]] = {}
+        self._ran = self._ended = 0.0
+        self.is_short = True
+        """Whether weights arrive before half of the responses that run have ended. Before the first arrival nobody knows."""
+
+    def set_out(self, worker: str, unfinished: Mapping[PartKey, int]) -> None:
+        """A version sets out for the worker, if none is on its way there already."""
+        if worker not in self._ran_before:
+            self._ran_before[worker] = dict(unfinished)
+
+    def arrived(self, worker: str, unfinished: Mapping[PartKey, int]) -> None:
+        """The version has arrived, if one had set out. Responses that began meanwhile do not count."""
+        before = self._ran_before.pop(worker, None)
+        if before is None:
+            return
+        ran = sum(before.values())
+        ended = ran - sum(min(count, unfinished.get(key, 0)) for key, count in before.items())
+        self._ran = self._ran * self._kept + ran
+        self._ended = self._ended * self._kept + ended
+        self.is_short = self._ended < self._ran / 2
+
+    def lost(self, worker: str) -> None:
+        """The worker's process is gone, and with it the version on its way there."""
+        self._ran_before.pop(worker, None)
 
 
 class Fleet:

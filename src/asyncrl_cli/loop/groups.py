@@ -44,8 +44,8 @@ class EndedState(TypedDict):
 
 
 class RunningState(TryState):
-    """A running group. `kept`: by index, the responses that go on from what they had. Checkpoints up to 2026-11 have neither of
-    the further keys: their groups start again."""
+    """A running group. `kept`: by index, the responses that go on from what they had. Checkpoints up to 2026-11 have none of the
+    keys below: their groups start again."""
 
     deadline: NotRequired[Count]
     num_parts: NotRequired[Count]
@@ -144,7 +144,7 @@ class Groups:
         if reason := "failed" if too_few else REASON if is_rewarded and self.filter.leaves_out(result) else "":
             self._drop(attempt, reason, result.response_tokens)
             return
-        attempt.finish(result)
+        attempt.result = result
         self.admission.leave(attempt, Stage.FINISHED)
         self._tell(attempt)
 
@@ -286,10 +286,11 @@ class Groups:
 
     def arrays_lost(self, worker: str) -> None:
         """The worker's node is gone, and with it the arrays of parts that had ended there: these responses are made again."""
-        for attempt in [attempt for attempt in self.ledger.finished.values() if worker in attempt.made_on]:
-            self.tokens_discarded += attempt.ended_tokens()
-            self._end(attempt, Stage.REQUEUED, "arrays lost")
-            self._again.append(attempt.next(requeues=attempt.requeues))
+        for attempt in [*self.ledger.finished.values()]:
+            if any(part.worker == worker for part in attempt.parts.values()):
+                self.tokens_discarded += attempt.ended_tokens()
+                self._end(attempt, Stage.REQUEUED, "arrays lost")
+                self._again.append(attempt.next(requeues=attempt.requeues))
         for attempt in self.ledger.running.values():
             for part in [*attempt.parts.values()]:
                 if part.worker == worker and part.result is not None:

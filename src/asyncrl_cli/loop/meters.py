@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from heapq import heappop, heappush
 from typing import Any
 
-from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
-from asyncrl_cli.loop.stays import Stay
+from asyncrl_cli.loop.states import ExecutorReport, State, StateClock, Stay
 from asyncrl_cli.profile.schema import Interrupt
 
 DEBOUNCE_S = 0.1
 POLL_S = 1.0
+MAX_STAYS = 10_000
+"""How many stays are kept until they are taken, the newest ones: a driver that does not ask must not fill the worker's memory."""
 
 
 class RolloutMeter:
@@ -27,8 +30,7 @@ class RolloutMeter:
     """
 
     def __init__(self, name: str, slots: int, now: Callable[[], float], on_change: Callable[[], None]) -> None:
-        self._clock = StateClock(name, "rollout", now)
-        self._clock.waiting_for = "prompts"
+        self._clock = StateClock(name, "rollout", "prompts", now)
         self._clock.gauges["slots"] = slots
         self._now = now
         self._on_change = on_change
@@ -106,12 +108,12 @@ class RolloutMeter:
         now_s = self._now()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         is_busy = self._clock.state is State.BUSY
-        self._clock.add("running_sequence_s", self._running * elapsed_s if is_busy else 0.0)
-        self._clock.add("idle_s", 0.0 if is_busy else elapsed_s)
+        self._clock.sums["running_sequence_s"] += self._running * elapsed_s if is_busy else 0.0
+        self._clock.sums["idle_s"] += 0.0 if is_busy else elapsed_s
         if self._num_evals:
-            self._clock.add("eval_s", elapsed_s)
+            self._clock.sums["eval_s"] += elapsed_s
         if self._waiting:
-            self._clock.add("waiting_trajectory_s", len(self._waiting) * elapsed_s)
+            self._clock.sums["waiting_trajectory_s"] += len(self._waiting) * elapsed_s
 
     def _settle(self) -> None:
         before = self._clock.state
@@ -125,7 +127,7 @@ class RolloutMeter:
         elif self._waiting:
             self._clock.enter(State.WAITING, self._longest())
         else:
-            self._clock.enter(State.STARVED, "prompts")
+            self._clock.enter(State.STARVED)
         if self._clock.state is not before:
             self._on_change()
 
@@ -136,21 +138,53 @@ class RolloutMeter:
         return f"{for_what} of {trajectory} ({self._now() - since_s:.0f} s so far){others}"
 
 
+class SlotStays:
+    """Records the stays of an engine's sequences. Slots in use are numbered from 0: a sequence gets the lowest free one."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._free: list[int] = []
+        self._begun: dict[str, tuple[int, float]] = {}
+        self._ended: deque[Stay] = deque(maxlen=MAX_STAYS)
+
+    @contextmanager
+    def of(self, sequence: str) -> Iterator[None]:
+        self.begin(sequence)
+        try:
+            yield
+        finally:
+            self.end(sequence)
+
+    def begin(self, sequence: str) -> None:
+        assert sequence not in self._begun, f"{sequence} is in a slot already"
+        self._begun[sequence] = heappop(self._free) if self._free else len(self._begun), self._now()
+
+    def end(self, sequence: str) -> None:
+        slot, start_s = self._begun.pop(sequence)
+        heappush(self._free, slot)
+        self._ended.append(Stay(slot, sequence, start_s, self._now()))
+
+    def take(self) -> tuple[Stay, ...]:
+        """The stays that have ended since the last call, in the order of their ends."""
+        taken = tuple(self._ended)
+        self._ended.clear()
+        return taken
+
+
 class MeteredRewards:
     """Wraps `score` with a state clock: busy while at least one reward is being computed. Passes errors through."""
 
     def __init__(self, name: str, score: Callable[[Any, str], Awaitable[float]], now: Callable[[], float]) -> None:
         self._score = score
         self._pending = 0
-        self._clock = StateClock(name, "reward", now)
-        self._clock.waiting_for = "responses"
+        self._clock = StateClock(name, "reward", "responses", now)
 
     async def score(self, item: Any, response_text: str) -> float:
         self._change(+1)
         try:
             return await self._score(item, response_text)
         finally:
-            self._clock.add("rewards", 1)
+            self._clock.sums["rewards"] += 1
             self._change(-1)
 
     def report(self) -> ExecutorReport:
@@ -159,10 +193,7 @@ class MeteredRewards:
     def _change(self, change: int) -> None:
         self._pending += change
         self._clock.gauges["pending_rewards"] = self._pending
-        if self._pending:
-            self._clock.enter(State.BUSY)
-        else:
-            self._clock.enter(State.STARVED, "responses")
+        self._clock.enter(State.BUSY if self._pending else State.STARVED)
 
 
 class CallMeter:
@@ -170,8 +201,7 @@ class CallMeter:
     Thread-safe: calls and reports may have two threads."""
 
     def __init__(self, name: str, role: str, input: str, now: Callable[[], float]) -> None:
-        self._clock = StateClock(name, role, now)
-        self._clock.waiting_for = self._input = input
+        self._clock = StateClock(name, role, input, now)
         self._lock = threading.Lock()
 
     @contextmanager
@@ -182,13 +212,13 @@ class CallMeter:
             yield
         finally:
             with self._lock:
-                self._clock.enter(State.STARVED, self._input)
+                self._clock.enter(State.STARVED)
 
     def add(self, *, gauges: Mapping[str, float] | None = None, **sums: float) -> None:
         """Add to the sums of these names, and set gauges."""
         with self._lock:
             for name, amount in sums.items():
-                self._clock.add(name, amount)
+                self._clock.sums[name] += amount
             self._clock.gauges |= gauges or {}
 
     def report(self) -> ExecutorReport:

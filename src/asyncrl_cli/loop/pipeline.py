@@ -66,12 +66,8 @@ class Pipeline:
     def __init__(self, settings: LoopSettings, world: World) -> None:
         """Call inside the running event loop: its clock is the run's."""
         self.board = Board(settings, world)
-        self._settings = settings
-        self._checkpoints = world.checkpoints
-        self._resumed_at: int | None = None
         if world.resume_from is not None:
             thaw(self.board, world.resume_from)
-            self._resumed_at = self.board.step
 
     async def run(self) -> None:
         """Run to the end. Raises `Interrupted` after a stop, the failed executor's own error, or `StallError`."""
@@ -89,19 +85,16 @@ class Pipeline:
             raise board.failure
         self._end("stopped" if board.stopping else "done")
         if board.stopping:
-            raise Interrupted(f"stopped after step {board.step} of {self._settings.schedule.train_steps}")
+            raise Interrupted(f"stopped after step {board.step} of {self.board.settings.schedule.train_steps}")
 
     async def _run_tasks(self) -> None:
         board = self.board
         async with asyncio.TaskGroup() as tasks:
-            rollouts = Rollouts(board, tasks)
-            checkpointer = Checkpointer(board, tasks, self._checkpoints, self._resumed_at)
             watching = [tasks.create_task(self._tick(), name="tick"), tasks.create_task(self._follow_trainer(), name="reports")]
-            scorers = [ScorerTasks(board, scorer, tasks) for scorer in board.scorers]
-            rollouts.start()
+            rollouts, scorers = Rollouts(board, tasks), [ScorerTasks(board, scorer, tasks) for scorer in board.scorers]
             for scorer in scorers:
                 scorer.begin()
-            await Training(board, tasks, rollouts, checkpointer).run()
+            await Training(board, tasks, rollouts, Checkpointer(board, tasks)).run()
             rollouts.cancel()
             for scorer in scorers:
                 scorer.cancel()
@@ -125,7 +118,7 @@ class Pipeline:
 
     async def _tick(self) -> None:
         """Once a second: send the observers a snapshot, and stop the run if nothing has moved for too long."""
-        board, settings = self.board, self._settings
+        board, settings = self.board, self.board.settings
         progress, moved_s, stop_s = -1, board.now_s(), None
         while True:
             board.reports.add(board.feed_clock.report(), board.now_s())
@@ -149,6 +142,6 @@ class Pipeline:
         waits = [f"{who} waits for {what}" for who, what in board.changes.named().items()]
         states = [f"{name} is {report.state}" for name, report in board.reports.latest.items()]
         return StallError(
-            f"nothing moved for run.stall_timeout_s = {self._settings.stall_timeout_s:g}: {'; '.join(waits + states)}",
+            f"nothing moved for run.stall_timeout_s = {self.board.settings.stall_timeout_s:g}: {'; '.join(waits + states)}",
             hint="the run's log has the last thing that each executor said",
         )

@@ -61,7 +61,6 @@ EvalOutcome = TrajectoryMeta | Failure
 class EvalResult:
     """`outcomes`: of the request's tries, in their order. `payload`: handle of the tokens of those that have not failed."""
 
-    version: int
     outcomes: tuple[EvalOutcome, ...]
     payload: Any = field(default=None, compare=False)
 
@@ -131,15 +130,14 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a train step reports. Seconds are the trainer's, or one rank's: `train_s`, `old_logprob_s`, and `column_s` for other
-    columns that were computed before training, by name (`ref`, `values`). `tokens` (sampled tokens trained, also by skipped steps)
-    and `metrics` are of all ranks; `metrics` are typed and finite, and go into the step's line unchanged.
+    """What a train step reports. Seconds are the trainer's, or one rank's: `train_s`, and `column_s` for the columns that were
+    computed before training, by name (`old_logprob`, `ref`, `values`). `tokens` (sampled tokens trained, also by skipped steps) and
+    `metrics` are of all ranks; `metrics` are typed and finite, and go into the step's line unchanged.
 
     `skipped_steps`: its optimizer steps that were skipped because the gradient was not finite; metrics that this spoils are
     absent. `skipped_in_a_row`: how many of the run's latest optimizer steps in a row were skipped, across train steps."""
 
     train_s: float
-    old_logprob_s: float
     tokens: int
     metrics: Mapping[str, Value]
     column_s: Mapping[str, float] = field(default_factory=dict)
@@ -204,7 +202,9 @@ class RolloutWorker(Protocol):
 
 class Scorer(Protocol):
     """All processes of one scorer as one. It computes a number for every sampled token of finished groups, its column, while others
-    are trained; `reward` a number for every trajectory.
+    are trained; `reward` a number for every trajectory. `load`, `judge` and `learn` are asked of one scorer each.
+
+    What a critic has learned is in the trainer's checkpoints, and is lost with its process: it is never restarted.
 
     `name` is the executor's and the column's: `ref`, `prox`, `critic`, `reward`. `call_tokens`: how many tokens, of prompts and
     responses, fill it.
@@ -222,25 +222,16 @@ class Scorer(Protocol):
         """Handles of the groups' columns, in order; of `reward` the scores themselves, a tuple per group. `items`: the groups'
         prompts."""
 
+    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        """`reward`: the scores of an eval's trajectories that have not failed, in their order. `items`: their prompts."""
+
+    async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
+        """`critic`: its optimizer steps on the groups that the trainer trains. It scores with what it has learned from then on."""
+
     async def report(self) -> ExecutorReport: ...
 
     async def restart(self) -> None:
         """End this scorer's processes for good and start others in their place. Calls to the old ones fail."""
-
-
-class RewardModel(Scorer, Protocol):
-    """The scorer that also judges evals."""
-
-    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-        """The scores of an eval's trajectories that have not failed, in their order. `items`: their prompts."""
-
-
-class Critic(Scorer, Protocol):
-    """The scorer that also learns. What it has learned is in the trainer's checkpoints, and is lost with its process: it is never
-    restarted."""
-
-    async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
-        """Its optimizer steps on the groups that the trainer trains. What is scored later is scored by what it has learned."""
 
 
 class Trainer(Protocol):
@@ -255,12 +246,8 @@ class Trainer(Protocol):
     async def publish(self, version: int) -> Published:
         """Hand out the gathered buckets; runs beside training."""
 
-    async def snapshot(self, step: int) -> float:
-        """Copy what a checkpoint needs to the host, also of a critic apart (stalls training). Returns seconds."""
-
-    async def write(self, directory: Path, cut: Cut) -> None:
-        """Write the snapshot of the cut's step beside training: trainer state, the arrays of `cut.payloads` and `cut.kept`, and,
-        within a window, the weights of the last gathered version as they were at the snapshot."""
+    async def snapshot(self, step: int) -> None:
+        """Copy what a checkpoint needs to the host, also of a critic apart (stalls training)."""
 
     async def report(self) -> ExecutorReport: ...
 
@@ -280,7 +267,8 @@ class Feed(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """Writes a cut as a directory. Called once at a time, beside training; raises on failure."""
+    """Writes a cut as a directory, with the trainer's snapshot of its step. Called once at a time, beside training; raises on
+    failure."""
 
     async def write(self, cut: Cut) -> Path: ...
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TypeVar
 
-from asyncrl_cli.loop.states import ExecutorReport, Span, State
-from asyncrl_cli.loop.stays import Stay
+from asyncrl_cli.loop.states import ExecutorReport, Span, State, Stay
 
 K = TypeVar("K")
 WAITS_FOR_RESTART = "a restart"
@@ -16,17 +15,17 @@ WAITS_FOR_RESTART = "a restart"
 
 
 class _Process(Enum):
+    NEW = auto()
+    """It has not reported yet."""
     UP = auto()
     LOST = auto()
-    NEW = auto()
-    """A new process has taken its place, and has not reported yet."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Executor:
     """`report` is the newest, with the sums of `base` added: what earlier processes counted, minus what should not count. `spans`
-    and `stays` have not been taken yet and are on the driver's clock, which is `offset_s` ahead of the executor's. Spans before
-    `from_s` do not count: the run, or the process that reports now, was starting."""
+    and `stays` have not been taken yet and are on the driver's clock, which is `offset_s` ahead of the executor's. What was before
+    `from_s` does not count: the run, or the process that reports now, was starting."""
 
     report: ExecutorReport
     worker: str
@@ -35,7 +34,30 @@ class _Executor:
     offset_s: float = float("inf")
     spans: list[Span] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
-    process: _Process = _Process.UP
+    process: _Process = _Process.NEW
+
+    def begin(self, report: ExecutorReport, arrived_s: float) -> None:
+        """Prepare for the first report of a process, which has all spans so far, unless it has overtaken an earlier one."""
+        self.process, self.offset_s = _Process.UP, arrived_s - report.now_s
+        base = self._without_start(self.report, report)
+        self.base = base if base.state_s else None
+
+    def overtaken(self, report: ExecutorReport) -> None:
+        """Take in a report that a later one has overtaken. The later one's sums include its sums, but not its spans and stays."""
+        nothing = replace(self.report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in self.report.sums else {})
+        base = self._without_start(self.base or nothing, report)
+        self.base = base if base.state_s else None
+        self.report = self._without_start(self.report, report)
+        self.note(report)
+        self.spans.sort(key=lambda span: span.start_s)
+
+    def _without_start(self, sums: ExecutorReport, report: ExecutorReport) -> ExecutorReport:
+        """`sums` less the time that the spans of `report` have before `from_s`."""
+        for span in report.spans:
+            early_s = min(span.end_s + self.offset_s, self.from_s) - (span.start_s + self.offset_s)
+            if early_s > 0:
+                sums = _plus(sums, span.state, -early_s, is_idle=span.state is not State.BUSY)
+        return sums
 
     def update(self, report: ExecutorReport, arrived_s: float) -> None:
         if self.base is not None:
@@ -64,15 +86,6 @@ class _Executor:
         self.spans.append(Span(state=State.FAILED, start_s=start_s, end_s=now_s))
         self.report = replace(_plus(report, State.FAILED, down_s), now_s=report.now_s + down_s)
 
-    def begin_anew(self, report: ExecutorReport, arrived_s: float) -> None:
-        """Prepare for the first report of a new process. It counts its start as idle time, which was already counted as failed
-        here, so that time is subtracted.
-        """
-        self.from_s = ended_s = self.report.now_s + self.offset_s
-        counted_s = max(0.0, ended_s - (arrived_s - sum(report.state_s.values())))
-        self.base = _plus(self.report, report.spans[0].state if report.spans else report.state, -counted_s)
-        self.process, self.offset_s = _Process.UP, float("inf")
-
 
 class ReportBook:
     """Collects reports, and hands out spans up to the moment that every executor has reported.
@@ -83,7 +96,7 @@ class ReportBook:
     Executors start before the loop does, and wait for each other: their time before `began_s` is not counted.
 
     A restarted worker counts from zero. Here its sums continue and never fall: what the old process counted, plus the time
-    without a process (state `failed`, idle), plus what the new one counts.
+    without a process (state `failed`, idle), plus what the new one counts from then on.
     """
 
     def __init__(self, began_s: float = float("-inf")) -> None:
@@ -98,17 +111,13 @@ class ReportBook:
         """Take in a report of an executor in the process of `worker`; true if it has made tokens since its last report."""
         executor = self._executors.get(report.name)
         if executor is None:
-            base = _before(report, arrived_s, self.began_s)
-            executor = self._executors[report.name] = _Executor(report=report, worker=worker, from_s=self.began_s, base=base)
-            executor.update(report, arrived_s)
-            return True
+            nothing = replace(report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in report.sums else {})
+            executor = self._executors[report.name] = _Executor(report=nothing, worker=worker, from_s=self.began_s)
         previous = executor.report
         if executor.process is _Process.NEW:
-            executor.begin_anew(report, arrived_s)
+            executor.begin(report, arrived_s)
         elif report.now_s < previous.now_s:
-            # A later report has arrived first. Its sums include those of this report, its spans and stays do not.
-            executor.note(report)
-            executor.spans.sort(key=lambda span: span.start_s)
+            executor.overtaken(report)
             return False
         executor.update(report, arrived_s)
         return _has_made_tokens(previous, executor.report)
@@ -137,7 +146,7 @@ class ReportBook:
         """The worker has a process again, from which its executors' next reports come."""
         self.advance_lost(now_s)
         for executor in self._of(worker):
-            executor.process = _Process.NEW
+            executor.process, executor.from_s = _Process.NEW, executor.report.now_s + executor.offset_s
 
     def end(self, culprit: str) -> None:
         """The run is over: every executor is done, except `culprit`, whose failure ended it."""
@@ -167,17 +176,6 @@ class ReportBook:
 
     def _of(self, worker: str) -> list[_Executor]:
         return [executor for executor in self._executors.values() if executor.worker == worker]
-
-
-def _before(report: ExecutorReport, arrived_s: float, began_s: float) -> ExecutorReport | None:
-    """The base that subtracts what an executor counted before the loop began. Its first report has all of its spans so far."""
-    offset_s = arrived_s - report.now_s
-    base = replace(report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in report.sums else {})
-    for span in report.spans:
-        early_s = min(span.end_s + offset_s, began_s) - (span.start_s + offset_s)
-        if early_s > 0:
-            base = _plus(base, span.state, -early_s, is_idle=span.state is not State.BUSY)
-    return base if base.state_s else None
 
 
 def _plus(report: ExecutorReport, state: State, seconds: float, *, is_idle: bool = True) -> ExecutorReport:

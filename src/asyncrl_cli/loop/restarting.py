@@ -4,7 +4,7 @@
 
 However many of its calls fail at once, that is one failure: the first one makes the executor `down`, and while it is down further
 failures are ignored. Without a restart left, the failure ends the run in good order (`Board.stop`), unless enough others are there:
-then the executor is away. One that is away for lack of room is asked for again and again: it comes back when there is some.
+then the executor is away. If it is away for lack of room, a new process is asked for every `LOOK_EVERY_S` seconds.
 """
 
 from __future__ import annotations
@@ -13,27 +13,21 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost, NoRoom
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
+from asyncrl_cli.loop.ports import RolloutWorker, Scorer
 
 RESTARTS_KEY = "rollout.max_restarts"
 LOOK_EVERY_S = 10.0
 """How often somebody looks for room for an executor that is away."""
 
 
-class Restartable(Protocol):
-    name: str
-
-    async def restart(self) -> None: ...
-
-
 class RestartableTasks(ABC):
     """The tasks of one executor. A fresh process is asked for once the tasks of the old one have ended."""
 
-    def __init__(self, board: Board, executor: Restartable, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, board: Board, executor: RolloutWorker | Scorer, tasks: asyncio.TaskGroup) -> None:
         self.is_down = False
         self._board = board
         self._executor = executor

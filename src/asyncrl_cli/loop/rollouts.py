@@ -19,19 +19,15 @@ from asyncrl_cli.loop.worker_tasks import WorkerTasks
 
 class Rollouts:
     def __init__(self, board: Board, tasks: asyncio.TaskGroup) -> None:
+        """Starts to admit groups, and the tasks of every worker."""
         self._board = board
         self._workers = {worker.name: WorkerTasks(board, worker, tasks) for worker in board.workers}
-        self._tasks = tasks
-        self._admitting: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._admitting = self._tasks.create_task(self._board.guarded(self._admit), name="admit")
+        self._admitting = tasks.create_task(board.guarded(self._admit), name="admit")
         for worker in self._workers.values():
             worker.begin()
 
     def cancel(self) -> None:
-        if self._admitting is not None:
-            self._admitting.cancel()
+        self._admitting.cancel()
         for worker in self._workers.values():
             worker.cancel()
 
@@ -88,20 +84,18 @@ class Publishing:
     async def first(self) -> None:
         """Publish the first version for the workers: 0 in a fresh run, the checkpoint's version in a resumed one."""
         board = self._board
-        if board.step == 0 or board.settings.ends_window(board.step):
-            await self._gather(board.version)
-        self._publish_beside()
+        is_gathered = board.step == 0 or board.settings.ends_window(board.step)
+        self._publish_beside(await self._gather(board.version) if is_gathered else None)
         await self._held_by_all()
 
     async def end_window(self) -> None:
         """Gather the weights and raise the version; workers receive it beside the next step."""
         board = self._board
-        if board.step == board.schedule.train_steps:
-            board.last_version = board.version + 1
         with self._times.spending("gather"):
             await self._room_to_publish()
         board.sync.reserve()
-        self._times.add("gather", await self._gather(board.version + 1))
+        gather_s = await self._gather(board.version + 1)
+        self._times.add("gather", gather_s)
         try:
             self._rollouts.abort(board.groups.publish())
         except AsyncrlError as error:
@@ -109,7 +103,7 @@ class Publishing:
         if board.profile.placement.colocate and not board.stopping:  # after a stop nothing starts, and a hung worker would delay it
             await self._rollouts.hand_over(to_trainer=False)
         if board.sync.room:  # without room at a stop, workers keep their version: a resume publishes first
-            self._publish_beside()
+            self._publish_beside(gather_s)
         board.changes.notify()
         with self._times.waiting("gather"):
             await self._held_by_all()
@@ -117,16 +111,16 @@ class Publishing:
     async def finish(self) -> None:
         """Wait until every worker holds the last version and its eval has ended (also in a run resumed at its last step)."""
         board = self._board
-        board.phase, board.last_version = "evaluating", board.version
+        board.phase = "evaluating"
         evaluator = board.evaluator
 
         def ended() -> bool:
-            scored = not evaluator.tries or evaluator.last_version == board.last_version
+            scored = not evaluator.tries or evaluator.last_version == board.version
             return self._all_hold_newest() and scored and evaluator.running is None
 
         def missing() -> str:
             scoring = [f"eval of {evaluator.running}"] if evaluator.running else []
-            return f"version {board.last_version} to be loaded and scored: {', '.join([*causes.lags(board), *scoring])}"
+            return f"version {board.version} to be loaded and scored: {', '.join([*causes.lags(board), *scoring])}"
 
         still_s = board.settings.sync_timeout_s + (2 * board.profile.eval.timeout_s if evaluator.tries else 0)
         with self._times.waiting("gather"):
@@ -137,7 +131,6 @@ class Publishing:
         with self._board.calling_trainer(State.SYNCING, f"version {version} to be gathered"):
             gather_s, report = await self._board.trainer.gather(version)
         self._board.reports.add(report, self._board.now_s())
-        self._board.sync.gathered(version, gather_s)
         return gather_s
 
     async def _room_to_publish(self) -> None:
@@ -147,12 +140,9 @@ class Publishing:
             with board.changes.waiting(who, f"version {board.version} to be published"):
                 await self._publishing
 
-        def older_loads() -> str:
-            return f"workers to finish older loads: {causes.older_loads(board)}"
-
-        still_s, loaded = board.settings.sync_timeout_s, (Change.LOADED,)
+        still_s, loaded, missing = board.settings.sync_timeout_s, (Change.LOADED,), partial(causes.older_loads, board)
         try:
-            await board.changes.until(lambda: board.sync.room or board.stopping, who, older_loads, loaded, still_s)
+            await board.changes.until(lambda: board.sync.room or board.stopping, who, missing, loaded, still_s)
         except StallError as error:
             board.stop(error)
 
@@ -185,12 +175,12 @@ class Publishing:
             await board.changes.until(lambda: ended() or fleet.is_whole(), who, lambda: causes.restarts(board))
             await board.changes.until(lambda: ended() or not fleet.is_whole(), who, what, still_s=still_s)
 
-    def _publish_beside(self) -> None:
-        self._publishing = self._tasks.create_task(self._publish(self._board.version), name="publish")
+    def _publish_beside(self, gather_s: float | None) -> None:
+        self._publishing = self._tasks.create_task(self._publish(self._board.version, gather_s), name="publish")
 
-    async def _publish(self, version: int) -> None:
+    async def _publish(self, version: int, gather_s: float | None) -> None:
         board = self._board
         published = await board.trainer.publish(version)
-        board.sync.offer(published)
+        board.sync.offer(published, gather_s)
         board.event("published", version=version, num_bytes=published.num_bytes, publish_s=published.publish_s)
         board.changes.notify(Change.PUBLISHED)

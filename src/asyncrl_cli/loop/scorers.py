@@ -16,8 +16,8 @@ scored again if their scorer dies before they are taken, or if a run resumes wit
 
 A critic's state is nowhere else: its loss fails the run at once, as a trainer's does, and a resume goes on from a checkpoint.
 
-A call takes as many groups as fill the scorer, so that a slow one, for which groups queue, is used well; but no more than a train
-step takes, for which the trainer may wait. There is one call at a time.
+A call takes as many groups as fill the scorer, so that a slow scorer is used well. It takes no more than a train step needs,
+because the trainer may be waiting for those. There is one call at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.loop.attempts import Attempt
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
-from asyncrl_cli.loop.ports import Scorer
+from asyncrl_cli.loop.ports import Published, Scorer
 from asyncrl_cli.loop.restarting import RestartableTasks
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
 
@@ -86,12 +86,14 @@ class ScorerTasks(RestartableTasks):
         """Load the weights that the window begins with, once they are published."""
         board, name = self._board, self.scorer.name
 
-        def published() -> bool:
-            return board.sync.newest is not None and board.sync.newest.version == board.version
+        def published() -> Published | None:
+            newest = board.sync.newest
+            return newest if newest is not None and newest.version == board.version else None
 
-        await board.changes.until(published, name, lambda: f"version {board.version} to be published", (Change.PUBLISHED,))
-        newest = board.sync.newest
-        assert newest is not None
+        def what() -> str:
+            return f"version {board.version} to be published"
+
+        newest = await board.changes.until(published, name, what, (Change.PUBLISHED,))
         with board.changes.waiting(name, f"version {newest.version} to be loaded"):
             await self.scorer.load(newest)
         self._held = newest.version

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-
-from asyncrl_cli.loop.stays import Stay
+from typing import NamedTuple
 
 _STEP_PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval")
 
@@ -33,6 +32,16 @@ class Span:
     """A stay in one state, in seconds of the executor's own clock."""
 
     state: State
+    start_s: float
+    end_s: float
+
+
+class Stay(NamedTuple):
+    """A sequence in a slot of an engine, in seconds of the executor's own clock; one with several turns has a stay for each. It is
+    recorded if `logging.trace_sequences` asks for it."""
+
+    slot: int
+    sequence: str
     start_s: float
     end_s: float
 
@@ -66,16 +75,17 @@ class StateClock:
     Not thread-safe: call it from one thread, or under the caller's lock.
     """
 
-    def __init__(self, name: str, role: str, now: Callable[[], float], state: State = State.STARVED) -> None:
+    def __init__(self, name: str, role: str, input: str, now: Callable[[], float]) -> None:
+        """`input`: what the executor waits for while it is starved."""
         self.name = name
         self.role = role
-        self.state = state
-        self.waiting_for = ""
-        self.sums: dict[str, float] = {}
+        self.state = State.STARVED
+        self.waiting_for = self._input = input
+        self.sums: defaultdict[str, float] = defaultdict(float)
         self.gauges: dict[str, float] = {}
         self._now = now
         self._since_s = now()
-        self._state_s: dict[State, float] = {}
+        self._state_s: defaultdict[State, float] = defaultdict(float)
         self._spans: list[Span] = []
 
     def enter(self, state: State, waiting_for: str = "") -> None:
@@ -83,10 +93,7 @@ class StateClock:
         if state is not self.state:
             self._close(self._now())
             self.state = state
-        self.waiting_for = waiting_for
-
-    def add(self, name: str, amount: float) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + amount
+        self.waiting_for = waiting_for or (self._input if state is State.STARVED else "")
 
     def report(self, stays: tuple[Stay, ...] = ()) -> ExecutorReport:
         now_s = self._now()
@@ -107,7 +114,7 @@ class StateClock:
 
     def _close(self, now_s: float) -> None:
         if now_s > self._since_s:
-            self._state_s[self.state] = self._state_s.get(self.state, 0.0) + now_s - self._since_s
+            self._state_s[self.state] += now_s - self._since_s
             self._spans.append(Span(state=self.state, start_s=self._since_s, end_s=now_s))
         self._since_s = now_s
 

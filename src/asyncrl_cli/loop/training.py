@@ -13,7 +13,7 @@ from asyncrl_cli.loop.bands import Bands
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.cuts import Checkpointer
-from asyncrl_cli.loop.ports import Critic, TrainBatch, TrainReport
+from asyncrl_cli.loop.ports import Scorer, TrainBatch, TrainReport
 from asyncrl_cli.loop.rollouts import Publishing, Rollouts
 from asyncrl_cli.loop.states import State, StepTimes
 from asyncrl_cli.loop.values import shown
@@ -36,8 +36,6 @@ class Training:
     async def run(self) -> None:
         """Train until the last step or a stop; ends with the weights published and every checkpoint written."""
         board, train_steps = self._board, self._board.schedule.train_steps
-        if board.step == train_steps:  # resumed at the end: workers that load this version score it, too
-            board.last_version = board.version
         await self._publishing.first()
         board.phase = "running"
         self._times.begin()
@@ -127,7 +125,7 @@ class Training:
         board.reports.add(executor_report, board.now_s())
         board.groups.trained()
         self._times.add("train", report.train_s)
-        for part, seconds in {"old_logprob": report.old_logprob_s, **report.column_s}.items():
+        for part, seconds in report.column_s.items():
             self._times.add(part, seconds)
         self._warn_of_skipped(report, "trainer", "trainer.lr")
         rewards = [meta.reward for group in groups for meta in group.trajectories]
@@ -136,8 +134,8 @@ class Training:
         board.changes.notify()
         return report
 
-    async def _learn(self, critic: Critic, batch: TrainBatch) -> TrainReport:
-        """Let the critic apart learn, beside the policy. Only then it scores the groups of the next step."""
+    async def _learn(self, critic: Scorer, batch: TrainBatch) -> TrainReport:
+        """Let the critic apart learn, beside the policy. It scores the groups of the next step once that has ended."""
         board = self._board
         with board.changes.waiting(f"{critic.name} (learning)", f"what it learns in step {batch.step}"):
             report, executor_report = await critic.learn(batch)

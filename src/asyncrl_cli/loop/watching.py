@@ -8,8 +8,7 @@ from typing import Any
 
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.ports import TrainReport
-from asyncrl_cli.loop.states import ExecutorReport
-from asyncrl_cli.loop.stays import Stay
+from asyncrl_cli.loop.states import ExecutorReport, Stay
 from asyncrl_cli.safe_files import Count
 
 ENDED = ("done", "failed", "stopped")

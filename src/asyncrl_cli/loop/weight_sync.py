@@ -28,8 +28,8 @@ class WeightSync:
         version."""
         self._summarised = -1
         self._workers = workers
-        self._gather_s: dict[int, float] = {}
-        self._num_bytes: dict[int, int] = {}
+        self._costs: dict[int, tuple[float | None, int | None]] = {}
+        """By version: the seconds of its gather, and the bytes that each worker is sent."""
         self._reports: dict[int, list[LoadReport]] = {}
 
     @property
@@ -49,13 +49,10 @@ class WeightSync:
         if begun and self.newest is not None and self.newest.version not in begun:
             self.withdrawn, self.newest = self.newest.version, None
 
-    def gathered(self, version: int, gather_s: float) -> None:
-        self._gather_s[version] = gather_s
-
-    def offer(self, published: Published) -> None:
+    def offer(self, published: Published, gather_s: float | None = None) -> None:
         assert self.newest is None or published.version > self.newest.version, "versions only rise"
         self.newest = published
-        self._num_bytes[published.version] = published.num_bytes
+        self._costs[published.version] = gather_s, published.num_bytes or None
 
     def wanted(self, worker: WorkerSlots) -> Published | None:
         """The version that the worker should begin now, if any. After a restart it loads the newest version again, whose handle is
@@ -72,13 +69,14 @@ class WeightSync:
 
     def _summarise(self, version: int) -> None:
         self._summarised, reports = version, self._reports[version]
+        gather_s, num_bytes = self._costs.get(version, (None, None))
         diffs = [report.logprob_abs_diff for report in reports if report.logprob_abs_diff is not None]
         shares = [report.loaded_share for report in reports if report.loaded_share is not None]
         verdicts = [report.verdict for report in reports if report.verdict is not None]
         self.summary = {
             "version": version,
-            "bytes": self._num_bytes.get(version) or None,
-            "gather_s": self._gather_s.get(version),
+            "bytes": num_bytes,
+            "gather_s": gather_s,
             "send_s": max(report.send_s for report in reports),
             "load_s": max(report.load_s for report in reports),
             "pause_s": max(report.pause_s for report in reports),
@@ -87,5 +85,4 @@ class WeightSync:
             "unclear_loads": verdicts.count("unclear") if verdicts else None,
         }
         self._reports = {later: reports for later, reports in self._reports.items() if later >= version}
-        self._gather_s = {later: gather_s for later, gather_s in self._gather_s.items() if later >= version}
-        self._num_bytes = {later: num_bytes for later, num_bytes in self._num_bytes.items() if later >= version}
+        self._costs = {later: costs for later, costs in self._costs.items() if later >= version}

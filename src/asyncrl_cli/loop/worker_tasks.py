@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, replace
+from functools import partial
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.loop.board import Board
@@ -102,19 +103,14 @@ class WorkerTasks(RestartableTasks):
     async def _keep_in_sync(self) -> None:
         """For each published version: prefetch it beside generation, load it, and run its eval if one is due."""
         board, slots, who = self._board, self.slots, f"{self.worker.name} (weights)"
-
-        def is_wanted() -> bool:
-            return board.sync.wanted(slots) is not None
-
+        wanted = partial(board.sync.wanted, slots)
         while True:
-            await board.changes.until(is_wanted, who, "a new version from the trainer", (Change.PUBLISHED,))
-            published = board.sync.wanted(slots)
-            assert published is not None
+            published = await board.changes.until(wanted, who, "a new version from the trainer", (Change.PUBLISHED,))
             with board.changes.waiting(who, f"prefetch and load of version {published.version}"):
                 await self._load(published)
             if not board.stopping:
                 with board.changes.waiting(who, f"the eval of version {slots.version} to end"):
-                    await board.evaluator.work(self.worker, slots, is_last=slots.version == board.last_version)
+                    await board.evaluator.work(self.worker, slots, is_last=slots.version == board.schedule.syncs)
             board.changes.notify(Change.LOADED)
 
     async def _load(self, published: Published) -> None:

@@ -228,7 +228,7 @@ class Responses:
 
     def eval_result(self, request: EvalRequest) -> EvalResult:
         """Responses without a reward, those of an aborted eval among them, count as failures."""
-        result = EvalResult(version=request.version, outcomes=self._outcomes())
+        result = EvalResult(outcomes=self._outcomes())
         metas = [outcome for outcome in result.outcomes if isinstance(outcome, TrajectoryMeta)]
         versions = {version for meta in metas for version, _ in meta.version_tokens}
         assert versions <= {request.version}, f"a load during an eval of version {request.version}: {versions}"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.loop.meters import CallMeter
-from asyncrl_cli.loop.ports import Cut, EvalResult, Published, TrainBatch, TrainReport
+from asyncrl_cli.loop.ports import EvalResult, Published, TrainBatch, TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.loop.values import Sum
 from asyncrl_cli.profile.sharing import REWARD
@@ -118,7 +117,7 @@ class SimulatedTrainer:
         self._meter.add(gauges={"step": batch.step}, busy_s=self._loop.time() - began_s, trained_tokens=tokens)
         scored = self._times.old_logprob_tokens(batch)
         metrics = {"train/old_logprob_tokens": Sum(scored)} if scored else {}
-        report = TrainReport(train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics=metrics, column_s=column_s)
+        report = TrainReport(train_s=train_s, tokens=tokens, metrics=metrics, column_s={"old_logprob": old_logprob_s, **column_s})
         return report, self._meter.report()
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
@@ -130,10 +129,7 @@ class SimulatedTrainer:
         await asyncio.sleep(self._times.publish_s)
         return Published(version=version, num_bytes=0, publish_s=self._times.publish_s, handle=None)
 
-    async def snapshot(self, step: int) -> float:
-        return 0.0
-
-    async def write(self, directory: Path, cut: Cut) -> None:
+    async def snapshot(self, step: int) -> None:
         """Takes no time."""
 
     async def report(self) -> ExecutorReport:
@@ -154,8 +150,7 @@ class ScorerTimes:
 
 
 class SimulatedScorer:
-    """Implements `loop.ports.Critic` and `RewardModel`. A column's handle is (the scorer's name, the group's key); a reward model's
-    scores are 0."""
+    """Implements `loop.ports.Scorer`. A column's handle is (the scorer's name, the group's key); a reward model's scores are 0."""
 
     def __init__(self, name: str, times: ScorerTimes, machine: SharedMachine | None = None) -> None:
         self.name = name
@@ -186,7 +181,7 @@ class SimulatedScorer:
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         with self._meter.doing(State.BUSY):
             train_s = await self._machine.compute(self._times.learn_s(batch.groups))
-        return TrainReport(train_s=train_s, old_logprob_s=0.0, tokens=0, metrics={}), self._meter.report()
+        return TrainReport(train_s=train_s, tokens=0, metrics={}), self._meter.report()
 
     def _column(self, group: GroupResult) -> Any:
         return (0.0,) * len(group.trajectories) if self.name == REWARD else (self.name, group.key)

@@ -123,7 +123,6 @@ class CriticApart(Critic):
         self._ranks.synchronize()
         return TrainReport(
             train_s=time.monotonic() - began_s,
-            old_logprob_s=0.0,
             tokens=sum(step.num_loss_tokens for step in steps),
             metrics=finite(metrics),
             skipped_steps=skipped,

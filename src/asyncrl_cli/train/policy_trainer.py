@@ -152,9 +152,8 @@ class PolicyTrainer:
         buckets = publication.packing.seal()
         return replace(publication.manifest, fingerprints=tuple(bucket.fingerprint for bucket in buckets)), buckets
 
-    def snapshot(self, step: int) -> float:
-        """Copy this rank's state to the host under the name `step`. Returns seconds."""
-        started_s = time.monotonic()
+    def snapshot(self, step: int) -> None:
+        """Copy this rank's state to the host under the name `step`."""
         counters = Counters(
             schema_version=2,
             ranks=self.ranks.world_size,
@@ -167,7 +166,6 @@ class PolicyTrainer:
             counters["critic_steps"] = self.critic.optimizer.steps_made
         state = to_host(self._parameters(), self._state_tensors()) | random_state(self.ranks)
         self._snapshots[step] = (state, counters, self._publication)
-        return time.monotonic() - started_s
 
     def write(self, step: int, directory: Path, with_published: bool) -> None:
         """Write the snapshot of `step` and forget it. Any thread, one at a time.

@@ -95,8 +95,7 @@ class PolicyUpdate:
         train_s = time.monotonic() - started_s - sum(column_s.values())
         return TrainReport(
             train_s=train_s,
-            old_logprob_s=column_s.pop(PROX),
-            column_s=column_s,
+            column_s={"old_logprob": column_s.pop(PROX), **column_s},
             tokens=sum(step.num_loss_tokens for step in steps),
             metrics=finite(metrics),
             skipped_steps=skipped + sum(not math.isfinite(norm) for norm, _ in made),

@@ -45,7 +45,7 @@ class BaseFiles:
     """The files of the base model that a worker's engine began with."""
 
     def __init__(self, profile: Profile, model_dir: Path) -> None:
-        """ConfigError if the model's tensors have other names or shapes in files than in memory, or none of their own."""
+        """ConfigError if tensors have other names or shapes in the model's files than in memory, or if files lack some."""
         self._scale = scale_of(profile.lora)
         form = SavedForm(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code))
         required, known, files = form.required, form.known, tensor_files(model_dir)
@@ -77,7 +77,7 @@ class BaseFiles:
     def _merged(self, adapters: Mapping[str, torch.Tensor]) -> Iterator[Bucket]:
         own = {name for weight in self._files for name in adapter_names(weight)}
         if foreign := sorted(adapters.keys() - own):
-            raise ValueError(f"adapters came for weights that the base model has not: {first_names(foreign)}")
+            raise ValueError(f"adapters came for weights that the base model does not have: {first_names(foreign)}")
         for name, path in self._files.items():
             with safe_open(path, framework="pt") as file:  # for each tensor, because what was read stays mapped until then
                 weight, (a, b) = file.get_tensor(name), adapter_names(name)

@@ -1,33 +1,53 @@
-"""Writes versions as ordinary Hugging Face directories: for `weights.transport = "disk"` and for `weights.keep_versions`.
+"""Versions on disk, as ordinary Hugging Face directories: for `weights.transport = "disk"`, for `weights.keep_versions`, and for
+workers that are told to load one by its path.
 
-    <root>/version-000012/   model*.safetensors, one file per bucket; config, tokenizer: transformers and vLLM open it;
-                             manifest.json (published.py)
+    <root>/version-000012/   model*.safetensors, one file per bucket; config, tokenizer: transformers and vLLM open it
+                             manifest.json: {"schema_version": 1, "version": 12, "files": {"model.safetensors": FINGERPRINT}}
 
-A version is written under a hidden name and then renamed, so it appears whole or not at all. The files have no checksums: a
-worker compares what it reads with the fingerprints in the manifest that the driver sends.
+A version is written under a hidden name and then renamed, so it appears whole or not at all. With the transport, a worker compares
+what it reads with the fingerprints of buckets that the driver sends. By path, `manifest.json` says what the files are. Any other
+trainer may write it, too: FINGERPRINT is xxh3_64 of the file in 16 hex digits, as `xxhsum -H3` computes it.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_tensors
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.errors import AsyncrlError, RefusedError, first_names
+from asyncrl_cli.safe_files import Count, load_json
 from asyncrl_cli.storage import remove_tree, sync_files
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Entry, dtype_name, parameter_dtype, unpack, view_of
+from asyncrl_cli.weights.buckets import (
+    Bucket,
+    DamagedWeights,
+    Entry,
+    Packing,
+    Spec,
+    dtype_name,
+    parameter_dtype,
+    plan_layout,
+    unpack,
+    view_of,
+)
 from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
-from asyncrl_cli.weights.published import write_manifest
 from asyncrl_cli.weights.sending import Sender, send
 from asyncrl_cli.weights.versions import Manifest
 
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
 _VERSION_NAME = re.compile(r"version-(\d{6,})")
 
 
@@ -134,3 +154,56 @@ def keep_version(
     if keep_versions != "all":
         for old in [version for version in kept_versions(root) if version <= manifest.version][:-keep_versions]:
             remove_tree(version_directory(root, old))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDisk:
+    """The content of manifest.json."""
+
+    schema_version: int
+    version: Count
+    files: Mapping[str, str]
+
+
+def write_manifest(directory: Path, version: int) -> None:
+    """Describe the weight files of a directory."""
+    files = {path.name: _fingerprint(path.read_bytes()) for path in sorted(directory.glob("*.safetensors"))}
+    content = {"schema_version": SCHEMA_VERSION, "version": version, "files": files}
+    (directory / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_version(directory: Path) -> tuple[Manifest, list[Bucket]]:
+    """A version and its buckets, one per file, for `Loader.prefetch`. Blocks; takes the memory of the whole version.
+
+    Raises RefusedError for a manifest that cannot be used, DamagedWeights for a file that is missing, unreadable or another one.
+    """
+    told = load_json(directory / MANIFEST, OnDisk, hint="it names the version and a fingerprint for each weight file")
+    if told.schema_version != SCHEMA_VERSION or not told.files or any(Path(name).name != name for name in told.files):
+        raise RefusedError(f"{directory / MANIFEST} is refused: schema {told.schema_version}, files {first_names([*told.files])}")
+    buckets = [_bucket(directory / name, fingerprint) for name, fingerprint in sorted(told.files.items())]
+    fingerprints = tuple(bucket.fingerprint for bucket in buckets)
+    num_bytes = sum(len(bucket.data) for bucket in buckets)
+    manifest = Manifest(version=told.version, num_bytes=num_bytes, fingerprints=fingerprints, temperature=1.0)
+    return manifest, buckets
+
+
+def _bucket(path: Path, fingerprint: str) -> Bucket:
+    try:
+        content = path.read_bytes()
+        if (found := _fingerprint(content)) != fingerprint:
+            raise DamagedWeights(f"{path} has the fingerprint {found}, its manifest says {fingerprint}")
+        return _packed(load_tensors(content))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DamagedWeights(f"{path} cannot be read: {error}") from error
+
+
+def _packed(tensors: Mapping[str, torch.Tensor]) -> Bucket:
+    specs = [Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
+    packing = Packing(plan_layout(specs, sys.maxsize))
+    for name, tensor in tensors.items():
+        packing.put(name, tensor)
+    return packing.seal()[0]
+
+
+def _fingerprint(content: bytes) -> str:
+    return f"{xxhash.xxh3_64_intdigest(content):016x}"

@@ -6,14 +6,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, Prompt
 from asyncrl_cli.loop.ports import (
-    Critic,
-    Cut,
     EvalRequest,
     EvalResult,
     Feed,
@@ -21,7 +18,6 @@ from asyncrl_cli.loop.ports import (
     PartRequest,
     Progress,
     Published,
-    RewardModel,
     RolloutWorker,
     Scorer,
     SoFar,
@@ -226,7 +222,7 @@ class WatchedScorer:
         played = [outcome for outcome in result.outcomes if not isinstance(outcome, Failure)]
         self._invariants.check(len(items) == len(played) > 0, "scores", f"{self.name} judges {len(items)} of {len(played)}")
         try:
-            return await cast(RewardModel, self._scorer).judge(result, items)
+            return await self._scorer.judge(result, items)
         except asyncio.CancelledError:
             self._invariants.counts["judging cut off"] += 1
             raise
@@ -241,7 +237,7 @@ class WatchedScorer:
         is_due = not self._is_learning and self._num_taken() == batch.step * self._invariants.settings.schedule.step_groups
         self._invariants.check(is_due, "scores", f"{self.name} learns from step {batch.step} of {self._num_taken()} groups")
         self._is_learning = True
-        made, report = await cast(Critic, self._scorer).learn(batch)
+        made, report = await self._scorer.learn(batch)
         self._is_learning = False
         return made, report
 
@@ -283,12 +279,9 @@ class WatchedTrainer:
         self._invariants.check(published.version == version, "version", f"published {published.version}, asked for {version}")
         return published
 
-    async def snapshot(self, step: int) -> float:
+    async def snapshot(self, step: int) -> None:
         with self._alone(f"snapshot {step}"):
-            return await self._trainer.snapshot(step)
-
-    async def write(self, directory: Path, cut: Cut) -> None:
-        await self._trainer.write(directory, cut)
+            await self._trainer.snapshot(step)
 
     async def report(self) -> ExecutorReport:
         report = await self._trainer.report()

@@ -5,7 +5,7 @@
     POST /pause           no model request begins any more; answers once none runs
     POST /resume
 
-The form of a version on disk is in weights/published.py. `interrupt` says what happens to responses that run during the load;
+The form of a version on disk is in weights/disk.py. `interrupt` says what happens to responses that run during the load;
 "drain" waits for episodes, also for those whose agent is at work.
 """
 
@@ -25,7 +25,7 @@ from asyncrl_cli.errors import ExecutorFailed, RefusedError
 from asyncrl_cli.loop.ports import LoadReport
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.weights.buckets import DamagedWeights
-from asyncrl_cli.weights.published import read_version
+from asyncrl_cli.weights.disk import read_version
 from asyncrl_cli.weights.versions import Manifest
 
 
