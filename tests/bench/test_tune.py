@@ -103,7 +103,7 @@ def test_fewer_gpus_are_split_one_by_one() -> None:
 @pytest.mark.parametrize("gpus", [16, 128, 256])
 def test_the_stages_of_a_space_come_to_every_split_or_next_to_it(gpus: int) -> None:
     wide = space(gpus=gpus)
-    reached = {int(split.partition(":")[0]) for split in splits(wide, wide.stages.count(wide.splits))} | {gpus // 2}
+    reached = {int(split.partition(":")[0]) for split in splits(wide, 3)} | {gpus // 2}
     assert all(reached & {ranks - 4, ranks, ranks + 4} for ranks in range(4, gpus, 4))
 
 
@@ -157,7 +157,7 @@ def test_slots_never_exceed_the_workloads_and_hold_a_group() -> None:
 
 
 def every(wide: Space) -> set[Setting]:
-    starts = (wide.current, wide.start, *wide.splits(wide.start))
+    starts = (wide.current, *wide.starts, *wide.first_splits(wide.current))
     return {setting for start in starts for stage in wide.stages for setting in stage(start)}
 
 
@@ -194,8 +194,8 @@ def test_the_recommended_setting_is_tried_without_a_bound_and_that_is_no_result(
 
 def test_without_staleness_nothing_is_partial() -> None:
     strict, stale = space(bound=0), space(bound=1, name="stale-samples")
-    assert not any(setting.partial_rollout for setting in strict.bounded_etas(strict.start))
-    assert not any(setting.partial_rollout for setting in stale.bounded_etas(stale.start))
+    assert not any(setting.partial_rollout for setting in strict.bounded_etas(strict.starts[0]))
+    assert not any(setting.partial_rollout for setting in stale.bounded_etas(stale.starts[0]))
 
 
 def test_an_interrupt_policy_keeps_rollouts_partial() -> None:
@@ -336,6 +336,35 @@ def test_the_best_split_and_eta_are_found(windows: int) -> None:
     assert found.current.setting.split == "64:64"
     assert best.window_time_s < 0.8 * found.current.window_time_s
     assert counted.windows == found.windows <= planned_windows(space(), windows)
+
+
+def test_a_split_that_only_a_larger_eta_makes_the_best_is_found() -> None:
+    """At eta = 1 nothing is faster than 20:12, and eta = 2 makes that no faster, but it makes 24:8 the best."""
+
+    def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
+        def time_s(setting: Setting) -> float:
+            generate_s = 1500 * (0.75 if setting.eta >= 2 else 2 - min(float(setting.eta), 1.0)) / setting.devices["rollout"]
+            return max(3300 / setting.devices["trainer"], generate_s)
+
+        return [row_of(setting, time_s(setting), float(setting.eta), windows) for setting in settings]
+
+    best = search(space(gpus=32, bound=2), evaluate, LONG).best
+    assert (best.setting.split, best.setting.eta, best.window_time_s) == ("24:8", 2, pytest.approx(1500 * 0.75 / 8))
+
+
+def test_long_runs_correct_what_short_ones_say_of_the_window() -> None:
+    """K = 1 looks 2% faster than the current K = 4 in short runs, and is 5% slower. Half of the slots are better with either."""
+
+    def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
+        factors = {1: 0.98 if windows == SHORT_WINDOWS else 1.05, 4: 1.0}
+        times_s = [90 if one.slots == 128 else 100 for one in settings]
+        return [
+            row_of(one, time_s * factors.get(one.window_steps, 1.2), 0.5, windows)
+            for one, time_s in zip(settings, times_s, strict=True)
+        ]
+
+    best = search(space(), evaluate, LONG).best
+    assert (best.setting.window_steps, best.setting.slots, best.window_time_s) == (4, 128, 90)
 
 
 def test_the_recommended_setting_is_tried_on_the_current_split_too() -> None:

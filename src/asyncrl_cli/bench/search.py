@@ -1,7 +1,7 @@
 """The search of `plan --tune`: grids of short runs, one after the other, then long runs of the most promising settings. No I/O.
 
-    short   the current setting, then each grid of `Space.stages` around the fastest setting so far
-    long    the fastest of each of the best splits, some of the Pareto front, and the current setting
+    short   the current setting and the starts, then each grid of `Space.stages` around the fastest setting so far
+    long    the fastest of each of the best splits, some of the Pareto front, the fastest with other windows, the current setting
     split   the recommended setting on the current split: tells what is won by the split, and what by the rest
     strict  the recommended setting without a strict bound: tells what strictness costs
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from asyncrl_cli.bench.space import Setting, Space
@@ -19,11 +20,11 @@ from asyncrl_cli.errors import AsyncrlError
 
 SHORT_WINDOWS = 4
 """The first and the last one are not measured."""
-BEST_SPLITS = 3
-"""How many splits get long runs: short runs are too noisy to decide between the best ones."""
-LONG_RUNS = BEST_SPLITS + 5
-"""At most: besides the best splits the second and the last row of the front, the current setting, and the recommended one on the
-current split and without a bound."""
+BEST = 3
+"""How many splits, and how many windows (K, batches), get long runs: short runs are too noisy to decide between the best ones."""
+LONG_RUNS = 2 * BEST + 4
+"""At most: besides the best splits and windows, which share the fastest row, the second and the last row of the front, the current
+setting, and the recommended one on the current split and without a bound."""
 SAME_TIME = 0.01
 """Relative difference below which two simulated times count as equal, and staleness decides. Chosen, not measured."""
 SAME_STALENESS = 0.05
@@ -131,8 +132,8 @@ class Found:
 
 def planned_windows(space: Space, long_windows: int) -> int:
     """The most windows that a search simulates."""
-    around = (space.start, *space.splits(space.start))  # around uneven splits there are fewer others
-    num_short = 2 + sum(max(len(list(stage(one))) for one in around) for stage in space.stages)
+    around = (*space.starts, *space.first_splits(space.current))  # around uneven splits there are fewer others
+    num_short = 3 + sum(max(len(list(stage(one))) for one in around) for stage in space.stages)
     return num_short * SHORT_WINDOWS + LONG_RUNS * long_windows
 
 
@@ -150,13 +151,14 @@ def search(space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[
             tell(found.windows)
         return found.rows
 
-    rows = run(filter(space.allows, (space.start, space.current)))
+    rows = run(filter(space.allows, (*space.starts, space.current)))
     for stage in space.stages:
-        rows = run(stage(rows[0].setting if rows else space.start))
-    of_splits = {row.setting.split: row for row in reversed(rows)}.values()  # the fastest of each
+        rows = run(stage(rows[0].setting if rows else space.starts[0]))
     apart = front(rows, SAME_STALENESS)
-    finalists = (*sorted(of_splits, key=lambda row: row.rank)[:BEST_SPLITS], *apart[:2], *apart[-1:])
-    rows = run([*(row.setting for row in finalists), space.current], long_windows)
+    settings = [row.setting for row in (*_fastest(rows, "split"), *apart[:2], *apart[-1:])]
+    for one in (row.setting for row in _fastest(rows, "window_steps", "require_batches")):
+        settings.append(replace(settings[0], window_steps=one.window_steps, require_batches=one.require_batches))
+    rows = run([*settings, space.current], long_windows)
     if not any(row.is_long for row in rows):
         raise AsyncrlError(
             f"no setting with at most {space.bound} versions of staleness could be simulated: "
@@ -167,6 +169,12 @@ def search(space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[
     if found.best.setting.eta:
         run([replace(found.best.setting, on_stale="accept")], long_windows)
     return found
+
+
+def _fastest(rows: Sequence[Row], *names: str) -> list[Row]:
+    """The fastest row for each value of these attributes of a setting, for the `BEST` values with the fastest ones."""
+    fastest = {attrgetter(*names)(row.setting): row for row in sorted(rows, key=lambda row: row.rank, reverse=True)}
+    return sorted(fastest.values(), key=lambda row: row.rank)[:BEST]
 
 
 def front(rows: Sequence[Row], tolerance: float = 0.0) -> list[Row]:

@@ -135,12 +135,14 @@ class Space:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The grids in the order in which they are tried, each around the best setting so far."""
-        return self.splits, self.splits, self.windows, self.bounded_etas, self.slots_and_placements, self.splits
+        return self.first_splits, self.splits, self.windows, self.bounded_etas, self.slots_and_placements, self.splits
 
     @property
-    def start(self) -> Setting:
-        """The current setting with an eta that lets the two sides overlap: without overlap another split would be the best."""
-        return self._with_eta(self.current, max((eta for eta in self.etas if eta <= 1), default=self.etas[0]))
+    def starts(self) -> tuple[Setting, ...]:
+        """The current setting with etas that let the two sides overlap, up to 1 and the largest: which split is the best depends on
+        how much they do."""
+        up_to_1 = max((eta for eta in self.etas if eta <= 1), default=self.etas[0])
+        return tuple(self._with_eta(self.current, eta) for eta in (up_to_1, self.etas[-1]))
 
     def allows(self, setting: Setting) -> bool:
         return setting.max_staleness <= self.bound and setting.on_stale == "wait"
@@ -160,6 +162,10 @@ class Space:
             while moved <= now[giver] - (giver in (*sizes, REWARD)):
                 yield replace(setting, devices={**now, giver: now[giver] - moved, taker: now[taker] + moved})
                 moved *= 2
+
+    def first_splits(self, setting: Setting) -> Iterator[Setting]:
+        """Those around each start, and not only around the fastest so far."""
+        return (split for start in self.starts for split in self.splits(start))
 
     def windows(self, setting: Setting) -> Iterator[Setting]:
         """All pairs (K, require_batches) with the current W, and shorter windows of train steps of the current size."""
