@@ -33,8 +33,8 @@ def main() -> None:
         profiles = {name: load(name, sets).profile for name in ("partial-rollout", "colocate")}
         task = load_task(profiles["colocate"])
         model_dir = resolve_model(profiles["colocate"], task)
-        sides = {name: side_of(profile, compile_job(profile, local_cluster()), model_dir) for name, profile in profiles.items()}
-        measured = measure_all(sides, task.train, response_lengths(), repeats=arguments.repeats)
+        sides = {name: side_of(profile, compile_job(profile, local_cluster())) for name, profile in profiles.items()}
+        measured = measure_all(sides, model_dir, task.train, response_lengths(), repeats=arguments.repeats)
     split, colocate = measured["partial-rollout"], measured["colocate"]
     ours, theirs = colocate.capacities, split.capacities
     print(f"generation  {ours.rollout_tokens_per_s / theirs.rollout_tokens_per_s:.2f} times the split side's tokens/s")

@@ -78,7 +78,9 @@ def test_a_profile_is_measured_once_for_all_of_its_seeds(monkeypatch: pytest.Mon
     async def prepare(profile: object, say: object) -> tuple[SimpleNamespace, Path, dict[str, str]]:
         return SimpleNamespace(train=["items"], reward=None), Path("model"), {}
 
-    def measure_all(sides: dict[str, Any], items: list[str], lengths: list[int], **rest: Any) -> dict[str, phases.PhaseFigures]:
+    def measure_all(
+        sides: dict[str, Any], model_dir: Path, items: list[str], lengths: list[int], **rest: Any
+    ) -> dict[str, phases.PhaseFigures]:
         asked.append({"sides": list(sides), "items": items, "lengths": set(lengths), **rest})
         return {"colocate": measured(TOGETHER), "partial-rollout": measured()}
 

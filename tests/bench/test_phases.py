@@ -98,10 +98,10 @@ def test_colocate_computes_with_everything_in_both_phases(split: str) -> None:
     assert together.cpus == apart.cpus
 
 
-def test_profiles_of_the_same_resources_are_the_same_side(tmp_path: Path) -> None:
+def test_profiles_of_the_same_resources_are_the_same_side() -> None:
     def side(name: str, *sets: str) -> Side:
         profile = load(name, (*SMALL, *sets)).profile
-        return side_of(profile, compile_job(profile, LAPTOP), tmp_path)
+        return side_of(profile, compile_job(profile, LAPTOP))
 
     assert side("partial-rollout") == side("stream-off-policy") == side("one-step-off")
     assert side("partial-rollout") != side("colocate")
@@ -110,7 +110,7 @@ def test_profiles_of_the_same_resources_are_the_same_side(tmp_path: Path) -> Non
     windows_of_2 = "async_training.trigger_parameter_sync_step=2"
     assert side("partial-rollout", windows_of_2) == side("partial-rollout")
     recompute = "algorithm.old_logprobs=recompute"
-    assert side("partial-rollout", recompute, windows_of_2).profile.async_training.trigger_parameter_sync_step == 2
+    assert side("partial-rollout", recompute, windows_of_2)[0].async_training.trigger_parameter_sync_step == 2
 
 
 @pytest.mark.slow
@@ -119,9 +119,10 @@ def test_figures_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
     profile = load("partial-rollout", sets).profile
     task = load_task(profile)
     told: list[tuple[str, int, int]] = []
-    side = side_of(profile, compile_job(profile, LAPTOP), resolve_model(profile, task))
+    sides = {"one": side_of(profile, compile_job(profile, LAPTOP))}
+    model_dir = resolve_model(profile, task)
     measured = measure_all(
-        {"one": side}, task.train, [5, 20], repeats=1, progress=lambda text, done, total: told.append((text, done, total))
+        sides, model_dir, task.train, [5, 20], repeats=1, progress=lambda text, done, total: told.append((text, done, total))
     )
     figures = measured["one"]
     capacities = figures.capacities

@@ -7,13 +7,15 @@ import shlex
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from asyncrl_cli.bench.search import Row
 from asyncrl_cli.bench.space import Setting
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.cli.plan_tune import LEGEND, _doubt
+from asyncrl_cli.cli.plan_tune import LEGEND, _against_others
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.simulate.workload_files import Residual
@@ -148,7 +150,7 @@ def test_a_plan_without_a_search_writes_no_profile(capsys: pytest.CaptureFixture
         ("8", "laptop-tiny", "laptop-tiny runs on CPUs, where --gpus 8 means nothing"),
         ("0", "laptop-tiny", "laptop-tiny runs on CPUs, where --gpus 0 means nothing"),
         ("0", "verl-7b-math-128", "there is no split"),
-        ("1", "verl-7b-math-128", "hint: --gpus 2 or more, or no --gpus: then it is the workload's own 128"),
+        ("1", "verl-7b-math-128", "hint: --gpus 2, or no --gpus: then it is the workload's own 128"),
     ],
 )
 def test_gpus_that_cannot_be_split_are_refused(gpus: str, workload: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,8 +392,14 @@ def test_a_gain_within_the_simulations_own_error_is_called_that() -> None:
             for part, (measured_s, predicted_s) in parts.items()
         ]
 
-    assert "that gain, 5%, is within the 10%" in _doubt(1.05, fit(1.8))
-    assert [_doubt(1.25, fit(1.8)), _doubt(0.9, fit(1.8)), _doubt(None, fit(1.8)), _doubt(1.05, [])] == ["", "", "", ""]
+    def doubt(speedup: float | None, fit: Sequence[Residual]) -> list[str]:
+        found = SimpleNamespace(best=SimpleNamespace(window_time_s=1.0), without_bound=None, speedup=speedup)
+        tuned: Any = SimpleNamespace(found=found, known=None, fit=fit)
+        return list(_against_others(tuned))
+
+    (told,) = doubt(1.05, fit(1.8))
+    assert "that gain, 5%, is within the 10%" in told
+    assert [doubt(1.25, fit(1.8)), doubt(0.9, fit(1.8)), doubt(None, fit(1.8)), doubt(1.05, [])] == [[], [], [], []]
 
 
 @pytest.mark.parametrize("machine", [[], ["--gpus", "8", "--gpu-memory", "80"]], ids=["cpu", "gpus"])

@@ -36,7 +36,7 @@ from asyncrl_cli.simulate.capacities import Capacities
 from asyncrl_cli.simulate.observed import lengths_of
 
 if TYPE_CHECKING:
-    from asyncrl_cli.job.alone import Alone, Measured
+    from asyncrl_cli.job.alone import Alone
 
 REPEATS = 3
 MEASURED_S = 2.0
@@ -58,22 +58,14 @@ TURN = {
 """The measurements of one repeat: by their text, whether generation runs and whether training runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """All that a profile's capacities depend on: profiles with equal sides have equal capacities. `profile` is reduced to what the
-    engine and the trainer see."""
-
-    profile: Profile
-    plan: JobPlan
-    model_dir: Path
+Side = tuple[Profile, JobPlan]
+"""All that a profile's capacities depend on. The profile is reduced to what the engine and the trainer see."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFigures:
-    """Medians over the repeats, and two figures that tell how reliable they are.
-
-    `cpu_share`: the least of `Measured`'s. `slots_used`: the mean share of slots in use while generation was measured.
-    """
+    """Medians over the repeats, and two figures that tell how reliable they are: `Alone.cpu_shares`' least, and the mean share of
+    slots in use while generation was measured alone."""
 
     capacities: Capacities
     slots_used: float
@@ -88,8 +80,8 @@ def with_capacities(
         return list(runs), (NO_GPU_BOUND,)
 
     task, model_dir, _ = asyncio.run(preparing.prepare(entries[0].profile, bars.note))
-    sides = {entry.name: side_of(entry.profile, entry.plan, model_dir) for entry in entries}
-    measured = measure_all(sides, task.train, measured_lengths(entries, runs), repeats=repeats, progress=bars.note)
+    sides = {entry.name: side_of(entry.profile, entry.plan) for entry in entries}
+    measured = measure_all(sides, model_dir, task.train, measured_lengths(entries, runs), repeats=repeats, progress=bars.note)
     return [replace(run, capacities=measured[run.profile].capacities) for run in runs], doubts_of(measured.values())
 
 
@@ -114,7 +106,7 @@ def doubts_of(measured: Collection[PhaseFigures]) -> tuple[str, ...]:
     return tuple(doubts)
 
 
-def side_of(profile: Profile, plan: JobPlan, model_dir: Path) -> Side:
+def side_of(profile: Profile, plan: JobPlan) -> Side:
     """What the job's own actors would be started with, except that the trainer does what scorers would, and that the learning rate
     is 0, so that the weights stay finite.
 
@@ -125,22 +117,19 @@ def side_of(profile: Profile, plan: JobPlan, model_dir: Path) -> Side:
         require_batches=training.require_batches,
         trigger_parameter_sync_step=training.trigger_parameter_sync_step if has_prox_pass else 1,
     )
-    names = ("model", "algorithm", "rollout", "weights", "eval")
-    return Side(
-        profile=Profile(
-            run=RunSection(seed=profile.run.seed, train_steps=1),
-            trainer=profile.trainer.model_copy(update={"lr": 0.0}),
-            placement=profile.placement.model_copy(update={"tasks": None, "ratios": None}),
-            async_training=schedule,
-            **{name: getattr(profile, name) for name in names},
-        ),
-        plan=replace(plan, warnings=()),
-        model_dir=model_dir,
+    reduced = Profile(
+        run=RunSection(seed=profile.run.seed, train_steps=1),
+        trainer=profile.trainer.model_copy(update={"lr": 0.0}),
+        placement=profile.placement.model_copy(update={"tasks": None, "ratios": None}),
+        async_training=schedule,
+        **{name: getattr(profile, name) for name in ("model", "algorithm", "rollout", "weights", "eval")},
     )
+    return reduced, replace(plan, warnings=())
 
 
 def measure_all(
     sides: Mapping[str, Side],
+    model_dir: Path,
     items: Sequence[Mapping[str, Any]],
     response_tokens: Sequence[int],
     *,
@@ -155,21 +144,20 @@ def measure_all(
     from asyncrl_cli.job.alone import Alone, Work
 
     every = list(sides.values())
-    unique = [side for index, side in enumerate(every) if side not in every[:index]]
+    unique, first = [side for index, side in enumerate(every) if side not in every[:index]], every[0][0]
     progress("starting each phase alone", 0, 0)
-    tokenizer = load_tokenizer(every[0].model_dir, trust_remote_code=every[0].profile.model.trust_remote_code)
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=first.model.trust_remote_code)
     work = partial(Work, prompts=render_prompts(tokenizer, items[:PROMPTS]), response_tokens=response_tokens)
     with (
         tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as name,
         logged_to((directory := Path(name)) / "driver.log"),
-        ray_session(every[0].profile),
+        ray_session(first),
     ):
         jobs = [
-            Alone(work(profile=side.profile), side.plan, side.model_dir, directory / str(index))
-            for index, side in enumerate(unique)
+            Alone(work(profile=profile), plan, model_dir, directory / str(index)) for index, (profile, plan) in enumerate(unique)
         ]
         asyncio.run(_measure(jobs, repeats, progress))
-    return {name: _figures(side, jobs[unique.index(side)].measured) for name, side in sides.items()}
+    return {name: _figures(jobs[unique.index(side)]) for name, side in sides.items()}
 
 
 async def _measure(jobs: Sequence[Alone], repeats: int, progress: Callable[[str, int, int], None]) -> None:
@@ -194,18 +182,10 @@ async def _measure(jobs: Sequence[Alone], repeats: int, progress: Callable[[str,
     progress("each phase was measured alone", total, total)
 
 
-def _figures(side: Side, measured: Sequence[Measured]) -> PhaseFigures:
-    generation = [one for one in measured if not one.trained_per_s]
-    training = [one for one in measured if not one.sampled_per_s]
-    both = [one for one in measured if one.sampled_per_s and one.trained_per_s]
+def _figures(job: Alone) -> PhaseFigures:
+    medians = {name: statistics.median(rates) for name, rates in job.tokens_per_s.items()}
     return PhaseFigures(
-        capacities=Capacities(
-            rollout_tokens_per_s=statistics.median(one.sampled_per_s for one in generation),
-            trainer_tokens_per_s=statistics.median(one.trained_per_s for one in training),
-            colocated=side.plan.colocate,
-            rollout_beside_tokens_per_s=statistics.median(one.sampled_per_s for one in both) if both else None,
-            trainer_beside_tokens_per_s=statistics.median(one.trained_per_s for one in both) if both else None,
-        ),
-        slots_used=statistics.fmean(one.running_mean for one in generation) / side.profile.rollout.slots,
-        cpu_share=min(one.cpu_share for one in (*generation, *training)),
+        capacities=Capacities(colocated=job.plan.colocate, **medians),
+        slots_used=statistics.fmean(job.slots_used),
+        cpu_share=min(job.cpu_shares),
     )

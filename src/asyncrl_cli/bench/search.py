@@ -1,7 +1,7 @@
-"""The search of `plan --tune`: one axis after the other in short runs, then long runs of the most promising settings. No I/O.
+"""The search of `plan --tune`: grids of short runs, one after the other, then long runs of the most promising settings. No I/O.
 
-    short   the current setting; all splits, then all windows, etas and slots of the fastest so far; splits next to the fastest
-    long    the fastest of each of the best splits, some of the Pareto front, and the current setting
+    short   the current setting and the starts, then each grid of `Space.stages` around the fastest setting so far
+    long    the fastest of each of the best splits, some of the Pareto front, the fastest with other windows, the current setting
     split   the recommended setting on the current split: tells what is won by the split, and what by the rest
     strict  the recommended setting without a strict bound: tells what strictness costs
 
@@ -11,7 +11,8 @@ The effort is counted in simulated windows and not in seconds, so that a search 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from asyncrl_cli.bench.space import Setting, Space
@@ -19,11 +20,11 @@ from asyncrl_cli.errors import AsyncrlError
 
 SHORT_WINDOWS = 4
 """The first and the last one are not measured."""
-BEST_SPLITS = 3
-"""How many splits get long runs: short runs are too noisy to decide between the best ones."""
-LONG_RUNS = BEST_SPLITS + 5
-"""At most: besides the best splits the second and the last row of the front, the current setting, and the recommended one on the
-current split and without a bound."""
+BEST = 3
+"""How many splits, and how many windows (K, batches), get long runs: short runs are too noisy to decide between the best ones."""
+LONG_RUNS = 2 * BEST + 4
+"""At most: besides the best splits and windows, which share the fastest row, the second and the last row of the front, the current
+setting, and the recommended one on the current split and without a bound."""
 SAME_TIME = 0.01
 """Relative difference below which two simulated times count as equal, and staleness decides. Chosen, not measured."""
 SAME_STALENESS = 0.05
@@ -66,13 +67,21 @@ Evaluate = Callable[[Sequence[Setting], int], Iterable[Outcome]]
 """Simulates a run of each setting, of the given number of windows of W groups; the outcomes come in the order of the settings."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search has simulated so far: the outcome of each setting's last run, and the windows of all runs."""
+    """What a search has simulated so far: the outcomes by setting and number of windows, the long runs of a setting last."""
 
     space: Space
-    outcomes: dict[Setting, Outcome] = field(default_factory=dict)
-    windows: int = 0
+    runs: dict[tuple[Setting, int], Outcome] = field(default_factory=dict)
+
+    @property
+    def windows(self) -> int:
+        return sum(windows for _, windows in self.runs)
+
+    @property
+    def outcomes(self) -> dict[Setting, Outcome]:
+        """Of each setting's last run."""
+        return {setting: outcome for (setting, _), outcome in self.runs.items()}
 
     @property
     def rows(self) -> list[Row]:
@@ -95,6 +104,10 @@ class Found:
         as_fresh = [row for row in as_fast if row.staleness_mean <= least_stale + SAME_STALENESS]
         return min(as_fresh, key=lambda row: (row.setting.max_staleness, row.setting.eta, row.window_time_s))
 
+    def row_of(self, setting: Setting) -> Row | None:
+        """None if the setting has no run, or one that failed."""
+        return row if isinstance(row := self.outcomes.get(setting), Row) else None
+
     @property
     def current(self) -> Row | None:
         """The setting that the search started from, even where it is beyond the bound. None if its run failed."""
@@ -103,29 +116,24 @@ class Found:
     @property
     def on_current_split(self) -> Row | None:
         """The recommended setting moved to the current split. None if it is there already, or if that run failed."""
-        row = self.row_of(self.space.on_current_split(self.best.setting))
+        row = self.row_of(replace(self.best.setting, devices=self.space.current.devices))
         return None if row == self.best else row
 
     @property
     def without_bound(self) -> Row | None:
         """The recommended setting without a strict bound. None if it makes nothing ahead, or if that run failed."""
-        return self.row_of(self.space.without_bound(self.best.setting)) if self.best.setting.eta else None
+        return self.row_of(replace(self.best.setting, on_stale="accept"))
 
     @property
     def speedup(self) -> float | None:
         """Of the recommended setting over the current one."""
         return None if self.current is None else self.current.window_time_s / self.best.window_time_s
 
-    def row_of(self, setting: Setting) -> Row | None:
-        """None if the setting has no run, or one that failed."""
-        outcome = self.outcomes.get(setting)
-        return outcome if isinstance(outcome, Row) else None
-
 
 def planned_windows(space: Space, long_windows: int) -> int:
     """The most windows that a search simulates."""
-    axes = (*space.axes, space.near_splits)  # twice: the start may be an outer split, with half of the neighbours
-    num_short = 2 + sum(len(axis(space.start)) for axis in axes)
+    around = (*space.starts, *space.first_splits(space.current))  # around uneven splits there are fewer others
+    num_short = 3 + sum(max(len(list(stage(one))) for one in around) for stage in space.stages)
     return num_short * SHORT_WINDOWS + LONG_RUNS * long_windows
 
 
@@ -134,34 +142,39 @@ def search(space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[
 
     Raises AsyncrlError if no setting could be simulated.
     """
-    found, simulated = Found(space=space), set[tuple[Setting, int]]()
+    found = Found(space=space)
 
     def run(settings: Iterable[Setting], windows: int = SHORT_WINDOWS) -> list[Row]:
-        new = [setting for setting in dict.fromkeys(settings) if (setting, windows) not in simulated]
+        new = [setting for setting in dict.fromkeys(settings) if (setting, windows) not in found.runs]
         for setting, outcome in zip(new, evaluate(new, windows), strict=True):
-            simulated.add((setting, windows))
-            found.outcomes[setting] = outcome
-            found.windows += windows
+            found.runs[setting, windows] = outcome
             tell(found.windows)
         return found.rows
 
-    rows = run(filter(space.allows, (space.start, space.current)))
-    for axis in space.axes:
-        rows = run(axis(rows[0].setting if rows else space.start))
-    of_splits = {row.setting.split: row for row in reversed(rows)}.values()  # the fastest of each
+    rows = run(filter(space.allows, (*space.starts, space.current)))
+    for stage in space.stages:
+        rows = run(stage(rows[0].setting if rows else space.starts[0]))
     apart = front(rows, SAME_STALENESS)
-    finalists = (*sorted(of_splits, key=lambda row: row.rank)[:BEST_SPLITS], *apart[:2], *apart[-1:])
-    rows = run([*(row.setting for row in finalists), space.current], long_windows)
+    settings = [row.setting for row in (*_fastest(rows, "split"), *apart[:2], *apart[-1:])]
+    for one in (row.setting for row in _fastest(rows, "window_steps", "require_batches")):
+        settings.append(replace(settings[0], window_steps=one.window_steps, require_batches=one.require_batches))
+    rows = run([*settings, space.current], long_windows)
     if not any(row.is_long for row in rows):
         raise AsyncrlError(
             f"no setting with at most {space.bound} versions of staleness could be simulated: "
             f"{'; '.join(sorted(set(found.failed.values())))}",
             hint="asyncrl bench --simulate WORKLOAD --compare PROFILE runs the current setting",
         )
-    run([space.on_current_split(found.best.setting)], long_windows)
+    run([replace(found.best.setting, devices=space.current.devices)], long_windows)
     if found.best.setting.eta:
-        run([space.without_bound(found.best.setting)], long_windows)
+        run([replace(found.best.setting, on_stale="accept")], long_windows)
     return found
+
+
+def _fastest(rows: Sequence[Row], *names: str) -> list[Row]:
+    """The fastest row for each value of these attributes of a setting, for the `BEST` values with the fastest ones."""
+    fastest = {attrgetter(*names)(row.setting): row for row in sorted(rows, key=lambda row: row.rank, reverse=True)}
+    return sorted(fastest.values(), key=lambda row: row.rank)[:BEST]
 
 
 def front(rows: Sequence[Row], tolerance: float = 0.0) -> list[Row]:

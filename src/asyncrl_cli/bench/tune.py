@@ -20,20 +20,24 @@ from typing import Any
 from asyncrl_cli.bench.measure import Edges, figures_of, stretch_of
 from asyncrl_cli.bench.search import FIGURES, LONG_RUNS, Evaluate, Found, Outcome, Row, front, planned_windows, search
 from asyncrl_cli.bench.simulated import simulators
-from asyncrl_cli.bench.space import DEFAULT_PROFILE, Setting, Space
-from asyncrl_cli.bench.starting_point import starting_point
+from asyncrl_cli.bench.space import RANKS_KEY, WORKERS_KEY, Setting, Space, split_sets
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.paths import expand
 from asyncrl_cli.plan.cluster import counted, usable_cores
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import staleness_bound, window_groups_of
+from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.sharing import ROLLOUT, TRAIN, share_of, tasks_apart
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.workload import Reference, Workload
 from asyncrl_cli.simulate.workload_files import Residual, load_workload, profile_for, reference_sets, residuals
-from asyncrl_cli.simulate.world import simulate
+from asyncrl_cli.simulate.world import simulate, virtual_cluster
 
 SCHEMA_VERSION = 1
 SEED = 0
+DEFAULT_PROFILE = "partial-rollout"
 TRAJECTORIES = 450_000
 """How many all long runs together simulate of a large workload: some 30 CPU seconds."""
 FEWEST_LONG_WINDOWS, MOST_LONG_WINDOWS = 6, 24
@@ -86,8 +90,12 @@ class Tuned:
         return list({entry.partition("=")[0].strip(): entry for entry in (*self.sets, *self.found.best.setting.sets)}.values())
 
     def to_json(self) -> dict[str, Any]:
-        found, known = self.found, self.known
-        current, same_split, undominated = found.current, found.on_current_split, front(found.rows)
+        found, known, undominated = self.found, self.known, front(self.found.rows)
+        rows = {
+            "current": found.current,
+            "recommended_on_current_split": found.on_current_split,
+            "recommended_without_bound": found.without_bound,
+        }
         return {
             "schema_version": SCHEMA_VERSION,
             "simulated": True,
@@ -97,10 +105,8 @@ class Tuned:
             "window_groups": self.window_groups,
             "seed": SEED,
             "rows": [row.to_json() | {"is_on_front": row in undominated} for row in found.rows],
-            "current": current and current.to_json(),
             "recommended": found.best.to_json() | {"sets": self.recommended_sets},
-            "recommended_on_current_split": same_split and same_split.to_json(),
-            "recommended_without_bound": found.without_bound and found.without_bound.to_json(),
+            **{name: row and row.to_json() for name, row in rows.items()},
             "speedup": found.speedup,
             "current_known": known and {"window_time_s": known.window_time_s, "source": known.source},
             "num_settings": len(found.outcomes),
@@ -130,7 +136,8 @@ def tune(asked: Asked, progress: Callable[..., None]) -> Tuned:
         evaluate = evaluator(pool, workload, reference, sets, window_groups)
         found = search(space, evaluate, long_windows, lambda done: progress("SIMULATED: windows, at most", done, planned))
     progress(f"SIMULATED: {len(found.outcomes)} settings tried in {found.windows} windows")
-    return Tuned(workload=workload, profile=reference, sets=sets, found=found, known=_known(workload, profile), fit=fit)
+    known = next((row for row in workload.references if _is_of(row, workload, profile)), None)
+    return Tuned(workload=workload, profile=reference, sets=sets, found=found, known=known, fit=fit)
 
 
 def workload_of(asked: Asked, progress: Callable[..., None]) -> tuple[Workload, str | None]:
@@ -146,14 +153,80 @@ def workload_of(asked: Asked, progress: Callable[..., None]) -> tuple[Workload, 
         raise ConfigError(f"{error}; nor is there a finished run of that name in {asked.runs_dir}", hint=error.hint) from None
 
 
-def _known(workload: Workload, profile: Profile) -> Reference | None:
-    """The workload's reference row of this very profile, if it has one."""
+def starting_point(
+    workload: Workload, reference: str, sets: tuple[str, ...], gpus: int | None
+) -> tuple[tuple[str, ...], Profile, JobPlan]:
+    """The `--set`s that the search starts from, the profile that they make of `reference`, and its plan.
 
-    def is_of(row: Reference) -> bool:
-        of_row = profile_for(workload, row.profile, reference_sets(row), groups=1).profile
-        return of_row.model_dump(exclude={"run"}) == profile.model_dump(exclude={"run"})
+    Raises ConfigError if it has no split, bounds no staleness, or cannot use `gpus` GPUs.
+    """
+    profile = profile_for(workload, reference, sets).profile
+    if profile.placement.colocate:
+        raise ConfigError(
+            f"{reference} is colocated: trainer and rollout share all GPUs, so there is no split to tune",
+            hint=f"--profile {DEFAULT_PROFILE}",
+        )
+    if (on_stale := profile.async_training.on_stale) != "wait":
+        raise ConfigError(
+            f'async_training.on_stale = "{on_stale}" bounds no staleness, and a search needs a bound',
+            hint="--set async_training.on_stale=wait",
+        )
+    if gpus is not None:
+        sets = scaled_sets(workload.name, profile, sets, gpus)
+        profile = profile_for(workload, reference, sets).profile
+    plan = compile_job(profile, virtual_cluster(profile))
+    if gpus not in (None, plan.gpus):
+        raise ConfigError(
+            f"--gpus {gpus}, but {RANKS_KEY} and {WORKERS_KEY} come to {plan.gpus}",
+            hint=f"--gpus {plan.gpus}, or leave the counts to the search",
+        )
+    return sets, profile, plan
 
-    return next(filter(is_of, workload.references), None)
+
+def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus: int) -> tuple[str, ...]:
+    """The `--set`s of a search on `gpus` GPUs: the profile's own split in proportion, or the counts that the user set.
+
+    Raises ConfigError for a workload on CPUs, and for GPUs that cannot be split.
+    """
+    placement, scorers = profile.placement, tasks_apart(profile)
+    if placement.device == "cpu":
+        raise ConfigError(
+            f"{workload_name} runs on CPUs, where --gpus {gpus} means nothing",
+            hint="leave --gpus out; --set placement.trainer_workers=2 --set rollout.workers=2 gives it more processes",
+        )
+    is_given = set_layer(sets).values.keys() & {RANKS_KEY, WORKERS_KEY}
+    if is_given or (scorers and placement.tasks is None):  # the plan refuses scorers without a list of tasks
+        return (*sets, f"placement.gpus={gpus}")
+    each, sharing = placement.gpus_per_rollout_worker, profile.trainer.sequence_parallel_size
+    left, right = map(int, placement.ratio.split(":"))
+    if placement.trainer_workers is not None and profile.rollout.workers is not None:
+        left, right = placement.trainer_workers, profile.rollout.workers * each
+    left, right = share_of(profile, TRAIN) or left, share_of(profile, ROLLOUT) or right
+    total = sum(placement.ratios or (gpus,))
+    of_scorers = {task: max(1, round(gpus * (share_of(profile, task) or 1) / total)) for task in scorers}
+    sides = gpus - sum(of_scorers.values())
+
+    def rank_counts(sides: int) -> list[int]:
+        return [ranks for ranks in range(sharing, sides, sharing) if (sides - ranks) % each == 0]
+
+    if not (possible := rank_counts(sides)):
+        fitting = next((fewer for fewer in range(sides - 1, 0, -1) if rank_counts(fewer)), sharing + each) + gpus - sides
+        beside = "".join(f" beside {task}" for task in scorers)
+        own = "what the profile says" if placement.gpus is None else f"the workload's own {placement.gpus}"
+        raise ConfigError(
+            f"--gpus {gpus}: there is no split of {max(sides, 0)} for trainer and rollout{beside}, as ranks come in multiples of "
+            f"{sharing} (trainer.sequence_parallel_size) and a rollout worker has {each}",
+            hint=f"--gpus {fitting}, or no --gpus: then it is {own}",
+        )
+    proportional = round(sides * left / (left + right))
+    ranks = next((ranks for ranks in possible if ranks >= proportional), possible[-1])
+    return (*sets, *split_sets({TRAINER: ranks, **of_scorers, ROLLOUT: sides - ranks}, each))
+
+
+def _is_of(row: Reference, workload: Workload, profile: Profile) -> bool:
+    """Whether a measured or published row is of this very profile."""
+    of_row = profile_for(workload, row.profile, reference_sets(row), groups=1).profile
+    return of_row.model_dump(exclude={"run"}) == profile.model_dump(exclude={"run"})
 
 
 def evaluator(pool: Executor, workload: Workload, reference: str, sets: Sequence[str], window_groups: int) -> Evaluate:

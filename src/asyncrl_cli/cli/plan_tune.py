@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 from rich.table import Table
 
 from asyncrl_cli import __version__
-from asyncrl_cli.bench.search import SAME_TIME, front
+from asyncrl_cli.bench.search import SAME_TIME, Found, front
 from asyncrl_cli.bench.space import HEADINGS, Setting
 from asyncrl_cli.bench.tune import LIMITS, Asked, Tuned, tune
 from asyncrl_cli.cli.console import RUNS_DIR, print_json, print_prose, print_text, say, stderr, stdout, warn
@@ -20,7 +20,7 @@ from asyncrl_cli.observe.starting import Starting
 from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.toml_files import is_file_reference, locate, toml_key, toml_value
-from asyncrl_cli.simulate.workload_files import WINDOW, Residual
+from asyncrl_cli.simulate.workload_files import WINDOW
 
 SHORTER = "where windows are shorter, versions follow faster: the same age of a token counts as more versions"
 LEGEND = """
@@ -51,11 +51,7 @@ def print_tuned(asked: Asked, out: Path | None, *, as_json: bool) -> None:
         found = f"{one.part} {one.measured_s:.4g} s {one.evidence}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
         print_prose(f"SIMULATED, the calibrated run itself: {found}")
     _print_table(tuned)
-    best = tuned.found.best
-    predicted = f"predicted {best.window_time_s:.2f} s per {tuned.window_groups} groups"
-    print_prose(f"recommended (SIMULATED): {best.setting.split} {best.setting.split_names}, {predicted}")
-    remarks = _against_current(tuned), _of_split(tuned), _of_strictness(tuned), _against_known(tuned)
-    for line in filter(None, (*remarks, _doubt(tuned.found.speedup, tuned.fit))):
+    for line in (*_against_current(tuned.found), *_against_others(tuned)):
         print_prose(line)
     # Each `--set` on a line of its own, so that all can be copied from a narrow terminal.
     print_text("\n" + " \\\n".join(f"  --set {shlex.quote(entry)}" for entry in tuned.recommended_sets))
@@ -69,6 +65,7 @@ def print_tuned(asked: Asked, out: Path | None, *, as_json: bool) -> None:
 
 
 def _print_table(tuned: Tuned) -> None:
+    """The rows with long runs or on the front, and what is recommended."""
     allowed, best, current = tuned.found.rows, tuned.found.best, tuned.found.current
     print_prose(f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {tuned.bound}")
     print_prose(f"{len(tuned.found.outcomes)} settings tried; these had long runs, or are on the front.\n")
@@ -90,69 +87,53 @@ def _print_table(tuned: Tuned) -> None:
         table.add_row(*_shown(row.setting).values(), *figures, " ".join(mark for mark, holds in marks.items() if holds))
     stdout().print(table)
     print_text(LEGEND)
+    predicted = f"predicted {best.window_time_s:.2f} s per {tuned.window_groups} groups"
+    print_prose(f"recommended (SIMULATED): {best.setting.split} {best.setting.split_names}, {predicted}")
 
 
 def _shown(setting: Setting) -> dict[str, str]:
     return {heading: str(getattr(setting, name)) for heading, name in HEADINGS.items()}
 
 
-def _against_current(tuned: Tuned) -> str:
-    """How the recommended setting compares with the current one, or what the bound costs."""
-    best, current, speedup = tuned.found.best, tuned.found.current, tuned.found.speedup
+def _against_current(found: Found) -> Iterator[str]:
+    """How the recommended setting compares with the current one: in all, what the bound costs, and what the split does."""
+    best, current, speedup, there = found.best, found.current, found.speedup, found.on_current_split
     if current is None or speedup is None:
-        return "the current setting could not be simulated: the recommendation cannot be compared with it"
-    if best.setting == current.setting:
-        return "the current setting is the recommended one"
-    then = _shown(best.setting)
-    differences = ", ".join(f"{heading} {now}" for heading, now in _shown(current.setting).items() if now != then[heading])
-    text = f"the current setting, {current} ({speedup:.2f}x), has {differences}"
-    if tuned.found.space.allows(current.setting):
-        return text
-    text += f"; it is beyond the bound: at most {counted(current.setting.max_staleness, 'version')} of staleness."
-    return f"{text} The price of the bound: {1 / speedup:.2f} times its time" if speedup < 1 else text
+        yield "the current setting could not be simulated: the recommendation cannot be compared with it"
+        return
+    if best == current:
+        yield "the current setting is the recommended one"
+    else:
+        then = _shown(best.setting)
+        differences = ", ".join(f"{heading} {now}" for heading, now in _shown(current.setting).items() if now != then[heading])
+        text = f"the current setting, {current} ({speedup:.2f}x), has {differences}"
+        if not found.space.allows(current.setting):
+            text += f"; it is beyond the bound: at most {counted(current.setting.max_staleness, 'version')} of staleness."
+            text += f" The price of the bound: {1 / speedup:.2f} times its time" if speedup < 1 else ""
+        yield text
+    if current.setting.split == best.setting.split:
+        others = [row for row in found.rows if row.is_long and row.setting.split != current.setting.split]
+        if others:
+            yield f"the split stays: the fastest other one, {others[0]}"
+    elif there is not None:
+        rest, split = current.window_time_s / there.window_time_s, there.window_time_s / best.window_time_s
+        small = ", which is less than a simulation can tell" if abs(split - 1) <= SAME_TIME else ""
+        yield f"its K, batches, eta and slots on the current split, {there}: they make {rest:.2f}x, the split {split:.2f}x{small}"
 
 
-def _of_split(tuned: Tuned) -> str:
-    """How much of the speedup is due to the split, and how much to the other keys."""
-    best, current, same_split = tuned.found.best, tuned.found.current, tuned.found.on_current_split
-    if current is not None and current.setting.split == best.setting.split:
-        others = (row for row in tuned.found.rows if row.is_long and row.setting.split != current.setting.split)
-        fastest = next(others, None)
-        return f"the split stays: the fastest other one, {fastest}" if fastest else ""
-    if same_split is None or current is None:
-        return ""
-    rest, split = current.window_time_s / same_split.window_time_s, same_split.window_time_s / best.window_time_s
-    text = f"its K, batches, eta and slots on the current split, {same_split}: they make {rest:.2f}x, the split {split:.2f}x"
-    return f"{text}, which is less than a simulation can tell" if abs(split - 1) <= SAME_TIME else text
-
-
-def _of_strictness(tuned: Tuned) -> str:
-    """What the bound costs the recommended setting, against none."""
-    best, free = tuned.found.best, tuned.found.without_bound
-    if free is None:
-        return ""
-    cost = best.window_time_s / free.window_time_s - 1
-    told = "no more than a simulation can tell" if abs(cost) <= SAME_TIME else f"{cost:.1%}"
-    stalest = counted(round(free.staleness_max), "version")
-    return (
-        f'the strict bound costs {told}: without one (on_stale = "accept") {free.window_time_s:.2f} s, tokens up to {stalest} old'
-    )
-
-
-def _against_known(tuned: Tuned) -> str:
-    """The known time of the current setting, against the predicted best. This factor includes the simulation's own error."""
-    if tuned.known is None:
-        return ""
-    known_s, best_s = tuned.known.window_time_s, tuned.found.best.window_time_s
-    return f"{tuned.known.evidence} for the current setting: {known_s:.2f} s ({known_s / best_s:.2f}x)"
-
-
-def _doubt(speedup: float | None, fit: Sequence[Residual]) -> str:
-    """A caveat, if the simulation is off on the calibrated run itself by more than the gain that it predicts."""
-    off = max((abs(one.ratio - 1) for one in fit if one.part == WINDOW), default=0.0)
-    if speedup is None or not 0 < speedup - 1 < off:
-        return ""
-    return f"that gain, {speedup - 1:.0%}, is within the {off:.0%} that the simulation of the calibrated run itself is off by"
+def _against_others(tuned: Tuned) -> Iterator[str]:
+    """How the recommended setting compares with itself without a bound and with a measured time, and reasons to doubt the gain."""
+    best_s, free, known, speedup = tuned.found.best.window_time_s, tuned.found.without_bound, tuned.known, tuned.found.speedup
+    if free is not None:
+        cost, stalest = best_s / free.window_time_s - 1, counted(round(free.staleness_max), "version")
+        told = "no more than a simulation can tell" if abs(cost) <= SAME_TIME else f"{cost:.1%}"
+        without = f'without one (on_stale = "accept") {free.window_time_s:.2f} s, tokens up to {stalest} old'
+        yield f"the strict bound costs {told}: {without}"
+    if known is not None:  # the factor includes the simulation's own error
+        yield f"{known.evidence} for the current setting: {known.window_time_s:.2f} s ({known.window_time_s / best_s:.2f}x)"
+    off = max((abs(one.ratio - 1) for one in tuned.fit if one.part == WINDOW), default=0.0)
+    if speedup is not None and 0 < speedup - 1 < off:
+        yield f"that gain, {speedup - 1:.0%}, is within the {off:.0%} that the simulation of the calibrated run itself is off by"
 
 
 def _print_how_to_try(tuned: Tuned, workload: str, out: Path | None) -> None:

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,17 +21,16 @@ from typing import Any
 import psutil
 import ray
 
-from asyncrl_cli.engines.port import Completion, Sampling, make_engine
+from asyncrl_cli.engines.port import Sampling, make_engine
 from asyncrl_cli.job.calls import START_LIMIT, all_of, answer
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.workers import make_trainer, makers_of
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
-from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.models.resolve import further_models
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.schema import Place, Profile
-from asyncrl_cli.samples import GroupPayload, Trajectory
+from asyncrl_cli.samples import NOT_SAMPLED, GroupPayload, Segment, Trajectory
 
 BATCHES = 2
 """Different batches that training takes in turns."""
@@ -54,23 +54,14 @@ class Work:
         return prompt, min(length, self.profile.rollout.max_response_tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Tokens sampled by all workers and trained by all ranks per second, 0 for a phase that stood still.
-
-    `cpu_share`: CPU time over wall time of the process with the smallest ratio (see `CpuTime`); on CPUs far below 1 means that
-    other programs used the machine. `running_mean`: the mean number of running sequences of a worker.
-    """
-
-    sampled_per_s: float
-    trained_per_s: float
-    running_mean: float
-    cpu_share: float
-
-
 class Alone:
     """A job's trainer and rollout workers, each to be measured alone or beside the other. The actors reserve no CPUs: nothing else
-    runs in their session. Methods raise ExecutorFailed, with the actor's name and error."""
+    runs in their session. Methods raise ExecutorFailed, with the actor's name and error.
+
+    What was measured: `tokens_per_s` by `Capacities`' names; of measurements of one phase alone also `slots_used`, the mean share
+    of slots that were generating, and `cpu_shares`, CPU time over wall time of the process with the smallest ratio (see `CpuTime`).
+    On CPUs a share far below 1 means that other programs used the machine.
+    """
 
     def __init__(self, work: Work, plan: JobPlan, model_dir: Path, directory: Path) -> None:
         """`directory`: for logs and what else the actors write."""
@@ -86,13 +77,15 @@ class Alone:
         groups = [made_up_group(work, number) for number in range(BATCHES * step_groups)]
         self._batches = [tuple(groups[batch::BATCHES]) for batch in range(BATCHES)]
         self._num_steps = 0
-        self.measured: list[Measured] = []
+        self.tokens_per_s = defaultdict[str, list[float]](list)
+        self.slots_used: list[float] = []
+        self.cpu_shares: list[float] = []
 
     async def start(self) -> None:
         await all_of((self._ask("start"), self._trainer.start()))
 
     async def measure(self, at_least_s: float, generate: bool, train: bool) -> None:
-        """Measure one phase alone, or both at the same time, and note it in `measured`."""
+        """Measure one phase alone, or both at the same time."""
         if generate:
             await self._ask("begin")
         actors = {ROLLOUT: self._workers.values() if generate else (), TRAINER: self._trainer.actors if train else ()}
@@ -104,12 +97,14 @@ class Alone:
         began_s = time.perf_counter()
         trained_per_s = await self.train(at_least_s) if train else await asyncio.sleep(at_least_s, 0.0)
         cpu_share = min(one.spent_s() for one in cpu) / (time.perf_counter() - began_s)
-        generated: list[tuple[float, float]] = await self._ask("end") if generate else [(0.0, 0.0)]
-        sampled_per_s, running = map(sum, zip(*generated, strict=True))
-        one = Measured(
-            sampled_per_s=sampled_per_s, trained_per_s=trained_per_s, running_mean=running / len(generated), cpu_share=cpu_share
-        )
-        self.measured.append(one)
+        beside = "beside_" if generate and train else ""
+        if train:
+            self.tokens_per_s[f"trainer_{beside}tokens_per_s"].append(trained_per_s)
+        if generate:
+            sampled_per_s, slots_used = zip(*await self._ask("end"), strict=True)
+            self.tokens_per_s[f"rollout_{beside}tokens_per_s"].append(sum(sampled_per_s))
+            self.slots_used += () if train else slots_used
+        self.cpu_shares += () if beside else (cpu_share,)
 
     async def train(self, at_least_s: float = 0.0) -> float:
         """Train all batches in whole windows, whose steps may differ, for at least so long. Returns the tokens trained per second
@@ -174,9 +169,7 @@ class GenerationAlone:
         self._num_ended = 0
 
     async def start(self) -> None:
-        profile = self._work.profile
-        self._meter = RolloutMeter("generation", profile.rollout.slots, time.perf_counter, lambda: None)
-        self._engine = make_engine(profile, self._place, self._meter.running)
+        self._engine = make_engine(self._work.profile, self._place, lambda running: None)
         await self._engine.start()
 
     async def begin(self) -> None:
@@ -192,18 +185,16 @@ class GenerationAlone:
         self._before = self._so_far()
 
     async def end(self) -> tuple[float, float]:
-        """Tokens sampled per second, and the mean number of running sequences."""
-        seconds, tokens, running_s = (now - before for now, before in zip(self._so_far(), self._before, strict=True))
+        """Tokens sampled per second, and the mean share of slots in use: tokens per decode step and slot."""
+        seconds, tokens, steps = (now - before for now, before in zip(self._so_far(), self._before, strict=True))
         self._raise_failure()
         self._sources.cancel()
         with suppress(asyncio.CancelledError):
             await self._sources
-        return tokens / seconds, running_s / seconds
+        return tokens / seconds, tokens / max(steps, 1) / self._engine.slots
 
-    def _so_far(self) -> tuple[float, int, float]:
-        """Seconds, tokens sampled, and the integral of the number of running sequences over time."""
-        report = self._meter.report(version=0, sampled_tokens=0, decode_steps=0, running_tokens=0)
-        return time.perf_counter(), self._engine.sampled_tokens, report.sums["running_sequence_s"]
+    def _so_far(self) -> tuple[float, int, int]:
+        return time.perf_counter(), self._engine.sampled_tokens, self._engine.decode_steps
 
     def _raise_failure(self) -> None:
         if self._sources.done():  # sources end only by failing
@@ -235,17 +226,14 @@ def endless_model(model_dir: Path, directory: Path) -> Path:
 
 def made_up_group(work: Work, number: int) -> GroupResult:
     """Group `number`. Its responses repeat the prompt's tokens; every second one has reward 1."""
-    from asyncrl_cli.envs.conversation import Context
-
     n, metas, trajectories = work.profile.rollout.n, [], []
     for index in range(number * n, (number + 1) * n):
         prompt, length = work.response(index)
-        tokens = list(itertools.islice(itertools.cycle(prompt), length))
-        context = Context()
-        context.grow(prompt, Completion(tokens=tokens, logprobs=[-1.0] * length, versions=[0] * length, finish_reason="length"))
+        tokens = [*prompt, *itertools.islice(itertools.cycle(prompt), length)]
+        logprobs, versions = [0.0] * len(prompt) + [-1.0] * length, [NOT_SAMPLED] * len(prompt) + [0] * length
         end: Any = {"reward": float(index % 2), "finish_reason": "length"}
         metas.append(TrajectoryMeta(prompt_tokens=len(prompt), response_tokens=length, version_tokens=((0, length),), **end))
-        trajectories.append(Trajectory(segments=(context.segment(),), **end))
+        trajectories.append(Trajectory(segments=(Segment.of(tokens, logprobs, versions),), **end))
     key = AttemptKey(str(number), 0, 0)
     payload = ray.put(GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(trajectories)))
     return GroupResult(key=key, trajectories=tuple(metas), failures=(), failed_tokens=0, payload=(payload,))
