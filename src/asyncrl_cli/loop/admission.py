@@ -220,7 +220,8 @@ class Admission:
         placed = []
         for name, num_responses in placement.responses.items():
             worker = self.workers[name]
-            part = attempt.place(num_responses, name, worker.version, mixes=self._mixes)
+            free_slots = max(0, worker.slots - worker.used)
+            part = attempt.place(num_responses, name, worker.version, free_slots=free_slots, mixes=self._mixes)
             worker.set_unfinished(part.key, num_responses)
             placed.append(part)
         return placed

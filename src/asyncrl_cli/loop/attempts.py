@@ -79,9 +79,10 @@ class Kept(NamedTuple):
     def oldest(self) -> int:
         return self.version_tokens[0][0]
 
-    def goes_on(self, version: int, *, mixes: bool) -> bool:
-        """Whether it may go on with weights of `version`. `mixes`: a response may have tokens of several versions."""
-        return self.is_whole or mixes or self.version_tokens[-1][0] == version
+    def goes_on(self, version: int, *, mixes: bool, at_once: bool) -> bool:
+        """Whether it may go on with weights of `version`. `mixes`: a response may have tokens of several versions. `at_once`: it gets
+        a slot now. A load could overtake it in a queue, because a drain waits only for running responses."""
+        return self.is_whole or mixes or (at_once and self.version_tokens[-1][0] == version)
 
 
 class Failure(NamedTuple):
@@ -217,11 +218,13 @@ class Attempt:
     def __post_init__(self) -> None:
         self.key = AttemptKey(self.prompt.uid, self.prompt.epoch, self.number)
 
-    def place(self, num_responses: int, worker: str, version: int, *, mixes: bool = True) -> Part:
-        """Make a part of the first unplaced responses. They go on from what was kept of them, if that may be (`Kept.goes_on`)."""
+    def place(self, num_responses: int, worker: str, version: int, *, free_slots: int, mixes: bool = True) -> Part:
+        """Make a part of the first unplaced responses. They go on from what was kept of them, if that may be (`Kept.goes_on`). The
+        first `free_slots` of them start at once."""
         indices, self.unplaced = self.unplaced[:num_responses], self.unplaced[num_responses:]
         kept = {index: self.kept.pop(index) for index in indices if index in self.kept}
-        goes_on = {index: so_far for index, so_far in kept.items() if so_far.goes_on(version, mixes=mixes)}
+        start = indices[:free_slots]
+        goes_on = {index: one for index, one in kept.items() if one.goes_on(version, mixes=mixes, at_once=index in start)}
         oldest = min([version, *(so_far.oldest for so_far in goes_on.values())])
         key = PartKey(self.key, self.num_parts)
         part = self.parts[key.number] = Part(key=key, indices=indices, worker=worker, version=oldest, goes_on=goes_on)

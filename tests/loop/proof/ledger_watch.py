@@ -174,14 +174,17 @@ class LedgerWatch:
         attempt.deadline = attempt.began + self.settings.schedule.max_staleness
 
     def _part_on(self, attempt: LiveAttempt, worker: str, num_responses: int) -> PartBook:
-        """The first responses that nobody has. Without partial rollouts an unfinished one goes on with its own version alone."""
+        """The first responses that nobody has. Without partial rollouts an unfinished one goes on with its own version alone, and
+        only if it gets a slot now."""
         version, placed = self.books.workers[worker].version, {i for part in attempt.parts.values() for i in part.indices}
+        free_slots = max(0, self.books.workers[worker].slots - self.books.workers[worker].used)
         indices = tuple(index for index in range(self.settings.profile.rollout.n) if index not in placed)[:num_responses]
         part = PartBook(worker=worker, version=version, num_responses=num_responses, indices=indices)
-        for index in indices:
+        for place, index in enumerate(indices):
             if (kept := attempt.kept.pop(index, None)) is None:
                 continue
-            if kept.is_whole or self.settings.interrupt != "drain" or {v for v, _ in kept.version_tokens} == {version}:
+            is_of_now = {v for v, _ in kept.version_tokens} == {version} and place < free_slots
+            if kept.is_whole or self.settings.interrupt != "drain" or is_of_now:
                 part.goes_on[index], part.version = kept, min(part.version, *(v for v, _ in kept.version_tokens))
             else:
                 self.discarded_tokens += kept.tokens
