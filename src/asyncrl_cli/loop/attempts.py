@@ -80,8 +80,8 @@ class Kept(NamedTuple):
         return self.version_tokens[0][0]
 
     def goes_on(self, version: int, *, mixes: bool, at_once: bool) -> bool:
-        """Whether it may go on with weights of `version`. `mixes`: a response may have tokens of several versions. `at_once`: it gets
-        a slot now. A load could overtake it in a queue, because a drain waits only for running responses."""
+        """Whether it may go on with weights of `version`. `mixes`: a response may have tokens of several versions. `at_once`: it
+        gets a slot now. A load could overtake it in a queue, because a drain waits only for running responses."""
         return self.is_whole or mixes or (at_once and self.version_tokens[-1][0] == version)
 
 
