@@ -99,8 +99,8 @@ class LocalNode(Node):
 
 @contextlib.contextmanager
 def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_bytes: int) -> Iterator[tuple[str, Daemons]]:
-    """The daemons of a session, and the address to connect to while the block runs. If they do not start, raises SessionLost or
-    what Ray raises."""
+    """Start a session's daemons for the block. Yields the address to connect to, and the daemons. Raises SessionLost, or what Ray
+    raises, if they do not start."""
     (directory / RAY_DIRECTORY).mkdir(mode=0o700)
     # Calls without this token are refused. Ray's default, one token per user in the home directory, is not touched.
     token = directory / TOKEN
@@ -160,7 +160,7 @@ def agents_of(raylet: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def ray_variables(**ours: str | None) -> Iterator[None]:
-    """Within the block the environment has `ours` (None: unset). Afterwards it is as it was, without what Ray has set."""
+    """Within the block the environment has `ours` (None: unset). Afterwards it is restored, without what Ray has set."""
     before = dict(os.environ)
     _set(DEFAULT_VARIABLES | before | ours)
     try:
