@@ -128,7 +128,7 @@ def test_a_reward_model_has_processes_of_its_own_wherever_it_is_named() -> None:
     assert compile_job(profile().model_copy(update=judged), LAPTOP).scorers == {"reward": 1}
     named = profile(tasks=(("train",), ("reward",), ("rollout",)), ratios=(2, 1, 1)).model_copy(update=judged)
     assert compile_job(named, nodes((64, 8))).groups.keys() == {"trainer", "reward", "rollout"}
-    with pytest.raises(ConfigError, match="nothing says how many GPUs reward has") as refused:
+    with pytest.raises(ConfigError, match="nothing says how many GPUs reward gets") as refused:
         compile_job(profile().model_copy(update=judged), nodes((64, 8)))
     assert '[["train"],["reward"],["rollout"]]' in refused.value.hint
 
