@@ -103,7 +103,7 @@ def _how_far(task: Task, figures: str, is_new: bool) -> str:
 
 
 class _Words(ProgressColumn):
-    """The task's text, or how far it is. On a narrow terminal they are cut, the text first: spinner, bar and clock have their
+    """The task's text, or how far it is. On a narrow terminal they are cut, the text first: spinner, bar and clock keep their
     room. Markup is off, because paths may contain brackets."""
 
     def __init__(self, field: Literal["text", "how_far"]) -> None:

@@ -37,7 +37,7 @@ Figures = dict[str, Figure]
 Seconds = Annotated[float, Interval(ge=0, le=1e12)]
 Pid = Annotated[int, Interval(ge=1, le=2**31 - 1)]
 OPEN = with_config(ConfigDict(extra="allow"))
-"""Decorates a TypedDict that keeps unknown keys."""
+"""Decorator for a TypedDict that keeps unknown keys."""
 
 
 def _record(**fields: Any) -> Any:
