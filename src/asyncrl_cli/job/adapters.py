@@ -171,15 +171,14 @@ class RayRolloutWorker:
         return not node["Alive"]
 
     async def connect(self, trainer_actor: Any) -> None:
-        """For `nccl` and `ipc`: connect this worker to the trainer's first actor, which it asks for weights. Every restart repeats
-        this."""
+        """For `nccl` and `ipc`: connect the worker to the trainer's first actor, which sends it weights; also after restarts."""
         own_s = self._weights.seconds
         self._rank_zero = RayRankZero(trainer_actor, self.name, own_s, self._num_workers)
         limit = Limit(own_s + DRIVER_MARGIN_S, WEIGHTS_KEY, own_s)
-        await self._answer(self.actor.connect.remote(self._rank_zero), "its meeting with trainer-0", limit)
+        await self._answer(self.actor.connect.remote(self._rank_zero), "its connection to trainer-0", limit)
 
     async def stop(self, timeout_s: float) -> None:
-        await self._answer(self.actor.stop.remote(), "its end", Limit(timeout_s))
+        await self._answer(self.actor.stop.remote(), "its shutdown", Limit(timeout_s))
 
     async def _answer(self, ref: Any, call: str, limit: Limit | None = None, since: Callable[[], float] | None = None) -> Any:
         """By default within `rollout.call_timeout_s`."""

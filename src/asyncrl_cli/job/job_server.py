@@ -205,7 +205,7 @@ class JobServer:
             return Interrupted.exit_code
         if found.driver_exit_code is None:
             raise PreflightError(
-                f"the job {job} could not be run: {first_line(found.message)}", hint=f"`ray job logs {job}` tells more"
+                f"the job {job} could not be run: {first_line(found.message)}", hint=f"`ray job logs {job}` shows more"
             )
         return int(found.driver_exit_code)
 

@@ -60,7 +60,7 @@ SYSTEM_CONFIG = PATIENT | {
     # Ray's default is 15: beside two busy processes on two cores the workers got 5% of a core, and a run took minutes to start.
     "worker_niceness": 0,
     "enable_metrics_collection": False,
-    # Each of our actors has environment variables of its own, and so a process of its own: idle ones made ahead would stay idle.
+    # Each of our actors has its own environment variables and so its own process: idle ones made ahead would stay idle.
     "prestart_worker_first_driver": False,
     # Nobody reads these events, and without a gcs_server Ray would wait 5 s at the end for them to be taken.
     "task_events_report_interval_ms": 0,
@@ -147,7 +147,7 @@ def agents_of(raylet: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Wait until the raylet has its agents, and return them. Raises SessionLost if it ends or has none after `AGENTS_TIMEOUT_S`."""
     until_s = time.monotonic() + AGENTS_TIMEOUT_S
     while not (how := how_daemon_ended("raylet", raylet)):
-        with contextlib.suppress(psutil.NoSuchProcess):  # the raylet, or a child: the next look tells
+        with contextlib.suppress(psutil.NoSuchProcess):  # the raylet, or a child: the next look notices
             found = [child for child in psutil.Process(raylet.pid).children() if child.cmdline() == [AGENT]]
             if len(found) == len(AGENT_COMMANDS):
                 return found

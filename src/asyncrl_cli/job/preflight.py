@@ -247,7 +247,7 @@ async def _facts(
 
 
 async def _ask(method: Any, address: str, *args: Any, limit: Limit = LOOK_LIMIT) -> Any:
-    return await answer(method.remote(*args), executor=f"the probe on {address}", call="its look", limit=limit)
+    return await answer(method.remote(*args), executor=f"the probe on {address}", call="its examination", limit=limit)
 
 
 @contextmanager

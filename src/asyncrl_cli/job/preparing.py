@@ -172,7 +172,7 @@ def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
         tokens(tokenizer, [{"prompt": "x"}])
     except Exception as error:  # broken tokenizer files make transformers and tokenizers raise any exception
         why = f"the tokenizer in {model_dir} cannot be loaded: {first_line(error)}"
-        raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
+        raise PreflightError(f"model.path: {why}", hint="save it again with save_pretrained") from error
     check_vocabulary(model_dir, len(tokenizer), vocab_size)
     return tokenizer
 
@@ -223,8 +223,7 @@ def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
 
 
 def _fit(groups: GroupsState, directory: Path) -> bool:
-    """Whether the arrays are those of the finished groups, of running groups' ended parts, and of what their other parts have so
-    far."""
+    """Whether the arrays are those of the finished groups, of running groups' ended parts, and of their unfinished parts."""
     from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
 
     payloads, running = read_payloads(directory), groups["running"]

@@ -75,7 +75,7 @@ class RankActor(ABC):
 
     @ray.method(concurrency_group="main")
     def prepare(self) -> str:
-        """Import what `start` needs, a call of its own because processes need different times. Returns the node's address."""
+        """Import what `start` needs, separately because this takes each process a different time. Returns the node's address."""
         with no_collection_while_starting():
             import_module(self.NEEDS)
         return str(ray.util.get_node_ip_address())
@@ -130,7 +130,7 @@ class RayRanks:
         return await self._answer(self.actors[0].report.remote(), "a report", limit=self._calls)
 
     async def stop(self, timeout_s: float) -> None:
-        await self.collective("its end", "stop", limit=Limit(timeout_s))
+        await self.collective("its shutdown", "stop", limit=Limit(timeout_s))
 
     async def collective(self, call: str, method: str, *args: Any, limit: Limit | None = None) -> list[Any]:
         """Call `method` on all processes and return their answers. `call`: its name in errors; `limit`: `weights.timeout_s`."""

@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutActor:
-    """Methods mirror `loop.ports.RolloutWorker`; `RayRolloutWorker` calls them."""
+    """Its methods mirror `loop.ports.RolloutWorker`; `RayRolloutWorker` calls them."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class RolloutActor:
 
     @ray.method(num_returns=2)
     async def so_far(self) -> tuple[SoFar, Sequence[GroupPayload]]:
-        """What running parts have so far; the tokens are a Ray object of their own."""
+        """What running parts have so far; the tokens are a separate Ray object."""
         return self._runner.so_far()
 
     async def submit(self, requests: Sequence[PartRequest]) -> None:
@@ -189,8 +189,8 @@ class RolloutActor:
     async def exchange(self, requests: Sequence[PartRequest], seen: int) -> tuple[Progress | GroupPayload | None, ...]:
         """New parts in, ended ones and a report out (see exchange.py). Answers when something has changed since `seen`.
 
-        Each part's arrays are a Ray object of their own, which the trainer fetches: the driver gets the metadata only. Unused
-        objects are None.
+        Each part's arrays are a separate Ray object, which the trainer fetches: the driver gets the metadata only. Unused objects
+        are None.
         """
         self._desk.begin(requests)
         seen = await self._changes.after(seen)
@@ -210,7 +210,7 @@ class RolloutActor:
 
     @ray.method(num_returns=2)
     async def evaluate(self, request: EvalRequest) -> tuple[EvalResult, Any]:
-        """The tokens, for a reward model, are a Ray object of their own."""
+        """The tokens, for a reward model, are a separate Ray object."""
         sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature)
         self._meter.evals(+1)
         try:

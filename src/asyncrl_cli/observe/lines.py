@@ -93,7 +93,7 @@ def lines_of(path: Path, kind: Any, wanted: Callable[[bytes], bool] = bool) -> I
                     raise ConfigError(f"{path}:{number}: {wrong}", hint="without that line the file can be read") from None
                 yield entry
     except (OSError, UnsafeFile) as error:
-        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="give the directory of a run, as runs/NAME") from None
+        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="give the directory of a run, like runs/NAME") from None
 
 
 def _ends_amid_a_line(path: Path) -> bool:

@@ -203,7 +203,7 @@ class MetricsFile(StepFile):
 
 
 class EventsFile(LineFile):
-    """events.jsonl: lines are never removed. After a crash, `resumed` says from which step the run goes on."""
+    """events.jsonl: lines are never removed. After a crash, `resumed` says from which step the run continues."""
 
     event = LineFile.append
 

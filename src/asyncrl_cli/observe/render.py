@@ -49,7 +49,7 @@ PHASE_STYLES = {"running": "bold green", "failed": "bold red", "stopping": "bold
 RANKS = {"trainer": 0, "rollout": 1, "scorer": 2}
 """The roles whose rows are the last to be dropped, the very last one first."""
 LEAST_ROWS = 4
-"""So many of their rows are kept before any block below them."""
+"""This many of their rows are kept before any block below them gets space."""
 SYNC_PARTS = ("gather", "send", "load", "pause")
 STEP_PARTS = ("step", "train", "wait_data", "wait_scores", "old_logprob", "ref", "critic", "gather", "checkpoint", "eval", "other")
 
@@ -58,7 +58,7 @@ Status = Mapping[str, Any]
 
 def render(status: Status, *, width: int, height: int, remark: str = "") -> Text:
     """The status in at most `height` lines of at most `width` cells. `remark` is a warning about the status itself."""
-    moment = "at the end" if _is_over(status) else "as last said" if remark else "now"
+    moment = "at the end" if _is_over(status) else "as last reported" if remark else "now"
     top = _header(status, width) + ([Text(remark, "bold red")] if remark else [])
     if not status["executors"]:  # the run is starting: there is nothing else to show
         return _lines([*top, *_notes(status, height - len(top))], width, height)
@@ -114,7 +114,7 @@ def _is_over(status: Status) -> bool:
 
 
 def _rule(status: Status, figures: str, also: str, width: int) -> Text:
-    """A line of its own that says which time the figures below it cover."""
+    """A line that says which time the figures below it cover."""
     period = status["periods"][figures]
     return rule(f"── {period['words'] if period else 'no step yet'} " + (f"── {also} " if also else ""), width)
 

@@ -129,8 +129,7 @@ def print_status(found: RunStatus, console: Console, *, error: str = "", go_on: 
 
 @contextmanager
 def watching(console: Console) -> Iterator[Callable[[RunStatus | str], None]]:
-    """Yields a function that shows each status of `asyncrl watch`, or why there is none yet: as a live picture, or as plain lines
-    without a terminal."""
+    """Yields a function that shows a status, or why there is none yet: as a live picture or, without a terminal, as plain lines."""
     if not console.is_terminal:
         plain = Plain(console.file)
         yield lambda found: None if isinstance(found, str) else plain.status(found.status)

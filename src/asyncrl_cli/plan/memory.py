@@ -378,7 +378,7 @@ def _cache(engine: EngineMemory, available_bytes: int | None, other_bytes: int) 
     """The cache's (name, bytes, reason) on one device where the engine holds `other_bytes` besides; None if unknown."""
     each = f", in each of {engine.num_caches} processes" if engine.num_caches > 1 else ""
     if engine.cache_bytes is not None:
-        return "KV cache", engine.num_caches * engine.cache_bytes, f"kv_cache_memory_bytes that {engine.name} is told{each}"
+        return "KV cache", engine.num_caches * engine.cache_bytes, f"kv_cache_memory_bytes that {engine.name} is given{each}"
     if available_bytes is None:
         return None
     left = cache_bytes_left(available_bytes, engine.share, other_bytes)

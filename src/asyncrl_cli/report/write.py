@@ -45,7 +45,7 @@ def write_report(
     """
     bench = next((Path(name) for name in names if (Path(name) / RESULTS).is_file()), None)
     if bench is not None and len(names) > 1:
-        raise ConfigError(f"{bench} is a bench, which has a page of its own", hint=f"asyncrl report {bench}")
+        raise ConfigError(f"{bench} is a bench, which has its own page", hint=f"asyncrl report {bench}")
     found = runs_in(bench) if bench else [Recorded.find(name, runs_dir) for name in dict.fromkeys(names)]
     path = out or (bench / NAME if bench else found[0].files.path / NAME if len(found) == 1 else Path(NAME))
     check_out(path, GENERATOR, "report")
