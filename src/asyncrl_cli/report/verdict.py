@@ -180,7 +180,7 @@ def _syncs(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:
     most, limit = totals.most("sync/logprob_abs_diff"), settings.max_logprob_diff
     if most is None:
         return
-    text = f"The mean logprob difference between trainer and workers was at most {small(most)}; the limit is {small(limit)}."
+    text = f"Trainer and workers had a mean absolute logprob difference of at most {small(most)}; the limit is {small(limit)}."
     doubt = "See docs/weights.md: a worker may be computing with other weights than it was sent."
     yield Finding("weight syncs", "good", text) if most <= limit else Finding("weight syncs", "bad", text, doubt)
 
