@@ -79,7 +79,7 @@ def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["status", "killed", "--runs-dir", str(runs_dir)]) == 0
     out = capsys.readouterr().out
-    assert f"go on with `asyncrl resume killed --runs-dir {runs_dir}`" in out
+    assert f"continue it with `asyncrl resume killed --runs-dir {runs_dir}`" in out
     assert "last error: rollout-0 gave no answer for 600 s" in out
     assert run(["status", "stopped", "--runs-dir", str(runs_dir)]) == 0
     assert "next: asyncrl resume stopped" in capsys.readouterr().out

@@ -103,7 +103,7 @@ def test_another_version_on_the_cluster_is_refused_with_both(
     monkeypatch.setattr(cluster, "call", lambda self, arguments, write: write("asyncrl 0.0.1") or 0)
     monkeypatch.setattr(job_server, "__version__", "7.0")
     assert run(["submit", "-p", "partial-rollout", *ADDRESS]) == 3
-    assert "http://head:8265 has asyncrl 0.0.1; here is asyncrl 7.0" in capsys.readouterr().err
+    assert "http://head:8265 has asyncrl 0.0.1; this machine has asyncrl 7.0" in capsys.readouterr().err
     assert cluster.jobs == []
 
 

@@ -214,7 +214,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
     after_s = limits["the leave"] + END_TIMEOUT_S  # of a transfer that failed
     assert rank_zeros_turn_s < limits["turn for rollout-0"]
     assert timeout_s < own_s < limits["broadcast for rollout-0"] == limits["join for rollout-0"]
-    assert limits["an address"] + own_s + after_s < limits["its meeting with trainer-0"]
+    assert limits["an address"] + own_s + after_s < limits["its connection to trainer-0"]
     assert limits["turn for rollout-0"] + own_s + after_s < limits["the load"]
     partial = {"partial_rollout": interrupt != "drain", "staleness_threshold": 0.5}
     changed = profile.model_copy(update={"async_training": profile.async_training.model_copy(update=partial)})
@@ -232,7 +232,7 @@ def test_a_meeting_that_takes_too_long_says_what_can_be_typed(monkeypatch: pytes
         with pytest.raises(ExecutorLost) as caught:
             await there.worker.connect(there.trainer_actor)
         assert str(caught.value) == (
-            "rollout-0 failed: its meeting with trainer-0 took longer than 0.25 s (by weights.timeout_s = 20 s)"
+            "rollout-0 failed: its connection to trainer-0 took longer than 0.25 s (by weights.timeout_s = 20 s)"
         )
         assert caught.value.hint.endswith("--set weights.timeout_s=...")
 

@@ -411,4 +411,4 @@ def test_a_node_that_ray_cannot_tell_of_counts_as_living(monkeypatch: pytest.Mon
     monkeypatch.setattr("ray.nodes", no_answer)
     worker = RayRolloutWorker("rollout-0", lambda: None, small_profile())
     assert asyncio.run(worker.node_is_gone()) is False
-    assert "whether the node of rollout-0 is gone is unknown" in caplog.text
+    assert "cannot tell whether the node of rollout-0 is gone" in caplog.text

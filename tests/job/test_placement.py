@@ -66,7 +66,7 @@ def test_a_cluster_that_others_use_is_refused_after_the_timeout_and_nothing_stay
     def taken(plan: JobPlan, options: Any) -> float:
         wanted = compile_job(small_profile(placement={"gpus": 4}), nodes((16, 8)))
         began_s = time.monotonic()
-        with pytest.raises(PreflightError, match=r"placement.timeout_s = 2 s: .* of which are free 2 GPUs") as refused:
+        with pytest.raises(PreflightError, match=r"placement.timeout_s = 2 s: .*; free: 2 GPUs") as refused:
             run_in_thread(lambda: reserved(wanted, timeout_s=2.0))
         assert "--set placement.trainer_workers=1 --set rollout.workers=1" in refused.value.hint
         return time.monotonic() - began_s

@@ -128,7 +128,7 @@ def test_a_reward_model_has_processes_of_its_own_wherever_it_is_named() -> None:
     assert compile_job(profile().model_copy(update=judged), LAPTOP).scorers == {"reward": 1}
     named = profile(tasks=(("train",), ("reward",), ("rollout",)), ratios=(2, 1, 1)).model_copy(update=judged)
     assert compile_job(named, nodes((64, 8))).groups.keys() == {"trainer", "reward", "rollout"}
-    with pytest.raises(ConfigError, match="nothing says how many GPUs reward has") as refused:
+    with pytest.raises(ConfigError, match="nothing says how many GPUs reward gets") as refused:
         compile_job(profile().model_copy(update=judged), nodes((64, 8)))
     assert '[["train"],["reward"],["rollout"]]' in refused.value.hint
 
@@ -229,7 +229,7 @@ def test_the_hint_of_a_shape_fits_the_nodes_that_are_there(num_nodes: int, hint:
 
 def test_a_ratio_beside_counts_is_said_to_be_unused() -> None:
     (warning,) = job(nodes((16, 8)), ratio="3:1", trainer_workers=4).warnings
-    assert warning == 'placement.ratio = "3:1" is not used: placement.trainer_workers says who gets what'
+    assert warning == 'placement.ratio = "3:1" is not used: placement.trainer_workers decides instead'
 
 
 def test_the_message_says_what_was_asked_and_what_there_is() -> None:

@@ -67,7 +67,7 @@ BROKEN = {
     "a model of ours elsewhere": ({"missing_models": ("critic.path",)}, "there is no /cache/tiny-1", "--set model.cache_dir="),
     "a firewall": ({"unreached": "10.0.0.1:4321: timed out"}, "cannot reach 10.0.0.1:4321: timed out", "open all ports"),
     "no such interface": ({"variables": {"NCCL_SOCKET_IFNAME": "ib0"}}, "NCCL_SOCKET_IFNAME=ib0", "eth0"),
-    "own name is loopback": ({"own_address": "127.0.1.1"}, "its own name means 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
+    "own name is loopback": ({"own_address": "127.0.1.1"}, "its host name resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
     "no answer": ({"error": "its process ended"}, "its process ended", "ray status"),
 }
 

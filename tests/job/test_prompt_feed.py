@@ -143,9 +143,9 @@ def test_a_prompt_that_was_not_given_yet_is_not_found():
     given, later = (PromptFeed(items, seed=1) for _ in range(2))
     take(given, 30)
     take(later, 30)
-    with pytest.raises(RefusedError, match="of epoch 1, which has not been given yet"):
+    with pytest.raises(RefusedError, match="of epoch 1, which the feed never reached"):
         given.find(later.next().uid, 1)
-    with pytest.raises(RefusedError, match="of epoch 2, which has not been given yet"):
+    with pytest.raises(RefusedError, match="of epoch 2, which the feed never reached"):
         given.find(given.next().uid, 2)
 
 

@@ -71,7 +71,7 @@ def test_a_module_beside_a_profile_outside_the_working_directory_is_one_note(her
     (here / "package" / "below").mkdir()
     (here / "my.toml").write_text('extends = "base"\n[task]\nreward = "rewards:score"\n')
     cargo = cargo_of(load(str(here / "my.toml")), here / "package" / "below")
-    assert cargo.notes == (f"the module rewards in {here} is not shipped: call `asyncrl submit` in {here}",)
+    assert cargo.notes == (f"the module rewards in {here} is not shipped: run `asyncrl submit` in {here}",)
     assert cargo_of(load(str(here / "my.toml")), here).notes == ()
 
 

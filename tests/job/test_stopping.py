@@ -74,7 +74,7 @@ with requests.within(0.3):
 def test_a_process_that_hangs_after_a_request_is_ended_and_says_so() -> None:
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 130
-    assert done.stderr.startswith("0.3 s after it was asked to stop the run is ended at once")
+    assert done.stderr.startswith("0.3 s after the stop request the run is ended at once")
 
 
 def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:

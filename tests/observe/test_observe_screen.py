@@ -195,7 +195,7 @@ def test_a_run_that_has_just_begun_can_be_drawn(facts):
 def test_the_remark_of_a_dead_run_stands_at_the_top(status):
     text = render(status, width=100, height=29, remark="not running any more").plain
     assert "not running any more" in text.splitlines()[3:5]
-    assert "states and waits: as last said" in text
+    assert "states and waits: as last reported" in text
     assert ": now" not in text
 
 

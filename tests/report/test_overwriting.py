@@ -59,5 +59,5 @@ def test_a_directory_and_a_place_that_does_not_exist_are_refused(make, run, tmp_
         (tmp_path / name).mkdir()
     with pytest.raises(RefusedError, match="it is a directory"):
         make(run, tmp_path / "made")
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         make(run, tmp_path / "missing" / "made")

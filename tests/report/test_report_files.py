@@ -45,5 +45,5 @@ def test_a_bench_has_its_table_its_pictures_and_the_first_run_of_each_profile(tm
 
 def test_a_bench_is_not_put_beside_runs(tmp_path):
     write_results(comparison(), tmp_path)
-    with pytest.raises(ConfigError, match="a bench, which has a page of its own"):
+    with pytest.raises(ConfigError, match="a bench, which has its own page"):
         made([tmp_path, make_run(tmp_path / "runs" / "otter")], tmp_path)

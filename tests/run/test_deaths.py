@@ -61,7 +61,7 @@ def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_c
     assert not wait_until_gone(family, 10.0)
     failed, hint = err.splitlines()[-2:]
     assert failed.startswith(f"error: {worker} failed: {error}")
-    assert hint == "hint: `asyncrl logs mended` tells more, `asyncrl resume mended` goes on from the last checkpoint"
+    assert hint == "hint: `asyncrl logs mended` shows more, `asyncrl resume mended` continues from the last checkpoint"
     assert named(events, "lost")[0]["error"].rstrip(".") in err
     assert f"{worker} was restarted in" in err
     assert_all_is_trained_once_and_kept(run)

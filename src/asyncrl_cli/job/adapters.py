@@ -42,12 +42,12 @@ from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 logger = logging.getLogger(__name__)
 
 PLACING_KEY = "placement.timeout_s"
-NO_ROOM = "add a node, or --set rollout.min_workers=..., with which the run goes on without it"
+NO_ROOM = "add a node, or --set rollout.min_workers=... to let the run continue without it"
 NODE_S = 5.0
-"""How long Ray may take to tell of its nodes, and a node to accept a connection."""
+"""How long Ray may take to list its nodes, and a node to accept a connection."""
 LOOK_EVERY_S = 0.5
 GIVEN_TO_A_DEAD_NODE = "because its node has died"
-"""What Ray says of an actor that it gave to a node before it knew that the node was gone."""
+"""Ray's text about an actor that it assigned to a node before it knew that the node was gone."""
 SO_FAR_S = 5.0
 """How long a checkpoint waits for a worker that may hang; training stands still meanwhile."""
 
@@ -56,7 +56,7 @@ class RayRolloutWorker:
     """`loop.ports.RolloutWorker` on a `RolloutActor`. Parts travel with `progress` (exchange.py)."""
 
     def __init__(self, name: str, make_actor: Callable[[], Any], profile: Profile, workers: int = 1) -> None:
-        """`make_actor()` makes the worker's actor in its bundle, now and at every restart. `workers`: how many the job has."""
+        """`make_actor()` creates the worker's actor in its bundle, now and at every restart. `workers`: how many the job has."""
         weights_s, is_direct = profile.weights.timeout_s, profile.weights.transport in DIRECT_TRANSPORTS
         self.name = name
         self.slots = profile.rollout.slots
@@ -92,7 +92,7 @@ class RayRolloutWorker:
         return float(await self._answer(ref, f"the transfer of version {published.version}", self._weights))
 
     async def load(self, version: int, interrupt: Interrupt) -> ports.LoadReport:
-        """A drain may take as long as the longest response, so its limit counts from when a response was last seen to run. Where
+        """A drain may take as long as the longest response, so its limit counts from when a response was last seen running. Where
         rank 0 sends the bytes during the load, the worker's own limits on waiting for rank 0 are shorter than this one."""
         what, ref = f"the load of version {version} ({interrupt})", self.actor.load.remote(version, interrupt)
         since = partial(self._parts.ran_before_s, version) if interrupt == "drain" else None
@@ -113,9 +113,9 @@ class RayRolloutWorker:
         await self._answer(self.actor.resume.remote(), "a resume")
 
     async def restart(self) -> None:
-        """Kill the actor, dead or alive, and start another, which gets its bundle once the old actor is gone.
+        """Kill the actor, dead or alive, and start a new one, which gets its bundle once the old actor is gone.
 
-        The engine's processes and the reward process end with the actor that started them. Arrays of ended parts stay: the
+        The engine's processes and the reward process end with the actor that started them. Arrays of ended parts remain: the
         driver owns their references, and the node's object store has the bytes.
         """
         ray.kill(self.actor)
@@ -128,8 +128,8 @@ class RayRolloutWorker:
             await self.connect(self._rank_zero.actor)
 
     async def _place_again(self) -> None:
-        """Make an actor and wait until it has a process. Its bundle waits for another node if its own is gone. Until Ray knows
-        that, it gives actors to the old node: they never run, and another one has to be made."""
+        """Create an actor and wait until it has a process. If the bundle's node is gone, the bundle waits for another node. Until
+        Ray notices, it assigns actors to the old node, where they never run: then create another actor."""
         limit, now = Limit(self._placing_s, PLACING_KEY), asyncio.get_running_loop().time
         until_s = now() + self._placing_s
         while True:
@@ -151,13 +151,13 @@ class RayRolloutWorker:
         self._host = shown_host(host)
 
     async def node_is_gone(self) -> bool:
-        """A node lives if its raylet takes a connection. (Ray itself needs some 15 s to know that one is gone.) One that Ray cannot
-        tell of counts as living."""
+        """A node is alive if its raylet accepts a connection. (Ray itself needs about 15 s to notice that one is gone.) If Ray does
+        not answer, the node counts as alive."""
         try:
             async with timeout(NODE_S):
                 nodes = await asyncio.to_thread(ray.nodes)
         except (RayError, TimeoutError) as error:
-            logger.warning("whether the node of %s is gone is unknown: %s", self.name, error or "Ray does not answer")
+            logger.warning("cannot tell whether the node of %s is gone: %s", self.name, error or "Ray does not answer")
             return False
         node = next((node for node in nodes if node["NodeID"] == self._node), None)
         if node is None:  # it never started
@@ -171,21 +171,21 @@ class RayRolloutWorker:
         return not node["Alive"]
 
     async def connect(self, trainer_actor: Any) -> None:
-        """`nccl`, `ipc`: this worker asks the trainer's first actor for its weights, now and after every restart."""
+        """For `nccl` and `ipc`: connect the worker to the trainer's first actor, which sends it weights; also after restarts."""
         own_s = self._weights.seconds
         self._rank_zero = RayRankZero(trainer_actor, self.name, own_s, self._num_workers)
         limit = Limit(own_s + DRIVER_MARGIN_S, WEIGHTS_KEY, own_s)
-        await self._answer(self.actor.connect.remote(self._rank_zero), "its meeting with trainer-0", limit)
+        await self._answer(self.actor.connect.remote(self._rank_zero), "its connection to trainer-0", limit)
 
     async def stop(self, timeout_s: float) -> None:
-        await self._answer(self.actor.stop.remote(), "its end", Limit(timeout_s))
+        await self._answer(self.actor.stop.remote(), "its shutdown", Limit(timeout_s))
 
     async def _answer(self, ref: Any, call: str, limit: Limit | None = None, since: Callable[[], float] | None = None) -> Any:
         """By default within `rollout.call_timeout_s`."""
         try:
             return await answer(ref, executor=self.name, call=call, limit=limit or self._calls, since=since, host=self._host)
         except ExecutorLost:
-            if self._rank_zero is not None:  # at once: else rank 0's GPU stays busy with sending to the lost worker until a timeout
+            if self._rank_zero is not None:  # at once: else rank 0's GPU stays busy sending to the lost worker until a timeout
                 self._rank_zero.actor.leave.remote(self.name)
             raise
 
@@ -193,11 +193,11 @@ class RayRolloutWorker:
 class RayTrainer(RayRanks):
     """`loop.ports.Trainer` on all `TrainerActor` ranks.
 
-    Samples are dumped beside training, one step at a time: the next dump first awaits the last, so that no failure goes unseen. A
-    failed dump loses its samples, not the step: `warn` is called for the first failure, and all failures are counted. `expected`:
+    Samples are dumped beside training, one step at a time: each dump first awaits the previous one, so that no failure goes unseen.
+    A failed dump loses its samples, not the step: `warn` is called for the first failure, and all failures are counted. `expected`:
     the reference answer of a prompt's uid, for the samples.
 
-    `critic`: that with processes of its own, if there is one. Its state is a part of the checkpoints.
+    `critic`: the critic in its own processes, if there is one. Its state is part of the checkpoints.
     """
 
     critic: RayRanks | None = None
@@ -245,13 +245,13 @@ class RayTrainer(RayRanks):
             self.failed_dumps += 1
             logger.warning("the samples of step %d are lost: %s", step, error)
             if self.failed_dumps == 1:
-                self.warn(f"the samples of step {step} are lost, training goes on: {error} (later ones are only counted)")
+                self.warn(f"the samples of step {step} are lost, training goes on: {error} (further failures are only counted)")
 
     def _sampled(
         self, batch: ports.TrainBatch, groups: Sequence[GroupResult], plans: Sequence[RankPlan]
     ) -> Callable[[], Coroutine[Any, Any, None]]:
-        """Choose samples of the step, and have the ranks score them before they train it. Returns what dumps them, to be called
-        when it is trained: rank 0 writes them beside training, for `weights.timeout_s` at most."""
+        """Choose samples of the step, and have the ranks score them before they train it. Returns a function that dumps them, to be
+        called after the train step: rank 0 writes them beside training, for `weights.timeout_s` at most."""
         logging, sharing = self._profile.logging, self._profile.trainer.sequence_parallel_size
         seed = f"samples {self._profile.run.seed}/{batch.step}"
         sizes = choose_samples([len(group.trajectories) for group in groups], logging.samples_per_step, seed)
@@ -304,7 +304,7 @@ class RayTrainer(RayRanks):
         await self._learners(f"the load of {directory}", "restore", str(directory.absolute()))
 
     async def _learners(self, call: str, method: str, *args: Any) -> list[Any]:
-        """Call all whose state is in a checkpoint: the ranks and the critic apart, if there is one. Returns the ranks' answers."""
+        """Call everything with state in a checkpoint: the ranks, and a critic in its own processes. Returns the ranks' answers."""
         learners = [self] if self.critic is None else [self, self.critic]
         of_ranks, *_ = await all_of(learner.collective(call, method, *args) for learner in learners)
         return of_ranks

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GUESSES = " Some common causes include"
 OWNER_DIED = "owner has died"
-"""Ray says so of an actor whose owner, this process, lives: the raylet is just ending, and the lifeline will see it."""
+"""Ray says so although the actor's owner, this process, lives: the raylet is just ending, and the lifeline will see it."""
 ENDS_WITHIN_S, LOOK_EVERY_S = 2.0, 0.1
 DISK_HINT = "`df` there shows the disk; `ray start --object-store-memory` gives the object store more memory"
 RAISED_AT = re.compile(r"\(pid=\d+, ip=([^,)]+)")
@@ -52,7 +52,7 @@ START_LIMIT = Limit(600.0)
 
 
 def shown_host(host: str) -> str:
-    """A node's address as messages name it: "" for the driver's own node, which none needs to name."""
+    """A node's address for messages: "" for the driver's own node, which they need not name."""
     return "" if host == ray.util.get_node_ip_address() else host
 
 
@@ -85,7 +85,7 @@ async def answer(
 
 
 async def _why_session_ended(error: Exception, *, patient: bool) -> SessionLost | None:
-    """What the session has lost, if that is why a call failed."""
+    """The loss of the session, if that is why a call failed."""
     if OWNER_DIED in str(error):
         for _ in range(round(ENDS_WITHIN_S / LOOK_EVERY_S)):
             if lost_session() is not None:

@@ -1,10 +1,10 @@
-"""The critic with processes of its own: a scorer that also learns, and whose state is a part of the trainer's checkpoints.
+"""The critic in its own processes: a scorer that also learns, and whose state is part of the trainer's checkpoints.
 
     group main     start, load, score, learn, snapshot, restore, in the order in which they were called: a `score` after a `learn`
-                   uses the weights that it has left
-    group write    writes snapshots to disk, beside all else
+                   uses the updated weights
+    group write    writes snapshots to disk while everything else goes on
 
-Who waits for whom: as in scorer_actor.py; for snapshots and files weights.timeout_s at most, as the trainer.
+Who waits for whom: as in scorer_actor.py; for snapshots and files at most weights.timeout_s, as in the trainer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from asyncrl_cli.train.balance import RankPlan
 
 
 class CriticActor(ScorerActor):
-    """Methods mirror `loop.ports.Critic` and, for its part of a checkpoint, those of `TrainerActor`; all per process."""
+    """One process. Its methods mirror `loop.ports.Critic` and, for its part of a checkpoint, those of `TrainerActor`."""
 
     THREADS = ScorerActor.THREADS | {"write": 1}
 
     @ray.method(concurrency_group="main")
     def learn(self, plan: RankPlan, names: Sequence[str], *given: Any) -> tuple[TrainReport, ExecutorReport]:
-        """One train step on the groups of `plan.groups`. `given`: the columns and parts of these."""
+        """One train step on the groups of `plan.groups`. `given`: their columns and parts."""
         with self._meter.doing(State.BUSY):
             payloads, scores = taken(plan, names, given)
             report = self._scorer.learn(plan, payloads, scores)
@@ -64,7 +64,7 @@ class RayCritic(RayScorer):
         self._profile = profile.model_copy(update={"trainer": alone})
 
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
-        """The optimizer steps that the trainer makes, with the same groups in each."""
+        """Make the same optimizer steps as the trainer, each with the same groups."""
         names = (CRITIC, REF) if self._profile.algorithm.use_kl_in_reward else (CRITIC,)
         *_, given = self._shares(batch, names)
         refs = [actor.learn.remote(*own) for actor, own in zip(self.actors, given, strict=True)]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncrl")
 
 ANOTHER_CHECKPOINT = "take another checkpoint"
-SAME_DATA = "resume with the data that the run began with: task.source's file as it was then, or the same version of reasoning-gym"
+SAME_DATA = "resume with the run's original data: task.source's file as it was then, or the same version of reasoning-gym"
 
 Crew = tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]
 """The trainer, the rollout workers, for a resumed run the payloads of the checkpoint's groups, and the scorers."""
@@ -90,7 +90,7 @@ class PromptFeed:
                 f"the checkpoint names prompt {uid}, which is not among the {len(self._items)} of the task", hint=SAME_DATA
             )
         if epoch > self._epoch or (epoch == self._epoch and self._order.index(index) >= self._cursor):
-            raise RefusedError(f"the checkpoint names prompt {uid} of epoch {epoch}, which has not been given yet", hint=SAME_DATA)
+            raise RefusedError(f"the checkpoint names prompt {uid} of epoch {epoch}, which the feed never reached", hint=SAME_DATA)
         return Prompt(uid=uid, epoch=epoch, item=self._items[index])
 
     def state(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class PromptFeed:
 def make_pipeline(
     profile: Profile, directory: RunDirectory, task: Task, crew: Crew, observers: Observers, checkpoint: Checkpoint | None
 ) -> Pipeline:
-    """The loop and all it works with. `checkpoint`: where a resumed run continues."""
+    """The loop and everything it works with. `checkpoint`: where a resumed run continues."""
     trainer, workers, payloads, scorers = crew
 
     keep = profile.checkpoint.keep
@@ -179,8 +179,8 @@ def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observ
 async def run_to_the_end(
     pipeline: Pipeline, trainer: RayTrainer, directory: RunDirectory, observers: Observers, requests: StopRequests
 ) -> RunResult:
-    """Run the loop. The first stop request ends it in order, the second cancels it. If the caller's task is cancelled, raises
-    CancelledError."""
+    """Run the loop. The first stop request ends it in an orderly way, the second cancels it. Raises CancelledError if the caller's
+    task is cancelled."""
     this = asyncio.current_task()
     assert this is not None
     running = asyncio.ensure_future(_loop_and_last_dump(pipeline, trainer))
@@ -236,6 +236,6 @@ def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:
     elif isinstance(failure, Interrupted):
         failure.hint = failure.hint or f"asyncrl resume {run}"
     elif isinstance(failure, ExecutorFailed):
-        told = f"`asyncrl logs {run}` tells more, `asyncrl resume {run}` goes on from the last checkpoint"
+        told = f"`asyncrl logs {run}` shows more, `asyncrl resume {run}` continues from the last checkpoint"
         failure.hint = failure.hint or told
     return failure

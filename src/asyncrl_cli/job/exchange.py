@@ -4,10 +4,10 @@
     calls                                  ├─ exchange(requests, seen) ──┤
     actor    PartDesk: a task per part <───┘          ended, reports ────┘    (a change; 100 ms after the last answer)
 
-A call to an actor costs the driver and the actor a millisecond or two of CPU each. With short responses or many workers, a call per
-part besides the calls for progress would be most of the driver's work. So the loop's long poll for progress also carries new
-parts to the worker, and ended ones back: several at once while others run, and a worker's last one without delay. Requests
-that are made while a poll is under way are sent in a call of their own (`post`).
+A call to an actor costs the driver and the actor a millisecond or two of CPU each. With short responses or many workers, a separate
+call per part would be most of the driver's work. So the loop's long poll for progress also carries new parts to the worker, and
+ended ones back: several at once while others run, and a worker's last one without delay. Requests that are made while a poll is
+under way are sent in a separate call (`post`).
 
 Who waits for whom: `progress` for a change on the worker, for a second at most. `submit` waits for nothing.
 """
@@ -113,13 +113,13 @@ class PartExchange:
         return max((ran_s for held, ran_s in self._ran_s.items() if held < version), default=float("-inf"))
 
     def submit(self, request: PartRequest) -> None:
-        """Send the part with the next exchange; if one is under way, in a call of its own with all that come in this turn."""
+        """Send the part with the next exchange; if one is under way, in a separate call with all others of this turn."""
         self._outgoing.append(request)
         if self._is_under_way and len(self._outgoing) == 1:
             asyncio.get_running_loop().call_soon(self.post)
 
     def post(self) -> None:
-        """Send the waiting requests in a call of their own, not awaited: if it fails, the exchange under way fails, too."""
+        """Send the waiting requests in a separate call, not awaited: if it fails, the exchange under way fails, too."""
         if self._outgoing:
             self._actor.submit.remote(self._taken())
 

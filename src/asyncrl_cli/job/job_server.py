@@ -1,11 +1,11 @@
-"""Runs as jobs of a Ray cluster, by its job server, and commands that are run where the files of such a run are.
+"""Submits runs as jobs to the job server of a Ray cluster, and runs commands there, where the files of such a run are.
 
     here                                      on the cluster's head
     asyncrl submit ──> JobServer.submit ────> keep what was shipped; exec asyncrl train    a run's driver
     asyncrl status, logs, stop, watch ──────> exec asyncrl status ...                      a short job: we print its output
 
-A run's job carries the run's name and directory in its metadata; by these it is found from anywhere. Every request has a limit, and
-a job that is followed is looked at while it says nothing.
+A run's job has the run's name and directory in its metadata, so it can be found from anywhere. Every request has a limit, and a job
+that is followed is polled while it prints nothing.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ FAILED = "FAILED"
 GOES_ON = ("PENDING", "RUNNING")
 """States of a job that has not ended."""
 LONGEST_COMMAND_S = 3600
-"""A command that follows a run ends after so long on the cluster: nobody may be listening any more."""
+"""Time limit on the cluster for a command that follows a run: nobody may be listening any more."""
 TIMED_OUT = 124
 """The exit code of timeout(1)."""
 MARK = "@asyncrl"
-"""The line in a job's log behind which what it says begins; before it are Ray's own."""
+"""The line in a job's log after which its own output begins; the lines before are Ray's."""
 COMMAND = "python3 -m asyncrl_cli"
 VARIABLES = {"RAY_JOB_STOP_WAIT_TIME_S": "3600"}
-"""Ray's job stop sends SIGTERM, and SIGKILL so much later (else 3 s). The driver itself keeps `run.stop_grace_s`."""
+"""Seconds between SIGTERM and SIGKILL when Ray stops a job (default: 3). The driver itself keeps to `run.stop_grace_s`."""
 RUN_KEY, RUNS_DIR_KEY = "asyncrl_run", "asyncrl_runs_dir"
 """Keys of a job's metadata."""
 Write = Callable[[str], None]
@@ -65,8 +65,8 @@ class Job:
 
     @property
     def entrypoint(self) -> str:
-        """A shell's line. Ray removes the files of a job's working directory when it ends: what a resume imports and reads again is
-        kept beside the runs."""
+        """A shell command. Ray removes a job's working directory when the job ends, so the files that a resume needs again are
+        copied to a place beside the runs."""
         command = f"exec {COMMAND} {shlex.join([*self.arguments, '--runs-dir', str(self.runs_dir), '--ui', 'plain'])}"
         kept = shlex.quote(str(self.runs_dir / ".shipped" / self.id))
         keep = "" if self.cargo is None else f"mkdir -p {kept} && cp -R . {kept} && cd {kept} && "
@@ -95,7 +95,7 @@ class JobServer:
         if not is_job_server(address):
             raise ConfigError(
                 f"--address {address}: not the address of a job server",
-                hint="it is that of the cluster's dashboard, http://HEAD:8265; behind a firewall `ssh -L 8265:localhost:8265 HEAD`",
+                hint="give that of the cluster's dashboard, http://HEAD:8265; behind a firewall `ssh -L 8265:localhost:8265 HEAD`",
             )
         self.address = address
         with self._asking():
@@ -103,12 +103,12 @@ class JobServer:
             from ray.dashboard.modules.job import sdk
             from ray.job_submission import JobSubmissionClient
 
-            for module in (sdk, dashboard_sdk):  # they tell each upload and each connection
+            for module in (sdk, dashboard_sdk):  # they log each upload and each connection
                 module.logger.setLevel(logging.WARNING)
             logging.getLogger("ray").setLevel(logging.WARNING)
 
             class Bounded(JobSubmissionClient):
-                """Ray's client waits for ever for an answer."""
+                """Ray's own client has no time limit."""
 
                 def _do_request(self, *words: Any, **more: Any) -> Any:
                     return super()._do_request(*words, **{"timeout": REQUEST_S, **more})
@@ -124,7 +124,7 @@ class JobServer:
             self._submit(job.entrypoint, job.id, environment, job.metadata)
 
     def started(self, job: str, watched_s: float) -> Any:
-        """Wait until the job runs, for `START_S` at most, and look at it for `watched_s`. Returns Ray's details of it."""
+        """Wait until the job runs, for `START_S` at most, then watch it for `watched_s`. Returns Ray's details of it."""
         until_s = time.monotonic() + START_S
         while (found := self.details(job)).status == "PENDING" and time.monotonic() < until_s:
             time.sleep(0.5)
@@ -145,7 +145,7 @@ class JobServer:
         return sorted(jobs, key=lambda job: job.start_time or 0, reverse=True)
 
     def find(self, run: str | None, otherwise: Path) -> tuple[str, Path]:
-        """A run's name, by default the newest's, and where it has its files: `otherwise`, if this cluster does not know it."""
+        """Returns a run's name (default: the newest run) and the directory of runs that it is in: `otherwise` if unknown here."""
         of_runs = [(job.metadata[RUN_KEY], Path(job.metadata[RUNS_DIR_KEY])) for job in self.runs()]
         found = [(name, place) for name, place in of_runs if run in (None, name)]
         if not found and run is None:
@@ -153,7 +153,7 @@ class JobServer:
         return found[0] if found else (str(run), otherwise.absolute())
 
     def failed_job(self, run: str) -> str:
-        """The newest job of that run, if Ray calls it failed (it may have been stopped, too); else empty."""
+        """The newest job of that run if Ray calls it failed (it may also have been stopped), else empty."""
         newest = next((job for job in self.runs() if job.metadata[RUN_KEY] == run), None)
         return newest.submission_id if newest is not None and newest.status == FAILED else ""
 
@@ -164,8 +164,8 @@ class JobServer:
         there = said[-1].strip() if said else "nothing"
         if code != 0 or there != f"asyncrl {__version__}":
             why = f"{self.address} has {there}" if code == 0 else f"asyncrl cannot be run at {self.address}: {there}"
-            hint = f"`pip install asyncrl-cli=={__version__}` into the Python with which `ray start` was called, on every node"
-            raise PreflightError(f"{why}; here is asyncrl {__version__}", hint=hint)
+            hint = f"`pip install asyncrl-cli=={__version__}` into the Python that runs `ray start`, on every node"
+            raise PreflightError(f"{why}; this machine has asyncrl {__version__}", hint=hint)
 
     def call(self, arguments: Sequence[str], write: Write, *, columns: int = 100) -> int:
         """Run `asyncrl ARGUMENTS` on the cluster, hand each line of its output to `write`, and return its exit code."""
@@ -180,15 +180,15 @@ class JobServer:
                 )
             return self.follow(job, write)
         finally:
-            with contextlib.suppress(AsyncrlError), self._asking():  # what went wrong before is told
+            with contextlib.suppress(AsyncrlError), self._asking():  # an earlier error is raised instead
                 self._client.stop_job(job)
                 self._client.delete_job(job)  # only one that has ended leaves the list
 
     def follow(self, job: str, write: Write, warn: Write | None = None) -> int:
-        """Hand each line that the job says to `write` until it ends. Returns its exit code. A log whose end cannot be
-        fetched raises PreflightError; with `warn` it is a warning, for those to whom the exit code matters more.
+        """Hand each line of the job's output to `write` until the job ends. Returns its exit code. Raises PreflightError if the end
+        of the log cannot be fetched; with `warn` this is a warning, for callers to whom the exit code matters more.
 
-        That the log was closed in order does not say that it was read to its end: a proxy may have closed it just before."""
+        Even a log that closes without an error may not have been read to its end: a proxy may have closed it just before."""
         write = _without_rays_own(write)
         num_written = asyncio.run(self._follow(job, write))
         try:
@@ -205,7 +205,7 @@ class JobServer:
             return Interrupted.exit_code
         if found.driver_exit_code is None:
             raise PreflightError(
-                f"the job {job} could not be run: {first_line(found.message)}", hint=f"`ray job logs {job}` tells more"
+                f"the job {job} could not be run: {first_line(found.message)}", hint=f"`ray job logs {job}` shows more"
             )
         return int(found.driver_exit_code)
 
@@ -235,7 +235,7 @@ class JobServer:
         """The whole lines of the log, from its beginning until it closes: the server closes the log of an ended job when all of it
         is sent. The log's chunks may end within a line. PreflightError if it breaks off.
 
-        A connection that is lost may never say so: the job is asked for meanwhile.
+        A lost connection may never raise an error, so the job's state is polled meanwhile.
         """
         rest, chunks = "", self._client.tail_job_logs(job)
         coming = asyncio.ensure_future(anext(chunks, None))
@@ -263,7 +263,7 @@ class JobServer:
 
     @contextlib.contextmanager
     def _asking(self) -> Any:
-        """Within the block the errors of Ray's client are in our words."""
+        """Within the block errors of Ray's client are raised as our own."""
         import aiohttp
         import requests
         from ray.exceptions import AuthenticationError
@@ -271,8 +271,8 @@ class JobServer:
         try:
             yield
         except AuthenticationError as error:
-            hint = "the token of its user is in ~/.ray/auth_token there: bring it here, or set RAY_AUTH_TOKEN"
-            raise PreflightError(f"{self.address} refuses us: {first_line(error)}", hint=hint) from error
+            hint = "copy the token of its user from ~/.ray/auth_token there to this machine, or set RAY_AUTH_TOKEN"
+            raise PreflightError(f"{self.address} refuses access: {first_line(error)}", hint=hint) from error
         except (requests.RequestException, aiohttp.ClientError, OSError) as error:
             hint = "is the dashboard up there (`ray start --head --dashboard-host 0.0.0.0`, with ray[default])?"
             raise PreflightError(f"no job server answers at {self.address}: {first_line(error)}", hint=hint) from error
@@ -281,14 +281,14 @@ class JobServer:
 
 
 def state_of(job: Any) -> str:
-    """What has become of a run's job, by Ray's details of it. Ray's own word for a driver that stopped its run is "failed"."""
+    """The state of a run's job, from Ray's details of it. Ray itself calls a driver that stopped its run "failed"."""
     if job.driver_exit_code == Interrupted.exit_code:
         return "stopped"
     return "done" if job.status == "SUCCEEDED" else str(job.status).lower()
 
 
 def _without_rays_own(write: Write) -> Write:
-    """Leaves out what Ray writes into a job's log: lines before the mark, and the entrypoint, which may come behind it."""
+    """Leaves out what Ray writes into a job's log: lines before the mark, and the entrypoint, which may come after it."""
     is_behind = False
 
     def write_behind(line: str) -> None:

@@ -1,11 +1,11 @@
-"""Watches what a session cannot do without: when that is gone, every wait for Ray fails within a second.
+"""Watches the processes that a session depends on: when one is gone, every wait for Ray fails within a second.
 
-Of a local session these are its daemons and the raylet's agents, by their pids; of a cluster, the head, whose gcs_server takes
-connections. Without a gcs_server Ray itself goes on for a minute and then ends the driver silently, in the middle of its work.
+In a local session these are its daemons and the raylet's agents, watched by pid; on a cluster, the head, by connections to its
+gcs_server. Without a gcs_server Ray itself goes on for a minute and then silently ends the driver, in the middle of its work.
 
     gcs_server dies   actors and their arrays live on. Waits for a rollout worker fail at once, and the loop ends the run in good
                       order, with a checkpoint. Waits for the trainer fail `CHECKPOINT_S` later.
-    head is silent    for `HEAD_S`: the same. A gcs_server that is restarted (Ray's fault tolerance) has that time
+    head is silent    for `HEAD_S`: the same. A gcs_server that is restarted (Ray's fault tolerance) has that long to return
     raylet dies       its workers die with it: every wait fails at once
     an agent dies     so does the raylet, within seconds: the same
     reaper dies       no wait fails: another reaper takes its place
@@ -41,12 +41,12 @@ DEAF_S = 8.0
 """How long the event loop may take to react to a daemon's death."""
 HEAD_S, ANSWER_S = 30.0, 2.0
 """How long a head may be silent, and how long one connection to it may take."""
-HINT = "a run that has begun goes on with `asyncrl resume`; if its machine was out of memory, `dmesg` there says so"
+HINT = "`asyncrl resume` continues a run that had begun; if its machine ran out of memory, `dmesg` there says so"
 OUTLIVED = "gcs_server"
 
 Daemons = Mapping[str, Popen[bytes] | psutil.Process]
 Ends = Mapping[str, Callable[[], str]]
-"""By name: how it ended; "" while it is there."""
+"""By name: how it ended, "" while it is alive."""
 
 _current: Lifeline | None = None
 
@@ -140,12 +140,12 @@ def how_daemon_ended(name: str, daemon: Popen[bytes] | psutil.Process) -> str:
 
 
 def lifeline(daemons: Daemons, mend: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Of a local session."""
+    """Watch a local session."""
     return _watched(Lifeline({name: partial(how_daemon_ended, name, daemon) for name, daemon in daemons.items()}, mend))
 
 
 def head_lifeline(address: str) -> contextlib.AbstractContextManager[None]:
-    """Of a session on a cluster. `address`: HOST:PORT of its gcs_server."""
+    """Watch a session on a cluster. `address`: HOST:PORT of its gcs_server."""
     head = Head(address)
     return _watched(Lifeline({OUTLIVED: head.ended}, head.look))
 

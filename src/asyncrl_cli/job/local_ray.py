@@ -60,7 +60,7 @@ SYSTEM_CONFIG = PATIENT | {
     # Ray's default is 15: beside two busy processes on two cores the workers got 5% of a core, and a run took minutes to start.
     "worker_niceness": 0,
     "enable_metrics_collection": False,
-    # Each of our actors has environment variables of its own, and so a process of its own: idle ones made ahead would stay idle.
+    # Each of our actors has its own environment variables and so its own process: idle ones made ahead would stay idle.
     "prestart_worker_first_driver": False,
     # Nobody reads these events, and without a gcs_server Ray would wait 5 s at the end for them to be taken.
     "task_events_report_interval_ms": 0,
@@ -99,8 +99,8 @@ class LocalNode(Node):
 
 @contextlib.contextmanager
 def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_bytes: int) -> Iterator[tuple[str, Daemons]]:
-    """The daemons of a session, and the address to connect to while the block runs. If they do not start, raises SessionLost or
-    what Ray raises."""
+    """Start a session's daemons for the block. Yields the address to connect to, and the daemons. Raises SessionLost, or what Ray
+    raises, if they do not start."""
     (directory / RAY_DIRECTORY).mkdir(mode=0o700)
     # Calls without this token are refused. Ray's default, one token per user in the home directory, is not touched.
     token = directory / TOKEN
@@ -147,7 +147,7 @@ def agents_of(raylet: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Wait until the raylet has its agents, and return them. Raises SessionLost if it ends or has none after `AGENTS_TIMEOUT_S`."""
     until_s = time.monotonic() + AGENTS_TIMEOUT_S
     while not (how := how_daemon_ended("raylet", raylet)):
-        with contextlib.suppress(psutil.NoSuchProcess):  # the raylet, or a child: the next look tells
+        with contextlib.suppress(psutil.NoSuchProcess):  # the raylet, or a child: the next look notices
             found = [child for child in psutil.Process(raylet.pid).children() if child.cmdline() == [AGENT]]
             if len(found) == len(AGENT_COMMANDS):
                 return found
@@ -160,7 +160,7 @@ def agents_of(raylet: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def ray_variables(**ours: str | None) -> Iterator[None]:
-    """Within the block the environment has `ours` (None: unset). Afterwards it is as it was, without what Ray has set."""
+    """Within the block the environment has `ours` (None: unset). Afterwards it is restored, without what Ray has set."""
     before = dict(os.environ)
     _set(DEFAULT_VARIABLES | before | ours)
     try:

@@ -1,4 +1,4 @@
-"""What a node of a cluster is like, found out there. The class is sent to the nodes by value and imports the standard library only:
+"""Examines a node of a cluster from inside. The class is sent to the nodes by value and imports only the standard library, because
 asyncrl may be missing there, or be another version."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Probe:
 
     @staticmethod
     def _version(package: str) -> str:
-        """ "" if the package is missing. One built for CPUs only may have another name."""
+        """ "" if the package is missing. A build for CPUs only may have another name."""
         for name in (package, f"{package}-cpu"):
             with suppress(ImportError):  # PackageNotFoundError is one
                 return str(import_module("asyncrl_cli").__version__) if name == "asyncrl" else metadata.version(name)

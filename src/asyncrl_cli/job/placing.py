@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives to every node."""
 WAITING_S = 3.0
-"""A placement that takes longer says what it waits for."""
+"""After this time a placement says what it is waiting for."""
 RELEASE_S = 1.0
 """How long Ray's view of free resources lags behind a removed placement group."""
 
@@ -36,15 +36,15 @@ Options = Callable[[str, int], dict[str, Any]]
 
 @asynccontextmanager
 async def placed(plan: JobPlan, *, timeout_s: float, say: Say = lambda text: None) -> AsyncIterator[Options]:
-    """Reserve every bundle within `timeout_s` in total, else raise PreflightError; at once if the cluster is too small.
+    """Reserve every bundle within `timeout_s` in total. Raises PreflightError otherwise, at once if the cluster is too small.
 
-    Leaving the block gives the bundles back and kills what still runs in them.
+    Leaving the block releases the bundles and kills whatever still runs in them.
     """
     check_fit(plan, ray_cluster())
     groups: dict[str, PlacementGroup] = {}
 
     def options(role_name: str, index: int) -> dict[str, Any]:
-        """`num_gpus` is set although the bundle has the GPUs: else Ray leaves the actor's CUDA_VISIBLE_DEVICES empty."""
+        """`num_gpus` is set although the bundle has the GPUs: without it, Ray leaves the actor's CUDA_VISIBLE_DEVICES empty."""
         role = plan.role(role_name)
         group, number = groups[role.placement_group], plan.bundle_of(role, index)
         bundle = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
@@ -72,7 +72,7 @@ async def _telling(plan: JobPlan, timeout_s: float, say: Say) -> AsyncIterator[N
         try:
             say(await asyncio.to_thread(_waiting_for, plan, timeout_s))
         except RayError as error:
-            logger.warning("what is free in the cluster is unknown: %s", error)
+            logger.warning("cannot tell what is free in the cluster: %s", error)
 
     telling = asyncio.create_task(tell(), name="what a placement waits for")
     try:
@@ -83,8 +83,8 @@ async def _telling(plan: JobPlan, timeout_s: float, say: Say) -> AsyncIterator[N
 
 
 async def _reserve(plan: JobPlan, groups: dict[str, PlacementGroup]) -> None:
-    """Add the placement groups to `groups`, and wait for them. With disjoint nodes, the rollout's is asked for when all others have
-    their nodes, which it must not use."""
+    """Create the placement groups in `groups` and wait for them. With disjoint nodes, the rollout's group is requested last, when
+    the nodes of the others, which it must not use, are known."""
     for name in plan.groups:  # the rollout's is the last
         taken = nodes_of(groups.values()) if plan.disjoint_nodes and name == ROLLOUT else ()
         groups[name] = _create(plan, name, taken)
@@ -94,7 +94,7 @@ async def _reserve(plan: JobPlan, groups: dict[str, PlacementGroup]) -> None:
 
 
 def _create(plan: JobPlan, name: str, taken: Collection[str]) -> PlacementGroup:
-    """The placement group of that name, on none of the nodes `taken`."""
+    """Create the placement group `name` on nodes other than `taken`."""
     spot, bundles = plan.spot(name), plan.groups[name]
     amounts = {"CPU": float(bundles[0].cpus), "GPU": float(bundles[0].gpus)}
     each = {resource: amount for resource, amount in amounts.items() if amount}
@@ -118,7 +118,7 @@ def used_nodes(plan: JobPlan, options: Options) -> dict[str, str]:
 
 
 def nodes_of(groups: Collection[PlacementGroup]) -> list[str]:
-    """The ids of all nodes that these groups, which are ready, have bundles on."""
+    """The ids of all nodes on which these groups have bundles. The groups must be ready."""
     return list(dict.fromkeys(node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()))
 
 
@@ -129,9 +129,9 @@ async def _ready(group: PlacementGroup) -> None:
 
 
 def _waiting_for(plan: JobPlan, timeout_s: float) -> str:
-    whom = "an autoscaler, or other jobs' ends" if plan.autoscaler else "other jobs' ends"
+    whom = "an autoscaler, or for other jobs to end" if plan.autoscaler else "other jobs to end"
     free = ray_cluster(free=True)
-    return f"waiting for {whom}, {timeout_s:g} s at most (placement.timeout_s): {asked(plan)}; free are {free}"
+    return f"waiting for {whom}, {timeout_s:g} s at most (placement.timeout_s): {asked(plan)}; free: {free}"
 
 
 def _no_room(plan: JobPlan, timeout_s: float) -> PreflightError:
@@ -139,8 +139,8 @@ def _no_room(plan: JobPlan, timeout_s: float) -> PreflightError:
     instead = "--set placement.timeout_s=... if the autoscaler needs longer" if plan.autoscaler else "wait until other jobs end"
     return PreflightError(
         f"no room within placement.timeout_s = {timeout_s:g} s: {asked(plan)}; "
-        f"the cluster has {cluster}, of which are free {free}:{node_lines(cluster, free)}",
-        hint=f"{instead}; now this would fit: {fitting_hint(plan, free)}",
+        f"the cluster has {cluster}; free: {free}:{node_lines(cluster, free)}",
+        hint=f"{instead}; what would fit now: {fitting_hint(plan, free)}",
     )
 
 
@@ -156,6 +156,6 @@ def ray_cluster(*, free: bool = False) -> ClusterResources:
 
 
 def _remove(groups: dict[str, PlacementGroup]) -> None:
-    """Give the bundles back, unless the session is lost: Ray would wait for a daemon that is gone."""
+    """Release the bundles, unless the session is lost: Ray would wait for a daemon that is gone."""
     while groups and lost_session() is None:
         remove_placement_group(groups.popitem()[1])

@@ -1,6 +1,6 @@
 """Examines the nodes of a cluster before a run loads anything there: what they have in common with the driver, and what they see.
 
-    probes on all nodes at once ─> NodeFacts of each ─> findings: a line per node, or per problem, each with what to do
+    probes on all nodes at once ─> NodeFacts of each ─> findings: a line per node, or per problem, each with a remedy
 
 The checks are functions of facts. Nothing here blocks the event loop, and every wait is bounded.
 """
@@ -34,17 +34,17 @@ from asyncrl_cli.profile.schema import Profile
 ALIKE = "asyncrl", "ray", "torch", "transformers"
 """Packages whose objects travel between the nodes, or whose numbers must be the same on all."""
 LOOK_LIMIT, DOWNLOAD_LIMIT = Limit(120.0), Limit(3600.0)
-"""A probe's process starts in a second or two, on a busy node in many."""
+"""A probe's process starts in a second or two, on a busy node much later."""
 REACH_S = 10.0
 MOST_SKEW_S = 5.0
-"""Logs of two nodes are hard to read together beyond that, and files of one are in the future of the other."""
+"""If clocks differ by more, logs of two nodes are hard to read together, and files of one are in the future of the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """What a probe found. `error`: why it gave no answer. `ahead_s`: its clock minus the driver's. `directory_error`, `unreached`:
-    why the run's directory cannot be used, or the first node not be reached, from there; "" if it can. `not_fetched`: why the hub
-    did not give missing models there, by their keys."""
+    why the run's directory cannot be used, or the first node cannot be reached, from there; "" if it can. `not_fetched`: why
+    missing models could not be downloaded there, by key."""
 
     address: str
     error: str = ""
@@ -63,8 +63,8 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the nodes are asked for: packages as here, the run's directory, the models' directories by their keys. `downloads`: hub
-    names of those that a node may fetch itself; `builtin`: the keys of those that asyncrl has made."""
+    """What every node must have: packages as here, the run's directory, and the models' directories (by key). `downloads`: hub
+    names of models that a node may fetch itself; `builtin`: the keys of models that asyncrl has made."""
 
     directory: Path
     packages: Sequence[str] = ALIKE
@@ -90,14 +90,14 @@ class Wanted:
 
 
 async def examined(nodes: Mapping[str, str], wanted: Wanted, say: Callable[[str], None]) -> list[Finding]:
-    """Findings of all `nodes`, addresses by their ids."""
+    """Findings about all `nodes` (id -> address)."""
     say(f"examining {len(nodes)} nodes" if len(nodes) > 1 else "examining the node")
     here = await asyncio.to_thread(node_probe.Probe().look, wanted.packages, "", "", {})
     return list(findings(NodeFacts(address="here", **here), await gathered(nodes, wanted, say), wanted))
 
 
 def cluster_findings(address: str, directory: Path, say: Callable[[str], None]) -> list[Finding]:
-    """Findings of all nodes of a cluster, for runs in `directory`; as long as that is missing, in what it would be made in."""
+    """Findings about all nodes of a cluster, for runs in `directory` or, if it is missing, in its nearest existing parent."""
     say(f"connecting to {address}")
     directory = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.is_dir())
     with connected(address) as cluster:
@@ -108,7 +108,7 @@ def cluster_findings(address: str, directory: Path, say: Callable[[str], None]) 
 
 
 def refuse(found: Sequence[Finding]) -> list[str]:
-    """Warnings of the findings. Raises one PreflightError for all that forbid a run."""
+    """Returns the findings' warnings. Raises one PreflightError for all findings that forbid a run."""
     if wrong := [finding for finding in found if finding.ok is False]:
         lines = "".join(f"\n  - {finding.what}: {finding.found}" for finding in wrong)
         hint = "\n".join(dict.fromkeys(finding.hint for finding in wrong))
@@ -117,7 +117,7 @@ def refuse(found: Sequence[Finding]) -> list[str]:
 
 
 def findings(here: NodeFacts, there: Sequence[NodeFacts], wanted: Wanted) -> Iterator[Finding]:
-    """The problems of each node, or that it has none. `ok` is None for what a run can live with."""
+    """The problems of each node, or that it has none. `ok` is None for a problem that a run can live with."""
     is_apart = len({facts.address for facts in there}) > 1
     for facts in there:
         if facts.error:
@@ -178,9 +178,9 @@ def _network(there: NodeFacts, *, is_apart: bool) -> Iterator[Finding]:
         wants = asked.lstrip("^=").split(",")
         is_there = any(own.startswith(one.split(":")[0]) for one in wants for own in there.interfaces)
         if not asked.startswith("^") and not is_there:
-            yield Finding(there.address, f"{name}={asked}, and there is no such interface", False, f"its interfaces are {known}")
+            yield Finding(there.address, f"{name}={asked}, but there is no such interface", False, f"its interfaces are {known}")
     if is_apart and there.own_address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in there.variables:
-        found = f"its own name means {there.own_address}, where gloo would listen and other nodes cannot reach it"
+        found = f"its host name resolves to {there.own_address}: gloo would listen there, where other nodes cannot reach it"
         yield Finding(there.address, found, False, f"GLOO_SOCKET_IFNAME={known} in the environment of its `ray start`")
 
 
@@ -202,17 +202,17 @@ def _shared_memory(there: NodeFacts) -> Iterator[Finding]:
 
 
 def ahead_s(asked_s: float, told_s: float, answered_s: float) -> float:
-    """How far another clock is certainly ahead (or, negative, behind), by an answer between two times of this one; else 0."""
+    """By how much another clock is at least ahead (negative: behind), given its answer between two readings of this one; else 0."""
     return max(told_s - answered_s, 0.0) or min(told_s - asked_s, 0.0)
 
 
 async def gathered(nodes: Mapping[str, str], wanted: Wanted, say: Callable[[str], None]) -> list[NodeFacts]:
-    """Facts of all nodes, from one probe on each. The first node is the one that the others try to reach."""
+    """Facts about all nodes, from one probe on each. The others try to reach the first node."""
     async with _token_in(wanted.directory) as token:
         with _probes(nodes) as probes:
             first, *others = nodes
             meeting = None
-            with suppress(AsyncrlError):  # its own facts tell what is wrong with it
+            with suppress(AsyncrlError):  # its own facts say what is wrong with it
                 meeting = nodes[first], await _ask(probes[first].listen, nodes[first])
             looks = [_facts(probes[first], nodes[first], wanted, token, None, say)]
             looks += [_facts(probes[node], nodes[node], wanted, token, meeting, say) for node in others]
@@ -222,7 +222,7 @@ async def gathered(nodes: Mapping[str, str], wanted: Wanted, say: Callable[[str]
 async def _facts(
     probe: Any, address: str, wanted: Wanted, token: str, meeting: tuple[str, int] | None, say: Callable[[str], None]
 ) -> NodeFacts:
-    """What one node is like. The models that it may download are there afterwards. `meeting`: the first node's address and port."""
+    """Facts about one node. It downloads the models that it may fetch itself. `meeting`: the first node's address and port."""
     directory = str(wanted.directory.absolute())
     try:
         facts = NodeFacts(address=address, **await _ask(probe.look, address, wanted.packages, directory, token, wanted.models))
@@ -239,7 +239,7 @@ async def _facts(
                     fetched = await _ask(probe.fetch, address, name, wanted.trust_remote_code, limit=DOWNLOAD_LIMIT)
                 if fetched != wanted.models[key]:
                     missing.append(key)
-            except PreflightError as error:  # the hub does not give it
+            except PreflightError as error:  # the download failed
                 not_fetched[key] = error
         return replace(facts, missing_models=missing, not_fetched=not_fetched)
     except AsyncrlError as error:
@@ -247,12 +247,12 @@ async def _facts(
 
 
 async def _ask(method: Any, address: str, *args: Any, limit: Limit = LOOK_LIMIT) -> Any:
-    return await answer(method.remote(*args), executor=f"the probe on {address}", call="its look", limit=limit)
+    return await answer(method.remote(*args), executor=f"the probe on {address}", call="its examination", limit=limit)
 
 
 @contextmanager
 def _probes(nodes: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """An actor on each node, which asks for no CPU: the job may have reserved them all."""
+    """An actor on each node. It requests no CPU, because the job may have reserved them all."""
     ray.cloudpickle.register_pickle_by_value(node_probe)
     try:
         on = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
@@ -268,7 +268,7 @@ def _probes(nodes: Mapping[str, str]) -> Iterator[dict[str, Any]]:
 
 @asynccontextmanager
 async def _token_in(directory: Path) -> AsyncIterator[str]:
-    """A file for the nodes to read, with its name as content; and what they write beside it."""
+    """A file for the nodes to read, with its name as content. Removed afterwards, with the files that they wrote beside it."""
     token = f".preflight-{secrets.token_hex(8)}"
 
     def remove() -> None:

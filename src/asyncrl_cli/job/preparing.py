@@ -38,18 +38,18 @@ from asyncrl_cli.train.losses import check_loss
 T = TypeVar("T")
 Item = Mapping[str, Any]
 Say = Callable[..., None]
-"""`say(text, done=0, total=0, figures="")`: shows what is being done, how far it is (if that can be counted), and its `figures`
-(a loss, say)."""
+"""`say(text, done=0, total=0, figures="")`: shows what is being done, its progress (if that can be counted), and its `figures`
+(such as a loss)."""
 
 
 async def prepare(
     profile: Profile, say: Say, address: str | None = None, resumed: Path | None = None
 ) -> tuple[Task, Path, dict[str, str]]:
-    """The task, the model's directory and those of `further_models`. Raises ConfigError or PreflightError if the engine, task,
-    models or prompts cannot be used.
+    """Returns the task, the model's directory and those of `further_models`. Raises ConfigError or PreflightError if the engine,
+    task, models or prompts cannot be used.
 
     With `address` the engine runs on the nodes of that cluster, which this process cannot examine. `resumed`: the directory of
-    the run that is resumed.
+    the run being resumed.
     """
 
     def work(look: Callable[[], None]) -> tuple[Task, Path, dict[str, str]]:
@@ -74,7 +74,7 @@ async def prepare(
 
 
 def expectation(task: Task) -> str:
-    """What rewards to compare with, for a task whose best play is known."""
+    """The reward to compare with, for a task whose best play is known."""
     return f"the best play of {task.name} earns {task.ceiling:.3f} per episode on average"
 
 
@@ -88,8 +88,8 @@ def check_without_making(profile: Profile, address: str | None = None) -> Task:
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
     """Check that the loss and the environment exist and fit, the job fits here (or the cluster answers), the engine is installed,
-    the sinks could start, and a model in a directory is whole. Call it before transformers is imported: broken engine packages may
-    break that import, too."""
+    the sinks could start, and a model in a directory is complete. Call it before transformers is imported: broken engine packages
+    may break that import, too."""
     check_loss(profile.algorithm.loss_mode)
     if not profile.task.agent:
         check_environment(environment_of(profile.task))
@@ -104,18 +104,18 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
 
 
 def _check_one_turn(profile: Profile) -> None:
-    """Raises ConfigError if long responses are punished, or a reward model judges responses, and episodes may have several."""
+    """Raises ConfigError if episodes may have several responses, but long responses are punished or a reward model is used."""
     buffer, reward_model = profile.algorithm.overlong_buffer_tokens, profile.reward_model.path
     if environment_of(profile.task) == "one-turn" and not profile.task.has_agent:
         return
     if reward_model is not None:
         raise ConfigError(
-            f"reward_model.path = {reward_model}: it judges a prompt's response, and an episode of this task may have several",
+            f"reward_model.path = {reward_model}: it judges one response per prompt, but an episode of this task may have several",
             hint="leave it out: the environment's or the agent's own reward may ask a model",
         )
     if buffer is not None:
         raise ConfigError(
-            f"algorithm.overlong_buffer_tokens = {buffer} punishes a response that comes near rollout.max_response_tokens, and an "
+            f"algorithm.overlong_buffer_tokens = {buffer} punishes a response that comes near rollout.max_response_tokens, but an "
             "episode of this task may have several responses",
             hint="leave it out; algorithm.mask_truncated leaves out episodes that a limit has cut",
         )
@@ -157,7 +157,7 @@ def check_adapters(profile: Profile, model_dir: Path) -> None:
 
 
 def _num_characters(item: Item, is_chat: bool) -> int:
-    """Each is a token, and so are the role of each message and that of the answer."""
+    """Each character is a token, and so are the role of each message and that of the answer."""
     messages = messages_of(item["prompt"])
     return sum(len(message["content"]) for message in messages) + (len(messages) + 1 if is_chat else 0)
 
@@ -172,7 +172,7 @@ def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
         tokens(tokenizer, [{"prompt": "x"}])
     except Exception as error:  # broken tokenizer files make transformers and tokenizers raise any exception
         why = f"the tokenizer in {model_dir} cannot be loaded: {first_line(error)}"
-        raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
+        raise PreflightError(f"model.path: {why}", hint="save it again with save_pretrained") from error
     check_vocabulary(model_dir, len(tokenizer), vocab_size)
     return tokenizer
 
@@ -223,7 +223,7 @@ def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
 
 
 def _fit(groups: GroupsState, directory: Path) -> bool:
-    """Whether the arrays are those of the finished groups, of the running ones' ended parts, and of what these go on from."""
+    """Whether the arrays are those of the finished groups, of running groups' ended parts, and of their unfinished parts."""
     from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
 
     payloads, running = read_payloads(directory), groups["running"]

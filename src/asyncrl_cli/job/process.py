@@ -31,11 +31,11 @@ KEPT_BYTES = 2**30
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GC_THRESHOLDS = (200_000, 20, 100)
 NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""What machines send: a scheduler before its time limit, Ray's job stop, a terminal that closes. Often several of them at once."""
+"""Signals that machines send: a scheduler before its time limit, Ray's job stop, a closing terminal. Often several come at once."""
 SIGNALS = (signal.SIGINT, *NOTICES)
 INTERRUPTED = 130
 END_S = 30.0
-"""What a run that stops has beyond `run.stop_grace_s`, for Ray and the workers to end."""
+"""Time that a stopping run has beyond `run.stop_grace_s`, for Ray and the workers to end."""
 LEAVE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
@@ -87,8 +87,8 @@ def collect_garbage_seldom() -> None:
 def no_collection_while_starting() -> Iterator[None]:
     """Keep Python's garbage collector away while a worker imports libraries and loads its model, and from all of that afterwards.
 
-    What is made then stays for good. An eighth of the time of importing torch and transformers (a seventh of vLLM's) was spent on
-    looking through it for garbage again and again.
+    The objects made then stay for good. Scanning them for garbage again and again took an eighth of the time of importing torch and
+    transformers (a seventh of vLLM's).
     """
     gc.disable()
     try:
@@ -138,7 +138,7 @@ class StopRequests:
         in its loop    step, checkpoint, end    aborts the loop         out, without waiting
         ending         nothing at once
 
-    After the first request, whenever it comes, the process is out when the limit of `within` is over. All notices together count as
+    Whenever the first request comes, the process is out once the limit of `within` is over. All notices together count as
     one request; a notice after another request is ignored. "Out" ends the process immediately; the reaper ends its children,
     and whole checkpoints stay whole. `mean` sets what the next requests do. Until it is called they do `actions`; by default each
     raises KeyboardInterrupt, as a Ctrl-C does.
@@ -171,7 +171,7 @@ class StopRequests:
 
     @contextmanager
     def within(self, limit_s: float) -> Iterator[None]:
-        """Within the block a first request gives the process `limit_s` to end: whatever hangs then, it is out."""
+        """Within the block a first request gives the process `limit_s` to end. After that it is out, whatever hangs."""
         self._limit_s = limit_s
         try:
             yield
@@ -181,7 +181,7 @@ class StopRequests:
                 self._limit.cancel()
 
     def _give_up(self) -> NoReturn:
-        tell(f"{self._limit_s:g} s after it was asked to stop the run is ended at once; whole checkpoints are kept")
+        tell(f"{self._limit_s:g} s after the stop request the run is ended at once; finished checkpoints are kept")
         leave()
 
     def take_signals(self) -> dict[signal.Signals, Any]:
@@ -215,7 +215,7 @@ class StopRequests:
                 total, readable = num_requests(), True
             except OSError as error:
                 if readable:
-                    log.warning("stop requests cannot be read, looking again until they can: %s", error)
+                    log.warning("stop requests cannot be read, trying again until they can: %s", error)
                 total, readable = seen, False
             for _ in range(seen, total):
                 self.request()

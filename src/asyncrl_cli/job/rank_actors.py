@@ -1,11 +1,11 @@
-"""What the trainer's ranks and the processes of a scorer have in common: the actor of one of them, and all of them as one.
+"""What the trainer's ranks and a scorer's processes have in common: the actor of one process, and all processes as one executor.
 
-    driver    RayRanks: a call to every process, in the same order, and the answers of all of them
-    process   RankActor: group `main`, one thread, for what they compute together; group `control` for what is answered at once
+    driver    RayRanks: makes the same calls to every process, in the same order, and collects all answers
+    process   RankActor: group `main`, one thread, for joint computation; group `control` for calls that are answered at once
 
-A process is given its share of a train step as arguments of a call (`_shares`, `taken`): its plan, and the columns and parts of the
-plan's groups. Ray brings arguments to the process before the call begins: small ones with the call, large ones from the object
-store. A `ray.get` of each would be a call to its owner.
+A process gets its share of a train step as arguments of a call (`_shares`, `taken`): its plan, and the columns and parts of the
+plan's groups. Ray delivers the arguments before the call begins: small ones with the call, large ones through the object store. A
+`ray.get` of each would be a call to its owner.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RankActor(ABC):
 
     @ray.method(concurrency_group="control")
     def meeting_point(self) -> str:
-        """An address on this process's node. In a local session a file: torch would listen on all interfaces."""
+        """An address on this process's node. In a local session it is a file: torch would listen on all interfaces."""
         host = ray.util.get_node_ip_address()
         if host == LOOPBACK:
             return f"file://{tempfile.mkdtemp(dir=ray._private.worker._global_node.get_session_dir_path())}/ranks"
@@ -75,21 +75,21 @@ class RankActor(ABC):
 
     @ray.method(concurrency_group="main")
     def prepare(self) -> str:
-        """Import what `start` needs, which does not take all processes the same time. Returns the address of this one's node."""
+        """Import what `start` needs, separately because this takes each process a different time. Returns the node's address."""
         with no_collection_while_starting():
             import_module(self.NEEDS)
         return str(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="main")
     def start(self, init_method: str, nodes: Sequence[str]) -> None:
-        """Meet the other processes, which are on `nodes`, and load the model."""
+        """Join the other processes and load the model. `nodes`: the node of every process."""
         with no_collection_while_starting(), naming_nodes(nodes):
             self._start(init_method)
         logger.info("%r started at %s", self, self._place)
 
     @abstractmethod
     def _start(self, init_method: str) -> None:
-        """Meet the other processes and make what computes."""
+        """Join the other processes and create the trainer or scorer."""
 
     @ray.method(concurrency_group="control")
     def report(self) -> ExecutorReport:
@@ -98,7 +98,7 @@ class RankActor(ABC):
 
 @contextmanager
 def naming_nodes(nodes: Sequence[str]) -> Iterator[None]:
-    """Adds to the error of missing ranks the node of each. `nodes`: of all ranks."""
+    """Add each missing rank's node to the error about missing ranks. `nodes`: the node of every rank."""
     from asyncrl_cli.train.first_meeting import RanksMissing
 
     try:
@@ -130,15 +130,15 @@ class RayRanks:
         return await self._answer(self.actors[0].report.remote(), "a report", limit=self._calls)
 
     async def stop(self, timeout_s: float) -> None:
-        await self.collective("its end", "stop", limit=Limit(timeout_s))
+        await self.collective("its shutdown", "stop", limit=Limit(timeout_s))
 
     async def collective(self, call: str, method: str, *args: Any, limit: Limit | None = None) -> list[Any]:
-        """The answers of all processes to `method`; by default within `weights.timeout_s`. `call`: its name in an error."""
+        """Call `method` on all processes and return their answers. `call`: its name in errors; `limit`: `weights.timeout_s`."""
         return await self._answers(call, [getattr(actor, method).remote(*args) for actor in self.actors], limit or self._weights)
 
     def _shares(self, batch: TrainBatch, names: Sequence[str]) -> tuple[list[GroupResult], list[RankPlan], list[list[Any]]]:
-        """The batch's groups in training order, each process's plan, and the arguments of its call: that plan, `names`, for each
-        name the handles of the columns of the plan's groups, and then those of the groups' parts."""
+        """Returns the batch's groups in training order, each process's plan, and the arguments of its call: the plan, `names`, the
+        handles of each named column for the plan's groups, and the handles of these groups' parts."""
         minibatches, seed = self._profile.async_training.require_batches, self._profile.run.seed
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=seed, step=batch.step)
         plans = plan_train_step(groups, self._profile, ranks=len(self.actors), step=batch.step, window=batch.window)

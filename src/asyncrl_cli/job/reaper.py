@@ -1,12 +1,12 @@
 """A small process that outlives the driver and ends what the driver has started: even kill -9 leaves nothing behind.
 
 Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute (they wait
-for a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe.
+for a GCS that is gone), and its files stay in the temporary directory forever. The reaper holds the reading end of a pipe.
 Every second it notes the driver's descendants. When the pipe closes, because the session ended (the driver says goodbye first) or
 the driver died, it gives the descendants `GRACE_S` to end, kills the rest, and removes the directory and Python's shared-memory
 files that they left (vLLM's processes communicate through these; Python's resource tracker, which would remove them, is killed as
-well). Of a driver that died it prints an error, which names a daemon of Ray's only if that ended first: Ray ends a driver whose
-raylet is gone without a word.
+well). If the driver died, the reaper prints an error, which names a Ray daemon only if that ended first: Ray silently ends a driver
+whose raylet is gone.
 
 Runs as a script: `python -P reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The class `Reaper` starts it from the driver.
 """
@@ -34,9 +34,9 @@ END_TIMEOUT_S = 20.0
 GOODBYE = b"."
 """What the driver writes to the pipe at an orderly end: the reaper then prints no error."""
 KILLED = "this run's process was killed and could not report why"
-HINT = "`asyncrl status` says how the run goes on from its last checkpoint, if it had one; if memory was short, `dmesg` says so"
+HINT = "`asyncrl status` says how to resume from the last checkpoint, if there is one; if memory ran out, `dmesg` says so"
 DAEMONS = "raylet", "gcs_server"
-"""Ray's, by their names as processes. The kernel kills them when the driver's main thread ends: often before the pipe closes."""
+"""Ray's daemons, by process name. The kernel kills them when the driver's main thread ends: often before the pipe closes."""
 SHARED_MEMORY = "/dev/shm/psm_"
 
 Processes = set[psutil.Process]
@@ -44,7 +44,7 @@ Processes = set[psutil.Process]
 
 
 def living(processes: Iterable[psutil.Process]) -> Processes:
-    """Those that have not ended; a zombie has."""
+    """The processes that have not ended; a zombie counts as ended."""
     found = set()
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -82,7 +82,7 @@ def heard(seconds: float) -> bytes | None:
 
 
 def first_gone(daemons: Mapping[str, psutil.Process], driver_pid: int) -> str:
-    """The name of a daemon that has ended before the driver; empty if there is none, or if the driver has ended, too."""
+    """The name of a daemon that ended before the driver; empty if none did, or if the driver has ended, too."""
     there = living(daemons.values())
     gone = next((name for name in DAEMONS if name in daemons and daemons[name] not in there), "")
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -92,11 +92,11 @@ def first_gone(daemons: Mapping[str, psutil.Process], driver_pid: int) -> str:
 
 
 def watch(driver_pid: int, spared: Iterable[int] = ()) -> tuple[str, Processes, set[str]]:
-    """Watch until the driver ends. Returns its last word, empty if it said goodbye, which processes live on, and all shared memory
-    seen.
+    """Watch until the driver ends. Returns why it ended (empty if it said goodbye), the processes still alive, and all shared
+    memory seen.
 
-    `spared`: pids of what the driver had started before the session (Python's resource tracker, say). It is not the session's, and
-    a driver that goes on after its session needs it.
+    `spared`: pids of processes that the driver started before the session (such as Python's resource tracker). They do not belong
+    to the session, and a driver that continues after its session needs them.
     """
     seen: Processes = set()
     memory: set[str] = set()

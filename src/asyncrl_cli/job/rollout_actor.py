@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutActor:
-    """Methods mirror `loop.ports.RolloutWorker`; `RayRolloutWorker` calls them."""
+    """Its methods mirror `loop.ports.RolloutWorker`; `RayRolloutWorker` calls them."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class RolloutActor:
         return gateway
 
     async def connect(self, rank_zero: RayRankZero) -> None:
-        """`nccl`, `ipc`: the engine's processes and the trainer's first actor agree on how weights come. Both have started."""
+        """For `nccl` and `ipc`: connect the engine's processes to the trainer's first actor. Both have started."""
         await self._engine.connect(rank_zero)
 
     async def stop(self) -> None:
@@ -179,7 +179,7 @@ class RolloutActor:
 
     @ray.method(num_returns=2)
     async def so_far(self) -> tuple[SoFar, Sequence[GroupPayload]]:
-        """What running parts have so far; the tokens are a Ray object of their own."""
+        """What running parts have so far; the tokens are a separate Ray object."""
         return self._runner.so_far()
 
     async def submit(self, requests: Sequence[PartRequest]) -> None:
@@ -189,8 +189,8 @@ class RolloutActor:
     async def exchange(self, requests: Sequence[PartRequest], seen: int) -> tuple[Progress | GroupPayload | None, ...]:
         """New parts in, ended ones and a report out (see exchange.py). Answers when something has changed since `seen`.
 
-        Each part's arrays are a Ray object of their own, which the trainer fetches: the driver gets the metadata only. Objects
-        that are left over are None.
+        Each part's arrays are a separate Ray object, which the trainer fetches: the driver gets the metadata only. Unused objects
+        are None.
         """
         self._desk.begin(requests)
         seen = await self._changes.after(seen)
@@ -210,7 +210,7 @@ class RolloutActor:
 
     @ray.method(num_returns=2)
     async def evaluate(self, request: EvalRequest) -> tuple[EvalResult, Any]:
-        """The tokens, for a reward model, are a Ray object of their own."""
+        """The tokens, for a reward model, are a separate Ray object."""
         sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature)
         self._meter.evals(+1)
         try:
@@ -256,12 +256,12 @@ class Received:
 
 
 class Loader:
-    """A rollout worker's side of a weight sync. Versions only rise: it refuses one that is not newer than the loaded
-    version and than any version that waits to be loaded.
+    """A rollout worker's side of a weight sync. Versions only rise: it refuses a version that is not newer than the loaded one
+    and any that waits to be loaded.
 
     `held`: version of the engine's weights; one less if the first load may bring that same version, to verify it. `fingerprint`:
-    of the last version that was loaded; "" before. `places`: a drain waits for the trajectories that have begun there, which may be
-    at a tool. `whole`: makes the engine's buckets of those that arrive.
+    of the last version that was loaded; "" before. `places`: a drain waits for the trajectories that have begun there, even if they
+    are waiting for a tool. `whole`: converts the buckets that arrive to the engine's.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class Run:
     def resume(
         cls, argument: str, *, runs_dir: Path, sets: Sequence[str] = (), ui: str = "auto", address: str | None = None
     ) -> Run:
-        """`argument` is a checkpoint, a run directory or a run's name; `sets` change its profile, as far as a resume may.
+        """`argument` is a checkpoint, a run directory or a run's name; `sets` change its profile, as far as a resume allows it.
 
         Raises RefusedError for a damaged or foreign checkpoint, ConfigError for wrong `sets`.
         """
@@ -66,7 +66,7 @@ class Run:
         return cls(loaded.profile, loaded.origins, loaded.warnings, ui=ui, address=address, checkpoint=checkpoint)
 
     async def run(self) -> RunResult:
-        """Raises `AsyncrlError` for whatever is wrong before the first step; later failures are in the result.
+        """Raises `AsyncrlError` for anything that goes wrong before the first step; later failures are in the result.
 
         In the main thread SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the run as `StopRequests` describes.
         """
@@ -168,7 +168,7 @@ class Run:
         return self._unbegun
 
     def _documents(self) -> tuple[str, Mapping[str, Any]]:
-        """The profile as `profile.toml` and `config.resolved.json` have it."""
+        """The contents of `profile.toml` and of `config.resolved.json`."""
         return to_toml(self.profile, self.origins), to_document(self.profile, self.origins)
 
     def _leave_the_start(self) -> NoReturn:

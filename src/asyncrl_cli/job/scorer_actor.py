@@ -1,12 +1,12 @@
-"""A scorer with processes of its own (`ref`, `prox`, `critic`, the reward model): `ScorerActor` is one of them, and `RayScorer` is
-all of them, as the loop sees them.
+"""A scorer that runs in its own processes (`ref`, `prox`, `critic`, the reward model): `ScorerActor` is one process, `RayScorer` is
+the loop's view of all of them.
 
-    group main     one thread: start, load, score, judge. All processes get the same calls in the same order, but for `judge`: one
-                   process scores an eval's trajectories, without the others
+    group main     one thread: start, load, score, judge. All processes get the same calls in the same order, except `judge`: one
+                   process alone scores an eval's trajectories
     group control  report, meeting_point: answered at once, whatever else runs
 
-Who waits for whom: collectives in `main` for the other processes' `main`; the driver for each call, rollout.call_timeout_s at most,
-for a load weights.timeout_s.
+Who waits for whom: collectives in `main` wait for the other processes' `main`; the driver waits for each call, at most
+rollout.call_timeout_s (weights.timeout_s for a load).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class ScorerActor(RankActor):
-    """Methods mirror `loop.ports.Scorer`, per process; `RayScorer` calls them on all."""
+    """One process. Its methods mirror `loop.ports.Scorer`; `RayScorer` calls them on all processes."""
 
     NEEDS = "asyncrl_cli.train.critic"
     ROLE, INPUT = "scorer", "finished groups"
@@ -65,14 +65,14 @@ class ScorerActor(RankActor):
 
     @ray.method(concurrency_group="main")
     def load(self, manifest: Manifest, bucket_refs: list[Any]) -> None:
-        """Fetch a version's buckets and take in this process's part of it."""
+        """Fetch a version's buckets and load this process's part of it."""
         with self._meter.doing(State.LOADING, "weights"):
             self._scorer.load(manifest, self._whole(arriving(manifest, bucket_refs)))
 
     @ray.method(concurrency_group="main")
     def score(self, num_tokens: int, items: Sequence[Mapping[str, Any]], *parts: GroupPayload) -> Any:
-        """This process's report, then the column of each group; each group is one or more of `parts`. `num_tokens`: sampled tokens
-        that all processes score in this call."""
+        """Returns this process's report, then the column of each group. A group is one or more of `parts`. `num_tokens`: sampled
+        tokens that all processes together score in this call."""
         with self._meter.doing(State.BUSY):
             columns = self._scorer.score(joined(parts), items)
             self._meter.add(scored_tokens=num_tokens)
@@ -92,11 +92,11 @@ class ScorerActor(RankActor):
 
 
 class RayScorer(RayRanks):
-    """`loop.ports.Scorer` on all `ScorerActor`s. A column's handle is its ObjectRef: it goes to the trainer's ranks, never through
-    the driver, which owns it, so that it outlives the process that made it. (Rewards are what the driver needs.)"""
+    """`loop.ports.Scorer` on all `ScorerActor`s. A column's handle is its ObjectRef. The driver owns it, so it outlives the
+    process that made it, but the column goes straight to the trainer's ranks. (Only rewards come to the driver.)"""
 
     def __init__(self, name: str, make_actors: Callable[[], list[Any]], profile: Profile) -> None:
-        """`make_actors()` makes the actors of all processes in their bundles, now and at every restart."""
+        """`make_actors()` creates the actors of all processes in their bundles, now and at every restart."""
         super().__init__(name, make_actors(), profile)
         self.call_tokens = len(self.actors) * profile.trainer.max_tokens_per_microbatch
         self._make_actors = make_actors
@@ -109,7 +109,7 @@ class RayScorer(RayRanks):
     async def score(
         self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Any], ExecutorReport]:
-        """The groups are divided between the processes by their tokens."""
+        """Divide the groups between the processes by their number of tokens, and score them."""
         lengths = [sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups]
         shares = split_by_tokens(lengths, len(self.actors))
         num_tokens = sum(group.response_tokens for group in groups)
@@ -129,22 +129,22 @@ class RayScorer(RayRanks):
         return handles, told[0]
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-        """One process after the other gets an eval's calls."""
+        """An eval's calls go to the processes in turn."""
         self._num_judged += 1
         index = self._num_judged % len(self.actors)
         call = f"the scores of {len(items)} trajectories of an eval"
         return await self._answer(self.actors[index].judge.remote(items, result.payload), call, index)
 
     async def restart(self) -> None:
-        """Kill all actors, dead or alive, and start others, which get their bundles once the old ones are gone."""
+        """Kill all actors, dead or alive, and start new ones, which get their bundles once the old actors are gone."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors = self._make_actors()
         await self.start()
 
     async def _answer(self, ref: Any, call: str, rank: int = 0, limit: Limit | None = None) -> Any:
-        """By default within `rollout.call_timeout_s`. An error names the whole scorer, which is restarted as one. (When a
-        process is lost, the others' collectives fail, and their error may come first.)"""
+        """The limit is `rollout.call_timeout_s` by default. Errors name the whole scorer, which is restarted as a whole. (When
+        a process is lost, the others' collectives fail, and their error may come first.)"""
         try:
             host = self._hosts.get(rank, "")
             return await answer(ref, executor=self.name, call=f"{call} (process {rank})", limit=limit or self._calls, host=host)

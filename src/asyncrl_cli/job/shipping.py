@@ -1,12 +1,12 @@
-"""What a submitted run takes along to its cluster: files of the working directory, and the profile as it was resolved here.
+"""What a submitted run ships to its cluster: files from the working directory, and the profile as it was resolved here.
 
-    asyncrl-job.toml         every value that a file, the environment or an option has set; paths of what is shipped are relative
-    my_rewards.py            the module of `task.reward = "my_rewards:score"`, if it lies in the working directory, or beside the
+    asyncrl-job.toml         every value that a file, the environment or an option has set; paths of shipped files are relative
+    my_rewards.py            the module of `task.reward = "my_rewards:score"`, if it is in the working directory, or beside the
                              profile's file in a directory within that
-    my_package/...           likewise, for a module inside a package, the whole package
-    data/train.parquet       what a pattern of `run.ship` names
+    my_package/...           likewise the whole package, for a module inside a package
+    data/train.parquet       what a pattern of `run.ship` matches
 
-The profile is not shipped as its chain of files: these may lie anywhere, and would not have the environment's values.
+The profile's chain of files is not shipped: the files may be anywhere, and they lack the environment's values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl_cli.tasks.user_code import is_user_code
 
 PROFILE = "asyncrl-job.toml"
 PATH = re.compile(r'"((?:jsonl|parquet):)?(/[^"]+)"')
-"""An absolute path as a profile's TOML has it: a directory, or a file behind the kind of its content."""
+"""An absolute path in a profile's TOML: a directory, or a file with its kind as a prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class Cargo:
 
 
 def cargo_of(loaded: Loaded, root: Path) -> Cargo:
-    """What a run of this profile needs of the directory `root`. Raises ConfigError for a pattern of `run.ship` that names nothing,
-    or something outside."""
+    """What a run of this profile needs from the directory `root`. Raises ConfigError if a pattern of `run.ship` matches nothing, or
+    points outside `root`."""
     profile, notes = loaded.profile, []
     place = Path(profile.task.import_path or root)
     if place == root:  # the job works there
@@ -59,7 +59,7 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
         found = {file for directory in (place, root) for file in _module_files(root, directory, module)}
         if not found and has_module(place, module):
             away.add(place)
-            notes.append(f"the module {module} in {place} is not shipped: call `asyncrl submit` in {place}")
+            notes.append(f"the module {module} in {place} is not shipped: run `asyncrl submit` in {place}")
         elif not found:
             notes.append(f"the module {module} is not in {root}: it must be installed on the cluster")
         files |= found
@@ -90,7 +90,7 @@ def _modules_of(profile: Profile) -> set[str]:
 
 
 def _module_files(root: Path, place: Path, module: str) -> Iterator[Path]:
-    """Those of a module in the directory `place`, if that is within `root`."""
+    """The files of a module in the directory `place`, if that is within `root`."""
     if place.is_relative_to(root):
         own = place.relative_to(root) / module
         yield from _files(root, f"{own}.py" if (root / f"{own}.py").is_file() else f"{own}/**/*")
@@ -99,17 +99,17 @@ def _module_files(root: Path, place: Path, module: str) -> Iterator[Path]:
 def _matching(root: Path, pattern: str) -> list[Path]:
     parts = PurePosixPath(pattern).parts
     if not parts or pattern.startswith("/") or ".." in parts:
-        raise ConfigError(f'run.ship names "{pattern}", which is not within {root}', hint="call `asyncrl submit` further up")
+        raise ConfigError(f'run.ship names "{pattern}", which is not within {root}', hint="submit from a parent directory")
     found = list(_files(root, f"{pattern}/**/*" if (root / pattern).is_dir() else pattern))
     if not found:
         raise ConfigError(
-            f'run.ship names "{pattern}", and no file in {root} is called so', hint='ship = ["data/*.parquet", "helpers.py"]'
+            f'run.ship names "{pattern}", but no file in {root} matches', hint='ship = ["data/*.parquet", "helpers.py"]'
         )
     return found
 
 
 def _files(root: Path, pattern: str) -> Iterator[Path]:
-    """Regular files, without what Python leaves behind."""
+    """Regular files, without Python's caches."""
     for path in root.glob(pattern):
         if path.is_file() and "__pycache__" not in path.parts:
             yield Path(os.path.relpath(path, root))

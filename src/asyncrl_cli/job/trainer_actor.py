@@ -1,7 +1,7 @@
 """The trainer actor: one rank of the policy trainer, in threads.
 
     group main     one thread: start, load, train, gather, snapshot. All ranks get the same calls in the same order
-    group publish  rank 0: takes fingerprints of what gather copied and sends it, beside training (or beside gather)
+    group publish  rank 0: fingerprints and sends the weights that gather copied, beside training (or beside gather)
     group write    writes snapshots and dumps of samples to disk, beside training
     group direct   rank 0: sends weights to a rollout worker that asks for them (`nccl`, `ipc`), beside training
     group control  report, meeting_point, leave: answered at once, whatever else runs
@@ -43,7 +43,7 @@ WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
 
 
 class TrainerActor(RankActor):
-    """Methods mirror `loop.ports.Trainer`, per rank; `RayTrainer` calls them on all ranks.
+    """One rank. Its methods mirror `loop.ports.Trainer`; `RayTrainer` calls them on all ranks.
 
     workers.py adds `direct` to `THREADS`: a thread for each rollout worker, which makes one call at a time.
     """
@@ -76,7 +76,7 @@ class TrainerActor(RankActor):
     def train(
         self, step: int, step_in_window: int, plan: RankPlan, names: Sequence[str], *given: Any
     ) -> tuple[TrainReport, ExecutorReport]:
-        """One train step on the groups of `plan.groups`. `given`: the columns and parts of these."""
+        """One train step on the groups of `plan.groups`. `given`: their columns and parts."""
         began_s = time.monotonic()
         with self._meter.doing(State.BUSY):
             payloads, scores = taken(plan, names, given)
@@ -148,7 +148,7 @@ class TrainerActor(RankActor):
 
     @ray.method(concurrency_group="main")
     def logprobs(self, indices: Sequence[int], *parts: GroupPayload) -> Column:
-        """Of these groups' sampled tokens, by the current weights. A collective: every rank has groups of its own, or none."""
+        """Logprobs of these groups' sampled tokens under the current weights. A collective: a rank has its own groups, or none."""
         with self._meter.doing(State.BUSY, "samples to be scored"):
             return self._trainer.model.column(dict(zip(indices, joined(parts), strict=True)))
 
@@ -162,7 +162,7 @@ class TrainerActor(RankActor):
         part_refs: list[Any],
         *of: Column,
     ) -> None:
-        """Trajectories of a train step as text lines, beside training (rank 0).
+        """Rank 0: write trajectories of a train step as text lines, beside training.
 
         `facts`: what the driver knows of each chosen group, by its index in the step, in the order of `part_refs`: fields of
         `SampledGroup`. `of`: the logprobs that the ranks have computed, if any.

@@ -97,7 +97,7 @@ def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
 
 
 def merging(profile: Profile, place: Place) -> Whole:
-    """What a receiver does with the buckets that arrive: with `lora.sync = "adapter"` it makes whole weights of them."""
+    """How a receiver converts the buckets that arrive: with `lora.sync = "adapter"` it makes whole weights of them."""
     if profile.lora.sync == "merged":
         return iter
     from asyncrl_cli.weights.adapters import BaseFiles

@@ -51,17 +51,17 @@ async def started_workers(
     progress: Say = lambda text: None,
     warn: Say = lambda text: None,
 ) -> AsyncIterator[tuple[RayTrainer, list[RayRolloutWorker], list[Any], list[RayScorer]]]:
-    """Start all trainer ranks, rollout workers and scorers; yield them ready: trainer, workers, handles of the checkpoint's
-    groups, scorers.
+    """Start all trainer ranks, rollout workers and scorers. Yields, when all are ready: trainer, workers, handles of the
+    checkpoint's groups, scorers.
 
     Workers hold the weights of `model_dir` until the loop has published a version. `further`: what `further_models` found.
-    `log_dir`: where each actor writes `<name>.log`. `warn` is told of what is odd on the nodes of a cluster. Leaving the block ends
-    the actors and gives the bundles back, within about `STOP_TIMEOUT_S`.
+    `log_dir`: where each actor writes `<name>.log`. `warn` gets warnings about the nodes of a cluster. Leaving the block ends the
+    actors and releases the bundles, within about `STOP_TIMEOUT_S`.
 
     Raises:
         PreflightError: no room for the plan within `placement.timeout_s`, or a node that cannot be used.
         ExecutorFailed: an actor failed to start, or not all were ready in time.
-        RefusedError: the checkpoint is of another model.
+        RefusedError: the checkpoint belongs to another model.
     """
     progress("placing the job")
     async with placed(plan, timeout_s=profile.placement.timeout_s, say=progress) as options:
@@ -85,7 +85,7 @@ async def started_workers(
             await all_of(_started(executor, progress) for executor in (trainer, *workers, *scorers))
             if is_direct:
                 for worker in workers:  # one by one: making an NCCL group changes rank 0's environment for a moment
-                    progress(f"{worker.name} and trainer-0 agree on how weights come")
+                    progress(f"connecting {worker.name} to trainer-0 for weights")
                     await worker.connect(trainer.actors[0])
             yield trainer, workers, await _restored(trainer, checkpoint, progress) if checkpoint else [], scorers
         finally:
@@ -118,7 +118,7 @@ def make_scorer(
 def makers_of(
     plan: JobPlan, role: str, actor: type, options: Options, log_dir: Path, **settings: Any
 ) -> dict[str, Callable[..., Any]]:
-    """By worker name, a function that makes its actor in its bundle, with a log of its own. `settings` are for `ray.remote`."""
+    """By worker name, a function that creates its actor in its bundle, with its own log. `settings` are for `ray.remote`."""
     actor_class = ray.remote(max_restarts=0, max_task_retries=0, **settings)(actor)
     makers = {}
     for index in range(plan.role(role).workers):
@@ -134,7 +134,7 @@ async def _started(executor: RayRanks | RayRolloutWorker, say: Say) -> None:
 
 
 async def _restored(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) -> list[Any]:
-    """Load the trainer's state; return handles of the arrays, in the order of the file. The loop publishes the checkpoint's
+    """Load the trainer's state. Returns handles of the arrays, in the order of the file. The loop publishes the checkpoint's
     version."""
     progress(f"restoring {checkpoint.directory.name}")
     await trainer.restore(checkpoint.directory)

@@ -67,8 +67,8 @@ class Background(Sink):
             self._dropped += 1
 
     def end(self, status: Mapping[str, Any]) -> None:
-        """Let the thread finish, while the other sinks do: all of them together have the limit, which is short unless the run is
-        `done`."""
+        """Let the thread finish, at the same time as those of the other sinks. They share one time limit, which is short unless the
+        run is `done`."""
         self._last = status
         self._limit_s = CLOSE_TIMEOUT_S if status.get("phase") == "done" else EARLY_CLOSE_TIMEOUT_S
         self._until_s = time.monotonic() + self._limit_s
@@ -81,7 +81,7 @@ class Background(Sink):
         self._thread.join(max(0.0, self._until_s - time.monotonic()))
         if self._thread.is_alive():
             self._is_left = True
-            log.warning("%s did not finish within %g s; it is left behind", self.service, self._limit_s)
+            log.warning("%s did not finish within %g s; it is abandoned", self.service, self._limit_s)
 
     def _work(self) -> None:
         try:

@@ -24,7 +24,7 @@ LISTS = frozenset({"staleness/histogram", "staleness/span_histogram", "response_
 """The keys whose values are lists; all others hold single numbers."""
 
 PER_SECOND = ("trainer/", "rollouter/", "overlap_ratio")
-"""Figures that are weighed by their step's seconds; all others by its sampled tokens."""
+"""Figures that are weighted by their step's seconds; all others by its sampled tokens."""
 
 
 class MetricsLine(TypedDict, extra_items=Figure | list[Figure]):
@@ -78,9 +78,9 @@ def metrics_of(path: Path) -> Iterator[Line]:
 
 
 def lines_of(path: Path, kind: Any, wanted: Callable[[bytes], bool] = bool) -> Iterator[Any]:
-    """The lines that are `wanted`, parsed as `kind`. A last line that is cut short is left out: its writer was killed, or is at it.
+    """The lines that are `wanted`, parsed as `kind`. An incomplete last line is left out: its writer was killed, or is writing it.
 
-    Raises ConfigError that names a malformed line, or says why the file cannot be read.
+    Raises a ConfigError that names a malformed line, or says why the file cannot be read.
     """
     try:
         for number, line in (lines := enumerate(read_lines(path), start=1)):
@@ -93,7 +93,7 @@ def lines_of(path: Path, kind: Any, wanted: Callable[[bytes], bool] = bool) -> I
                     raise ConfigError(f"{path}:{number}: {wrong}", hint="without that line the file can be read") from None
                 yield entry
     except (OSError, UnsafeFile) as error:
-        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="give the directory of a run, as runs/NAME") from None
+        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="give the directory of a run, like runs/NAME") from None
 
 
 def _ends_amid_a_line(path: Path) -> bool:
@@ -153,8 +153,8 @@ def sampled_tokens(line: Line) -> float:
 
 
 class Totals:
-    """Means (with the weights of docs/metrics.md), maxima, first and last values of `lines` of metrics, and of all that `of` passes
-    on. `parts_s`: seconds of each `timing/<part>_s`."""
+    """Means (weighted as in docs/metrics.md), maxima, first and last values of `lines` of metrics and of those that `of` passes on.
+    `parts_s`: seconds of each `timing/<part>_s`."""
 
     def __init__(self, lines: Iterable[Line] = ()) -> None:
         self.steps = 0

@@ -205,7 +205,7 @@ class LiveStatus:
         return progress
 
     def _left_s(self, steps_left: int, step_s: float, since_s: float) -> float:
-        """Seconds of the steps that are left and of the last eval. `since_s`: since the last step ended."""
+        """Estimated seconds for the remaining steps and the last eval. `since_s`: since the last step ended."""
         eval_s = self._lasting.get("eval_s") or 0.0
         if not steps_left:
             return max(0.0, eval_s - since_s)

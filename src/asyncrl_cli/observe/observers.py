@@ -47,8 +47,8 @@ class ObserversState(TypedDict):
 class Observers(Observer):
     """Feeds the sinks. A sink that fails is dropped with a warning: watching must never end a run.
 
-    `clock` is the driver's clock (default: the event loop's). Time 0 of a new run is when this object is made. `further` returns
-    the events that follow from one of the loop's.
+    `clock` is the driver's clock (default: the event loop's). Time 0 of a new run is when this object is created. `further` returns
+    the events that follow from an event of the loop.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Sink:
         """The run at a glance, once a second."""
 
     def end(self, status: Mapping[str, Any]) -> None:
-        """The run has ended with this status. All sinks are told so before any is closed."""
+        """The run has ended with this status. All sinks get this call before any is closed."""
 
     def close(self, status: Mapping[str, Any]) -> None:
         """Finish. The only call that may take time."""
@@ -203,7 +203,7 @@ class MetricsFile(StepFile):
 
 
 class EventsFile(LineFile):
-    """events.jsonl: lines are never removed. After a crash, `resumed` says from which step the run goes on."""
+    """events.jsonl: lines are never removed. After a crash, `resumed` says from which step the run continues."""
 
     event = LineFile.append
 
@@ -234,7 +234,7 @@ class TimelineFile(StepFile):
         self._running, self._waits = {}, {}
 
     def status(self, status: Mapping[str, Any]) -> None:
-        """Remember how many sequences run now, and what everybody waits for."""
+        """Remember how many sequences run now, and what every executor waits for."""
         for executor in status.get("executors", ()):
             name, time_s = executor["name"], round(status["progress"]["time_s"], DIGITS)
             if executor["role"] == "rollout" and "running_sequences" in executor["gauges"]:

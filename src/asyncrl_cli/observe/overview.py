@@ -28,14 +28,14 @@ MOST_ROWS = 20
 LOG_TAIL_BYTES = 2**16
 ERROR_LINE = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) [\w.]+: (.+)")
 NEXT = {"done": "report", "stopped": "resume", "failed": "resume", "killed": "resume", "silent": "logs", "damaged": "logs"}
-"""State -> the subcommand to go on with; a run in any other state is under way: `status`."""
+"""State -> the next subcommand. A run in any other state is under way: `status`."""
 STYLES = {**PHASE_STYLES, "killed": "bold red", "damaged": "bold red", "silent": "bold yellow", "stopped": "yellow"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`state`: the run's phase, or killed, silent, damaged. `age_s`: of its last status. `next`: the command to go on with.
-    `error`: the last one of a run that failed, was killed or cannot be read. Figures that are not known are None."""
+    """`state`: the run's phase, or killed, silent, damaged. `age_s`: of its last status. `next`: the next command for it.
+    `error`: the last error of a run that failed, was killed or cannot be read. Figures that are not known are None."""
 
     name: str
     state: str
@@ -104,7 +104,7 @@ def state_of(found: RunStatus) -> str:
 
 
 def next_command(directory: Path, state: str) -> str:
-    """The command that goes on from here."""
+    """The next command for this run."""
     verb = NEXT.get(state, "status")
     if verb == "resume" and not checkpoints_in(directory / "checkpoints"):
         replaces = state == "killed" and never_began(directory)
@@ -113,7 +113,7 @@ def next_command(directory: Path, state: str) -> str:
 
 
 def last_error(directory: Path, status: Mapping[str, Any]) -> str:
-    """The first line of what ended the run: its own error, else the last one in the log of its newest attempt's driver."""
+    """The first line of the error that ended the run: its own, else the last one in the driver's log of its newest attempt."""
     if status["error"]:
         return str(status["error"]).splitlines()[0]
     try:
@@ -127,7 +127,7 @@ def last_error(directory: Path, status: Mapping[str, Any]) -> str:
 
 
 def table_of(rows: Sequence[Row]) -> Group:
-    """The newest runs for a terminal, and below them what ended those that did not end well."""
+    """The newest runs for a terminal, and below them the errors of those that did not end well."""
     table = Table(box=None, pad_edge=False)
     table.add_column("run", overflow="fold", min_width=8)
     table.add_column("state", no_wrap=True)
@@ -150,7 +150,7 @@ def table_of(rows: Sequence[Row]) -> Group:
         )
     told = [Text.assemble((f"{row.name}: ", "bold red"), f"{row.error}\n  {row.next}") for row in rows[:MOST_ROWS] if row.error]
     older = [Text(f"... and {len(rows) - MOST_ROWS} older runs: --json lists all", "dim")] if len(rows) > MOST_ROWS else []
-    legend = Text("idle: trainer, rollouter; stale: versions per token; age: since its last word; next: asyncrl NEXT RUN", "dim")
+    legend = Text("idle: trainer, rollouter; stale: versions per token; age: of its last status; next: asyncrl NEXT RUN", "dim")
     return Group(table, *older, *told, legend)
 
 

@@ -20,7 +20,7 @@ FIGURES: Mapping[str, tuple[str, str, str]] = {
     "train_steps": ("progress", "train_steps", "Length of the run in train steps"),
     "version": ("progress", "version", "Newest published weight version"),
     "groups_trained": ("progress", "groups_trained", "Groups trained so far"),
-    "time_seconds": ("progress", "time_s", "The run's time"),
+    "time_seconds": ("progress", "time_s", "Elapsed time of the run"),
     "left_seconds": ("progress", "eta_s", "Estimated time to the end"),
     "reward_mean": ("reward", "mean", "Mean reward of the last train step"),
     "trainer_idle_ratio": ("utilization", "trainer_idle_ratio", "Share of time in which the trainer waited"),
@@ -29,12 +29,12 @@ FIGURES: Mapping[str, tuple[str, str, str]] = {
     "overlap_ratio": ("utilization", "overlap_ratio", "Share of the busy time in which both sides worked"),
     "rollouter_tokens_per_second": ("utilization", "rollouter_tokens_per_s", "Sampled tokens per second"),
     "trainer_tokens_per_second": ("utilization", "trainer_tokens_per_s", "Trained tokens per second"),
-    "running_sequences": ("utilization", "running_sequences", "Sequences that are generated now"),
+    "running_sequences": ("utilization", "running_sequences", "Sequences being generated now"),
     "slots": ("utilization", "slots", "Slots of all rollout workers"),
     "staleness_mean": ("staleness", "mean", "Mean age of trained tokens in versions"),
     "staleness_max": ("staleness", "max", "Largest age of a trained token in versions"),
-    "staleness_bound": ("staleness", "bound", "The bound on it"),
-    "partial_ratio": ("partial", "partial_ratio", "Share of trajectories of several versions"),
+    "staleness_bound": ("staleness", "bound", "Bound on the age of a trained token"),
+    "partial_ratio": ("partial", "partial_ratio", "Share of trajectories sampled by several versions"),
     "window_taken": ("admission", "window_taken", "Groups of the window that have been taken"),
     "window_budget": ("admission", "window_budget", "Groups that may be admitted per window"),
     "sync_logprob_abs_diff": ("sync", "logprob_abs_diff", "Mean absolute logprob difference of the last sync's probes"),
@@ -97,7 +97,7 @@ class Prometheus(Sink):
 
 
 def check_port(port: int) -> None:
-    """Raises PreflightError if nobody could listen on this port now."""
+    """Raises PreflightError if this port cannot be listened on now."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,8 +1,8 @@
-"""A recorded run: what the files of its directory say, read when it is asked for, and no more than is asked for.
+"""A recorded run: the contents of the files in its directory, read only when they are needed.
 
-The run may be running, stopped, killed or resumed: a line that was cut short at a file's end is left out, and a file that was never
-written is empty. A resume trains again what came after its checkpoint: metrics.jsonl and timeline.jsonl lose the lines of these
-steps when it starts, events.jsonl keeps them, and `events` leaves them out.
+The run may be running, stopped, killed or resumed: an incomplete line at a file's end is left out, and a file that was never
+written is empty. A resume retrains the steps after its checkpoint: metrics.jsonl and timeline.jsonl lose the lines of these steps
+when it starts, events.jsonl keeps them, and `events` leaves them out.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Recorded:
 
     def events(self, *names: str) -> Iterator[EventLine]:
         """The events of these names (default: all) in the order in which they happened, without those between a checkpoint and the
-        resume from it: they happened to steps that were trained again."""
+        resume from it: they belong to steps that were trained again."""
         if not self.files.events.exists():
             return
         resumes = list(self._events("resumed"))
@@ -106,8 +106,8 @@ class Recorded:
 
 
 def _is_abandoned(event: EventLine, resumed: EventLine) -> bool:
-    """Whether the resume, which came later, has gone back to before the event. A checkpoint's own event comes when it is written,
-    a little after the time that the resume goes on from; an eval's when it ends, and it holds as long as its version does."""
+    """Whether the resume, which came later, went back to before the event. A checkpoint's own event comes when it is written, a
+    little after the time from which the resume continues; an eval's when it ends, and it is valid as long as its version is."""
     if event["event"] == "checkpointed":
         return event.get("step", 0) > resumed.get("from_step", 0)
     if event["event"] == "eval":

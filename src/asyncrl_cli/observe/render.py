@@ -49,7 +49,7 @@ PHASE_STYLES = {"running": "bold green", "failed": "bold red", "stopping": "bold
 RANKS = {"trainer": 0, "rollout": 1, "scorer": 2}
 """The roles whose rows are the last to be dropped, the very last one first."""
 LEAST_ROWS = 4
-"""So many of their rows are kept before any block below them."""
+"""This many of their rows are kept before any block below them gets space."""
 SYNC_PARTS = ("gather", "send", "load", "pause")
 STEP_PARTS = ("step", "train", "wait_data", "wait_scores", "old_logprob", "ref", "critic", "gather", "checkpoint", "eval", "other")
 
@@ -58,9 +58,9 @@ Status = Mapping[str, Any]
 
 def render(status: Status, *, width: int, height: int, remark: str = "") -> Text:
     """The status in at most `height` lines of at most `width` cells. `remark` is a warning about the status itself."""
-    moment = "at the end" if _is_over(status) else "as last said" if remark else "now"
+    moment = "at the end" if _is_over(status) else "as last reported" if remark else "now"
     top = _header(status, width) + ([Text(remark, "bold red")] if remark else [])
-    if not status["executors"]:  # it starts: there is nothing else to show
+    if not status["executors"]:  # the run is starting: there is nothing else to show
         return _lines([*top, *_notes(status, height - len(top))], width, height)
     use = [_rule(status, "utilization", "" if _is_over(status) else f"states and waits: {moment}", width)]
     use += _utilization(status, width)
@@ -114,7 +114,7 @@ def _is_over(status: Status) -> bool:
 
 
 def _rule(status: Status, figures: str, also: str, width: int) -> Text:
-    """A line of its own that says which time the figures below it cover."""
+    """A line that says which time the figures below it cover."""
     period = status["periods"][figures]
     return rule(f"── {period['words'] if period else 'no step yet'} " + (f"── {also} " if also else ""), width)
 
@@ -162,8 +162,8 @@ def _of_role(status: Status, role: str) -> list[Mapping[str, Any]]:
 
 
 def _side(status: Status, name: str, mine: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
-    """How idle and how fast one side (trainer, scorer or rollout) is, and an executor of it that is not busy, with what it waits
-    for."""
+    """How idle and how fast one side (trainer, scorer or rollout) is, and one of its executors that is not busy, with what that
+    waits for."""
     figures = status["utilization"]
     idle = figures.get(f"{name}_idle_ratio")
     busy = 1 - idle if is_number(idle) else None
@@ -195,8 +195,8 @@ def _append_state(line: Text, executor: Mapping[str, Any], status: Status, width
 
 
 def _least_rows(status: Status) -> int:
-    """How many lines the rows of executors need at least: those of trainer and rollout (some, if they are many), and what is left
-    out."""
+    """The least number of lines for the rows of executors: those of trainer and rollout (some, if they are many), and a line about
+    the rest."""
     kept = sum(executor["role"] in RANKS for executor in status["executors"])
     return min(kept + (kept < len(status["executors"])), LEAST_ROWS)
 

@@ -48,7 +48,7 @@ class Screen(Sink):
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
         if not closing.is_alive():
-            self._console.print(render_summary({**status, "error": ""}))  # the command's last line tells the error
+            self._console.print(render_summary({**status, "error": ""}))  # the command's last line reports the error
 
     def _picture(self) -> Text:
         return Text() if self._status is None else _on(self._console, self._status)
@@ -117,7 +117,7 @@ def can_show(console: Console) -> bool:
 def print_status(found: RunStatus, console: Console, *, error: str = "", go_on: str = "") -> None:
     """`asyncrl status RUN`: the picture once, and the totals of an ended run.
 
-    `error`: what ended it, if its status does not say so; `go_on`: the command to go on with."""
+    `error`: what ended the run, if its status does not say so; `go_on`: the next command."""
     console.print(render(found.status, width=console.width, height=200, remark=found.remark), highlight=False)
     if found.liveness == "ended":
         console.print(render_summary(found.status))
@@ -129,7 +129,7 @@ def print_status(found: RunStatus, console: Console, *, error: str = "", go_on: 
 
 @contextmanager
 def watching(console: Console) -> Iterator[Callable[[RunStatus | str], None]]:
-    """What shows each status of `asyncrl watch`, or why there is none yet: a live picture, without a terminal plain lines."""
+    """Yields a function that shows a status, or why there is none yet: as a live picture or, without a terminal, as plain lines."""
     if not console.is_terminal:
         plain = Plain(console.file)
         yield lambda found: None if isinstance(found, str) else plain.status(found.status)

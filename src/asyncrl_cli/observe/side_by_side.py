@@ -21,7 +21,7 @@ SMOOTHING = 0.1
 """Width of the trailing window, as a share of the samples that all runs have trained."""
 _reward = partial(number, digits=3)
 LEFT_OUT = ("run.name", PARAMS)
-"""Keys that differ between any two runs; an empty table of parameters, whose entries are keys of their own."""
+"""Not compared: a key that differs between any two runs, and tables of parameters, whose entries are keys themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """`differences`: key -> a value per run. `samples`, `time_s`: what all runs have reached; `reward`: the target whose time is
-    told. They are None if a run has trained nothing."""
+    """`differences`: key -> a value per run. `samples`, `time_s`: what all runs have reached; `reward`: the target, for the time to
+    reach it. They are None if a run has trained nothing."""
 
     names: Sequence[str]
     differences: dict[str, list[Any]]
@@ -144,7 +144,7 @@ def _rewards(curves: Sequence[Curve], samples: int, time_s: float, target: float
 
 
 def _totals(runs: Sequence[Recorded]) -> Iterable[Figure]:
-    """Figures of the whole runs, as their last status tells them."""
+    """Figures of the whole runs, from their last status."""
     totals = [run.status.get("totals", {}) for run in runs]
     evals = [[point for point in run.status.get("eval", {}).get("history", ()) if not point.get("eval_set")] for run in runs]
     last = [points[-1] if points else None for points in evals]

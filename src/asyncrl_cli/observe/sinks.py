@@ -37,7 +37,7 @@ def check_sinks(profile: Profile) -> None:
 
 
 def make_sinks(profile: Profile, run_dir: Path) -> list[Sink]:
-    """Start them. Raises PreflightError if one does not start."""
+    """Start the sinks. Raises PreflightError if one does not start."""
     logging, name, sinks = profile.logging, run_dir.name, list[Sink]()
     tags = tags_of(profile)
     if logging.wandb != "disabled":
@@ -54,15 +54,15 @@ def make_sinks(profile: Profile, run_dir: Path) -> list[Sink]:
 
 
 def tags_of(profile: Profile) -> dict[str, str]:
-    """What people filter runs by; at most 64 characters each, as W&B wants it."""
+    """Tags to filter runs by; at most 64 characters each, as W&B requires."""
     model = profile.model.path.rstrip("/").rpartition("/")[2]
     tags = {"profile": profile.name, "mode": mode_of(profile), "engine": profile.rollout.engine, "model": model}
     return {key: value[:64] for key, value in tags.items()}
 
 
 class TensorBoard(Background):
-    """Every number of a line of metrics.jsonl under the same name, in `run_dir/tensorboard`. A resumed run goes on in the same
-    directory; TensorBoard itself leaves out the steps that were trained again."""
+    """Every number of a line of metrics.jsonl under the same name, in `run_dir/tensorboard`. A resumed run continues in the same
+    directory; TensorBoard itself drops the earlier values of steps that were trained again."""
 
     service, otherwise = "TensorBoard", "pip install 'asyncrl-cli[tensorboard]', or --set logging.tensorboard=false"
 
@@ -87,7 +87,7 @@ class TensorBoard(Background):
 
 class Mlflow(Background):
     """The configuration as parameters, tags, and every number of a line of metrics.jsonl. `uri`: of the tracking server or store.
-    A resumed run goes on in the same run of MLflow, whose id its directory keeps."""
+    A resumed run continues the same MLflow run, whose id is kept in its directory."""
 
     service, otherwise = "MLflow", "pip install 'asyncrl-cli[mlflow]', or leave out logging.mlflow_uri"
 

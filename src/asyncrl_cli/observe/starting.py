@@ -103,7 +103,7 @@ def _how_far(task: Task, figures: str, is_new: bool) -> str:
 
 
 class _Words(ProgressColumn):
-    """The task's text, or how far it is. On a narrow terminal they are cut, the text first: spinner, bar and clock have their
+    """The task's text, or how far it is. On a narrow terminal they are cut, the text first: spinner, bar and clock keep their
     room. Markup is off, because paths may contain brackets."""
 
     def __init__(self, field: Literal["text", "how_far"]) -> None:
@@ -121,7 +121,7 @@ class _Words(ProgressColumn):
 class StartStatus:
     """Writes status.json while a run starts: `doing = StartStatus(path, facts); doing("loading the task")`.
 
-    Imports and the start of Ray may block the process for minutes: the run's lock tells readers that it lives. A resumed run's
+    Imports and the start of Ray may block the process for minutes: the run's lock shows readers that it is alive. A resumed run's
     earlier figures stay in the file until its loop runs; `take_back` restores the old file.
     """
 

@@ -1,4 +1,4 @@
-"""Reads status.json: checks the keys that our readers need, and tells whether the run that wrote it is still alive.
+"""Reads status.json: checks the keys that our readers need, and determines whether the run that wrote it is still alive.
 
 A `Figure` may be missing or not finite: it is only shown, and format.py copes with that. Keys that are not named here are kept for
 other programs that read the file.
@@ -37,7 +37,7 @@ Figures = dict[str, Figure]
 Seconds = Annotated[float, Interval(ge=0, le=1e12)]
 Pid = Annotated[int, Interval(ge=1, le=2**31 - 1)]
 OPEN = with_config(ConfigDict(extra="allow"))
-"""Decorates a TypedDict that keeps unknown keys."""
+"""Decorator for a TypedDict that keeps unknown keys."""
 
 
 def _record(**fields: Any) -> Any:
@@ -126,10 +126,10 @@ class RunStatus:
             again = f"`asyncrl train --name {self.name}` replaces it"
             return f"killed {self.age_s:.0f} s ago while it started: nothing was trained, {again}"
         if self.liveness == "dead":
-            again = f"go on with `asyncrl resume {as_typed(self.directory)}`"
+            again = f"continue it with `asyncrl resume {as_typed(self.directory)}`"
             return f"not running any more: it was killed {self.age_s:.0f} s ago; {again}"
         if self.is_resuming:
-            return "a driver holds the run: it is resuming or ending it; this is the last status it wrote"
+            return "a driver is resuming or ending the run; this is the last status that was written"
         if self.liveness == "silent":
             return f"silent for {self.age_s:.0f} s: pid {self.status['pid']} on {self.status['host']} writes no status"
         return ""

@@ -85,7 +85,7 @@ def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
 
 
 def filter_values(groups: Sequence[GroupResult], filtered: Sequence[float] | None) -> dict[str, Value]:
-    """Dynamic sampling: the share of groups left out for equal rewards, and the mean reward with them; groups weigh the same."""
+    """Dynamic sampling: the share of groups left out for equal rewards, and the mean reward with them, unweighted."""
     if filtered is None:
         return {}
     means = [sum(meta.reward for meta in group.trajectories) / len(group.trajectories) for group in groups]
@@ -97,7 +97,7 @@ def filter_values(groups: Sequence[GroupResult], filtered: Sequence[float] | Non
 
 
 def episode_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
-    """Turns, tools and facts of the step's trajectories. Empty if all have a single turn and nothing else to tell."""
+    """Turns, tools and facts of the step's trajectories. Empty if all have a single turn and nothing else to report."""
     facts: dict[str, Ratio] = {}
     for name, figure in chain.from_iterable(trajectory.facts for trajectory in trajectories):
         facts[f"env/{name}"] = facts.get(f"env/{name}", Ratio(0.0, 0.0)).merge(Ratio(figure, 1))
@@ -114,8 +114,8 @@ def episode_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
 
 
 def staleness_values(record: StepRecord, window_steps: int, trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
-    """Staleness in versions, and in train steps: version v has been trained for v * K steps, so a token of it that step s
-    (counted from 0) trains is s - v * K steps old.
+    """Staleness in versions, and in train steps: version v has been trained for v * K steps, so when step s (counted from 0) trains
+    one of its tokens, the token is s - v * K steps old.
 
     `mean` and `steps_mean` are over all sampled tokens of the step; `oldest_mean` and `newest_mean` over its trajectories.
     """

@@ -93,7 +93,7 @@ def check_login() -> None:
     import wandb
 
     if not wandb.login(prompt=False):
-        raise PreflightError("W&B did not start: nobody is logged in", hint=_OTHER_MODES)
+        raise PreflightError("W&B did not start: you are not logged in", hint=_OTHER_MODES)
 
 
 def _chart(key: str, value: Any) -> Any:

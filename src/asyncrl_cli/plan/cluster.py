@@ -80,7 +80,7 @@ def local_cluster() -> ClusterResources:
 
 
 def planned_nodes(profile: Profile, number: int, gpus: int, *, least_cpus: int = 0) -> Iterator[NodeResources]:
-    """Nodes that are only planned for, with enough CPUs for two processes at each GPU: colocated, a rank and a worker share one."""
+    """Hypothetical nodes with enough CPUs for two processes per GPU: a colocated rank and worker share one GPU."""
     cpus = max(2 * profile.placement.cpus_per_worker * gpus, least_cpus)
     for index in range(number):
         yield NodeResources(name=f"node {index + 1}", cpus=cpus, gpus=gpus)
@@ -134,7 +134,7 @@ def cpu_counts(profile: Profile) -> Counts:
 
 
 def scorer_processes(profile: Profile, cluster: ClusterResources, device: str) -> dict[str, int]:
-    """How many processes each task apart has: on GPUs the share of all that `placement.ratios` gives it."""
+    """The number of processes of each task with resources of its own: on GPUs, its share by `placement.ratios`."""
     return {task: _scorer_processes(profile, cluster, device, task) for task in tasks_apart(profile)}
 
 
@@ -147,7 +147,7 @@ def _scorer_processes(profile: Profile, cluster: ClusterResources, device: str, 
         given = "placement.tasks without placement.ratios" if tasks and (task,) in tasks else f"no placement.tasks with {task}"
         name = f'--set placement.tasks=[["train"],["{task}"],["rollout"]] ' if tasks is None else ""
         raise ConfigError(
-            f"{given}: nothing says how many GPUs {task} has of its own",
+            f"{given}: nothing says how many GPUs {task} gets",
             hint=f"{name}--set placement.ratios=[{','.join('1' * len(tasks or (1, 1, 1)))}]",
         )
     total = _total(profile, cluster)
@@ -179,7 +179,7 @@ def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
         workers = _rest(profile, cluster, scorers, "trainer", ranks)
     needed = ranks + workers * per_worker + scorers
     too_many = profile.placement.gpus is not None and needed > profile.placement.gpus
-    if too_many and needed <= _there(cluster, needed):  # else what fits the cluster is told later
+    if too_many and needed <= _there(cluster, needed):  # else a later error says what fits the cluster
         raise ConfigError(
             f"placement.gpus = {profile.placement.gpus}, but {ranks} trainer ranks and {workers} rollout workers "
             f"of {per_worker}{f' beside {scorers} for scorers' if scorers else ''} need {needed}",
@@ -189,7 +189,7 @@ def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
 
 
 def _unit(profile: Profile, role: str) -> tuple[str, int]:
-    """The key that gives a role's number of processes, and the GPUs that one more of it takes."""
+    """The key that sets a role's number of processes, and the GPUs that one more of it takes."""
     shape = shape_of(getattr(profile, role))
     if shape is not None:
         return f"{role}.n_gpus_per_node", shape.nodes
@@ -255,8 +255,8 @@ def _there(cluster: ClusterResources, gpus: int) -> int:
 
 
 def _by_ratio(profile: Profile, cluster: ClusterResources, scorers: int) -> Counts:
-    """Divide GPUs by `placement.ratio` (trainer:rollout), or these two of `placement.ratios`, into whole GPUs and whole rollout
-    workers."""
+    """Divide GPUs between trainer and rollout by `placement.ratio`, or by their entries in `placement.ratios`, into whole GPUs and
+    whole rollout workers."""
     total = _total(profile, cluster) - scorers
     per_worker = profile.placement.gpus_per_rollout_worker
     left, right = map(int, profile.placement.ratio.split(":"))
@@ -279,7 +279,7 @@ def _by_ratio(profile: Profile, cluster: ClusterResources, scorers: int) -> Coun
 
 
 def _rest(profile: Profile, cluster: ClusterResources, scorers: int, role: str, taken: int) -> int:
-    """How many workers of the other role fit into what `role`, which takes so many GPUs, leaves."""
+    """How many workers of the other role fit into the GPUs that are left when `role` takes `taken`."""
     total, each = _total(profile, cluster) - scorers, 1 if role == ROLLOUT else profile.placement.gpus_per_rollout_worker
     rest, (key, _) = total - taken, _unit(profile, role)
     if rest < each:
@@ -289,14 +289,14 @@ def _rest(profile: Profile, cluster: ClusterResources, scorers: int, role: str, 
         )
     if rest % each:
         raise ConfigError(
-            f"GPUs not divisible: {key} leaves {rest} of {total} GPUs, in rollout workers of {each} each",
+            f"GPUs not divisible: {key} leaves {rest} of {total} GPUs for rollout workers of {each} each",
             hint=f"--set placement.gpus={taken + rest // each * each}",
         )
     return rest // each
 
 
 def _leaving(profile: Profile, cluster: ClusterResources, scorers: int, role: str, each: int) -> str:
-    """The `--set`s by which a role takes as much as it can where the other side needs `each` GPUs."""
+    """The `--set`s with which a role takes as many GPUs as it can if the other side needs `each`."""
     total = _total(profile, cluster)
     there = _there(cluster, total)
     (key, step), shape = _unit(profile, role), shape_of(getattr(profile, role))

@@ -75,7 +75,7 @@ def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Ite
         "rollout.n_gpus_per_node": profile.rollout.n_gpus_per_node,
     }
     if plan.gpus and placement.ratio != "1:1" and (key := next((key for key, count in counts.items() if count), "")):
-        yield f'placement.ratio = "{placement.ratio}" is not used: {key} says who gets what'
+        yield f'placement.ratio = "{placement.ratio}" is not used: {key} decides instead'
     if on_cpus and profile.model.dtype == "bfloat16" and cluster.cpu_bfloat16 is False:
         yield (
             "model.dtype = bfloat16: this CPU has no instructions for it and emulates every matrix product, several times "

@@ -38,8 +38,8 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """Which nodes a role may be on: by their labels, and by a strategy. `nodes`: it has one bundle on each of so many nodes, which
-    its processes share; 0: a bundle for each process."""
+    """Which nodes a role may use: by their labels, and by a strategy. `nodes`: the role has one bundle on each of that many nodes,
+    shared by its processes there; 0: a bundle for each process."""
 
     strategy: str = "pack"
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -64,8 +64,8 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """Everything placement needs. Without GPUs, logical ones included, `gpus_per_rollout_worker` is 0. `engine`: the rollout
-    engine's name. `scorers`: the processes of each task that has some of its own. `warnings`: one line each, for people."""
+    """Everything that placement needs. Without GPUs, real or logical, `gpus_per_rollout_worker` is 0. `engine`: the rollout
+    engine's name. `scorers`: the number of processes of each task that has its own. `warnings`: one line each, for people."""
 
     device: str
     trainer_workers: int
@@ -110,7 +110,7 @@ class JobPlan:
         return {TRAINER: self.trainer_workers, **self.scorers, ROLLOUT: self.rollout_workers}
 
     def _each(self, group: str) -> Bundle:
-        """What one process reserves. A colocated rank and worker share theirs: the GPU, or without GPUs the cores."""
+        """What one process reserves. A colocated rank and worker share it: the GPU, or without GPUs the cores."""
         gpus = self.gpus_per_rollout_worker
         if group == COLOCATED:
             return Bundle(gpus=gpus, cpus=self.cpus_per_worker * (2 if gpus else 1))
@@ -158,6 +158,6 @@ def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
 
 
 def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> Place:
-    """What a role's workers need to know of their place. `version`: of the weights in `model_dir`."""
+    """What a role's workers need to know about their place. `version`: of the weights in `model_dir`."""
     role, path = plan.role(name), str(model_dir.absolute())
     return Place(model_dir=path, device=plan.device, threads=role.threads, workers=role.workers, version=version)

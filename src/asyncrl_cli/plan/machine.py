@@ -49,7 +49,7 @@ class Finding:
 
 def examine(say: Callable[[str], None]) -> Iterator[Finding]:
     """All findings, one by one. `say` is called with a message before a slow check."""
-    say("looking for packages and at the machine")
+    say("checking packages and the machine")
     yield Finding("python", sys.version.split()[0], sys.version_info >= (3, 11), "asyncrl needs 3.11 or newer")
     yield from (_package(name, start) for name, start in NEEDED.items())
     yield from (_machine(), _cpu(), _threads(), _shared_memory(), _gpus())
@@ -107,7 +107,7 @@ def _shared_memory() -> Finding:
         return Finding("shared memory", "no /dev/shm")
     free = shutil.disk_usage(path).free
     is_enough = True if free >= LEAST_SHARED_MEMORY_BYTES else None
-    hint = "give the container more, as docker run --shm-size=1g"
+    hint = "give the container more, for example docker run --shm-size=1g"
     return Finding("shared memory", f"{free / 2**20:.0f} MiB free in /dev/shm", is_enough, hint)
 
 
@@ -116,7 +116,7 @@ def _gpus() -> Finding:
     if not count:
         return Finding("GPUs", "none: runs use the CPU")
     wrong = _failure_of("import torch; assert torch.cuda.is_available()")
-    hint = "this torch is built without CUDA, or the driver is missing; --set placement.device=cpu goes without"
+    hint = "this torch is built without CUDA, or the driver is missing; --set placement.device=cpu needs neither"
     return Finding("GPUs", str(count), not wrong, hint)
 
 

@@ -24,7 +24,7 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     wire buffers            of nccl and ipc, on the GPUs at both ends; w = weights.load_bucket_size_mb, m the largest tensor:
                             nccl 3 (w + m) at rank 0 during training, 2 (w + m) in each process of vLLM; ipc max(w, m) at both
 
-A microbatch's tokens are those of one rank: trainer.sequence_parallel_size of them divide a longer trajectory.
+A microbatch's tokens are counted per rank: trainer.sequence_parallel_size ranks divide a longer trajectory between them.
 With LoRA (`lora.rank`) moments, gradients, the window's first weights and a checkpoint's copy are those of the adapters alone.
 
 A process's peak is what it always holds plus its most expensive phase. Not counted: Python, torch and a GPU's context
@@ -97,7 +97,7 @@ class MemoryEstimate:
         return [item for item in self.items if (item.role, item.place) == (role, place)]
 
     def peak_bytes(self, role: str, place: Place) -> int:
-        """Peak of the process that holds most: what it always holds plus its most expensive phase."""
+        """The peak of the process that holds the most: what it always holds plus its most expensive phase."""
         phases: Counter[str] = Counter()
         for item in self.of(role, place):
             phases[item.phase] += item.num_bytes
@@ -143,8 +143,8 @@ def activation_bytes_per_token(shape: ModelShape, value_bytes: int) -> int:
 
 
 def kept_bytes_per_token(shape: ModelShape, value_bytes: int, recompute: ActivationCheckpointing) -> int:
-    """Of `activation_bytes_per_token`, what a layer keeps until its backward pass: its input, and if `selective` what products and
-    attention give."""
+    """The part of `activation_bytes_per_token` that a layer keeps until its backward pass: its input, and if `selective` the
+    outputs of matrix products and attention."""
     if recompute == "none":
         return activation_bytes_per_token(shape, value_bytes)
     h, a, j = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -205,7 +205,7 @@ def _trained(
 
 
 def _logits(tokens: int, shape: ModelShape, value_bytes: int, *, trains_head: bool) -> tuple[int, str]:
-    """Logits of a chunk, and the head's gradient: of one chunk, and if there are several their float32 sum."""
+    """Logits of a chunk, and the head's gradient: that of one chunk and, if there are several, their float32 sum."""
     head, values = shape.vocab_size * shape.hidden_size * trains_head, tokens * shape.vocab_size
     if values <= LOGITS_CHUNK_ELEMENTS:
         return LOGITS_COPIES * MASTER_BYTES * values + value_bytes * head, f"{tokens} tokens * {shape.vocab_size} of vocabulary"
@@ -269,14 +269,14 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
 
 
 def _read_whole(shape: ModelShape) -> tuple[int, str]:
-    """The model as a rank may have to read it, whole. Where files have the tensors that memory has, it reads its own rows alone."""
+    """The whole model, as a rank may have to read it. If the files have the same tensors as memory, it reads only its own rows."""
     num_bytes = 0 if shape.model_type in FAMILY else MASTER_BYTES * shape.parameters
     return num_bytes, f"float32, if {shape.model_type} joins tensors of its files"
 
 
 def _further(profile: Profile, plan: JobPlan, policy: ModelShape) -> Iterator[MemoryItem]:
-    """The reference and the critic, divided between the ranks as the policy is, and what scorers have in processes of their own.
-    ShapeUnknown if the path of one of them is not known here."""
+    """The reference and the critic, divided between the ranks as the policy is, and the models of scorers with their own processes.
+    Raises ShapeUnknown if the path of one of them is not known here."""
     ranks, algorithm = plan.role(TRAINER).workers, profile.algorithm
     item = partial(MemoryItem, TRAINER, ranks)
     if algorithm.has_reference and REF not in plan.scorers:
@@ -378,7 +378,7 @@ def _cache(engine: EngineMemory, available_bytes: int | None, other_bytes: int) 
     """The cache's (name, bytes, reason) on one device where the engine holds `other_bytes` besides; None if unknown."""
     each = f", in each of {engine.num_caches} processes" if engine.num_caches > 1 else ""
     if engine.cache_bytes is not None:
-        return "KV cache", engine.num_caches * engine.cache_bytes, f"kv_cache_memory_bytes that {engine.name} is told{each}"
+        return "KV cache", engine.num_caches * engine.cache_bytes, f"kv_cache_memory_bytes that {engine.name} is given{each}"
     if available_bytes is None:
         return None
     left = cache_bytes_left(available_bytes, engine.share, other_bytes)

@@ -154,13 +154,13 @@ def _remedy(need: DeviceNeed, estimate: MemoryEstimate) -> str:
     if need.device == MACHINE:
         largest = max((item for role in need.roles for item in estimate.at_peak(role)), key=lambda item: item.total_bytes)
         fewer = "placement.trainer_workers" if largest.role == TRAINER else "rollout.workers"
-        fallback = f"lower {fewer}" if largest.processes > 1 else "take a smaller model"
+        fallback = f"lower {fewer}" if largest.processes > 1 else "use a smaller model"
     else:
         items = [item for role in need.roles for item in estimate.of(role, "device") if item.phase != "start"]
         largest = max(items, key=lambda item: item.num_bytes)
         offloaded = ", or trainer.offload_optimizer = true" if largest.what == "optimizer" else ""
         fallback = (
-            f"take more trainer ranks{offloaded}" if largest.role == TRAINER else "take a smaller model or model.dtype = bfloat16"
+            f"use more trainer ranks{offloaded}" if largest.role == TRAINER else "use a smaller model or model.dtype = bfloat16"
         )
     return f"the largest part is {largest.what}: {REMEDIES.get(largest.what, fallback)}"
 

@@ -4,7 +4,7 @@
     pack            on few nodes
     spread          on many nodes
     strict_pack     all on one node
-    strict_spread   each on another node
+    strict_spread   each on a different node
 
 First fit: exact for bundles of one size on equal nodes, a good guess otherwise. Ray's placement groups decide in the end, within
 `placement.timeout_s`.
@@ -83,8 +83,8 @@ def _is_one_of(value: str | None, wanted: str) -> bool:
 
 
 def check_fit(plan: JobPlan, cluster: ClusterResources) -> None:
-    """Raises PreflightError with what the plan needs, what the cluster has, and the `--set` that would fit. An autoscaler may bring
-    what is missing: only waiting for it tells."""
+    """Raises PreflightError if the plan does not fit, with what it needs, what the cluster has, and the `--set` that would fit.
+    Checks nothing if there is an autoscaler, which may add what is missing."""
     if not plan.autoscaler and isinstance(found := assigned(plan, cluster), Unplaced):
         lines = "" if cluster.elastic_cpus else f"; {found}:{node_lines(cluster, cluster)}"
         raise PreflightError(f"the cluster is too small: {asked(plan)}; it has {cluster}{lines}", hint=fitting_hint(plan, cluster))
@@ -126,8 +126,8 @@ def fitting_hint(plan: JobPlan, cluster: ClusterResources) -> str:
 
 
 def _smaller_jobs(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
-    """Smaller plans and their `--set`s: first the same job without the rules of where it may be, then smaller ones, with the rules
-    and without."""
+    """Smaller plans and their `--set`s: first the same job without the rules about its nodes, then smaller ones, with the rules and
+    without."""
     looser = list(_looser(plan))
     yield from looser
     yield from _with_less(plan)
@@ -140,7 +140,7 @@ def _with_less(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
     """Fewer CPUs per worker, then fewer workers, divided between the roles as before."""
     for cpus in range(plan.cpus_per_worker - 1, 0, -1):
         yield replace(plan, cpus_per_worker=cpus), f"--set placement.cpus_per_worker={cpus}"
-    if plan.scorers:  # how many of each there are is for placement.ratios to say
+    if plan.scorers:  # placement.ratios decides how many of each there are
         return
     if plan.trainer_spot.nodes or plan.rollout_spot.nodes:
         yield from _smaller_shapes(plan)
@@ -158,7 +158,7 @@ def _with_less(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
 
 
 def _looser(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
-    """The same job where its nodes are chosen more freely: one rule less, then none."""
+    """The same job with fewer rules about its nodes: without each rule in turn, then without any."""
     rules: list[tuple[dict[str, object], str]] = []
     if plan.disjoint_nodes:
         rules.append(({"disjoint_nodes": False}, "--set placement.disjoint_nodes=false"))

@@ -15,10 +15,10 @@ from typing import Any
 from asyncrl_cli.observe.lines import Line
 
 MOST_STEPS = 2000
-"""A run of more train steps is joined to at most `JOINED_POINTS` points."""
+"""The steps of a longer run are joined to at most `JOINED_POINTS` points."""
 JOINED_POINTS = 1000
 DIGITS = 7
-"""Significant digits of what is not a whole number: a float32 has no more."""
+"""Significant digits of numbers that are not whole: a float32 has no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ const colour = (place) => COLOURS[theme][place % COLOURS[theme].length];
 const xs = (run) => run.columns[AXES[axis][0]];
 const has = (run, key) => (run.columns[key] || []).some((value) => value !== null);
 const short = (key, chart) => key.slice(chart.prefix.length).replace(/_s$/, "");
-/* Of steps that are joined, a maximum is the largest one. */
+/* For joined steps, a maximum is the largest of them. */
 const ys = (run, key, label) => (label === "max" && run.highs[key]) || run.columns[key];
 const faded = (hex, opacity) => hex + Math.round(opacity * 255).toString(16).padStart(2, "0");
 const isTimeline = (chart) => chart.kind === "timeline";
@@ -80,7 +80,7 @@ function aligned(chart) {
   return { range: [0, Math.max(...ends)] };
 }
 
-/* What is marked: nothing regular that is so frequent that its marks would be a bar. */
+/* The events to mark, except regular ones that are so frequent that their marks would form a bar. */
 function kindsOf(run) {
   const number = (kind) => run.marks.filter((mark) => mark.kind === kind).length;
   return Object.keys(SYMBOLS).filter((kind) => number(kind) > 0 && (number(kind) < MOST_MARKS || GRAVE.includes(kind)));

@@ -1,7 +1,7 @@
 """The page of one or several runs: a single HTML file with its style, its program, the plotting library and all data in it.
 
-The words (verdict, facts, configuration) are HTML, and can be read without the program. A policy in the page's head forbids it to
-load anything, so a report is the same offline, and tells nobody that it was opened.
+The texts (verdict, facts, configuration) are HTML, and can be read without the program. A policy in the page's head forbids it to
+load anything, so a report is the same offline, and nobody can see that it was opened.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _facts(run: RunData) -> str:
 
 
 def _configuration(loaded: Loaded) -> str:
-    """Every key with its value and origin; those that somebody has set come first."""
+    """Every key with its value and origin; the keys that were set come first."""
     entries = [(key, value, loaded.origins.get(key, DEFAULT)) for key, value in entries_of(loaded.profile).items()]
     given = sum(origin != DEFAULT for _, _, origin in entries)
     entries.sort(key=lambda entry: entry[2] == DEFAULT)

@@ -30,10 +30,10 @@ MARKS = {
     "failed": "failure",
     "warning": "warning",
 }
-"""Event -> its word on the page."""
+"""Event -> its name on the page."""
 PUBLISHED = "published"
 MOST_MARKS = 100
-"""Of one kind."""
+"""Limit for each kind of mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class RunData:
 
 
 def run_data(recorded: Recorded) -> RunData:
-    """Raises RefusedError for a run in which no train step has ended yet, and what reading its files raises."""
+    """Raises RefusedError if no train step of the run has ended yet, and what reading its files raises."""
     profile = recorded.loaded.profile
     settings = LoopSettings.of(profile)
     num_steps = sum(1 for _ in read_lines(recorded.files.metrics)) if recorded.files.metrics.exists() else 0
@@ -127,8 +127,8 @@ def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[t
 
 
 def _processes(recorded: Recorded) -> tuple[int, int]:
-    """Trainer ranks and rollout workers. The trainer is one executor, however many ranks it has: their logs tell. A simulated run
-    has none."""
+    """Numbers of trainer ranks and rollout workers. All ranks are one executor, so their logs are counted. A simulated run has
+    none."""
     ranks = sum(1 for attempt in recorded.attempts[-1:] for _ in attempt.glob("trainer-*.log"))
     return ranks, list(recorded.roles.values()).count("rollout")
 
@@ -168,5 +168,5 @@ def _outcome(recorded: Recorded, totals: Totals, events: list[dict[str, Any]]) -
         text += f"Training reward went from {number(first, 3)} to {number(last, 3)}; there are no two evals to compare."
         is_better = False
     if first == last == 0 and not any(scores):
-        text += " A reward of 0 everywhere teaches nothing: `asyncrl samples` shows what was answered."
+        text += " A reward of 0 everywhere teaches nothing: `asyncrl samples` shows the answers."
     yield Finding("learning", "good" if is_better and phase != "failed" else "note", text)

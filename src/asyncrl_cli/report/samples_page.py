@@ -14,7 +14,7 @@ from asyncrl_cli.samples import NOT_SAMPLED
 
 MAX_STEPS, PER_STEP = 12, 4
 MAX_CHARACTERS = 1_000_000
-"""Of all trajectories on a page together: it is for reading, `asyncrl samples` has the rest."""
+"""Limit for all trajectories on a page together: it is for reading, `asyncrl samples` has the rest."""
 NOTABLE_CHANGE = 0.2
 """A token is marked if the trainer's probability of it differs by this much from the sampler's."""
 AGES = "".join(
@@ -27,18 +27,18 @@ LEGEND = (
         f'<span class="age{age}">{age if age < len(AGE_COLOURS) - 1 else f"{age} or more"}</span>'
         for age in range(len(AGE_COLOURS))
     )
-    + " versions behind the window; a small v7 stands before the tokens of version 7. What was told to the model is grey. "
+    + " versions behind the window; a small v7 stands before the tokens of version 7. Text that the model did not write is grey. "
     "Dashed: the trainer gave the token a probability that differs by 0.2 or more."
 )
 
 
 def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MAX_CHARACTERS) -> str:
-    """A section with some trajectories of dumped steps, spread over the run; empty if there are none. A malformed dump is said to
-    be one, and the others are shown."""
+    """A section with some trajectories of dumped steps, spread over the run; empty if there are none. For a malformed dump the
+    error is shown in its place."""
     parts, room = [], max_characters
     for text in chain.from_iterable(_of_step(run, step) for step in evenly(run.sampled_steps, MAX_STEPS)):
         if (room := room - len(text)) < 0:
-            parts.append('<p class="dim">More than fits here: asyncrl samples shows them.</p>')
+            parts.append('<p class="dim">The rest does not fit here: asyncrl samples shows it.</p>')
             break
         parts.append(text)
     if not parts:

@@ -1,7 +1,7 @@
 """Where the executors' time went: their spans, for drawing, and each role's share of states per train step.
 
 A long run has more spans than a page can hold. They are merged: time is cut into cells of equal length, and within a cell each
-state comes once, for as long as the executor was in it. Where time went stays right; what came first within a cell is lost.
+state comes once, for as long as the executor was in it. Times in states stay right; the order within a cell is lost.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from asyncrl_cli.observe.lines import RecordedSpan, Spans, TimelineLine, add_span
 
 MOST_SPANS = 24_000
-"""Spans of one drawn timeline; a browser draws so many without a wait."""
+"""Limit of spans in one drawn timeline; a browser draws this many without a delay."""
 STATES_PER_CELL = 3
-"""As many stays as a cell has on average, at most: most states are rare."""
+"""The most stays that a cell has on average: most states are rare."""
 DECIMALS = 3
 
 

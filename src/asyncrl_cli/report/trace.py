@@ -4,7 +4,7 @@
     timeline.jsonl ─> executors: a track each, with states and what they wait for; a track per slot, if sequences were traced
     metrics.jsonl ──> counters: staleness, window, versions, tokens per second, groups, slots in use
 
-docs/trace.md is for its readers.
+docs/trace.md explains how to read it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COUNTERS = {
     "window": {"version": "window"},
     "reward": {"mean": "reward/mean"},
 }
-"""Of a step, from its beginning on: the counter's name, its figures, and their keys in metrics.jsonl."""
+"""Counters that hold from a step's beginning on: the counter's name, its figures, and their keys in metrics.jsonl."""
 COUNTERS_AT_END = {"groups": {"running": "ledger/running", "finished": "ledger/finished"}, "version": {"newest": "version"}}
 """The same, from the step's end on."""
 
@@ -93,7 +93,7 @@ def step_counters(lines: Iterable[Line], process: int) -> Iterator[Entry]:
 
 
 def executor_entries(lines: Iterable[Mapping[str, Any]], tracks: Tracks, groups: Mapping[str, Group]) -> Iterator[Entry]:
-    """What the lines of timeline.jsonl say. A stay that is split over two lines is one slice."""
+    """Entries from the lines of timeline.jsonl. A stay that is split over two lines is one slice."""
     spans: Spans = {}
     waits: dict[str, list[tuple[float, str]]] = {}
     traced: set[str] = set()

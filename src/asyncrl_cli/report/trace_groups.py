@@ -1,4 +1,4 @@
-"""The part of a trace that events.jsonl tells: what became of each group, the train steps and the versions.
+"""The part of a trace that comes from events.jsonl: what became of each group, the train steps and the versions.
 
 group      generation ─> waits to be taken ─> training       (slices in lanes: groups overlap)
 arrow      generation ─> waits to be taken ─> step N ─> version V
@@ -23,7 +23,7 @@ LOSSES = ("dropped", "requeued")
 
 @dataclass(slots=True)
 class Group:
-    """`times`: of the stages that it has reached, in their order, and of its loss, if it was lost. `told`: what is shown of it."""
+    """`times`: when it reached each of its stages, in order, and when it was lost, if it was. `told`: what is shown about it."""
 
     key: str
     times: list[int] = field(default_factory=list)
@@ -45,9 +45,9 @@ class Version:
 
 
 class Story:
-    """What the events of a run say of the train steps from `first` to `last` (None: to the end). `ends`: when each step ended.
+    """What the events of a run say about the train steps from `first` to `last` (None: to the end). `ends`: when each step ended.
 
-    A group's key may come twice: after a crash and a resume, its first try is not continued.
+    A group's key may occur twice: after a crash and a resume, its first try is not continued.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]], ends: Mapping[int, int], first: int, last: int | None) -> None:
@@ -134,7 +134,7 @@ def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) ->
 
 
 def _slices(group: Group, lanes: list[int], tracks: Tracks, until: int) -> Iterator[Entry]:
-    """The group, and in it what it did. One that is still under way lasts `until` then."""
+    """The group, and its phases inside it. A group that is still under way lasts until `until`."""
     told = group.times if group.has_ended else [*group.times, until]
     times = list(accumulate(told, lambda before, time: max(before + 1, time)))  # a microsecond apart, so that all can be seen
     track = group.track = tracks.track(GROUPS, f"lane {free_lane(lanes, times[0], times[-1]):02d}")
@@ -164,7 +164,7 @@ def version_entries(story: Story, tracks: Tracks) -> Iterator[Entry]:
 
 
 def mark_entries(story: Story, tracks: Tracks) -> Iterator[Entry]:
-    """Everything else that has happened: evals, checkpoints, restarts, warnings, as instants."""
+    """All other events (evals, checkpoints, restarts, warnings) as instants."""
     track = tracks.track(LOOP, "events")
     for mark in story.marks:
         if story.covers(time := micros(mark.get("time_s", 0.0))):

@@ -24,8 +24,8 @@ palette, whose colours differ for every kind of colour blindness; without those 
 
 
 class Stretch(NamedTuple):
-    """Tokens of one segment that were sampled by `version` (-1: by nobody, they were told). `whose`: `model`, `told`, or, at the
-    beginning of a segment, `prompt` and `segment 2`, ...: the context as it was rewritten. `is_load`: new weights were loaded just
+    """Tokens of one segment that were sampled by `version` (-1: not sampled, but given). `whose`: `model`, `told`, or, at the
+    beginning of a segment, `prompt` and `segment 2`, ...: the rewritten context. `is_load`: new weights were loaded just
     before it, within an answer."""
 
     segment: int
@@ -92,7 +92,7 @@ class Sampled:
 
     @property
     def turns(self) -> Iterator[tuple[str, list[Stretch]]]:
-        """Who speaks, and what. The model `calls` where it has written a tool call."""
+        """Who speaks, and the text. The speaker is `calls` where the model has written a tool call."""
         for (_, whose), grouped in groupby(self.stretches, key=lambda stretch: (stretch.segment, stretch.whose)):
             stretches = list(grouped)
             is_call = whose == MODEL and any(CALL.search(self.text(stretch)) for stretch in stretches)
@@ -117,7 +117,7 @@ class Sampled:
         return {} if trainer is None else {i: (math.exp(self.logprobs[i]), math.exp(trainer[i])) for i in self.sampled}
 
     def figures(self) -> dict[str, Any]:
-        """What is derived, for `--json`: beside the line as it was dumped."""
+        """Derived figures for `--json`, in addition to the dumped line."""
         return {
             "staleness": self.staleness,
             "span": self.span,
@@ -148,7 +148,7 @@ KEYS: dict[Sort, Callable[[Sampled], float]] = {
 
 
 def trajectories_of(run: Recorded, step: int) -> Iterator[Sampled]:
-    """Those of a dumped step, in the order of the dump."""
+    """The trajectories of a dumped step, in the order of the dump."""
     return (Sampled(line, f"samples of step {step} of {run.name}") for line in run.samples(step))
 
 

@@ -1,6 +1,6 @@
-"""What a run's figures say, in words: who idled and why, whether the data was too stale, what to change.
+"""What a run's figures mean, in words: who idled and why, whether the data was too stale, what to change.
 
-Every sentence names its figures. Nothing here is simulated: which setting would be best is `asyncrl plan --tune RUN`'s question.
+Every sentence names its figures. Nothing here is simulated: `asyncrl plan --tune RUN` searches for the best setting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IDLE = 0.15
 APART = 0.2
 """If the idle ratios differ by no more than this, neither side is said to limit the run."""
 EMPTY = 0.6
-"""Slots used below this while workers are busy: decoding runs with small batches, at nearly the cost of full ones."""
+"""If fewer slots are used while workers are busy, decoding runs with small batches, at nearly the cost of full ones."""
 DEAR = 0.05
 """A part of a step (a checkpoint, gathering) above this share of the time is worth a change."""
 CLIPPED = 0.2
@@ -29,11 +29,11 @@ CLIPPED = 0.2
 FAILED_CALLS = 0.2
 """Failed tool calls per trajectory above which it is worth a look: a model that learns a tool makes a few."""
 SIGNS = {
-    "correction/kl": ("too stale?", "The policy was {} nats per token from what had sampled the data"),
-    "correction/effective_ratio": ("importance weights", "The weights' effective sample size was {} of the tokens"),
-    "ref/kl": ("reference", "The policy was {} nats per token from its reference"),
+    "correction/kl": ("too stale?", "The policy was {} nats per token away from the policy that had sampled the data"),
+    "correction/effective_ratio": ("importance weights", "The effective sample size of the weights was {} of the tokens"),
+    "ref/kl": ("reference", "The policy was {} nats per token away from its reference"),
 }
-"""Of the signals that the loop warns of (loop/bands.py): what they are about, and their sentence."""
+"""For each signal that the loop warns about (loop/bands.py): its topic and its sentence."""
 BESIDE = {
     "eval": ("evals", "Evals held workers while the trainer waited", "Fewer eval.prompts, or a larger eval.every_versions."),
     "wait_scores": ("scores", "The trainer waited for scores", "More resources for the scorers (placement.tasks)."),
@@ -44,7 +44,7 @@ BESIDE = {
         "A larger trigger_parameter_sync_step.",
     ),
 }
-"""Parts of a step that are neither training nor waiting for groups: what they are about, their sentence, and what to change."""
+"""For each part of a step that is neither training nor waiting for groups: its topic, its sentence, and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Finding:
 
 def verdict_of(totals: Totals, settings: LoopSettings, *, is_divisible: bool) -> list[Finding]:
     """The findings, in the order in which a page shows them. `is_divisible`: a side has more than one process, so that resources
-    could be divided otherwise."""
+    could be divided differently."""
     return [
         *_idle(totals, settings.schedule.mode, is_divisible),
         *_beside(totals),
@@ -75,14 +75,14 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Iterator[Finding]:
     if trainer is None or rollout is None:
         return
     slots, evals = totals.mean("rollouter/slot_utilization"), totals.share("eval")
-    trainer = max(trainer - evals, 0.0)  # to generate more at a time makes no eval shorter
+    trainer = max(trainer - evals, 0.0)  # generating more at a time does not make evals shorter
     besides = f", and {share(evals)} more during evals;" if evals > DEAR else ","
     figures = f"the trainer idled {share(trainer)} of the time{besides} the rollout workers {share(rollout)}."
     if mode == "colocate":
-        text = f"Each while the other worked, on the same resources: {figures}"
+        text = f"Each side while the other used their shared resources: {figures}"
         yield Finding("who idled", "note", text, "Compare with an asynchronous mode: asyncrl bench --compare colocate.")
     elif max(trainer, rollout) <= IDLE:
-        yield Finding("who idled", "good", f"Hardly anybody: {figures}")
+        yield Finding("who idled", "good", f"Hardly anyone: {figures}")
     elif min(trainer, rollout) > IDLE and abs(trainer - rollout) <= APART:
         text = f"Both: {figures} They wait for each other: {_waits(totals)}"
         yield Finding("who idled", "bad", text, _looser(mode))
@@ -91,14 +91,14 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Iterator[Finding]:
     else:
         text = f"Mostly the rollout workers: {figures} Training limits the run; workers stand still because no group may start yet."
         change = _more("the trainer", "placement.trainer_workers", is_divisible)
-        why = "More staleness would not help: what is generated earlier only waits longer."
+        why = "More staleness would not help: groups that are generated earlier only wait longer."
         yield Finding("who idled", "bad", text, f"{change}. {why}")
 
 
 def _more(side: str, key: str, is_divisible: bool) -> str:
     if is_divisible:
         return f"Give {side} a larger share of the resources (placement.ratio or {key})"
-    return f"Where there are cores or GPUs that are free, give {side} a second process ({key} = 2)"
+    return f"If there are free cores or GPUs, give {side} a second process ({key} = 2)"
 
 
 def _generation_limits(figures: str, slots: float | None, totals: Totals, mode: str, is_divisible: bool) -> Finding:
@@ -128,7 +128,7 @@ def _or_partial(mode: str) -> str:
 
 
 def _beside(totals: Totals) -> Iterator[Finding]:
-    """What takes time beside training and generation."""
+    """What takes time besides training and generation."""
     for part, (about, text, change) in BESIDE.items():
         if (spent := totals.share(part)) > DEAR:
             yield Finding(about, "note", f"{text} {share(spent)} of the time.", change)
@@ -146,7 +146,7 @@ def _staleness(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:
         limit = f'on_stale = "{settings.profile.async_training.on_stale}" sets no strict bound'
         yield Finding("staleness", "note", f"Tokens were {number(mean)} versions old on average, {most:.0f} at most; {limit}.")
     elif bound == 0 and most == 0:
-        yield Finding("staleness", "good", "None: every token was trained by the version that sampled it.")
+        yield Finding("staleness", "good", "None: every token was trained in the window of the version that sampled it.")
     else:
         held = "held" if most <= bound else "was broken: please report it"
         text = f"Tokens were {number(mean)} versions old on average, {most:.0f} at most: the bound of {bound} {held}."
@@ -154,7 +154,7 @@ def _staleness(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:
 
 
 def _signals(totals: Totals, algorithm: AlgorithmSection) -> Iterator[Finding]:
-    """The figures of training that should stay within a band, and what the loop advises where their mean does not."""
+    """The figures of training that should stay within a band, and the loop's advice if their mean does not."""
     for name, key, side, advice in SIGNALS:
         figure, limit = totals.mean(name), getattr(algorithm, key)
         if figure is None:
@@ -180,8 +180,8 @@ def _syncs(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:
     most, limit = totals.most("sync/logprob_abs_diff"), settings.max_logprob_diff
     if most is None:
         return
-    text = f"Trainer and workers differed by at most {small(most)} in mean logprobs; the limit is {small(limit)}."
-    doubt = "See docs/weights.md: a worker may not compute with the weights that it was sent."
+    text = f"Trainer and workers had a mean absolute logprob difference of at most {small(most)}; the limit is {small(limit)}."
+    doubt = "See docs/weights.md: a worker may be computing with other weights than it was sent."
     yield Finding("weight syncs", "good", text) if most <= limit else Finding("weight syncs", "bad", text, doubt)
 
 
@@ -190,16 +190,16 @@ def _losses(totals: Totals) -> Iterator[Finding]:
     discarded, trained = totals.last.get("waste/tokens_discarded", 0), totals.last.get("tokens_trained", 0)
     wasted = discarded / max(discarded + trained, 1)
     if wasted > DEAR:
-        yield Finding("waste", "note", f"{share(wasted)} of the sampled tokens were discarded, and never trained.")
+        yield Finding("waste", "note", f"{share(wasted)} of the sampled tokens were discarded and never trained.")
     if restarts := totals.last.get("rollouter/restarts", 0):
         text = f"Rollout workers were restarted {restarts:.0f} times."
-        yield Finding("restarts", "note", text, "`asyncrl logs RUN` has their last words.")
+        yield Finding("restarts", "note", text, "`asyncrl logs RUN` shows their last output.")
     if skipped := totals.mean("train/skipped_steps"):
         text = f"On average {number(skipped, 3)} optimizer steps per train step were skipped: their gradient was not finite."
         yield Finding("gradients", "bad", text, 'A smaller trainer.lr, or model.dtype = "float32".')
     if (failed_calls := totals.mean("env/failed_calls") or 0.0) > FAILED_CALLS:
         text = f"On average {number(failed_calls)} tool calls per trajectory raised, named no tool, or could not be read."
-        yield Finding("tool calls", "note", text, "`asyncrl samples RUN` shows what the model called, and what it was told.")
+        yield Finding("tool calls", "note", text, "`asyncrl samples RUN` shows the calls, and what the model was told.")
     failed = {key.removeprefix("env/failed/"): value for key, value in totals.last.items() if key.startswith("env/failed/")}
     if failed:
         kinds = ", ".join(f"{kind} {value:.0f}" for kind, value in failed.items())

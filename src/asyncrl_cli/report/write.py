@@ -41,11 +41,11 @@ def write_report(
     """Write the page of these runs, or of one bench's directory, and return its file. `search`: with the setting that a simulated
     search recommends for each run.
 
-    Raises ConfigError for what does not exist, RefusedError for a run without train steps, and as `check_out`.
+    Raises ConfigError if a run or bench does not exist, RefusedError for a run without train steps, and as `check_out`.
     """
     bench = next((Path(name) for name in names if (Path(name) / RESULTS).is_file()), None)
     if bench is not None and len(names) > 1:
-        raise ConfigError(f"{bench} is a bench, which has a page of its own", hint=f"asyncrl report {bench}")
+        raise ConfigError(f"{bench} is a bench, which has its own page", hint=f"asyncrl report {bench}")
     found = runs_in(bench) if bench else [Recorded.find(name, runs_dir) for name in dict.fromkeys(names)]
     path = out or (bench / NAME if bench else found[0].files.path / NAME if len(found) == 1 else Path(NAME))
     check_out(path, GENERATOR, "report")
@@ -73,7 +73,7 @@ def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) 
     tuned = tune(Asked(reference=str(recorded.files.path), runs_dir=runs_dir), progress)
     best, speedup, heading = tuned.found.best, tuned.found.speedup, f"SIMULATED: what would be faster than {recorded.name}"
     if best == tuned.found.current:
-        return card(heading, f"<p>Nothing that was tried: its own setting is the fastest one; {escape(tuned.bound)}.</p>")
+        return card(heading, f"<p>Nothing that was tried: its own setting is the fastest; {escape(tuned.bound)}.</p>")
     against = "" if speedup is None else f", {speedup:.2f} times as fast as the simulated run with its own setting"
     window = f"{best.window_time_s:.4g} s per {tuned.window_groups} groups"
     text = f"{best.setting.split} {best.setting.split_names}, {window}{against}; {tuned.bound}."
