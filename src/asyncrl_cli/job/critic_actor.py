@@ -26,7 +26,7 @@ from asyncrl_cli.train.balance import RankPlan
 
 
 class CriticActor(ScorerActor):
-    """One process. Its methods mirror `loop.ports.Critic` and, for its part of a checkpoint, those of `TrainerActor`."""
+    """One process. Its methods mirror `loop.ports.Scorer` and, for its part of a checkpoint, those of `TrainerActor`."""
 
     THREADS = ScorerActor.THREADS | {"write": 1}
 
