@@ -3,7 +3,7 @@
     task.load_task(profile) -> Task        items of both splits, the reward's description, demonstrations
         gym.py                             where items come from: a reasoning-gym dataset,
         files.py, rows.py, splits.py       a jsonl or parquet file, row by row, and what of it is held out,
-        builtin.py                         a task that comes with asyncrl: arithmetic.py, guessing.py
+        builtin.py                         a task that comes with asyncrl: calculation.py, guessing.py
         verifiers_source.py                or an environment of the package verifiers; verifiers_player.py: what plays it
         code_choice.py                     which reward is meant (reward_spec.py), and which class plays (tool_class.py)
         code_records.py                    functions and classes of the user's (user_code.py): tried out in a child, recorded

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, did_you_mean
 from asyncrl_cli.profile.schema import TaskSection
-from asyncrl_cli.tasks.arithmetic import Arithmetic
+from asyncrl_cli.tasks.calculation import Arithmetic
 from asyncrl_cli.tasks.guessing import Guessing
 from asyncrl_cli.tasks.item import Item, take_new
 from asyncrl_cli.tasks.reward_spec import Adapter
