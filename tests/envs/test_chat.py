@@ -248,7 +248,7 @@ def test_the_builtin_model_can_be_offered_tools() -> None:
         ((TEMPLATES / "gemma.jinja").read_text(encoding="utf-8"), "does not write tool calls"),
         (
             "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function }}{% endfor %}{% endfor %}",
-            "a form",
+            "an unknown form",
         ),
     ],
 )

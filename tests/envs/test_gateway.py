@@ -151,7 +151,7 @@ async def test_refusals_are_in_openais_shape(server: Served) -> None:
 
         chat = "/chat/completions"
         code, why = await status(chat, b"\xff{")
-        assert (code, why.partition(":")[0]) == (400, "the body is no JSON")
+        assert (code, why.partition(":")[0]) == (400, "the body is not JSON")
         assert (await status(chat, b"[" * 100_000))[0] == 400
         deep = b'{"messages": [{"role": "user", "content": "x"}], "tools": ' + b"[" * 500 + b"]" * 500 + b"}"
         assert await status(chat, deep) == (400, "the body is nested more than 64 deep")

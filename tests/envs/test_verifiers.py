@@ -93,7 +93,7 @@ def test_a_python_without_verifiers_is_refused_with_what_to_install(tmp_path: Pa
     with pytest.raises(ConfigError, match="does not have the package verifiers") as without:
         task_of("any", python=str(bare))
     assert "asyncrl-cli[verifiers]" in str(without.value.hint)
-    with pytest.raises(ConfigError, match="is no program"):
+    with pytest.raises(ConfigError, match="is not a program"):
         task_of("any", python=str(tmp_path / "nothing"))
 
 

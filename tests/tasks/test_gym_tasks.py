@@ -165,7 +165,7 @@ def test_a_source_of_no_known_form_is_refused(source):
 
 
 def test_an_eval_path_is_refused_for_a_dataset():
-    with pytest.raises(ConfigError, match=r"task.eval_path is for files"):
+    with pytest.raises(ConfigError, match=r"task.eval_path is for tasks that are read from a file"):
         load_task(profile_of(task={"eval_path": "eval.jsonl"}))
 
 
@@ -187,7 +187,7 @@ def test_worked_items_come_with_demonstrations_that_survive_pickling():
 
 
 def test_a_dataset_without_a_worked_form_is_refused_with_those_that_have_one():
-    with pytest.raises(ConfigError, match="reasoning-gym:chain_sum has no worked form, only number_sorting"):
+    with pytest.raises(ConfigError, match="reasoning-gym:chain_sum has no worked form; only number_sorting"):
         load_task(profile_of("reasoning-gym:chain_sum", task={"adapter": "worked"}))
 
 

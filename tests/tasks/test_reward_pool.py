@@ -205,7 +205,7 @@ def test_the_plain_form_is_scored_by_the_datasets_own_verifier(tmp_path):
 
 
 def test_a_file_has_no_verifier_of_a_dataset(tmp_path):
-    with pytest.raises(ConfigError, match="this source has none") as refused:
+    with pytest.raises(ConfigError, match=r"this task.source has none") as refused:
         resolved("dataset")
     assert "exact-match" in refused.value.hint
 
@@ -509,7 +509,7 @@ def _alive(pid: int) -> bool:
         ("broken:score", "ZeroDivisionError: division by zero \\(broken.py:1\\)"),
         ("leaving:score", "SystemExit: 3"),
         ("dying:score", "its process ended with exit code 7"),
-        ("exact", "none of auto, dataset, exact-match, math-verify, none and not of the form module:function"),
+        ("exact", "not one of auto, dataset, exact-match, math-verify, none, and not of the form module:function"),
         ("my_rewards:", "not of the form module:function"),
     ],
 )

@@ -1,16 +1,16 @@
 """Environments and the groups that run in them: prompts become rewarded trajectories. This room does not import Ray.
 
-    port.py          what an environment is: one object per trajectory, asked for turns until it ends with a reward;
-                     and the environment of today's tasks: a prompt, a response, a reward
+    port.py          what an environment is: one object per trajectory, asked for turns until it ends with a reward; OneTurn
     chat.py          messages -> ids by the model's chat template, first prompts and further turns; answers.py: ids -> messages
-    conversation.py  the segments of a trajectory while they are made
-    episode.py       one trajectory while it is made: an environment and a model in turns
-    group_runner.py  groups and evals: n trajectories at once on one engine
-    tool_environment.py  the environment that a user's class is; processes.py: where it runs; call_log.py: what its tools did
+    conversation.py  the growing segments of one trajectory
+    episode.py       plays one trajectory: an environment and a model take turns
+    group_runner.py  groups and evals: n trajectories at once on one engine; places.py: which of them may generate
+    tool_environment.py  runs a user's class as an environment; processes.py: its processes; call_log.py: its tool calls
     calculator.py, guess.py   the environments of the builtin tasks
+    gateway/         OpenAI's API for users' agents
 
-`task.environment` names one. A new one is a file here and a line in `ENVIRONMENTS`, or an entry point `asyncrl.environments` of
-another package: a class, or a function, that takes the task's rewards and returns an `Environment`. Or it is a user's class.
+`task.environment` names one. A new one is a file here and a line in `ENVIRONMENTS`; or an entry point `asyncrl.environments` of
+another package, a class or function that takes the task's rewards and returns an `Environment`; or a user's class.
 """
 
 from __future__ import annotations

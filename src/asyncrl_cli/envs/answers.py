@@ -1,8 +1,8 @@
-"""Reads what a model said: thinking, content and tool calls, out of the text of an answer.
+"""Parses a model's answers: thinking, content and tool calls.
 
-The form of calls is a response template of transformers (`PreTrainedTokenizerBase.parse_response`): the tokenizer's own, if its
-directory has one (`response_template` in tokenizer_config.json), or the first of FORMS that reads back the call that the model's
-chat template writes. A form is chosen by that proof, not by the model's name.
+A response template of transformers (`PreTrainedTokenizerBase.parse_response`) describes the form of calls. It is the tokenizer's
+own, if its directory has one (`response_template` in tokenizer_config.json), or else the first of FORMS that correctly reads back a
+call written by the model's chat template. So the form is chosen by a test, not by the model's name.
 """
 # ruff: noqa: RUF001 (DeepSeek's tokens have full-width bars)
 
@@ -20,9 +20,9 @@ from asyncrl_cli.errors import first_line
 
 THINK, THINK_END = "<think>", "</think>"
 UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
-"""What transformers' parsers and `json` raise on what a model may write; the last one on a thousand brackets."""
+"""What transformers' parsers and `json` raise on malformed answers; RecursionError comes from a thousand brackets."""
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-"""For forms whose opening has the tool's name."""
+"""For forms whose opening contains the tool's name."""
 
 
 def _in_json(arguments: str) -> dict[str, Any]:
@@ -72,12 +72,12 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
         "transform": _NAMED,
     },
 }
-"""The field `tool_calls` of a response template, by the models that write so."""
+"""The field `tool_calls` of a response template, by the models that use this form."""
 
 
 class Parser:
-    """Reads the answers of one tokenizer. `prompt` and `written`: how its chat template writes EXAMPLE in answer to a question; by
-    that the form of calls is found. `written` is "" if it writes no calls."""
+    """Parses the answers of one model. `prompt` and `written`: a question, and the call EXAMPLE in answer to it, as its chat
+    template writes them; they determine the form of calls. `written` is "" if the template writes no calls."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str, written: str) -> None:
         self._tokenizer = tokenizer
@@ -87,8 +87,8 @@ class Parser:
         self.reads_calls = self._with_calls is not None
 
     def answer(self, text: str, whole: str, finish_reason: str, prompt: str, tools: Sequence[ToolSchema]) -> Answer:
-        """`text`: what was said without special tokens; `whole`: with them, but without the one that ended it; `prompt`: the end of
-        what it answers. Calls are looked for only if `tools` were offered."""
+        """`text`: the answer without special tokens. `whole`: with them, but without the one that ended it. `prompt`: the end of
+        the prompt. Calls are parsed only if `tools` were offered."""
         if tools and self._with_calls is not None:
             try:
                 message = self._parsed(self._with_calls, whole, prompt, tools)
@@ -111,7 +111,7 @@ class Parser:
 
     def _parsed(self, spec: Mapping[str, Any], whole: str, prompt: str, tools: Sequence[ToolSchema]) -> Message:
         """The message. Raises one of UNREADABLE if a call cannot be read."""
-        if not self._own:  # our templates read only what the prompt has begun of the answer
+        if not self._own:  # our templates need only the answer's beginning, if the prompt has it
             prompt = THINK if prompt.rstrip().endswith(THINK) else ""
         read = self._tokenizer.parse_response(whole, dict(spec), prefix=prompt, tools=list(tools) or None)
         message = {**read, "role": "assistant", "content": (read.get("content") or "").strip()}
@@ -133,7 +133,7 @@ EXAMPLE: Mapping[str, Any] = {
     "type": "function",
     "function": {"name": "name", "arguments": {"key": "value"}},
 }
-"""A call, and below the tool that it calls: what templates are tried with."""
+"""A call, and below the tool that it calls, with which chat templates are tested."""
 EXAMPLE_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {

@@ -1,4 +1,4 @@
-"""The environment of builtin:calculator: a calculator that does one operation at a time, and a place to put the answer.
+"""The environment of builtin:calculator: a calculator that does one operation at a time, and a tool to give the answer.
 
 It is a class in the convention of TRL's `environment_factory`, and needs nothing of asyncrl: public methods are the model's tools,
 described by their docstrings.
@@ -51,5 +51,5 @@ class Calculator:
         return "thanks"
 
     def get_reward(self) -> float:
-        """1 for the right answer, else 0: also if there is none."""
+        """1 for the right answer, 0 for a wrong one or none."""
         return float(self._given == self._expected)

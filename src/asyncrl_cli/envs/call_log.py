@@ -1,7 +1,7 @@
-"""The tool calls of a rollout worker, noted before they run. They tell what an episode that starts again may already have done.
+"""A log of a rollout worker's tool calls, written before they run. It shows what a restarted episode may already have done.
 
-One line of JSON per answer of the model that calls tools: `["<trajectory>", turn, ["tool", ...]]`. A file of MOST_BYTES becomes the
-older one, whose predecessor goes: together they reach further back than any episode that still runs.
+One line of JSON per model answer that calls tools: `["<trajectory>", turn, ["tool", ...]]`. A file of MOST_BYTES is renamed (suffix
+OLDER) and replaces the one renamed before it. Together the two reach further back than any running episode.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Calls = dict[int, list[str]]
 
 
 class CallLog:
-    """`path`: None notes nothing."""
+    """`path`: None to log nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -44,23 +44,23 @@ class CallLog:
 
 
 def noted_calls(logs: Path, worker: str = "*") -> dict[str, Calls]:
-    """What the files below `logs` say, of one worker or of all: the calls of each trajectory that has called a tool."""
+    """The logged calls of each trajectory that has called a tool, from the files below `logs`; of one worker or of all."""
     found = dict[str, Calls]()
     for file in sorted(logs.rglob(f"{worker}{SUFFIX}*")):
         with file.open("rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):
-                    break  # a killed worker's last
+                    break  # the last line of a killed worker
                 trajectory, turn, tools = json.loads(line)
                 found.setdefault(trajectory, {}).setdefault(turn, []).extend(tools)
     return found
 
 
 class RepeatedCalls:
-    """Tells of tool calls whose episodes start again, by the events of the loop: after a resume or a worker's death when they are
-    placed again, or when their prompt is admitted again. The files are read here, before the loop runs, and once per death.
+    """Reports the tool calls of episodes that start again after a resume or a worker's death: when they are placed again, or their
+    prompt is admitted again. The files are read on creation, before the loop runs, and at each death.
 
-    `logs`: of all attempts; `latest`: of the one that runs."""
+    `logs`: of all attempts; `latest`: of the running one."""
 
     def __init__(self, logs: Path, latest: str = "latest") -> None:
         self._latest = logs / latest
@@ -71,7 +71,7 @@ class RepeatedCalls:
             self._earlier.setdefault((uid, rest.partition(".")[0]), {})[trajectory] = calls
 
     def __call__(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Further events, one per trajectory: `calls` are the tools that it had called, by turn. It may call them again."""
+        """Events to add, one per restarted trajectory. `calls`: the tools that it had called, by turn. It may call them again."""
         found = dict[str, Calls]()
         if event["event"] == "lost":
             self._lost |= noted_calls(self._latest, event["worker"])

@@ -1,24 +1,24 @@
-"""The tokenizer's side of a conversation: messages become ids, ids become messages, and ids that stand get further messages.
+"""Chat templates and tokenizer: turns messages into ids and ids into messages, and continues existing ids with new messages.
 
     render   messages ─────────────────────────────> the ids of a first prompt
     parse    sampled ids ──────────────────────────> Answer (answers.py)
-    bridge   ids so far, and new messages ─────────> the ids that the new messages add; None where the template rewrites
+    bridge   ids so far, and new messages ─────────> the ids that the new messages add; None if the template rewrites
 
-A bridge is proven, not assumed. The template writes the conversation with the new messages, in which the last answer is replaced
-by a mark:
+A bridge is tested, not assumed. The template writes the conversation with the new messages, with a mark in place of the last
+answer:
 
-    before   <user>2+2?<model>                                              what the answer continued
-    after    <user>2+2?<model> MARK <eos> <user>and 3+3?<model>             must begin with `before`, and have the mark
+    before   <user>2+2?<model>                                              the prompt of the answer
+    after    <user>2+2?<model> MARK <eos> <user>and 3+3?<model>             must begin with `before`, and contain the mark
                                     ----- -----------------
-                                    close what is added                     tokenized from `close` on, a special token
+                                    close what is added                     tokenized from `close`, a special token, on
 
-If `after` does not begin with `before`, the template has changed what the model has seen: tools that move, thinking that is
-dropped. If the answer's thinking is missing in `after`, the template drops it. Then there is no bridge, and the caller begins anew
-with all messages rendered. How the template writes the answer itself does not matter: what was sampled stands as it is.
+If `after` does not begin with `before`, the template has rewritten what the model has seen: it moved tools or dropped thinking. If
+the answer's thinking is missing from `after`, the template drops it. In both cases there is no bridge, and the caller renders all
+messages as a new prompt. How the template writes the answer itself does not matter: the sampled ids are kept.
 
-Why not the package `renderers` (0.1.12), which bridges too: it knows models by their names on the hub, and a model here is a
-directory whose template may be anybody's, and is the one that the trained model will be served with; for all others it renders the
-whole history again. The templates decide here, and nothing but them has to be kept up to date.
+Why not the package `renderers` (0.1.12), which bridges too: it recognizes models by their names on the hub, and renders the whole
+history again for all others. Here a model is a directory with any template, and the trained model will be served with that
+template. The template decides, and nothing else has to be kept up to date.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ ANOTHER_MODEL = (
     "tokenizer_config.json to read what it writes)"
 )
 PREFIX_TOKENS = 64
-"""As many last tokens of a prompt show how it began the answer."""
+"""How many of a prompt's last tokens are read to see how it began the answer."""
 Tools = Sequence[ToolSchema]
 
 
 class Style(NamedTuple):
-    """How a template takes the message of an assistant. Templates differ; the first style that works is found by rendering."""
+    """How a template takes an assistant's message. Templates differ; test renderings find the first style that works."""
 
     thinks: bool
     """It takes `reasoning_content`. Otherwise thinking is put into `content`, as the model wrote it."""
     says_and_calls: bool = True
-    """It takes `content` beside tool calls. Otherwise that must be None there."""
+    """It takes `content` beside tool calls. Otherwise `content` must be None there."""
     arguments_as_text: bool = False
     writes_calls: bool = True
 
 
 class Chat:
-    """`stop_tokens`: those at which the engine ends a response, beside the tokenizer's own."""
+    """`stop_tokens`: tokens at which the engine ends a response, besides the tokenizer's own."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_tokens: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
@@ -73,14 +73,14 @@ class Chat:
         return self.tokenizer.chat_template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text by itself, as a prompt would have them. Raises EpisodeFailed if it is no Unicode."""
+        """Ids of a text that is a whole prompt. Raises EpisodeFailed if it is not valid Unicode."""
         return self._ids(text, add_special_tokens=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Ids of a conversation, up to where the model's answer begins. Without a chat template: of the contents, end to end.
+        """Ids of a conversation, up to where the model's answer begins. Without a chat template: ids of the joined contents.
 
         Raises EpisodeFailed if the template refuses the messages, or cannot be used with tools.
         """
@@ -93,10 +93,10 @@ class Chat:
     def bridge(
         self, tokens: Sequence[int], messages: Sequence[Message], new: Sequence[Message], tools: Tools = ()
     ) -> list[int] | None:
-        """Ids to append to `tokens` so that they go on with the `new` messages, up to where the next answer begins.
+        """Ids that continue `tokens` with the `new` messages, up to where the next answer begins.
 
-        `messages` is what `tokens` say; the last one is an answer, whose sampled ids `tokens` end with. None if the template would
-        change what is there. Raises EpisodeFailed if it refuses the new messages.
+        `messages`: what `tokens` stand for. The last one is an answer, with whose sampled ids `tokens` end. Returns None if the
+        template would rewrite these messages. Raises EpisodeFailed if it refuses the new ones.
         """
         if not self.has_template:
             return self._ids("".join(message["content"] for message in new))
@@ -107,7 +107,7 @@ class Chat:
         if not after.startswith(before) or not mark or (_thinks(answer) and THOUGHT not in written):
             return None
         closes = [(rest.index(text), text) for text in self._stop_texts if text in rest] if self._closes else []
-        if not closes:  # the template closes no answer with a token at which the model stops: what follows it as text
+        if not closes:  # the template does not close answers with a stop token: take all text after the answer
             alone = self._text([*seen, marked], tools, add_generation_prompt=False)
             return self._ids(after.removeprefix(alone)) if after.startswith(alone) else None
         at, _ = min(closes)
@@ -115,7 +115,7 @@ class Chat:
         return added[1:] if tokens and tokens[-1] in self._stops else added
 
     def parse(self, prompt: Sequence[int], completion: Completion, tools: Tools = ()) -> Answer:
-        """What the model said in answer to `prompt`. Calls are looked for only if `tools` were offered."""
+        """Parse the model's answer to `prompt`. Calls are parsed only if `tools` were offered."""
         text, reason = self.decode(completion.tokens), completion.finish_reason
         if not self.has_template:
             return Answer(text=text, message={"role": "assistant", "content": text}, finish_reason=reason)
@@ -127,7 +127,7 @@ class Chat:
 
     @cached_property
     def parser(self) -> Parser:
-        """Reads what this template writes."""
+        """Parses answers in the form that this template writes."""
         call = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE]}
         prompt, written = self._example(call)
         ends = [written.index(text) for text in self._stop_texts if text in written]
@@ -154,7 +154,7 @@ class Chat:
         if not self._style.writes_calls:
             return "its chat template does not write tool calls"
         if not self.parser.reads_calls:
-            return "its chat template writes tool calls in a form that is not known, and its tokenizer has no response_template"
+            return "its chat template writes tool calls in an unknown form, and its tokenizer has no response_template"
         call = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE]}
         result = {"role": "tool", "content": MARK, "tool_call_id": EXAMPLE["id"], "name": EXAMPLE["function"]["name"]}
         try:
@@ -166,8 +166,8 @@ class Chat:
     def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         try:
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-        except TypeError as error:  # JSON has halves of surrogate pairs, which no tokenizer takes
-            raise EpisodeFailed("template", f"a text that is no Unicode cannot be tokenized: {first_line(error)}") from error
+        except TypeError as error:  # JSON may hold lone surrogates, which tokenizers reject
+            raise EpisodeFailed("template", f"a text that is not valid Unicode cannot be tokenized: {first_line(error)}") from error
 
     @cached_property
     def _style(self) -> Style:
@@ -202,7 +202,7 @@ class Chat:
         try:
             tools = [EXAMPLE_TOOL] if "tool_calls" in message else []
             whole = self._text([QUESTION, message], tools, add_generation_prompt=False, style=style)
-            for begins_answer in (True, False):  # a prompt that begins to think is no part of what is said later
+            for begins_answer in (True, False):  # a <think> that begins the answer may be missing from the history
                 before = self._text([QUESTION], tools, add_generation_prompt=begins_answer)
                 if whole.startswith(before):
                     return before, whole.removeprefix(before)
@@ -243,7 +243,7 @@ def load_chat(model_dir: str | Path, *, trust_remote_code: bool) -> Chat:
 
 
 def stop_tokens_of(model_dir: str | Path) -> list[int]:
-    """The stop tokens of a model's generation config, which it need not have."""
+    """The stop tokens of a model's generation config; none if it has no such config."""
     try:
         ends = GenerationConfig.from_pretrained(model_dir).eos_token_id
     except OSError:
@@ -262,7 +262,7 @@ def render_prompts(tokenizer: PreTrainedTokenizerBase, items: Sequence[Mapping[s
 
 
 def _marked(answer: Message) -> Message:
-    """The answer with MARK as the last thing that it says, and THOUGHT as its thinking, if it has any."""
+    """The answer with MARK in place of its content, or of its last call's arguments, and THOUGHT in place of any thinking."""
     calls, thinking = answer.get("tool_calls"), dict.fromkeys(_thinks(answer), THOUGHT)
     if not calls:
         return {**answer, **thinking, "content": MARK}

@@ -1,12 +1,12 @@
-"""A trajectory's conversation while it is made: token sequences that only grow, and the messages that they stand for.
+"""The conversation of a running trajectory: token sequences that only grow, and the messages that they stand for.
 
     ask(new messages) ─> the ids so far + ids of the new messages ─────> generate ─> take(completion) ─> Answer
                     └──> where the template rewrites what came before,     ^
                          a fork: all messages rendered, as the prompt ─────┘
                          of a new segment
 
-Sampled tokens are never tokenized again. They are trained once, just as they were sampled, in the segment in which they were
-sampled. The prompt of a fork may repeat them as text, which is not trained. So the segments of a trajectory share its reward, and
+Sampled tokens are never tokenized again. Each is trained once, exactly as it was sampled, in the segment in which it was sampled.
+The prompt of a fork may repeat sampled tokens as text, which is not trained. So the segments of a trajectory share its reward, and
 its tokens count once.
 """
 
@@ -24,8 +24,8 @@ from asyncrl_cli.samples import NOT_SAMPLED, Segment
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """A segment while it grows. `messages`: what its tokens say, the last of them an answer (empty before the first one, and where
-    only the tokens are known)."""
+    """A growing segment. `messages`: what its tokens stand for, ending with an answer; empty before the first answer, and where
+    only the tokens are known."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Context:
     num_sampled: int = 0
 
     def begins(self, tokens: Sequence[int]) -> bool:
-        """Whether `tokens` begin with all of these."""
+        """Whether `tokens` begin with all of this context's tokens."""
         return list(tokens[: len(self.tokens)]) == self.tokens
 
     def grow(self, prompt: Sequence[int], completion: Completion) -> None:
@@ -53,7 +53,7 @@ class Context:
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """`contexts`: all so far; the last one goes on. A question that was never answered leaves no trace."""
+    """`contexts`: all so far; `ask` continues the last one. A question without an answer leaves no trace."""
 
     chat: Chat
     contexts: list[Context] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Conversation:
     _messages: list[Message] = field(default_factory=list)
 
     def ask(self, new: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Ids to generate from, after these further messages. Raises EpisodeFailed if the chat template refuses them."""
+        """The prompt's ids after these new messages. Raises EpisodeFailed if the chat template refuses them."""
         context = self.contexts[-1] if self.contexts else Context()
         self._messages = [*context.messages, *new]
         added = None
@@ -77,13 +77,13 @@ class Conversation:
         return self._prompt
 
     def take(self, completion: Completion) -> Answer:
-        """The answer to the last question."""
+        """Add the completion of the last question, and return it as an answer."""
         answer = self.chat.parse(self._prompt, completion, self._asked.tools)
         self.keep(self._asked, self._prompt, completion, [*self._messages, answer.message])
         return answer
 
     def keep(self, context: Context, prompt: list[int], completion: Completion, messages: list[Message]) -> None:
-        """Add a whole response to a context, which may be a new one. `messages`: what the context says from now on."""
+        """Add a whole response to a context, which may be a new one. `messages`: all messages of the context from now on."""
         if context not in self.contexts:
             self.contexts.append(context)
         context.grow(prompt, completion)

@@ -1,11 +1,11 @@
-"""One trajectory while it is made: an environment and a model in turns, within limits, and what becomes of it.
+"""Plays one trajectory: an environment and a model take turns, within limits, until it ends with a reward or fails.
 
     environment.start ─> Turn ─> ask ─> engine.generate ─> take ─> environment.step ─> End
                            ^                                              │
                            └──────────────────── Turn <───────────────────┘
 
-Who waits for whom: an episode for a place (if there may be several turns), for the engine and for its environment, in turns. `stop`
-ends each wait; so does `env.episode_timeout_s`, if there may be several turns.
+Who waits for whom: an episode waits in turns for a place (unless it has a single turn), for the engine and for its environment.
+`stop` ends each wait; so does `env.episode_timeout_s`, unless the episode has a single turn.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 
 class Limits(NamedTuple):
-    """Of an episode: rollout.max_prompt_tokens, and those of [env]."""
+    """Limits of an episode: rollout.max_prompt_tokens, and those in [env]."""
 
     max_prompt_tokens: int
     max_context_tokens: int
     max_turns: int = 1
     episode_timeout_s: float | None = None
-    """Of episodes whose first turn is not also their last."""
+    """Only for episodes with more than a single turn."""
 
     @classmethod
     def of(cls, profile: Profile) -> Limits:
@@ -53,8 +53,8 @@ class Limits(NamedTuple):
 
 
 class Means(NamedTuple):
-    """What the episodes of a worker have in common. `on_waiting(episode, for_what)`: one of them waits between turns, for a tool of
-    that name, say; "" when it waits no more."""
+    """What the episodes of a worker share. `on_waiting(episode, for_what)` is called when one begins to wait between turns, for a
+    tool of that name, say; and with "" when the wait ends."""
 
     engine: Engine
     chat: Chat
@@ -69,9 +69,9 @@ class Episode:
     """One trajectory of a group or eval.
 
     `end` and `failure` are None until the episode has ended; then one of them is set. `finish_reason`: of the last answer, or why
-    there was no further one ("length", "max_turns"). `on_slot(change)` is called when it no longer needs its slot (+1), and when it
-    needs one again (-1), after a pause with `rollout.hold_slots = false`. `kept`, of an episode with one answer: the tokens that
-    the answer goes on from, or all of the answer.
+    there was no further one ("length", "max_turns"). `on_slot(change)` is called with +1 when the episode no longer needs its slot,
+    and with -1 when it needs one again after a pause (with `rollout.hold_slots = false`). `kept`, only for a single turn: the
+    tokens from which the answer continues, or the whole answer.
     """
 
     id: str
@@ -88,7 +88,7 @@ class Episode:
     has_one_turn: bool = False
     conversation: Conversation = field(init=False)
     lost_tokens: int = 0
-    """Sampled tokens of conversations that were begun anew."""
+    """Sampled tokens of discarded conversations."""
     _place: Place = field(init=False)
     _stopped: EpisodeFailed | None = None
     _wait: asyncio.Future[Any] | None = None
@@ -100,8 +100,7 @@ class Episode:
         self._place = Place(self.means.places)
 
     async def play(self) -> None:
-        """From the environment's start to its end. Raises only what the engine raises, and PreflightError for a model without
-        tools."""
+        """Play the episode to its end. Raises only the engine's errors, and PreflightError for a model without tools."""
         try:
             self._check_stopped()
             environment = self._made()
@@ -116,14 +115,14 @@ class Episode:
             self._free()
 
     async def stop(self, kind: str, text: str) -> None:
-        """End the episode soon, as failed."""
+        """Make the episode fail soon."""
         self._stopped = self._stopped or EpisodeFailed(kind, text)
         await self.means.engine.abort(self.id)
         if self._wait is not None:
             self._wait.cancel()
 
     async def stop_late(self) -> None:
-        """Stop the episode after env.episode_timeout_s. A single turn ends by its own limits: of tokens, and of the reward."""
+        """Stop the episode after env.episode_timeout_s. A single turn has other limits: on tokens, and on the reward."""
         limit_s = self.means.limits.episode_timeout_s
         await asyncio.sleep(limit_s or math.inf)
         if not self.has_one_turn:
@@ -151,7 +150,7 @@ class Episode:
             turn = following
 
     def _ask(self, turn: Turn) -> list[int] | None:
-        """Ids to generate from; None if no further answer is possible, with `finish_reason` saying why.
+        """The prompt's ids; None if no further answer is possible: then `finish_reason` says why.
 
         Raises EpisodeFailed if the first prompt is empty or too long, PreflightError if the model cannot be offered tools.
         """
@@ -192,7 +191,8 @@ class Episode:
         return await self.means.engine.generate(self.id, prompt, sampling, seed, **how)
 
     def so_far(self) -> Completion | None:
-        """What a later episode with the same seed can go on from, or end with; None if it would have to start again."""
+        """The tokens from which a later episode with the same seed can continue, or its whole answer; None if it must start
+        again."""
         if not self.has_one_turn:
             return self.kept
         if not self.conversation.num_turns:
@@ -219,7 +219,7 @@ class Episode:
             self.waits_for("")
 
     def waits_for(self, what: str) -> None:
-        """The episode waits between turns from now on, for a tool of this name, say; "": it waits no more."""
+        """Note that the episode now waits between turns, for a tool of this name, say; or, with "", that it waits no more."""
         now_s, since_s = asyncio.get_running_loop().time(), self._waits_since_s
         if what and since_s is None:
             self._waits_since_s = now_s
@@ -257,7 +257,7 @@ class Episode:
             raise self._failed(error) from error
 
     def _checked(self, end: End) -> End:
-        """The end without facts that are no finite numbers: these were not measured. Raises EpisodeFailed for such a reward."""
+        """The end without facts that are not finite: those were not measured. Raises EpisodeFailed if the reward is not finite."""
         if not math.isfinite(end.reward):
             raise EpisodeFailed("reward", f"reward of {self.id}: it is {end.reward}")
         return replace(end, facts={name: fact for name, fact in end.facts.items() if math.isfinite(fact)})
@@ -266,7 +266,7 @@ class Episode:
         try:
             async with timeout(CLOSE_LIMIT_S):
                 await environment.close()
-        except Exception:  # the trajectory is what it is
+        except Exception:  # it does not change the trajectory
             logger.exception("the environment of %s could not be closed", self.id)
 
     def _failed(self, error: Exception) -> EpisodeFailed:
@@ -285,11 +285,11 @@ class Episode:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens sampled so far, those that were lost included."""
+        """Tokens sampled so far, including lost ones."""
         return self.conversation.num_sampled + self.lost_tokens
 
     def begin_anew(self) -> None:
-        """A new conversation; the tokens of the one so far are never trained."""
+        """Start a new conversation. The tokens of the old one are never trained."""
         self.lost_tokens += self.conversation.num_sampled
         self.conversation = Conversation(self.means.chat)
 

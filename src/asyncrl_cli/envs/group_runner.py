@@ -1,4 +1,4 @@
-"""Runs parts of groups and evals, from prompts to rewarded trajectories: episodes at once, each with an environment of its own.
+"""Runs parts of groups and evals, from prompts to rewarded trajectories: concurrent episodes, each with its own environment.
 
     PartRequest -> for each index (environment.start -> engine.generate -> environment.step -> ...) -> PartResult + GroupPayload
 
@@ -35,7 +35,7 @@ class _Running:
 
 @dataclass(slots=True, eq=False)
 class GroupRunner:
-    """`sampling`: of groups; evals bring their own."""
+    """`sampling`: for groups; evals bring their own."""
 
     means: Means
     sampling: Sampling
@@ -50,7 +50,7 @@ class GroupRunner:
         return self.means.engine.tokens_of(episode.id) + episode.num_sampled
 
     def so_far(self) -> tuple[SoFar, list[GroupPayload]]:
-        """What each running part has, and the tokens: a payload per part in which something is kept."""
+        """What each running part has kept so far, and the kept tokens: a payload for each part that has any."""
         kept, payloads, rest_tokens = dict[PartKey, dict[int, Kept]](), list[GroupPayload](), 0
         for part in self._running:
             if (request := part.request) is None:
@@ -69,8 +69,8 @@ class GroupRunner:
     async def run(
         self, request: PartRequest, on_sequence: Callable[[int], None], so_far: GroupPayload | None = None
     ) -> tuple[PartResult, GroupPayload]:
-        """`on_sequence(number of trajectories that need no slot now)` is called whenever that changes. `so_far`: the tokens, by
-        index, of what the request's responses go on from.
+        """Play a part. `on_sequence(number of trajectories that need no slot now)` is called whenever that changes. `so_far`: by
+        index, the tokens from which the request's responses continue.
 
         A response's random numbers depend on the group's seed and on its index, not on the part that it is in.
         """
@@ -100,8 +100,8 @@ class GroupRunner:
         return _result(request, part)
 
     async def evaluate(self, request: EvalRequest, sampling: Sampling, *, with_tokens: bool = False) -> EvalResult:
-        """Play the tries, at most as many at once as the engine has slots. ValueError if the engine holds another version.
-        `with_tokens`: the result's payload has a group for each that has not failed.
+        """Play the tries, at most as many at once as the engine has slots. Raises ValueError if the engine holds another version.
+        `with_tokens`: the result's payload has a group for each try that has not failed.
 
         A try's random numbers depend on the request's seed, the item's uid and the sample's number, not on the other tries.
         """
@@ -121,8 +121,8 @@ class GroupRunner:
         return Episode(name, item, seed, self.means, sampling)
 
     async def abort(self, key: AttemptKey | None) -> None:
-        """Every `run` of a part of this attempt returns soon after, without trajectories; or every `evaluate` (None), in which
-        trajectories without a reward are failures. Unknown keys are ignored."""
+        """Make every running part of this attempt return soon, without trajectories; or, with None, every `evaluate`, where
+        trajectories without a reward count as failures. Unknown keys are ignored."""
         for running in [running for running in self._running if running.key == key]:
             running.aborted = True
             for episode in running.episodes:

@@ -9,7 +9,7 @@ from asyncrl_cli.tasks.item import Item, messages_of
 
 class Guess(Environment):
     def __init__(self, rewards: object) -> None:
-        """The rewards of the task are not used: what an episode is worth follows from its guesses."""
+        """The rewards of the task are not used: the reward follows from the guesses."""
 
     async def start(self, item: Item) -> Turn:
         facts = item["metadata"]

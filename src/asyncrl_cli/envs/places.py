@@ -1,10 +1,10 @@
-"""Who may generate on a rollout worker, where trajectories have several turns, and whom a drain waits for.
+"""Decides which trajectories with several turns may generate on a rollout worker, and which ones a drain waits for.
 
     take (begins) ─> generate ─> pause, waits for a tool ─> take (goes on) ─> generate ─> ... ─> leave
 
-A worker has as many places as its engine has slots. With `rollout.hold_slots` a trajectory keeps its place during a pause; without,
-it queues for one when it goes on, before all that have not begun. Trajectories of a single turn take no place: they queue in the
-engine itself, which begins one in the very step in which another ends.
+A worker has as many places as its engine has slots. With `rollout.hold_slots` a trajectory keeps its place during a pause. Without
+it, the trajectory queues for a place when it goes on, ahead of all that have not begun. Trajectories of a single turn take no
+place: they queue in the engine, which begins one in the same step in which another ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Places:
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Let nobody begin, and wait until all that have begun have left. Whoever waits begins after the block."""
+        """Let no trajectory begin, and wait until all that have begun have left. Those that wait begin after the block."""
         self._is_closed = True
         try:
             await self._empty.wait()
@@ -46,7 +46,7 @@ class Places:
         self._hand_out()
 
     def left(self) -> None:
-        """One that had begun has ended."""
+        """A trajectory that had begun has ended."""
         self._num_begun -= 1
         if not self._num_begun:
             self._empty.set()
@@ -65,7 +65,7 @@ class Places:
 
 
 class Place:
-    """One trajectory's. `is_taken`: it is the trajectory's now; `turn`: for which it waits otherwise."""
+    """One trajectory's place. `is_taken`: the trajectory has it now. `turn`: done when the trajectory gets it."""
 
     def __init__(self, places: Places) -> None:
         self.has_begun = self.is_taken = False
@@ -81,11 +81,11 @@ class Place:
         try:
             await self.turn
         except asyncio.CancelledError:
-            self.leave()  # it may have been handed out in the same turn of the event loop
+            self.leave()  # the place may have been handed out in the same turn of the event loop
             raise
 
     def pause(self) -> None:
-        """The trajectory waits for its environment."""
+        """The trajectory waits for its environment: it gives the place back, unless places are held."""
         if not self._places.hold:
             self._give_back()
 

@@ -1,4 +1,4 @@
-"""The environment port: an environment gives a model its prompts and judges what it answers. Today's tasks have one turn.
+"""The environment port: an environment gives a model its prompts and judges its answers, in one turn or several.
 
 item ─> start ─> Turn ─> render, generate, parse ─> step ─> Turn ─> render, generate, parse ─> step ─> End
                                                      └── no room for a further turn ─> cut ─> End
@@ -55,7 +55,7 @@ class Answer:
 
 
 class EpisodeFailed(Exception):
-    """This trajectory has no reward; it leaves its group, and the others go on. `kind` is what metrics count, `text` says more.
+    """This trajectory has no reward: its group goes on without it. Metrics count failures by `kind`; `text` gives the details.
 
     Kinds: prompt, template, cut, environment, agent, tool-timeout, tool-died, episode-timeout, reward, aborted.
     """
@@ -72,8 +72,8 @@ class Rewards(Protocol):
 
 
 class Environment(Protocol):
-    """Made for one trajectory; derive from it. An error that it raises fails only that trajectory. Its calls are cancelled if the
-    group is aborted. `episode` names the trajectory: `<attempt>/<index>`, or that of an eval."""
+    """Base class of environments: one object per trajectory. An error that it raises fails only that trajectory. Its calls are
+    cancelled if the group is aborted. `episode`: the trajectory's name, `<attempt>/<index>`, or that of an eval."""
 
     episode: str = ""
 
@@ -82,16 +82,16 @@ class Environment(Protocol):
     async def step(self, answer: Answer) -> Turn | End: ...
 
     async def cut(self, reason: str) -> End:
-        """No further turn is possible: what the episode is worth as it stands. `reason`: "length" (the context is full) or
-        "max_turns"."""
+        """End the episode, because no further turn is possible, with the reward that it has earned so far. `reason`: "length" (the
+        context is full) or "max_turns"."""
         raise EpisodeFailed("cut", f"the episode was cut short ({reason}), and its environment gives no reward for that")
 
     async def close(self) -> None:
-        """Let go of what the episode holds. Called once, whatever happened, errors and aborts included."""
+        """Release the episode's resources. Called exactly once, also after errors and aborts."""
 
 
 class SelfPlayed(Environment):
-    """Plays its whole episode by itself: it asks the model without the episode's turns, and is asked for nothing but `play`."""
+    """Plays its whole episode by itself: only `play` is called, and it asks the model itself."""
 
     async def play(self, episode: Any) -> End:
         """Play an `episode.Episode`, and fill its conversation and `finish_reason`."""
@@ -99,7 +99,7 @@ class SelfPlayed(Environment):
 
 
 class OneTurn(Environment):
-    """The environment of tasks with one prompt and one response: the task's reward ends it."""
+    """The environment of tasks with one prompt and one response, which the task's reward scores."""
 
     def __init__(self, rewards: Rewards) -> None:
         self._rewards = rewards

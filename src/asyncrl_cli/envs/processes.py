@@ -1,4 +1,4 @@
-"""Environment processes, seen from a rollout worker: one per running episode, forked from a zygote, reused after a clean end.
+"""A rollout worker's environment processes: one per running episode, forked from a zygote, reused after a clean end.
 
     take ─> EnvironmentProcess ─ask, answer─> ... ─give_back─> idle ─> take ...
                                      └─ hung, died, stopped ─> kill
@@ -29,7 +29,7 @@ LINE_LIMIT_BYTES = 16 * 2**20
 """More than a text of MAX_TEXT_CHARS takes as JSON."""
 START_LIMIT_S, DEATH_LIMIT_S, END_LIMIT_S = 30.0, 2.0, 5.0
 FULL_PAUSE_S = 0.01
-"""The zygote's socket holds some 280 commands: whoever finds it full tries again after this pause."""
+"""The zygote's socket holds some 280 commands. If it is full, `take` tries again after this pause."""
 CHUNK_BYTES, CHUNK_PAUSE_S = 2**16, 0.002
 LOGGED_BYTES, LOGGED_BYTES_PER_S = 2**18, 2**14
 
@@ -42,7 +42,7 @@ class ProcessEnded(Exception):
 
 @dataclass(slots=True, eq=False)
 class EnvironmentProcess:
-    """Runs one environment at a time. `num_owed`: answers that it still has to give; the first one is its pid."""
+    """Runs one environment at a time. `num_owed`: how many answers are still to come; the first one is its pid."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -51,7 +51,7 @@ class EnvironmentProcess:
     _ended: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def ask(self, *request: Any, num_answers: int = 1) -> None:
-        """Raises any error of pickling, and then has asked nothing."""
+        """Send a request. If it cannot be pickled, raises that error and sends nothing."""
         send(self.writer, pickle.dumps(request, protocol=5))
         self.num_owed += num_answers
 
@@ -62,8 +62,8 @@ class EnvironmentProcess:
                 line = await self.reader.readline()
                 answer = json.loads(line) if line.endswith(b"\n") else None
             except ValueError as error:  # a tool wrote to the socket
-                raise ProcessEnded(f"what it wrote is no answer ({error})") from error
-            except OSError:  # it is closed, by a tool or by the end of the process
+                raise ProcessEnded(f"an unreadable answer ({error})") from error
+            except OSError:  # a tool or the end of the process closed the socket
                 answer = None
         if not isinstance(answer, dict):
             raise ProcessEnded(await self._how_it_ended())
@@ -77,7 +77,7 @@ class EnvironmentProcess:
         return "its socket closed"
 
     def has_ended(self, returncode: int) -> None:
-        """Whoever it has started may still hold its socket open: nothing is read any more."""
+        """Stop reading: a process that it started may still hold its socket open."""
         if not self._ended.done():
             self._ended.set_result(returncode)
         self.reader.feed_eof()
@@ -193,9 +193,9 @@ class EnvironmentProcesses:
         self._beside.append(asyncio.create_task(self._listen(reader, writer), name="environment processes"))
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Note the processes that end; when the zygote itself ends, all do."""
+        """Note the processes that end. When the zygote itself ends, all of them do."""
         try:
-            with contextlib.suppress(OSError):  # it had ended when it was told to kill a process
+            with contextlib.suppress(OSError):  # the zygote had ended before a kill command reached it
                 while line := await reader.readline():
                     ended = json.loads(line)
                     if (process := self._alive.pop(ended["pid"], None)) is not None:
@@ -215,8 +215,8 @@ class EnvironmentProcesses:
                 control.shutdown(socket.SHUT_RDWR)
 
     def _fork(self, fd: int) -> bool:
-        """Have the zygote fork a process that talks over `fd`; False if it has too much to read already. Raises ProcessEnded if it
-        does not listen."""
+        """Have the zygote fork a process that talks over `fd`; False if the zygote's socket is full. Raises ProcessEnded if the
+        zygote has ended."""
         if self._control is None or self._commands is None:
             raise ProcessEnded("the parent of the environment processes has ended")
         if self._commands.transport.get_write_buffer_size():
@@ -231,7 +231,7 @@ class EnvironmentProcesses:
 
 
 def _show(text: bytes) -> int:
-    """How many bytes our standard error has taken: none if it is gone, which is no reason for environments to wait."""
+    """Write to our standard error. Returns how many bytes it took: none if it is gone, so that environments do not wait for it."""
     try:
         return os.write(2, text)
     except OSError:
@@ -239,9 +239,9 @@ def _show(text: bytes) -> int:
 
 
 async def _copy_output(process: asyncio.subprocess.Process) -> None:
-    """Copy what is printed to our standard error: LOGGED_BYTES, and LOGGED_BYTES_PER_S from then on. The rest is counted.
+    """Copy the output to our standard error: LOGGED_BYTES at first, then LOGGED_BYTES_PER_S. The rest is dropped and counted.
 
-    A process that prints faster than this reads waits for it, within the limits of its episode.
+    A process that prints faster than this reads has to wait, within the limits of its episode.
     """
     clock = asyncio.get_running_loop().time
     budget, num_dropped, since_s = float(LOGGED_BYTES), 0, clock()

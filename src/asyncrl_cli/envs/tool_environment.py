@@ -1,10 +1,10 @@
-"""The environment that a ToolClass is: its tools run in a process of the episode's own, within env.tool_timeout_s each.
+"""Runs a ToolClass as an environment: its tools run in the episode's own process, within env.tool_timeout_s each.
 
     start      -> reset ─> text for the user's message
     step       -> the tools that the model called ─> their results, or errors; no call, or `done` -> the reward
     malformed  -> the model is told why its call could not be read
 
-A tool that hangs or dies ends the episode as failed; so do `reset` and the reward, by their own kinds.
+A tool that hangs or dies makes the episode fail. So do `reset` and the reward, each with a failure kind of its own.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Prompts and rewards: turns a profile's `task` section into items, and scores responses to them.
 
     task.load_task(profile) -> Task        items of both splits, the reward's description, demonstrations
-        gym.py                             where items come from: a reasoning-gym dataset,
-        files.py, rows.py, splits.py       a jsonl or parquet file, row by row, and what of it is held out,
-        builtin.py                         a task that comes with asyncrl: arithmetic.py, guessing.py
-        verifiers_source.py                or an environment of the package verifiers; verifiers_player.py: what plays it
-        code_choice.py                     which reward is meant (reward_spec.py), and which class plays (tool_class.py)
-        code_records.py                    functions and classes of the user's (user_code.py): tried out in a child, recorded
+        gym.py                             items from a reasoning-gym dataset
+        files.py, rows.py, splits.py       items from a jsonl or parquet file: reads it, checks its rows, holds out eval items
+        builtin.py                         items of a task that comes with asyncrl: calculation.py, guessing.py
+        verifiers_source.py                items from an environment of the package verifiers; verifiers_player.py plays them
+        code_choice.py                     chooses the reward (reward_spec.py) and the environment class (tool_class.py)
+        code_records.py                    tries out user code (user_code.py) in a child process, and records its file
         item.py                            what an item is; compact prompts with written-out working, for builtin:tiny
-    rewards.RewardPool(task.reward, ...)   awaits rewards without blocking the event loop:
-        reward_process.py              a process that scores, seen from the pool: started, asked, watched
-        reward_worker.py               what runs in it, with scoring.py inside; agents.py: agents run there, too
-        child.py                       how our child processes start, talk and end
+    rewards.RewardPool(task.reward, ...)   awaits rewards without blocking the event loop
+        reward_process.py                  the pool's side of a scoring process: starts it, sends requests, watches it
+        reward_worker.py                   the process's own side: runs scorers (scoring.py) and agents (agents.py)
+        child.py, zygote.py                how our child processes start, communicate and end; zygote.py forks those of environments
 
 This room does not import ray or torch.
 """

@@ -1,7 +1,7 @@
-"""Agents: functions of the user's that play an item through an OpenAI client, `async def episode(client, item) -> reward`.
+"""Agents: user functions that play an item through an OpenAI client, `async def episode(client, item) -> reward`.
 
-They run as async rewards do (reward_worker.py), up to 128 in a process. `client` is an `openai.AsyncOpenAI` for the gateway of a
-rollout worker; `client.model` is the name to ask for. An agent that returns None has posted its reward.
+They run like async rewards (reward_worker.py), up to 128 per process. `client` is an `openai.AsyncOpenAI` for the gateway of a
+rollout worker; `client.model` is the model name to request. An agent may post its reward to the gateway and return None.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Access:
 
 
 def load_agent(code: UserCode) -> Episode:
-    """The agent's function. Raises any error of its import, TypeError if it cannot be an agent."""
+    """Import the agent's function. Raises any error of that import, or TypeError if the function cannot be an agent."""
     function = code.load()
     if not inspect.iscoroutinefunction(function):
-        raise TypeError(f"{code.attribute} is no async function")
+        raise TypeError(f"{code.attribute} is not an async function")
     try:
         inspect.signature(function).bind(None, {})
     except TypeError as error:
@@ -40,8 +40,8 @@ def load_agent(code: UserCode) -> Episode:
 
 
 def player(code: UserCode) -> Callable[[Item, Access], Awaitable[float]]:
-    """What plays an item with the agent and returns the reward. Raises what `load_agent` does."""
-    import openai  # noqa: F401  (it takes seconds: longer than the first episode may keep its process from others)
+    """Return a function that plays an item with the agent and returns its reward. Raises the errors of `load_agent`."""
+    import openai  # noqa: F401  (the import takes seconds: longer than an episode may block its process)
 
     function = load_agent(code)
 
@@ -49,10 +49,10 @@ def player(code: UserCode) -> Callable[[Item, Access], Awaitable[float]]:
         async with opened(access) as client:
             reward = await function(client, item)
         if reward is None:
-            async with opened(access) as client:  # the agent may have closed its own
+            async with opened(access) as client:  # the agent may have closed the first client
                 reward = (await client.get(f"{access.base_url.removesuffix('/v1')}/reward", cast_to=object))["reward"]
         if reward is None:
-            raise ValueError("the agent returned None and has posted no reward")
+            raise ValueError("the agent returned None and did not post a reward")
         return reward
 
     return play
@@ -63,7 +63,7 @@ async def opened(access: Access) -> AsyncIterator[Any]:
     """An OpenAI client for the session."""
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-    # Loopback needs neither certificates, whose loading takes longer than a request, nor the machine's proxies.
+    # Loopback needs no certificates (loading them takes longer than a request) and none of the machine's proxies.
     http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
     async with AsyncOpenAI(base_url=access.base_url, api_key=access.key, http_client=http) as client:
         client.model = access.model  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The tasks that come with asyncrl: their items, with the guarantees of every task, and what the best play earns.
+"""The tasks that come with asyncrl: looks them up by name, checks their parameters and draws their items.
 
 All prompts differ. The eval items depend on `task.params` only, so runs with different seeds can be compared.
 """
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, did_you_mean
 from asyncrl_cli.profile.schema import TaskSection
-from asyncrl_cli.tasks.arithmetic import Arithmetic
+from asyncrl_cli.tasks.calculation import Arithmetic
 from asyncrl_cli.tasks.guessing import Guessing
 from asyncrl_cli.tasks.item import Item, take_new
 from asyncrl_cli.tasks.reward_spec import Adapter
@@ -21,15 +21,15 @@ from asyncrl_cli.tasks.reward_spec import Adapter
 MAX_TRIES_PER_PROMPT = 50
 
 Builtin = Arithmetic | Guessing
-"""A task's fields are its parameters. It draws items, whose prompts may come twice, and writes a correct and a flawed demonstration
-of each. `environment`: what plays its episodes. `words`: texts for which builtin:tiny gets a token each. `ceiling(items)`: the mean
-reward of the best play."""
+"""A task's fields are its parameters. It draws items, whose prompts may repeat, and writes a correct and a flawed demonstration of
+each. `environment`: the one that plays its episodes. `words`: texts for which builtin:tiny gets a token each. `ceiling(items)`: the
+mean reward of the best play."""
 BUILTIN: Mapping[str, type[Builtin]] = {"calculator": Arithmetic, "guess": Guessing}
 """By the name in `task.source = "builtin:<name>"`."""
 
 
 def environment_of(task: TaskSection) -> str:
-    """The environment that a profile asks for; `auto` is that of a builtin task, or one-turn."""
+    """The name of the profile's environment. `auto` means a builtin task's own environment, or else one-turn."""
     if task.environment != "auto":
         return task.environment
     kind, _, name = task.source.partition(":")
@@ -37,7 +37,7 @@ def environment_of(task: TaskSection) -> str:
 
 
 def builtin_task(name: str, params: Mapping[str, Any]) -> Builtin:
-    """The task of a name. Raises ConfigError for an unknown one, and for wrong parameters."""
+    """The builtin task of this name. Raises ConfigError if there is none, or if `params` are wrong."""
     if name not in BUILTIN:
         known = did_you_mean(name, BUILTIN, f"builtin tasks: {', '.join(BUILTIN)}")
         raise ConfigError(f'task.source: there is no task "builtin:{name}"', hint=known)
@@ -57,7 +57,7 @@ def builtin_task(name: str, params: Mapping[str, Any]) -> Builtin:
 def drawn(task: Builtin, name: str, form: Adapter, stream: str, num: int, taken: set[str]) -> list[Item]:
     """`num` items whose prompts differ from each other and from `taken`; their prompts are added to `taken`.
 
-    Raises ConfigError if the task does not come up with so many.
+    Raises ConfigError if the task does not produce that many.
     """
     rng, most = Random(f"builtin:{name} {stream}"), MAX_TRIES_PER_PROMPT * num
     found, num_tries = take_new((task.draw(rng, form) for _ in range(most)), num, taken)

@@ -3,8 +3,8 @@
     parent -> child (stdin)     (role, arguments), then whatever the role reads
     child -> parent (stdout)    whatever the role writes
 
-A role is a function `role(requests, results, *arguments)`. What the parent sends is pickled: both ends run the same version of our
-code. A child dies with its parent. It leads a process group of its own, so that everything it has started can be killed with it.
+A role is a function `role(requests, results, *arguments)` that runs in the child. The parent sends pickles: both ends run the same
+version of our code. A child dies with its parent. It leads its own process group, so everything it started can be killed with it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class ChildTimedOut(ChildFailed):
 
 
 def command(function: Callable[..., Any], python: str = "") -> list[str]:
-    """The command line of a child. It ends with the name of the function's module only for people who read `ps`.
+    """The command line of a child. It ends with the name of the function's module only to show it in `ps`.
 
-    `python`: another Python, 3.11 or newer, which need have neither our package nor what that depends on. Only the package itself
-    becomes importable there: the directory that holds it may hold all packages of this Python.
+    `python`: another Python, 3.11 or newer, that needs neither our package nor its dependencies. Only our package becomes
+    importable there, not the directory that holds it, which may hold all packages of this Python.
     """
     # -P: do not import from the working directory, unless a spec says so.
     ours = ["-m", "asyncrl_cli.tasks.child"] if not python else ["-c", IN_ANOTHER_PYTHON, str(PACKAGE)]
@@ -59,7 +59,7 @@ def command(function: Callable[..., Any], python: str = "") -> list[str]:
 
 
 def environment(python: str = "", **variables: str) -> dict[str, str]:
-    """This process's environment without Ray's variables (one is a token). The child finds our package; default: one thread."""
+    """The child's environment variables: ours without Ray's (one is a token). Our package is importable; one thread by default."""
     search = [*([] if python else [str(PACKAGE.parent)]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = {name: os.environ.get(name, "1") for name in THREAD_VARIABLES}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -69,8 +69,8 @@ def environment(python: str = "", **variables: str) -> dict[str, str]:
 def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, python: str = "", **variables: str) -> Any:
     """Call `function(*arguments)` in a child with these environment variables, and return its result. `python`: see `command`.
 
-    Raises ChildFailed, or the function's AsyncrlError. The child's stdin and stdout are files: a pipe would stay open as long as
-    any process that the function has started holds it.
+    Raises ChildFailed, or the AsyncrlError that the function raised. The child's stdin and stdout are files: a pipe would stay open
+    as long as any process that the function started holds it.
     """
     with TemporaryFile() as asked, TemporaryFile() as answered, TemporaryFile() as said:
         pickle.dump((_answer_once, (function, arguments)), asked)
@@ -94,7 +94,7 @@ def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, p
         said.seek(0)
         content, words = answered.read(), said.read().decode(errors="replace").strip()
     if returncode != 0 or not content:
-        last_words = words.rpartition("\n")[2] or "it said nothing"
+        last_words = words.rpartition("\n")[2] or "it printed nothing"
         raise ChildFailed(f"its process ended with {how_it_ended(returncode)}: {last_words}")
     if words:
         print(words, file=sys.stderr)
@@ -115,7 +115,7 @@ def _answer_once(requests: BinaryIO, results: BinaryIO, function: Callable[..., 
 
 
 def pickles(requests: BinaryIO) -> Iterator[Any]:
-    """What the parent sends, to the end."""
+    """The objects that the parent sends, until it closes the pipe."""
     while True:
         try:
             yield pickle.load(requests)
@@ -130,8 +130,8 @@ def write_line(results: BinaryIO, answer: Any) -> None:
 
 
 def send(writer: asyncio.StreamWriter, words: bytes) -> None:
-    """Write to a child that may have died: its end then tells what it owes. Into a pipe that is closed asyncio writes nothing;
-    uvloop, which Ray's actors run on, raises."""
+    """Write to a child, which may have died: then nothing is written, and the caller finds out when it reads. On a closed pipe
+    asyncio writes nothing, but uvloop, which Ray's actors use, raises."""
     if not writer.is_closing():
         writer.write(words)
 

@@ -1,6 +1,6 @@
-"""Which code gives rewards and plays episodes: `task.reward` or `task.agent` become a RewardSpec, `task.environment` a ToolClass.
+"""What gives rewards and plays episodes: resolves `task.reward` or `task.agent` to a RewardSpec, `task.environment` to a ToolClass.
 
-Code of the user's is tried out before the run begins. `run_dir` is set for a resumed run: see `try_out`.
+User code is tried out before the run begins. `run_dir` is set for a resumed run: see `try_out`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from asyncrl_cli.tasks.user_code import UserCode, is_user_code
 
 BUILT_IN = ("auto", "dataset", "exact-match", "math-verify", "none")
 IMPORT_LIMIT_S = 30.0
-"""Least time for the import of a class: that of transformers, which describes the tools, is part of it."""
+"""Minimum time allowed for importing a class. It includes the import of transformers, which describes the tools."""
 
 
 def resolve_reward(profile: Profile, spec: RewardSpec, run_dir: Path | None) -> tuple[RewardSpec, Notes]:
-    """`spec` with the kind of reward that the profile asks for, or with its agent; and notes for the user. Raises ConfigError.
+    """Return `spec` with the kind of the profile's reward or agent, and notes for the user. Raises ConfigError.
 
-    `spec` describes the items; its own kind does not count.
+    `spec` describes the items; its own `kind` is ignored.
     """
     reward, agent = profile.task.reward, profile.task.agent
     if agent:
         if not is_user_code(agent):
             raise ConfigError(f'task.agent = "{agent}" is not of the form module:function', hint='for example "my_agent:episode"')
-        expects = "it is an async function of (client, item)"
+        expects = "the agent must be an async function of (client, item)"
         code, _, notes = try_out(profile, run_dir, "agent", agent, load_agent, expects)
         return replace(spec, kind="agent", function=code), notes
     if has_tool_class(profile) and (reward == "auto" or is_user_code(reward)):
@@ -43,23 +43,23 @@ def resolve_reward(profile: Profile, spec: RewardSpec, run_dir: Path | None) -> 
         reward = of_items if profile.reward_model.path is None else "none"
     if reward == "dataset" and not spec.dataset:
         raise ConfigError(
-            'task.reward = "dataset" is the verifier of a reasoning-gym dataset, and this source has none',
+            'task.reward = "dataset" is for the verifier of a reasoning-gym dataset, and this task.source has none',
             hint='task.reward = "exact-match", "math-verify" or "module:function"',
         )
     if reward in BUILT_IN:
         return replace(spec, kind=cast(Any, reward)), ()
     if not is_user_code(reward):
         raise ConfigError(
-            f'task.reward = "{reward}" is none of {", ".join(BUILT_IN)} and not of the form module:function',
+            f'task.reward = "{reward}" is not one of {", ".join(BUILT_IN)}, and not of the form module:function',
             hint='for example task.reward = "my_rewards:score"',
         )
-    expects = "the function takes (item, response)"
+    expects = "the function must take (item, response)"
     code, _, notes = try_out(profile, run_dir, "reward", reward, load_function, expects, limit_key="task.reward_timeout_s")
     return replace(spec, kind="function", function=code), notes
 
 
 def has_tool_class(profile: Profile) -> bool:
-    """Whether a class of the user's, or of a builtin task in the same convention, plays the episodes."""
+    """Whether a tool class plays the episodes: the user's, or a builtin task's own."""
     return not profile.task.agent and is_user_code(environment_of(profile.task))
 
 
@@ -72,19 +72,19 @@ def resolve_tool_class(profile: Profile, run_dir: Path | None) -> tuple[ToolClas
     """The class that plays the episodes, and notes for the user. Raises ConfigError if it or its reward cannot be used."""
     name, notes, reward = environment_of(profile.task), (), None
     if is_user_code(profile.task.environment):
-        expects = "it takes no arguments; it has `reset`, and tools as public methods with type hints and docstrings"
+        expects = "it takes no arguments and has `reset`; its public methods are tools, with type hints and docstrings"
         code, found, notes = try_out(profile, run_dir, "environment", name, inspect_class, expects, at_least_s=IMPORT_LIMIT_S)
     else:  # a builtin task's own class
         code = UserCode(name=name)
         found = inspect_class(code)
     tools, has_reward = found
     if is_user_code(profile.task.reward):
-        named, expects = profile.task.reward, "the function takes TRL's arguments by name"
+        named, expects = profile.task.reward, "the function must take TRL's arguments by name"
         reward, _, more = try_out(profile, run_dir, "reward", named, check_reward, expects, at_least_s=IMPORT_LIMIT_S)
         notes = (*notes, *more)
     elif profile.task.reward == "auto" and not has_reward:
         raise ConfigError(
-            f'task.environment = "{name}" has no method get_reward, and task.reward = "auto": nothing says what it is worth',
+            f'task.environment = "{name}" has no method get_reward, and task.reward = "auto": nothing gives the reward',
             hint='add `def get_reward(self) -> float`, or set task.reward = "module:function" (TRL\'s signature) or "exact-match"',
         )
     return ToolClass(code=code, tools=tuple(tools), reward=reward), notes

@@ -1,7 +1,7 @@
-"""Code of the user's, seen from the driver: tried out before the run begins, and recorded for a resume.
+"""The driver's side of user code: tries it out before the run begins, and records it for a resume.
 
-A run records the file of each such module, and a resume imports it only from there: a resume may be started in any directory, where
-a module of the same name would be another one.
+A run records the file of each such module, and a resumed run imports the module only from that file: it may be started in another
+directory, which may hold another module of the same name.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def try_out(
     limit_key: str = "env.tool_timeout_s",
     at_least_s: float = 0.0,
 ) -> tuple[UserCode, Any, Notes]:
-    """Call `check`, which loads the code that `task.<what> = name` names, in a child process. Returns the code with its file, what
-    `check` has returned (None for a function), and notes for the user.
+    """Load the code that `task.<what> = name` names, with `check`, in a child process. Returns the code with its file, the result
+    of `check` (None if that is a function), and notes for the user.
 
-    `run_dir`: of a resumed run, whose code is imported from the recorded files; RefusedError if that is impossible. `expects` says
-    what the code has to be. `limit_key` sets how long the import may take, START_LIMIT_S and `at_least_s` at least. Raises
-    ConfigError.
+    `run_dir`: set for a resumed run, whose code is imported from the recorded files; raises RefusedError if that is impossible.
+    `expects`: what the code has to be, for the hint. The import may take as long as `limit_key` says, but at least START_LIMIT_S
+    and `at_least_s`. Raises ConfigError if the code cannot be used.
     """
     file, notes = (None, ()) if run_dir is None else recorded_file(run_dir, what, name)
     code = _user_code(name, file, profile.task.import_path)
@@ -53,9 +53,9 @@ def try_out(
         return replace(code, file=file), found, notes
     except ChildTimedOut:
         why = f"its module was not imported within {limit_s:g} s"
-        hint = f"move what takes long into the first call, or raise {limit_key}: an import may take as long"
+        hint = f"move slow work into the first call, or raise {limit_key}, which limits the import too"
     except ChildFailed as failure:
-        where = "only from there, as the run's record says" if code.only_there else f"in {code.import_path} first"
+        where = f"only from {code.file or 'Python'}, as the record says" if code.only_there else f"in {code.import_path} first"
         why, hint = str(failure), f"the module is imported {where}; {expects}"
     raise ConfigError(f'task.{what} = "{name}" cannot be used: {why}', hint=hint)
 
@@ -73,7 +73,7 @@ def _user_code(name: str, only_file: str | None, directory: str | None) -> UserC
 
 
 def _checked(code: UserCode, check: Callable[[UserCode], Any]) -> tuple[str, Any]:
-    """Runs in the child, where functions stay."""
+    """Runs in the child. If `check` returns a function, the parent gets None instead."""
     try:
         found = check(code)
         return code.find(), None if callable(found) else found
@@ -93,7 +93,7 @@ class Record:
 
 
 def keep_record(run_dir: Path, what: str, code: UserCode | None) -> None:
-    """Write the record of a new run's code, `what` ("reward", say), as `<what>.json`; a resumed run keeps its record."""
+    """Write the record of a new run's code as `<what>.json` (`what`: "reward", say). A resumed run keeps its record."""
     path = run_dir / f"{what}.json"
     if code is not None and not path.exists():
         sha256 = _sha256(code.file) if os.path.isfile(code.file) else ""
@@ -102,14 +102,14 @@ def keep_record(run_dir: Path, what: str, code: UserCode | None) -> None:
 
 
 def recorded_file(run_dir: Path, what: str, name: str) -> tuple[str, Notes]:
-    """The recorded file of the run's code, and notes for the user. RefusedError if record or file is missing."""
+    """The recorded file of the run's code, and notes for the user. Raises RefusedError if either is missing."""
     path = run_dir / f"{what}.json"
     if not path.exists():
         raise RefusedError(
             f'{path} is missing: it records where task.{what} = "{name}" was imported from',
-            hint="a module is imported from where the run's record says, and from nowhere else: bring the record back from a copy",
+            hint="a resumed run imports the module only from its recorded file: restore the record from a copy",
         )
-    record = load_json(path, Record, hint="it was written when the run began; bring it back from a copy")
+    record = load_json(path, Record, hint="it was written when the run began; restore it from a copy")
     if record.schema_version != SCHEMA_VERSION or record.function != name:
         raise RefusedError(f"{path} is not of this run: it is the record of {record.function} (schema {record.schema_version})")
     if record.file == "":
@@ -119,7 +119,7 @@ def recorded_file(run_dir: Path, what: str, name: str) -> tuple[str, Notes]:
     except (OSError, UnsafeFile) as error:
         raise RefusedError(
             f"the run's {what} module {record.file} cannot be read: {reason(error)}",
-            hint=f"bring it back, or write its new place into {path}: it is imported from there, and from nowhere else",
+            hint=f"restore it, or write its new place into {path}: the module is imported only from there",
         ) from error
     note = f"task.{what} is imported from {record.file}, as {path} says"
     return record.file, (f"{note}; the file has changed since the run began" if has_changed else note,)

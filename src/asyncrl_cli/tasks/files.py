@@ -34,9 +34,9 @@ class Read:
 
 
 def read_items(path: Path, *, key: str, prompt: str, answer: str, needs_answer: bool, limit: int | None) -> Read:
-    """The first `limit` items with distinct prompts of a file, or of all files in the order of their names that a pattern like
-    `train-*.parquet` fits. `prompt` and `answer` name columns, or fields in them (`column.field`). All
-    other columns become an item's metadata.
+    """The first `limit` items with distinct prompts, from one file or from all files that match a pattern like `train-*.parquet`,
+    in the order of their names. `prompt` and `answer` name columns, or fields in them (`column.field`). All other columns become an
+    item's metadata.
 
     `key`: the profile's key that names the file, for errors. Raises ConfigError.
     """
@@ -55,7 +55,7 @@ def read_items(path: Path, *, key: str, prompt: str, answer: str, needs_answer: 
                 num_behind = sum(map(count, files)) - num_rows
                 break
     if not items:
-        raise ConfigError(f"{key}: {path} holds no rows" if files else f"{key}: no file fits {path}")
+        raise ConfigError(f"{key}: {path} holds no rows" if files else f"{key}: no file matches {path}")
     return Read(items=list(items.values()), num_repeated=num_rows - len(items), num_behind=num_behind)
 
 
@@ -107,7 +107,7 @@ def _json_object(line: bytes, place: str) -> Mapping[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number, write null")
+    raise ValueError(f"{name} is not a JSON number, write null")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _too_deep(place: str) -> ConfigError:
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(`path:row`, columns) of each row. Times are cut to microseconds, Python's finest. ConfigError for what cannot be read."""
+    """(`path:row`, columns) of each row. Times are cut to Python's microseconds. Raises ConfigError for unreadable values."""
     with _opened(path) as parquet:
         number = 0
         for batch in parquet.iter_batches(batch_size=ROWS_PER_BATCH):
@@ -142,7 +142,7 @@ def num_parquet_rows(path: Path) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The open ParquetFile. ConfigError if it is not one, has a column twice, or proves damaged while it is read."""
+    """The open ParquetFile. Raises ConfigError if it is not one, has a column twice, or turns out damaged while it is read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -153,7 +153,7 @@ def _opened(path: Path) -> Iterator[Any]:
                 wrong = "is damaged"
                 twice = [column for column, count in Counter(parquet.schema_arrow.names).items() if count > 1]
                 if twice:
-                    raise ConfigError(f'{path}: column "{twice[0]}" appears twice', hint="write the file anew with distinct names")
+                    raise ConfigError(f'{path}: column "{twice[0]}" appears twice', hint="rewrite the file with distinct names")
                 yield parquet
         except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{path} {wrong}: {first_line(error)}", hint="write or download it again") from error

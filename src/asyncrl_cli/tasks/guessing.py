@@ -3,9 +3,9 @@
     prompt    17-62
     turns     39 -> higher, 51 -> lower, 45 -> (found)
 
-Par is the number of guesses with which halving finds any number of the range: 6 for these 46 numbers. A game within par earns 1,
-each further guess costs a third of that, and after two of them the game is lost: 0. So halving is the best play and earns 1, and
-luck is worth little. `best_reward` says what the best play earns on average.
+Par is the number of guesses in which halving finds any number of the range: 6 for these 46 numbers. A game within par earns 1. Each
+further guess costs a third of that, and after two of them the game is lost and earns 0. So halving is the best play and earns 1,
+and luck is worth little. `best_reward` computes what the best play earns on average.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ QUESTION = "I think of a whole number from {} to {}. Guess it: say a number, and
 
 
 class Guessing(Section):
-    """Makes items and conversations about them. A prompt is a range: `min_numbers` to `max_numbers` of the numbers up to
-    `max_number`. Its lowest number, its size, and the secret in it are each equally distributed."""
+    """Draws items and writes conversations that play them. A prompt is a range of `min_numbers` to `max_numbers` numbers, none
+    above `max_number`. Its size, its lowest number and the secret in it are drawn uniformly."""
 
     environment: ClassVar = "guess"
     words: ClassVar = (HIGHER, LOWER)
@@ -54,12 +54,12 @@ class Guessing(Section):
         return make_item(prompt, str(secret), game)
 
     def demonstration(self, item: Item, rng: Random) -> list[Message]:
-        """Every guess halves what is left."""
+        """Every guess halves the remaining range."""
         return conversation(item, lambda low, high: (low + high) // 2)
 
     def flawed_demonstration(self, item: Item, rng: Random) -> list[Message]:
-        """Every guess is the lowest number that is left, or the highest. Not a random one: the gradient of a model that has learned
-        to guess at random would be noise."""
+        """Every guess is the lowest remaining number, or every guess is the highest. Guesses are not random: the gradient of a
+        model that has learned to guess at random would be noise."""
         return conversation(item, rng.choice((lambda low, high: low, lambda low, high: high)))
 
     def ceiling(self, items: Sequence[Item]) -> float:
@@ -78,7 +78,7 @@ def hint(guess: int, secret: int) -> str:
 
 
 def conversation(item: Item, guess: Callable[[int, int], int]) -> list[Message]:
-    """The prompt and the guesses, with a hint after each but the last. `guess(low, high)` chooses from what is left."""
+    """The prompt and the guesses, with a hint after each but the last. `guess(low, high)` chooses from the remaining range."""
     low, high, secret, most = (item["metadata"][key] for key in ("low", "high", "secret", "max_guesses"))
     messages: list[Message] = [{"role": "user", "content": item["prompt"]}]
     while True:
@@ -91,21 +91,21 @@ def conversation(item: Item, guess: Callable[[int, int], int]) -> list[Message]:
 
 
 def guess_of(text: str) -> int | None:
-    """The last whole number in a text, which may say more than that."""
+    """The last whole number in a text; None if there is none."""
     numbers = re.findall(r"\d{1,18}", text)
     return int(numbers[-1]) if numbers else None
 
 
 def reward_of(num_guesses: int, par: int, max_guesses: int) -> float:
-    """1 for a number that was found within par; less for one that took more guesses, in equal steps down to 0 after max_guesses."""
+    """1 if the number was found within par. Each further guess earns less, in equal steps, down to 0 after max_guesses."""
     return min(1.0, (max_guesses + 1 - num_guesses) / (max_guesses + 1 - par))
 
 
 def best_reward(num_numbers: int, par: int, max_guesses: int) -> float:
     """Expected reward of the best play if the secret is any of `num_numbers` with the same probability.
 
-    There are at most 2^(k-1) different k-th guesses, one for every series of hints before it. So no play finds more secrets with
-    it, and halving finds as many, until none is left.
+    There are at most 2^(k-1) different k-th guesses, one for every sequence of hints before it. So no play finds more secrets with
+    its k-th guess, and halving finds exactly that many, until none is left.
     """
     total, left = 0.0, num_numbers
     for guess in range(1, max_guesses + 1):

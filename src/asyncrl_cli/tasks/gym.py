@@ -114,7 +114,7 @@ def _bare_packages_around(module: str) -> Iterator[None]:
 def make_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) -> Any:
     """The dataset with these parameters: entries by index, and `score_answer(answer, entry)`.
 
-    Raises ConfigError that names the wrong parameter and why it is wrong.
+    Raises a ConfigError that names the wrong parameter and says why it is wrong.
     """
     dataset_class, config_class, kinds = _registered(name)
     checked = {key: _checked_param(name, kinds, key, value) for key, value in params.items()}
@@ -149,7 +149,7 @@ def _refused_params(name: str, params: Mapping[str, Any], error: Exception) -> C
     given = ", ".join(f"task.params.{key} = {params[key]!r}" for key in named)
     return ConfigError(
         f'dataset "{name}" refuses {given or "its default parameters"}: {reason}',
-        hint="change task.params; what is not given there has the dataset's default",
+        hint="change task.params; parameters that are not given there have the dataset's defaults",
     )
 
 

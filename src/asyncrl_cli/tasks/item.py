@@ -1,13 +1,13 @@
-"""Items: one prompt of a dataset each, with a uid made from its content. And the worked form of prompts, for `builtin:tiny`.
+"""Items, each one prompt of a dataset with a uid made from its content; and the worked form of prompts, for `builtin:tiny`.
 
-In its worked form a dataset has compact prompts, and responses write out their working before the answer. A format turns an entry
+In the worked form prompts are compact, and responses write out their working before the answer. A format turns a dataset's entry
 into such a prompt, writes a correct response, and tells whether a response is correct. Pure text: no model, no tensor.
 
     entry     Sort these numbers in ascending order: 11.0, 5.0, 2.0
     prompt    <b52=
     response  5b2,52b,25b        every swap of neighbours writes the list again; the last list is the answer
     right     25b                the only correct last list
-    answer    [2, 5, 11]         what the dataset's own verifier gets, if task.reward = "dataset"
+    answer    [2, 5, 11]         what the dataset's own verifier is given, if task.reward = "dataset"
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from uuid import UUID
 Item = Mapping[str, Any]
 """`{"uid": str, "prompt": Prompt, "answer": str | None, "metadata": {...}}`; metadata holds any Python values of the source."""
 Prompt = str | Sequence[Mapping[str, str]]
-"""What the user says, or a conversation up to the model's answer: messages with `role` and `content`."""
+"""The user's message as text, or a conversation up to the model's answer: messages with `role` and `content`."""
 PLAIN = (str, bytes, Number, type(None), date, time, timedelta, UUID)
 """Types whose `repr` identifies the value. `datetime` is a subclass of `date`; `Decimal` is registered as a `Number`."""
 DIGITS = "0123456789ab"
@@ -46,13 +46,13 @@ def content_uid(prompt: Prompt, answer: str | None) -> str:
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """The same text for the same prompt, whose messages have their fields in the same order."""
+    """A text that identifies a prompt. Equal prompts give the same text if their messages' fields are in the same order."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
 
 def take_new(items: Iterator[Item], num: int, taken: set[str]) -> tuple[list[Item], int]:
-    """The next `num` items (fewer if there are no more) whose prompts differ from each other and from `taken`, to which they are
-    added; and how many items were looked at."""
+    """The next `num` items (fewer if there are no more) whose prompts differ from each other and from `taken`; and how many items
+    were looked at. Adds the prompts to `taken`."""
     found, num_seen = list[Item](), 0
     while len(found) < num and (item := next(items, None)) is not None:
         num_seen += 1
@@ -63,13 +63,13 @@ def take_new(items: Iterator[Item], num: int, taken: set[str]) -> tuple[list[Ite
 
 
 def messages_of(prompt: Prompt) -> tuple[Mapping[str, str], ...]:
-    """The prompt as messages; text is the user's."""
+    """The prompt as messages. A text becomes a user message."""
     return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
 
 
 def fingerprint(items: Iterable[Item]) -> str:
-    """Digest of a list of items in order, with all that a reward sees of them. Equal fingerprints mean that a saved cursor points
-    at the same prompt and that the prompt is rewarded as before. The same in every process."""
+    """Digest of items in order, including everything that a reward sees of them; the same in every process. If it is unchanged, a
+    saved cursor points at the same prompt, and that prompt is rewarded as before."""
     content = hashlib.blake2b(digest_size=16)
     for item in items:
         content.update(f"{item['uid']} {_canonical(item['metadata'])}\n".encode("utf-8", "surrogatepass"))
@@ -77,7 +77,7 @@ def fingerprint(items: Iterable[Item]) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """A text that is the same for equal values in every process. Of objects that are not plain values only the type counts."""
+    """A text that is the same for equal values in every process. For objects that are not plain values only the type counts."""
     kind = type(value).__name__
     if type(value) in (str, float):
         return repr(value)
@@ -107,7 +107,7 @@ class NumberSortingFormat:
         "min_value": 0,
         "max_value": 11,
     }
-    """`task.params` overrides single ones."""
+    """Each key in `task.params` overrides one of them."""
 
     def prompt(self, entry: Entry) -> str:
         direction = "<" if _sign(entry) > 0 else ">"
@@ -129,7 +129,7 @@ class NumberSortingFormat:
         return _text(miscopied)
 
     def answer(self, response: str) -> str:
-        """What the dataset's verifier gets for this response, which need not be well-formed."""
+        """The response's answer in the form that the dataset's verifier reads. The response may be malformed."""
         digits = response.rpartition(",")[2]
         if not all(digit in DIGITS for digit in digits):
             return digits
@@ -157,12 +157,12 @@ def _text(numbers: Sequence[int]) -> str:
 
 
 def _written(lists: Sequence[Sequence[int]]) -> str:
-    """All lists after the first, which is in the prompt already; the first one if there is no other."""
+    """All lists but the first, which the prompt shows already; the first one if there is no other."""
     return ",".join(_text(numbers) for numbers in (lists[1:] or lists))
 
 
 def _bubble(numbers: Sequence[int], *, sign: int) -> list[list[int]]:
-    """All lists on the way from `numbers` to sorted order, each with the first neighbours out of order swapped."""
+    """All lists from `numbers` to sorted order. Each swaps the first out-of-order neighbours of the one before it."""
     lists = [list(numbers)]
     while True:
         last = lists[-1]

@@ -1,4 +1,4 @@
-"""A process that computes rewards, seen from the pool: starts it, gives it work, watches it, kills it if it hangs."""
+"""The pool's side of a process that computes rewards: starts it, gives it work, watches it, kills it if it hangs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MAX_DEATHS_OF_REWARD = 2
 
 
 class RewardFailed(Exception):
-    """There is no reward for this response; `str(error)` says why. `kind`: "raised" (also for no finite number), "timed-out",
-    "blocked", "died"; "lost": its process died because of another reward, and it may be begun anew; "unable": no process can be
-    started, or none lives long enough to score."""
+    """This response has no reward; `str(error)` says why. `kind`: "raised" (also if the reward is not a finite number),
+    "timed-out", "blocked", "died"; "lost": its process died because of another reward, so it may be tried again; "unable": no
+    process can be started, or none lives long enough to score."""
 
     def __init__(self, text: str, kind: str = "raised") -> None:
         super().__init__(text)
@@ -39,7 +39,7 @@ Outcome = float | RewardFailed
 
 @dataclass(order=True, slots=True)
 class Wanted:
-    """A reward that is waited for. The oldest is computed first, also if it comes back from a process that died."""
+    """A requested reward. The oldest is computed first, even if it came back from a process that died."""
 
     number: int
     request: bytes = field(compare=False)
@@ -47,7 +47,7 @@ class Wanted:
     num_deaths: int = field(default=0, compare=False)
 
     def end(self, outcome: Outcome) -> None:
-        if not self.outcome.done():  # nobody waits any more
+        if not self.outcome.done():  # else nobody waits any more
             self.outcome.set_result(outcome)
 
 
@@ -56,8 +56,8 @@ Backlog = asyncio.PriorityQueue[Wanted]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """`timeout_s`: of a reward; `block_s`: of an uninterrupted stretch of it, if it awaits. `again`: what was running in a process
-    that died because of another reward begins anew in the next one."""
+    """`timeout_s`: limit of one reward. `block_s`: how long a reward may run without awaiting. `again`: whether unanswered rewards
+    of a process that died are computed again in another one."""
 
     timeout_s: float
     block_s: float
@@ -75,7 +75,7 @@ async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> Rew
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(shared.fileno(),),
                 env=environment(spec.python),
-                start_new_session=True,  # a Ctrl-C at the terminal is the driver's to handle, not the rewards'
+                start_new_session=True,  # Ctrl-C at the terminal must reach the driver only
             )
             process.stdin.write(pickle.dumps((serve, (spec, rules.timeout_s, shared.fileno()))))
             return RewardProcess(process, Board(shared.fileno()), rules, backlog)
@@ -85,7 +85,7 @@ async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> Rew
 
 @dataclass(slots=True, eq=False)
 class RewardProcess:
-    """Takes rewards from `backlog` and computes them. Those that it owes when it ends go back there, for another process."""
+    """Takes rewards from `backlog` and computes them. Those still unanswered when it ends go back there, for another process."""
 
     process: asyncio.subprocess.Process
     board: Board
@@ -120,7 +120,7 @@ class RewardProcess:
                 self._num_results += 1
                 self._last_news_s = asyncio.get_running_loop().time()
                 self._asked.pop(number).end(outcome)
-                free.release()  # only now: the process also computes a reward that nobody waits for any more
+                free.release()  # only now: the process finishes a reward even if nobody waits for it
             for task in beside:
                 task.cancel()
 
@@ -135,10 +135,10 @@ class RewardProcess:
             self._asked[wanted.number] = wanted
             send(self.process.stdin, wanted.request)
             wanted.outcome.add_done_callback(partial(self._withdraw, wanted.number))
-            await asyncio.sleep(0)  # the other processes' turn, so that rewards spread over all of them
+            await asyncio.sleep(0)  # give the other processes a turn, so that rewards spread over all
 
     def _withdraw(self, number: int, outcome: asyncio.Future[Outcome]) -> None:
-        """Tell the process that nobody waits for this reward any more: if it awaits, it is cancelled there."""
+        """Tell the process that nobody waits for this reward any more. It cancels the reward if that is async."""
         if outcome.cancelled() and number in self._asked:
             send(self.process.stdin, pickle.dumps((number, None, "")))
 
@@ -151,8 +151,8 @@ class RewardProcess:
         return number, RewardFailed(*outcome) if isinstance(outcome, list) else outcome
 
     async def _watch(self) -> None:
-        """Kill the process if a reward runs too long, or if rewards are due but neither running nor answered for long. Once it has
-        ended, end `serve` too: a process that the reward has started may still hold the pipe open."""
+        """Kill the process if a reward runs too long, or if it owes rewards but for long neither runs nor answers one. Once it has
+        ended, end `serve` too: a process that a reward started may still hold the pipe open."""
         period_s = min(MAX_WATCH_PERIOD_S, self.rules.block_s / 4)
         while self.process.returncode is None:
             seen = self.board.read()[0]
@@ -164,7 +164,7 @@ class RewardProcess:
         self.process.stdout.feed_eof()
 
     def _reason_to_kill(self, seen: int) -> RewardFailed | None:
-        """`seen`: what was running a while ago."""
+        """`seen`: the reward that was running one watch period ago."""
         (running, ran_s), rules = self.board.read(), self.rules
         silent_s = asyncio.get_running_loop().time() - self._last_news_s
         if running != IDLE and running == seen and ran_s > rules.block_s:
@@ -174,8 +174,8 @@ class RewardProcess:
         return None
 
     async def end(self) -> str:
-        """End the process. An idle one exits when its stdin closes; a busy one, or one that stays, is killed. Returns how it ended
-        if it was idle and had never given a result, else ""."""
+        """End the process. An idle one exits when its stdin closes; a busy one, or one that does not exit, is killed. Returns how
+        it ended if it was idle and never gave a result, else ""."""
         self.process.stdin.close()
         culprit = self.board.read()[0]
         try:
@@ -192,13 +192,13 @@ class RewardProcess:
         return how if culprit == IDLE and not (self._killed_for or self._num_results) else ""
 
     async def _ends_soon(self) -> None:
-        """Wait for the end of the process, END_TIMEOUT_S at most. (`Process.wait` waits for that of its pipes, too.)"""
+        """Wait at most END_TIMEOUT_S for the process to end. (`Process.wait` would also wait for its pipes to close.)"""
         limit_s = time.monotonic() + END_TIMEOUT_S
         while self.process.returncode is None and time.monotonic() < limit_s:  # noqa: ASYNC110
             await asyncio.sleep(END_LOOK_S)
 
     def _give_back(self, culprit: int, how: str) -> None:
-        """Leave what was not answered to another process, but for a reward that hung, or that has cost too many processes."""
+        """Return unanswered rewards to the backlog. Those that hung or killed too many processes fail; all do if not `again`."""
         for wanted in self._asked.values():
             wanted.num_deaths += wanted.number == culprit
             if self._killed_for and culprit in (wanted.number, IDLE):
@@ -206,6 +206,6 @@ class RewardProcess:
             elif wanted.num_deaths == MAX_DEATHS_OF_REWARD or (wanted.num_deaths and not self.rules.again):
                 wanted.end(RewardFailed(f"the reward process died ({how}) while scoring", "died"))
             elif not self.rules.again:
-                wanted.end(RewardFailed(f"its process, which it shared with others, ended ({how})", "lost"))
+                wanted.end(RewardFailed(f"the process that it shared with other rewards ended ({how})", "lost"))
             else:
                 self.backlog.put_nowait(wanted)

@@ -16,9 +16,9 @@ class RewardSpec:
     """Describes a task's reward; small and picklable.
 
     `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how the answer is found
-    in a response. `agent`: the function plays items and gives their rewards (agents.py); `verifiers`: so does the environment
-    `dataset` of the package verifiers, in the Python `python` ("": in ours). `episode`: the environment gives the reward, and
-    responses are not scored. `none`: 0, to which a reward model adds its score.
+    in a response. Kinds: `agent`: `function` plays items and gives their rewards (agents.py). `verifiers`: the verifiers
+    environment `dataset` does, in the interpreter `python` ("": ours). `episode`: the environment gives the reward, and responses
+    are not scored. `none`: 0, to which a reward model adds its score.
     """
 
     kind: Literal["dataset", "exact-match", "math-verify", "function", "agent", "verifiers", "episode", "none"]
@@ -30,5 +30,5 @@ class RewardSpec:
 
     @property
     def plays(self) -> bool:
-        """Whether items are played, not responses scored."""
+        """Whether the pool plays items instead of scoring responses."""
         return self.kind in ("agent", "verifiers")

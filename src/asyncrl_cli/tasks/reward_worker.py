@@ -3,10 +3,10 @@
     pool -> child    pickles: (id, item, response); (id, None, "") if nobody waits for an async reward any more
     child -> pool    lines of JSON: [id, reward], or [id, ["why there is none", kind]]
 
-The child's first line has id 0: how many rewards it takes at once, or why it cannot score. Ordinary rewards come one at a time;
-async ones run together, each with a timeout of its own while it awaits. The pool kills the process if the board shows the same
-reward for longer than a limit. Agents (agents.py) are async rewards here: the item is played, and the "response" is their access to
-the model.
+The child's first line has id 0 and says how many rewards it takes at once, or why it cannot score. Ordinary rewards run one at a
+time; async ones run concurrently, each with its own timeout while it awaits. The pool kills the process if the board shows the same
+reward for longer than a limit. Agents (agents.py) are async rewards here: the child plays the item, and the "response" is the
+agent's access to the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncrl_cli.tasks.scoring import Scorer, build_scorer, checked_reward, is_a
 from asyncrl_cli.tasks.user_code import describe, report
 
 if TYPE_CHECKING:
-    import asyncio  # a fifth of a child's start: imported where rewards are async
+    import asyncio  # takes a fifth of a child's start: imported only for async rewards
 
 MAX_AWAITING = 128
 IDLE = 0
@@ -62,7 +62,7 @@ class Board:
 
 
 def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: float, board_fd: int) -> None:
-    """The child's role: answer each request with its outcome, until stdin ends."""
+    """The child's role: answer each request with its outcome, until stdin closes."""
     try:
         scorer = build_scorer(spec)
     except (Exception, SystemExit) as error:
@@ -99,7 +99,7 @@ class _Worker:
             write_line(self.results, [request_id, outcome])
 
     async def serve_awaiting(self, requests: BinaryIO) -> None:
-        """Run all async rewards that come at once: the pool sends at most MAX_AWAITING."""
+        """Run all async rewards concurrently. The pool never has more than MAX_AWAITING running."""
         import asyncio
 
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Request | None]()

@@ -42,7 +42,7 @@ class RewardPool:
     """Scores responses in `workers` child processes. One event loop; any number of concurrent `score` calls."""
 
     def __init__(self, spec: RewardSpec, *, timeout_s: float, workers: int = 1, block_s: float | None = None) -> None:
-        """`timeout_s`: of a reward; `block_s`: of an uninterrupted stretch of an async one, if that limit is another one."""
+        """`timeout_s`: limit of one reward. `block_s`: how long one may run without awaiting (default: `timeout_s`)."""
         self._spec = spec
         self._rules = Rules(timeout_s=timeout_s, block_s=block_s or timeout_s, again=not spec.plays)
         self._num_workers = workers
@@ -60,7 +60,7 @@ class RewardPool:
         return [process.process.pid for process in self._processes]
 
     async def start(self) -> None:
-        """Start the processes ahead of the first `score`, and learn whether they can score: ExecutorFailed if not."""
+        """Start the processes ahead of the first `score`. Raises ExecutorFailed if they cannot score."""
         self._begin()
         await self._ready.wait()
         if self._broken:
@@ -111,7 +111,7 @@ class RewardPool:
             self._backlog.get_nowait().end(RewardFailed(self._broken, "unable"))
 
     async def _keep_process(self) -> None:
-        """Keep one process running: start another when it dies. Raises RewardFailed if that is no use."""
+        """Keep one process running: start another when it dies. Raises RewardFailed if none starts, or if they keep dying."""
         num_idle_deaths = 0
         while True:
             process, died_idle = await start_process(self._spec, self._rules, self._backlog), ""

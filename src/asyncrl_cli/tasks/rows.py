@@ -1,6 +1,6 @@
-"""Finds the prompt and the answer in one row of a file, and refuses what can be neither.
+"""Finds the prompt and the answer in one row of a file, and refuses values that cannot be used as either.
 
-A prompt is text, or a list of messages as verl's and SkyRL's files have it. Every error names the file and the line or row.
+A prompt is text, or a list of messages as in verl's and SkyRL's files. Every error names the file and the line or row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_COLUMNS_NAMED = 20
 def prompt_and_answer(
     row: Mapping[str, Any], prompt: str, answer: str, place: str, *, needs_answer: bool
 ) -> tuple[Prompt, str | None]:
-    """`prompt` and `answer` name a column, or a field in one (`column.field`). Raises ConfigError that begins with `place`."""
+    """`prompt` and `answer` name a column, or a field in one (`column.field`). Raises a ConfigError that begins with `place`."""
     return _prompt(row, prompt, place), _answer(row, answer, place, needs_answer)
 
 
@@ -47,7 +47,7 @@ def _message(value: Any, where: str, place: str) -> Mapping[str, str]:
     if role not in ROLES or not isinstance(content, str) or len(given) > 2:
         fields = first_names([f"{name:.80}" for name in given], MAX_COLUMNS_NAMED) or _kind(value)
         raise ConfigError(
-            f"{place}: {where} is not a message, a role and a content, both text, and nothing else; it has: {fields}",
+            f"{place}: {where} is not a message (a role and a content, both text, nothing else); it has: {fields}",
             hint=f"role is one of {', '.join(ROLES)}",
         )
     return {"role": role, "content": _whole_text(content, f"{where}.content", place)}
@@ -86,7 +86,7 @@ def _whole_text(value: str, column: str, place: str) -> str:
 
 
 def _column(row: Mapping[str, Any], name: str, place: str, key: str) -> Any:
-    """What `_find` finds. ConfigError, which guesses what was meant, if the row has no such column or field."""
+    """The value that `_find` finds. Raises a ConfigError with a suggestion if the row has no such column or field."""
     value = _find(row, name)
     if value is not None or name in (names := list(_names(row))):
         return value

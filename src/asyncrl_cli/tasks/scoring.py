@@ -38,7 +38,7 @@ def checked_reward(value: object) -> float:
 
 
 def find_answer(response: str) -> str:
-    """The text in the last <answer> tag (open to the end, if it is never closed), else the whole response; stripped."""
+    """The text in the last <answer> tag (up to the end if it is not closed), or else the whole response; stripped."""
     _, tag, after = response.rpartition(ANSWER_TAG)
     return (after.partition(ANSWER_END)[0] if tag else response).strip()
 
@@ -67,8 +67,8 @@ def _exact_match_scorer(spec: RewardSpec) -> Scorer:
 def _math_verify_scorer(spec: RewardSpec) -> Scorer:
     from math_verify import parse, verify
 
-    # math-verify's own timeouts silently return False, so they are switched off (it warns about that). Ours, around the process,
-    # counts a failure.
+    # math-verify's own timeouts silently return False, so they are switched off (it warns about that). Our timeout, around the
+    # process, counts a failure.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     @lru_cache(maxsize=1024)
@@ -78,14 +78,14 @@ def _math_verify_scorer(spec: RewardSpec) -> Scorer:
     def score(item: Item, response: str) -> float:
         expected = gold(item["answer"] or "")
         if not expected:
-            raise ValueError(f"the item's answer is no mathematics: {item['answer']!r:.80}")
+            raise ValueError(f"the item's answer is not mathematics: {item['answer']!r:.80}")
         return float(verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None))
 
     return score
 
 
 def load_function(code: UserCode) -> Scorer:
-    """Raises any error of its import, TypeError if it cannot be a reward."""
+    """Import a reward function. Raises any error of that import, or TypeError if it cannot be a reward."""
     found, name = code.load(), code.attribute
     if inspect.isclass(found):
         raise TypeError(f"{name} is a class; name a function, or an instance that can be called")
@@ -114,7 +114,7 @@ SCORERS: Mapping[str, Callable[[RewardSpec], Scorer]] = {
     "verifiers": lambda spec: verifiers_player.player(spec.dataset, spec.params),
     "none": lambda spec: lambda item, response: 0.0,
 }
-"""By the kind of the spec; an `episode` gives its own reward."""
+"""By `RewardSpec.kind`. `episode` has none: the environment gives the reward."""
 
 
 def build_scorer(spec: RewardSpec) -> Scorer:

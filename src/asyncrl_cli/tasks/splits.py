@@ -1,6 +1,6 @@
-"""Training items and eval items of a file: what is held out, a file of eval prompts, and the sets of `eval.sets`.
+"""Training and eval items of a task that is read from a file: eval items are held out, or come from further files.
 
-The task's reward judges all of them, and no prompt of an eval is trained.
+The task's reward judges all of them, and no eval prompt is trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = ("jsonl", "parquet")
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
 ReadFile = Callable[..., Read]
-"""`files.read_items` with the task's columns: the path, `key` and `limit` are missing."""
+"""`files.read_items` with the task's columns filled in; it still takes the path, `key` and `limit`."""
 Splits = tuple[list[Item], list[Item], list[str]]
 """Training items, eval items, and notes for the user."""
 
@@ -32,13 +32,13 @@ def file_of(source: str, key: str) -> Path:
         raise ConfigError(f'{key} = "{source}" is neither jsonl:<path> nor parquet:<path>', hint=f'{key} = "jsonl:data.jsonl"')
     if (kind == "parquet") != (expand(path).suffix == ".parquet"):
         raise ConfigError(
-            f'{key} = "{source}": the file does not look like {kind}', hint="parquet files end in .parquet, and only they do"
+            f'{key} = "{source}": the file does not look like {kind}', hint="only the names of parquet files end in .parquet"
         )
     return expand(path)
 
 
 def check_no_files(profile: Profile) -> None:
-    """Raises ConfigError if a profile whose task is not read from a file names sets, or a file of eval prompts."""
+    """Raises ConfigError if the profile names eval sets or a file of eval prompts. For tasks that are not read from a file."""
     if profile.eval.sets:
         raise ConfigError(
             f"eval.sets are files, and the reward of {profile.task.source} judges its own prompts only",
@@ -46,7 +46,7 @@ def check_no_files(profile: Profile) -> None:
         )
     if profile.task.eval_path is not None:
         raise ConfigError(
-            f"task.eval_path is for files; {profile.task.source} makes its eval prompts itself",
+            f"task.eval_path is for tasks that are read from a file; {profile.task.source} makes its eval prompts itself",
             hint="leave it out; eval.prompts says how many are made",
         )
 
@@ -54,9 +54,9 @@ def check_no_files(profile: Profile) -> None:
 def hold_out(
     items: Sequence[Item], num_eval: int, described: str, hint: str, own: Sequence[Item] | None = None
 ) -> tuple[list[Item], list[Item]]:
-    """Training items and eval items. These are the first of `own`, eval items that the source brings itself, or else the items with
-    the smallest uids: a random choice that depends neither on a seed nor on the order of `items`. ConfigError if none are left to
-    train on; `described` says how many there are."""
+    """Training items and eval items. Eval items are the first of `own` (the source's own eval items), or else those with the
+    smallest uids: a random choice that depends neither on a seed nor on the order of `items`. Raises ConfigError if none are left
+    to train on; `described`: how many items there are, for that error."""
     held_out = list(sorted(items, key=lambda item: item["uid"]) if own is None else own)[:num_eval]
     uids = {item["uid"] for item in held_out}
     train = [item for item in items if item["uid"] not in uids]
@@ -68,7 +68,7 @@ def hold_out(
 
 
 def splits_of(profile: Profile, path: Path, read_file: ReadFile) -> Splits:
-    """The items of a file; eval items are held out, or those of `task.eval_path`. Raises ConfigError."""
+    """The items of a file; eval items are held out from it, or read from `task.eval_path`. Raises ConfigError."""
     num_eval, wanted = profile.eval.prompts, profile.task.train_prompts
     if profile.task.eval_path is not None:
         return _two_files(profile, path, expand(profile.task.eval_path), read_file)
@@ -113,7 +113,7 @@ def read_sets(
         if not NAME.fullmatch(name):
             raise ConfigError(
                 f'eval.sets: "{name:.80}" cannot name a set: metrics are called eval/<name>/...',
-                hint="a name has a to z, 0 to 9, - and _, and at most 40 of them",
+                hint="a name has at most 40 characters: a to z, 0 to 9, - and _",
             )
         key = f"eval.sets.{name}"
         found[name] = tuple(read_file(file_of(source, key), key=key, limit=None).items)

@@ -30,8 +30,7 @@ SOURCES = {
     "verifiers": "<environment>",
 }
 MADE_PROMPTS, DRAWN_PROMPTS = 4096, 2048
-"""Training prompts made by a reasoning-gym dataset, or drawn by a builtin task, if `task.train_prompts` is not set: they could make
-any number."""
+"""Number of training prompts if `task.train_prompts` is not set: of a reasoning-gym dataset, and of a builtin task."""
 HELD_OUT_AT_LEAST = 512
 """Minimum of eval prompts made by a dataset in its worked form, even if `eval.prompts` is smaller. builtin:tiny learns from the
 training prompts, which exclude these, so it is the same model for every smaller `eval.prompts`."""
@@ -48,8 +47,8 @@ class Task:
     """Items and reward of a task. All prompts differ, also between `train` and `eval`.
 
     `eval` does not depend on the run's seed, so runs with different seeds can be compared. builtin:tiny learns from demonstrations,
-    correct and flawed ones (None if the task has none): texts, or conversations if `words` is not None. `words`: what comes up so
-    often that builtin:tiny has a token for it. `ceiling`: the mean reward of the best play, where it is known. `notes` tell the
+    correct and flawed ones (None if the task has none): texts, or conversations if `words` is not None. `words`: texts so frequent
+    that builtin:tiny has a token for each. `ceiling`: the mean reward of the best play, where it is known. `notes` tell the
     user what was left out of the source, and why.
     """
 
@@ -66,7 +65,8 @@ class Task:
     eval_sets: Mapping[str, Sequence[Item]] = field(default_factory=dict)
 
     def expected(self, item: Item) -> str | None:
-        """What people compare responses with: the reference answer, in the worked form a right response; None if there is none."""
+        """The text to compare a response with: the reference answer, in the worked form a correct response; None if there is
+        none."""
         if self.reward.adapter == "worked" and self.demonstration:
             return str(self.demonstration(item, Random(0)))
         return item["answer"]
@@ -75,7 +75,7 @@ class Task:
 def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
     """The task of a profile. Raises ConfigError for errors in the profile or in a file.
 
-    `run_dir`: set for a resumed run, whose own code is imported from the recorded files; RefusedError if that is impossible.
+    `run_dir`: set for a resumed run, whose user code is imported from the recorded files; RefusedError if that is impossible.
     """
     task = _load_items(profile, run_dir)
     if not has_tool_class(profile):
@@ -157,11 +157,11 @@ def _made(reward: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[
 
 
 def _adapter(profile: Profile, dataset: str | None) -> Adapter:
-    """`dataset`: of reasoning-gym, "" for a file, None for a builtin task, all of which have a worked form."""
+    """`dataset`: a reasoning-gym dataset, "" for a file, None for a builtin task. All builtin tasks have a worked form."""
     has_worked_form = dataset is None or dataset in WORKED
     if profile.task.adapter == "worked" and not has_worked_form:
         raise ConfigError(
-            f'task.adapter = "worked": {profile.task.source} has no worked form, only {", ".join(WORKED)} has',
+            f'task.adapter = "worked": {profile.task.source} has no worked form; only {", ".join(WORKED)} has',
             hint='task.adapter = "plain"',
         )
     if profile.task.adapter == "auto":
@@ -181,7 +181,7 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
     )
     train, held_out, notes = splits_of(profile, path, read)
     if reward.kind == "exact-match" and DATA_SOURCE in train[0]["metadata"]:
-        notes.append(f"{path}: its column {DATA_SOURCE} chooses no rule here: {EXACT}")
+        notes.append(f"{path}: its column {DATA_SOURCE} does not choose the reward here: {EXACT}")
     train, sets, left_out = read_sets(profile, train, read)
     notes = [*said, *notes, *left_out]
     return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, notes=tuple(notes), eval_sets=sets)

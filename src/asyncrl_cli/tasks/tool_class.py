@@ -1,4 +1,4 @@
-"""A user's environment in the convention of TRL's `environment_factory`: what it is, and what plays it in a process of its own.
+"""A user's environment in the convention of TRL's `environment_factory`: its description, and the player that runs it in a child.
 
 A class (or function) that takes no arguments makes the environment of one episode. `reset(**columns)` begins it and may return text
 to add to the user's message. All other public methods are the model's tools, described by docstrings and type hints. The reward is
@@ -6,9 +6,9 @@ the sum of `get_reward()`, if there is one, and of task.reward, if that is given
 
     worker -> process    pickles: ("reset", seed, prompt, columns), ("calls", [(tool, arguments), ...]), ("reward", completion),
                          ("finish",)
-    process -> worker    lines of JSON: first {"pid": ...}, then one per request, of "calls" one per tool call
+    process -> worker    lines of JSON: first {"pid": ...}, then one per request (for "calls" one per tool call)
 
-A line with `failed` says why the episode cannot go on. A tool that raises is none of these: the model is told.
+A line with `failed` says why the episode cannot go on. An error raised by a tool is not such a failure: the model is told.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncrl_cli.tasks.user_code import UserCode, report
 
 NOT_TOOLS = ("reset", "get_reward")
 MAX_TEXT_CHARS = 10**6
-"""Longest text of a reset or of a tool: far more than any context, little enough for a pipe."""
+"""Longest text that `reset` or a tool may return: far more than any context, little enough for a pipe."""
 
 Line = dict[str, Any]
 
@@ -36,7 +36,7 @@ Line = dict[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolClass:
     """Small and picklable. `tools`: the schemas of its methods, in OpenAI's shape. `reward`: a function in TRL's signature, called
-    with `prompts`, `completions`, `environments`, the columns and the rest, each a list of one."""
+    with `prompts`, `completions`, `environments` and the columns, each a list of one, and TRL's other arguments."""
 
     code: UserCode
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -44,7 +44,7 @@ class ToolClass:
 
 
 def inspect_class(code: UserCode) -> tuple[list[dict[str, Any]], bool]:
-    """The tools' schemas, and whether the class has `get_reward`. Runs in a child; raises what stands against using the class."""
+    """The tools' schemas, and whether the class has `get_reward`. Runs in a child; raises an error if the class cannot be used."""
     from transformers.utils import get_json_schema
 
     environment = code.load()()
@@ -65,7 +65,7 @@ def check_reward(code: UserCode) -> None:
         raise TypeError(f"{code.attribute} is not a function but {type(function).__name__}")
     asked = inspect.signature(function).parameters.get("completion_ids")
     if asked is not None and asked.default is asked.empty:
-        raise TypeError(f"{code.attribute} asks for completion_ids, which are not at hand where environments run")
+        raise TypeError(f"{code.attribute} asks for completion_ids, which are not available where environments run")
 
 
 class TooLong(Exception):
@@ -105,7 +105,7 @@ class Player:
             yield {**told, "done": bool(getattr(self._environment, "done", False))}
 
     def _call(self, name: str, arguments: Any) -> Line:
-        """What the model is told, and whether the call failed: the tool's result, or the error that it raised, as TRL puts it."""
+        """The text for the model, and whether the call failed: the tool's result, or the error that it raised, in TRL's format."""
         try:
             if name not in tool_names(self._environment):
                 raise ValueError(f"Tool {name} not found.")
@@ -138,7 +138,7 @@ class Player:
         return [{"reward": sum(given), "facts": facts}]
 
     def finish(self) -> Sequence[Line]:
-        """Let go of the environment. `clean`: nothing that it has started still runs, so that the process can serve another."""
+        """Drop the environment. `clean`: nothing that it started still runs, so the process can serve another one."""
         self._environment = None
         return [{"clean": threading.active_count() == 1 and not self._has_tasks() and not _has_children()}]
 
@@ -150,7 +150,7 @@ class Player:
         return bool(asyncio.all_tasks(self._runner.get_loop()))
 
     def _value(self, result: Any) -> Any:
-        """The result, awaited if it has to be, on an event loop that lasts as long as the process."""
+        """The result, awaited if it is awaitable, on an event loop that lasts as long as the process."""
         if not inspect.isawaitable(result):
             return result
         import asyncio

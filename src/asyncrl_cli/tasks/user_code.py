@@ -1,4 +1,4 @@
-"""Code of the user's, which a key of the profile names as `module:name`, as every process imports it. It imports little."""
+"""User code, which the profile names as `module:name`, and how every process imports it. This module itself imports little."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRACEBACKS = iter(range(3))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCode:
     """`name`: "module:attribute". `import_path`: the directory in which the module is looked up first (the profile's directory if
-    the module is there, else the working directory). `file`: where it was found. `only_there`: it must be imported from there."""
+    the module is there, else the working directory). `file`: where it was found. `only_there`: it must be imported from `file`."""
 
     name: str
     import_path: str = ""
@@ -31,12 +31,12 @@ class UserCode:
         return self.name.partition(":")[2]
 
     def load(self) -> Any:
-        """Import the module and return what is named. Raises any error of the import."""
+        """Import the module and return the named attribute. Raises any error of the import."""
         if self.import_path and self.import_path not in sys.path:
             sys.path.insert(0, self.import_path)
         module = self.name.partition(":")[0]
         if self.only_there and (file := self.find()) != self.file:
-            raise ImportError(f"{module} is {file or 'not a file'} here, and the run began with {self.file or 'no file'}")
+            raise ImportError(f"{module} is {file or 'not a file'} here, but the run began with {self.file or 'no file'}")
         return reduce(getattr, self.attribute.split("."), importlib.import_module(module))
 
     def find(self) -> str:
@@ -51,7 +51,7 @@ def is_user_code(name: str) -> bool:
 
 
 def report(error: BaseException) -> str:
-    """Print the error's traceback, if it is one of the first of this process, and return what `describe` says of it."""
+    """Return `describe(error)`. Print its traceback too, if it is one of the first errors of this process."""
     if next(_TRACEBACKS, None) is not None:
         traceback.print_exception(error)
     return describe(error)

@@ -1,7 +1,7 @@
-"""Environments made with the package `verifiers`, in the child processes that play them as agents are played.
+"""Loads and plays environments made with the package `verifiers`, in child processes, like agents.
 
-`task.python` may name another Python, which has `verifiers` and nothing of ours: here, and in what this imports, only Python's own
-library is needed. A package of the environments hub has a function `load_environment`; `task.params` are its arguments.
+`task.python` may name another Python, which has `verifiers` but none of our dependencies: importing this module needs only the
+standard library. A package of the environments hub has a function `load_environment`; `task.params` are its arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTALL = (
 
 
 def load_environment(name: str, params: Mapping[str, Any]) -> Any:
-    """The environment. Raises ConfigError if this Python cannot load any, or not this one; and whatever its package raises."""
+    """Load the environment. Raises ConfigError if this Python cannot load it, and any error of the environment's own package."""
     source = f'task.source = "verifiers:{name}"'
     if importlib.util.find_spec("verifiers") is None:
         raise ConfigError(f"{source}: {sys.executable} does not have the package verifiers", hint=INSTALL)
@@ -35,21 +35,21 @@ def load_environment(name: str, params: Mapping[str, Any]) -> Any:
 
     if not hasattr(verifiers, "load_environment"):
         raise ConfigError(
-            f"{source}: verifiers {verifiers.__version__} of {sys.executable} has no load_environment any more",
+            f"{source}: verifiers {verifiers.__version__} of {sys.executable} no longer has load_environment",
             hint="pip install 'verifiers<0.4'",
         )
     environment = verifiers.load_environment(name, **params)
     if environment.requires_group_rollouts:
         raise ConfigError(
-            f"{source}: its rubric judges the rollouts of a prompt together, and here each is rewarded when it ends",
+            f"{source}: its rubric judges the rollouts of a prompt together, but here each is rewarded when it ends",
             hint="take an environment whose reward functions look at one rollout",
         )
     return environment
 
 
 def read_rows(name: str, params: Mapping[str, Any], most_train: int | None, most_eval: int) -> tuple[list[Row], list[Row] | None]:
-    """The first rows of the environment's datasets for training and eval, as JSON has them; None if it has none for eval. Raises
-    ConfigError, or ChildFailed with what its package has raised."""
+    """The first rows of the environment's datasets for training and eval, as JSON values; None if it has none for eval. Raises
+    ConfigError, or ChildFailed with the error of its package."""
     try:
         environment = load_environment(name, params)
         train, held_out = environment.build_dataset(), environment.build_eval_dataset()
@@ -67,7 +67,7 @@ def _plain(dataset: Any, most: int | None) -> list[Row]:
 
 
 def player(name: str, params: Mapping[str, Any]) -> Callable[[Item, Access], Awaitable[float]]:
-    """What plays an item in the environment, over an OpenAI client, and returns the rubric's reward."""
+    """Return a function that plays an item in the environment, over an OpenAI client, and returns the rubric's reward."""
     environment = load_environment(name, params)
     from verifiers.clients import OpenAIChatCompletionsClient
 

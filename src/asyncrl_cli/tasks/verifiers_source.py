@@ -1,6 +1,6 @@
 """`task.source = "verifiers:<environment>"`: prompts of an environment made with the package `verifiers`, and what plays them.
 
-The environment is loaded in child processes only (verifiers_player.py): here to read its datasets, in rollout workers to be played.
+The environment is loaded in child processes only (verifiers_player.py): here to read its datasets, in rollout workers to play it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LOAD_LIMIT_S = 600.0
 
 
 def verifiers_spec(profile: Profile, name: str) -> RewardSpec:
-    """What plays the environment. Raises ConfigError if `task.python` is no program."""
+    """The spec of the environment's player. Raises ConfigError if `task.python` is not a program."""
     python = profile.task.python
     if python is not None and (found := shutil.which(expand(python))) is None:
-        raise ConfigError(f'task.python = "{python}" is no program', hint="it is the path of a virtual environment's bin/python")
+        raise ConfigError(f'task.python = "{python}" is not a program', hint="give the path of a virtual environment's bin/python")
     return RewardSpec(kind="verifiers", dataset=name, params=profile.task.params, python="" if python is None else str(found))
 
 
 def verifiers_items(profile: Profile, spec: RewardSpec) -> Splits:
-    """The environment's prompts; eval items are of its own eval dataset, or held out. Raises ConfigError."""
+    """The environment's items; eval items come from its own eval dataset, or are held out. Raises ConfigError."""
     source, num_eval, wanted = profile.task.source, profile.eval.prompts, profile.task.train_prompts
     rows, eval_rows = _read(spec, None if wanted is None else wanted + num_eval, num_eval)
     items, own = _distinct(rows, source), None if eval_rows is None else _distinct(eval_rows, f"{source} (eval)")
@@ -64,7 +64,7 @@ def _read(spec: RewardSpec, most_train: int | None, most_eval: int) -> tuple[lis
 
 
 def _distinct(rows: Sequence[Row], source: str) -> list[Item]:
-    """Rows with the same prompt may differ in what the environment knows: a game's secret word. An item is the whole row."""
+    """One item per distinct row. Rows with the same prompt may differ in what only the environment knows: a game's secret word."""
     items: dict[str, Item] = {}
     for number, row in enumerate(rows, start=1):
         prompt, answer = prompt_and_answer(row, "prompt", "answer", f"{source}:{number}", needs_answer=False)

@@ -1,11 +1,11 @@
-"""The parent of a rollout worker's environment processes: imports the user's class once, and forks a process whenever asked.
+"""The parent of a rollout worker's environment processes: imports the user's class once, and forks a process on request.
 
-    worker -> zygote    `fork` with one end of a socket, which the new process talks over; `kill PID`
+    worker -> zygote    `fork` with one end of a socket, over which the new process talks; `kill PID`
     zygote -> worker    lines of JSON: {"ready": true} or {"failed": why}; then {"pid": ..., "code": ...} for each that ended
 
-A process leads a session of its own. When it is killed or dies, what it has started there goes with it. What it has started and
-orphaned in a further session (a daemon) becomes the zygote's, and ends with the zygote. The zygote ends when its socket closes,
-because the worker has ended for whatever reason.
+Each process leads its own session and process group. When it is killed or dies, the rest of its group is killed. Anything that it
+orphaned in another session (a daemon) becomes the zygote's child, and is killed when the zygote ends. The zygote ends when its
+socket closes, which happens however the worker ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(requests: BinaryIO, results: BinaryIO, tool_class: ToolClass) -> None:
     """The zygote's role. Standard input is the worker's socket."""
     control = socket.socket(fileno=os.dup(requests.fileno()))
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, 0)  # it ends by itself, when it has killed its processes
+    libc.prctl(PR_SET_PDEATHSIG, 0)  # it must first kill its processes, and then ends by itself
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         player = Player(tool_class.code.load(), tool_class.reward and tool_class.reward.load())
@@ -86,7 +86,7 @@ class Zygote:
             _kill(int(word.removeprefix(KILL)))
 
     def _fork(self, fd: int) -> None:
-        """Without a process the socket closes, and the worker knows."""
+        """If the fork fails, the socket closes, and so the worker knows."""
         try:
             pid = os.fork()
         except OSError:
@@ -99,7 +99,7 @@ class Zygote:
             self._children.add(pid)
 
     def _begin(self, fd: int) -> NoReturn:
-        """The new process's life."""
+        """Runs in the new process: serve requests, then exit."""
         try:
             os.setsid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -109,7 +109,7 @@ class Zygote:
             for end in self._wakeups:
                 os.close(end)
             os.set_inheritable(fd, False)
-            if os.getppid() == self._pid:  # else the zygote died before it could be watched
+            if os.getppid() == self._pid:  # else the zygote died before the prctl call
                 with os.fdopen(fd, "rb") as requests, os.fdopen(os.dup(fd), "wb") as results:
                     write_line(results, {"pid": os.getpid()})
                     self._player.serve(requests, results)
@@ -126,11 +126,11 @@ class Zygote:
                 pid, status = ended
                 if pid in self._children:
                     self._children.discard(pid)
-                    kill_group(pid)  # what a process that has died left behind in its group
+                    kill_group(pid)  # what the dead process left behind in its group
                     _tell(self._control, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def end(self) -> None:
-        """Kill all that is left, daemons of tools included."""
+        """Kill all remaining descendants, including daemons that tools started."""
         limit_s = time.monotonic() + LAST_LOOK_S
         while (left := list(_descendants(os.getpid()))) and time.monotonic() < limit_s:
             for pid in left:
@@ -159,5 +159,5 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _tell(control: socket.socket, line: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker is gone, which the next read says
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker is gone: the next read finds out
         control.sendall(json.dumps(line).encode() + b"\n")

@@ -1,8 +1,8 @@
-"""The gateway: OpenAI's API for agents that are not ours, in each rollout worker of a run with `task.agent`.
+"""The gateway: OpenAI's API for users' agents, in each rollout worker of a run with `task.agent`.
 
 server.py            routes, keys, limits: HTTP on loopback
 session.py           one trajectory: requests are matched to contexts, tokens recorded
 agent_episodes.py    episodes that an agent plays, as the group runner sees them
-openai_requests.py   what may be asked for;  openai_answers.py  what is answered
+openai_requests.py   reads requests;  openai_answers.py  writes answers
 admin_routes.py      weights from another trainer; pause and resume
 """

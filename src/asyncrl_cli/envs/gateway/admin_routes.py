@@ -1,12 +1,12 @@
-"""The admin's routes: another trainer drives this rollout worker with them. Every request needs the admin key.
+"""The admin routes, with which another trainer drives this rollout worker. Every request needs the admin key.
 
     GET  /weights         {"version", "fingerprint", "last_load": {"version", "load_s", "pause_s"} or null}
     POST /weights/load    {"path": "<directory with manifest.json>", "interrupt": "keep-kv"}    answers once the version is loaded
     POST /pause           no model request begins any more; answers once none runs
     POST /resume
 
-The form of a version on disk is in weights/disk.py. `interrupt` says what happens to responses that run during the load;
-"drain" waits for episodes, also for those whose agent is at work.
+weights/disk.py describes a version on disk. `interrupt` says what happens to responses that run during the load; "drain" waits
+for episodes, including those whose agent is at work.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def admin_routes(gateway: Gateway, loads: Loads) -> list[web.AbstractRouteDef]:
 
     async def load(request: web.Request) -> web.Response:
         gateway.check_admin(request)
-        # A load that has begun goes to its end, also if the client goes away.
+        # A load that has begun is finished even if the client disconnects.
         await asyncio.shield(asyncio.create_task(_load(loads, parsed(await request.read(), LoadPost)), name="load"))
         return web.json_response(_described(loads))
 

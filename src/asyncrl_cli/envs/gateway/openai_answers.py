@@ -1,9 +1,9 @@
-"""Answers in OpenAI's shape, whole or as the events of a stream. Fields beyond OpenAI's have vLLM's names, where it has one.
+"""Answers in OpenAI's shape, whole or as the events of a stream. Extra fields have vLLM's names where vLLM has them.
 
     token_ids, weight_versions    of a choice: the sampled tokens, and the version of the weights that sampled each
-    prompt_token_ids              of the answer: all tokens before them
+    prompt_token_ids              of the answer: all tokens before the sampled ones
 
-An engine gives a response once it is whole, so a stream brings it in one piece.
+An engine returns a response only when it is complete, so a stream delivers it in one piece.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a session gives for a request. `message`: parsed from the tokens in a chat, else only its `content`."""
+    """A session's reply to a request. `message`: in a chat, parsed from the tokens; otherwise it has only `content`."""
 
     prompt_tokens: list[int]
     completion: Completion
@@ -40,7 +40,7 @@ class Reply:
 
 
 def answer(reply: Reply, request: ModelRequest) -> dict[str, Any]:
-    """A chat completion, or a text completion if a text was asked for."""
+    """A chat completion, or for a TextRequest a text completion."""
     is_chat, prompt_tokens, sampled = isinstance(request, ChatRequest), reply.prompt_tokens, reply.completion
     said = {"message": _message(reply)} if is_chat else {"text": reply.message["content"]}
     choice = {"index": 0, **said, "finish_reason": reply.finish_reason, "logprobs": None}
@@ -55,7 +55,7 @@ def answer(reply: Reply, request: ModelRequest) -> dict[str, Any]:
 
 
 def events(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
-    """The answer as a stream: the message, how it ended (with a text, if it is one), and the usage if asked for."""
+    """The answer as a stream: the message, then its finish reason (a text comes with it), then the usage if asked for."""
     kind, chunks = answer["object"], answer["choices"]
     if kind == "chat.completion":
         kind, chunks = "chat.completion.chunk", _chat_chunks(answer["choices"][0])
@@ -81,7 +81,7 @@ def models() -> dict[str, Any]:
 
 
 def _message(reply: Reply) -> dict[str, Any]:
-    """With the arguments of calls as text and, if there is no content beside them, `content` null, as OpenAI writes it."""
+    """The message as OpenAI writes it: the arguments of calls as text, and `content` null if there are calls but no content."""
     calls = [{**call, "function": _as_text(call["function"])} for call in reply.message.get("tool_calls") or ()]
     return {**reply.message, "content": reply.message.get("content") or None, "tool_calls": calls} if calls else dict(reply.message)
 

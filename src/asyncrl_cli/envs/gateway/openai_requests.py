@@ -1,12 +1,12 @@
-"""Requests in OpenAI's shape: what a client may ask for, and what it is told if it may not.
+"""Requests in OpenAI's shape: which fields are honoured, ignored or refused, and the error that a refused client gets.
 
-What is trained must be what the profile says, so the profile alone decides how tokens are sampled. Three kinds of fields:
+Training must follow the profile, so the profile alone decides how tokens are sampled. There are three kinds of fields:
 
     honoured   messages, prompt, tools, tool_choice "none", stop, max_tokens, max_completion_tokens, stream, logprobs,
                return_token_ids
     ignored    all others (temperature, top_p, penalties, seed, other values of tool_choice, ...): agents set them by habit. The
-               header `x-asyncrl-ignored` of the answer names those whose value is not the profile's
-    refused    what would promise an answer of another form: n > 1, response_format, echo, images
+               header `x-asyncrl-ignored` of the answer names those whose value differs from the profile's
+    refused    fields that ask for another form of answer: n > 1, response_format, echo, images
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class Refused(Exception):
-    """A request that gets an error as its answer, in OpenAI's shape; `status` is HTTP's."""
+    """Answers the request with an error in OpenAI's shape; `status` is the HTTP status."""
 
     def __init__(self, status: int, text: str, code: str = "", *, retry_after_s: int | None = None) -> None:
         super().__init__(text)
@@ -50,7 +50,7 @@ class ModelRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    """Any name is taken: an agent may have been written for another model."""
+    """Any name is accepted: an agent may have been written for another model."""
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
@@ -77,7 +77,7 @@ class ModelRequest(BaseModel):
         return tuple(stop for stop in given if stop)
 
     def ignored(self, sampling: Sampling) -> list[str]:
-        """Names of the fields that have no effect, other than those that ask for what happens anyway."""
+        """Names of the given fields that have no effect, except those that ask for what the profile says anyway."""
         same = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         return sorted(name for name, value in given.items() if name not in same or value != same[name])
@@ -114,7 +114,7 @@ class ChatMessage(BaseModel):
     name: str | None = None
 
     def plain(self) -> Message:
-        """The message with its content as one text, and without what was not given."""
+        """The message with its content as one text, and without fields that were not given."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         given = self.model_dump(exclude_none=True, exclude={"content"})
         return {"role": given.pop("role"), "content": text, **{name: value for name, value in given.items() if value}}
@@ -160,7 +160,7 @@ AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
 def parsed(body: bytes, kind: type[AnyBody]) -> AnyBody:
-    """Raises Refused (400) for anything but the JSON object that `kind` describes."""
+    """Parse a body as `kind`. Raises Refused (400) for anything but a JSON object of that kind."""
     try:
         content = json.loads(body or b"{}")
         if nesting(content) > MAX_NESTING:
@@ -171,12 +171,12 @@ def parsed(body: bytes, kind: type[AnyBody]) -> AnyBody:
         where = ".".join(map(str, first["loc"])) or "the body"
         raise Refused(400, f"{where}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {error}") from None
+        raise Refused(400, f"the body is not JSON: {error}") from None
 
 
 def said(message: Message) -> str:
-    """What a message says, for comparisons: the same for the same message, however a client has written it. Without thinking, which
-    most clients do not send back, and with the arguments of calls as values."""
+    """A text by which messages are compared: the same for the same message, however a client writes it. It leaves out thinking,
+    which most clients do not send back, and has the arguments of calls as values."""
     calls = [(call.get("id"), call["function"]["name"], _arguments(call["function"])) for call in message.get("tool_calls") or ()]
     kept = [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
     return json.dumps(kept, sort_keys=True)
@@ -188,7 +188,7 @@ def _arguments(function: Mapping[str, Any]) -> Any:
 
 
 def _value(text: str) -> Any:
-    """What the text says as JSON; the text itself if it is none."""
+    """The text parsed as JSON; the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The gateway: a rollout worker serves OpenAI's API to agents that are not ours, on loopback.
+"""The gateway: a rollout worker serves OpenAI's API to users' agents, on loopback.
 
     /health                                 is the server there?
     /sessions/{id}/v1/chat/completions      an agent's requests; its client's base URL is `/sessions/{id}/v1`
@@ -8,14 +8,14 @@
     /v1/...                                 the same with the admin key, outside of any trajectory
     /weights, /weights/load, /pause, /resume    admin key (admin_routes.py)
 
-Every other request needs a key, as `Authorization: Bearer <key>`: each session has its own. A wrong key or an unknown session gets
-401, a closed session 410, too many requests at once 429, junk 400, all in OpenAI's shape.
+Every request but /health needs a key, as `Authorization: Bearer <key>`; each session has its own. A wrong key or an unknown session
+gets 401, a closed session 410, too many requests at once 429, an invalid request 400, all in OpenAI's shape.
 
-Who waits for whom: a model request for `POST /resume`, if the gateway is paused, for PAUSE_LIMIT_S at most; then for the engine. A
-client that goes away takes its request with it.
+Who waits for whom: a model request waits for `POST /resume` if the gateway is paused, at most PAUSE_LIMIT_S; then for the engine.
+When a client disconnects, its request is cancelled.
 
-aiohttp, because Ray brings it (`ray[default]`), it runs in the worker's own event loop, and it cancels the handler of a client
-that disconnects. An ASGI server would be two packages more, with a signal handling of its own.
+Why aiohttp: Ray brings it (`ray[default]`), it runs in the worker's own event loop, and it cancels the handler of a client that
+disconnects. An ASGI server would need two more packages, and handles signals itself.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ MAX_CLOSED = 4096
 PAUSE_LIMIT_S = 600.0
 RETRY_AFTER_S = 1
 MOST_PER_SLOT = 4
-"""Model requests that may run or wait at once, per slot of the engine: agents may ask several times at once."""
+"""Model requests that may run or wait at once, per slot of the engine: agents may send several at once."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """`sampling`: of requests that belong to no trajectory."""
+    """`sampling`: for requests that belong to no trajectory."""
 
     def __init__(self, engine: Engine, chat: Chat, sampling: Sampling, limits: Limits) -> None:
         self.admin_key = secrets.token_urlsafe(32)
@@ -103,14 +103,14 @@ class Gateway:
     def open_session(
         self, id: str, conversation: Conversation, sampling: Sampling, seed: int, on_running: OnRunning = lambda running: None
     ) -> tuple[Session, Access]:
-        """A session, whose requests to the engine are named by `id`, and its address and key, for its client."""
+        """Open a session, whose requests to the engine are named by `id`. Returns it with the address and key for its client."""
         session = Session(id, self._engine, conversation, sampling, self._limits, seed, on_running)
         number, key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self._sessions[number] = (key, session)
         return session, Access(base_url=f"{self.url}/sessions/{number}/v1", key=key, model=openai_answers.MODEL)
 
     async def close_session(self, session: Session) -> None:
-        """From now on its requests get 410."""
+        """Close a session: from now on its requests get 410."""
         for number in [number for number, (_, own) in self._sessions.items() if own is session]:
             self._closed[number] = self._sessions.pop(number)[0]
         while len(self._closed) > MAX_CLOSED:
@@ -142,7 +142,7 @@ class Gateway:
         ]
 
     def _session_of(self, request: web.Request) -> Session:
-        """The session that the request's path and key name; one of its own for the admin's. Raises Refused."""
+        """The session that the request's path and key name; a new one for the admin. Raises Refused."""
         number = request.match_info.get("id")
         if number is None:
             self.check_admin(request)
@@ -236,7 +236,7 @@ async def _errors_in_openais_shape(request: web.Request, handler: Handler) -> we
         return await handler(request)
     except Refused as refused:
         error = refused
-    except EpisodeFailed as failed:  # by the chat template or the tokenizer
+    except EpisodeFailed as failed:  # the chat template or the tokenizer refused
         error = Refused(400, failed.text)
     except web.HTTPException as raised:  # no such path, a body that is too large
         error = Refused(raised.status, f"{request.method} {request.path}: {raised.reason}")

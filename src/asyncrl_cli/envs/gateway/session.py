@@ -1,15 +1,15 @@
-"""A session: one trajectory of an agent that we cannot see into. Its requests become the contexts of a conversation.
+"""A session: one trajectory of an agent, of which only the requests are seen. They become the contexts of a conversation.
 
-A request brings all messages of a chat, and is matched to a context so far, the longest that fits:
+A request carries all messages of a chat. It is matched to the longest context so far that fits:
 
-    its messages are those of a context, the answers that it got included, and more      the context's ids + ids of the new messages
+    its messages begin with those of a context, including the answers that it got        the context's ids + ids of the new messages
     its ids, rendered anew, begin with all ids of a context                              the context's ids + the remaining ones
     otherwise (a rewritten history, a second chat)                                       a new context: a fork, prompt and all
 
-So no sampled id is ever tokenized again where it is trained. Contexts change only when a response is whole: a request that is
-aborted leaves no trace, and of two that continue the same context at once, the second makes a fork.
+So sampled ids are never tokenized again where they are trained. Contexts change only when a response is complete: an aborted
+request leaves no trace, and if two requests continue the same context at once, the second one to end makes a fork.
 
-Who waits for whom: a request for the engine, which holds it back during a weight load. Closing a session ends its requests.
+Who waits for whom: a request waits for the engine, which holds it back during a weight load. Closing a session ends its requests.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CLOSED = "this session is closed: its trajectory has ended"
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`id` names its requests to the engine. `on_running(number of requests that run)`: at every change, until the session is
-    closed. `finish_reason`: of the last answer, or why there was no further one ("length", "max_turns")."""
+    """`id` names its requests to the engine. `on_running(number of running requests)` is called at every change, until the session
+    is closed. `finish_reason`: of the last answer, or why there was no further one ("length", "max_turns")."""
 
     id: str
     engine: Engine
@@ -49,7 +49,7 @@ class Session:
     reward: float | None = None
     finish_reason: str = ""
     failed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Gets the engine's error, if it fails under a request; the client is only told that there is no answer."""
+    """Gets the engine's error, if it fails during a request; the client is only told that there is no answer."""
     _running: set[str] = field(default_factory=set)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -109,7 +109,7 @@ class Session:
             except ExecutorFailed as error:
                 if not self.failed.done():
                     self.failed.set_exception(error)
-                    self.failed.exception()  # a session of the admin has nobody else who looks
+                    self.failed.exception()  # mark it as seen: an admin session has nobody who awaits it
                 raise Refused(503, str(error)) from None
         if not self.is_open or completion.finish_reason == "abort":
             raise Refused(410, CLOSED, "session_closed")
@@ -117,7 +117,7 @@ class Session:
 
     @contextmanager
     def _counted(self, number: int) -> Iterator[str]:
-        """Gives the request's id for the engine: the session's own, unless another of its requests runs under that."""
+        """Yields the request's id for the engine: the session's own id, unless another of its requests is running."""
         request_id = f"{self.id}/{number}" if self._running else self.id
         self._running.add(request_id)
         self.on_running(len(self._running))
@@ -158,6 +158,6 @@ class Session:
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
-    """OpenAI leaves the stop string out of the answer. It stays in the tokens, for it was sampled."""
+    """The text before the first stop string, which OpenAI leaves out of the answer. The sampled tokens keep it."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found, default=len(text))]

@@ -1,10 +1,10 @@
-"""builtin:calculator: expressions whose values are beyond a small model, and how a calculator of single operations finds them.
+"""builtin:calculator: expressions too hard for a small model, and their solutions with a calculator of single operations.
 
     prompt    47+83*65
     turns     calculate(83*65) -> 5395, calculate(47+5395) -> 5442, answer(5442)
 
-A model has to learn that multiplications come first, to copy results, and to use the calculator: its own results are wrong. An
-answer is either right or wrong, so the best mean reward is 1.
+A model has to learn to multiply first, to copy results, and to use the calculator, because its own results are wrong. An answer is
+either right or wrong, so the best mean reward is 1.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from asyncrl_cli.tasks.reward_spec import Adapter
 
 Message = Mapping[str, Any]
 Step = tuple[str, int]
-"""One operation, as `83*65`, and its value."""
+"""One operation, such as `83*65`, and its value."""
 SIGNS: Mapping[str, Callable[[int, int], int]] = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 QUESTION = "What is {}? Use the calculator for every operation, then give the answer."
 
 
 class Arithmetic(Section):
-    """Makes items and conversations about them. Numbers of operations are equally frequent, and so are numbers and signs."""
+    """Draws items and writes conversations that solve them. Operation counts, operands and signs are drawn uniformly."""
 
     environment: ClassVar = "asyncrl_cli.envs.calculator:Calculator"
     words: ClassVar = ("calculate expression=", "answer value=", "thanks")
@@ -55,8 +55,8 @@ class Arithmetic(Section):
         return conversation(item["prompt"], steps, steps[-1][1])
 
     def flawed_demonstration(self, item: Item, rng: Random) -> list[Message]:
-        """A conversation with one mistake: multiplications do not come first, a step is left out, the answer is made up, or one of
-        its digits is. A few are right all the same."""
+        """A conversation with one mistake: multiplications do not come first, a step is left out, or the answer or one of its
+        digits is made up. By chance, a few are still right."""
         expression = item["metadata"]["expression"]
         steps = steps_of(expression)
         value = steps[-1][1]
