@@ -16,13 +16,13 @@ from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.storage import appearing_file, remove_if_empty, replace_text
 
 SIMULATED_STRETCH = (
-    "Every run is measured over the same groups, up to a train step: after the warm-up (the longest window of all profiles) and "
-    "before the run-out, in which nothing is generated ahead any more. Wall time, staleness max, "
+    "All runs are measured over the same groups (to within a train step): after the warm-up (the longest window of all profiles) "
+    "and before the run-out, in which nothing is generated ahead any more. Wall time, staleness max, "
     "max span and tokens discarded cover the whole run."
 )
 REAL_STRETCH = (
-    "Every run is measured over the same groups, up to a train step: after the warm-up (the longest window of all profiles, or "
-    "until every run has scored version 0) and before the run-out, in which nothing is generated ahead any more and the final "
+    "All runs are measured over the same groups (to within a train step): after the warm-up (the longest window of all profiles, "
+    "or until every run has scored version 0) and before the run-out, in which nothing is generated ahead any more and the final "
     "version is scored. Evals in between are subtracted. Wall time, staleness max, max span, tokens "
     "discarded and final reward cover the whole run."
 )
