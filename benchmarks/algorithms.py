@@ -1,11 +1,11 @@
-"""Every loss and estimator, corrections, KL and LoRA for 20 train steps under partial rollout: real runs in one Ray session.
+"""Trains with every loss, estimator, correction and KL, and with LoRA: real runs of 20 steps, partial rollout, one Ray session.
 
     python -m benchmarks.algorithms --directory DIR [--only WORD]
 
-Each row is a run of the profile partial-rollout with a few keys. Together they have every `loss_mode`, `adv_estimator`,
-`loss_agg_mode` and `old_logprobs`, every `rollout_is` but `none`, every estimate of KL, and rejection by k1, k2, k3, of tokens and
-of sequences' means and maxima. Printed as Markdown: reward of the first and the last five steps, largest gradient norm,
-KL(sampler, policy) at the end, largest difference of the probes' logprobs between trainer and workers, bytes of a sync, seconds.
+Each row is a run of the profile partial-rollout with a few keys. Together they cover every `loss_mode`, `adv_estimator`,
+`loss_agg_mode` and `old_logprobs`, every `rollout_is` except `none`, every KL estimate, and rejection by k1, k2, k3 of tokens and
+sequence means and maxima. Prints Markdown: reward of the first and the last five steps, largest gradient norm, KL(sampler,
+policy) at the end, largest difference of the probes' logprobs between trainer and workers, bytes of a sync, seconds.
 Exits with 1 if a figure is not finite.
 """
 

@@ -1,21 +1,21 @@
-"""Fit profiles/workloads/verl-7b-math-128.toml to its four published rows, and print every parameter and all residuals.
+"""Fits profiles/workloads/verl-7b-math-128.toml to its four published rows, and prints every parameter and all residuals.
 
     python benchmarks/calibrate_published.py [--evaluations 20] [--windows 5] [--processes 2]
 
-Four parameters are fitted, by Nelder-Mead on simulated runs of all rows at once, from the file's values on: median and sigma
-of the response lengths, how alike the responses to one prompt are, and the effective memory bandwidth that decoding sees. It stops
-after so many evaluations: the best point found, no proven optimum. Others are derived from these four and the rows (`derived`), the
-rest is assumed:
+Four parameters are fitted, by Nelder-Mead on simulated runs of all rows at once, starting from the file's values: median and
+sigma of the response lengths, how alike the responses to one prompt are, and the effective memory bandwidth of decoding. It stops
+after `--evaluations`, so the result is the best point found, not a proven optimum. Other parameters are derived from these four
+and the rows (`derived`), and the rest is assumed:
 
     decode step             weight bytes / bandwidth + LAUNCH_S
     ... per sequence        KV bytes of the mean running context / bandwidth + its FLOP
     update, per token       6 FLOP per parameter at the assumed TRAIN_FLOP_PER_S
-    update, fixed           least squares over the four published updates, given that
-    old logprobs            the two published passes, exactly, where tokens allow it
-    overhead, lease         the published rest of the asynchronous rows, then that of the colocated ones
+    update, fixed           least squares over the four published updates, given the time per token
+    old logprobs            the two published passes, exactly, if tokens allow it
+    overhead, lease         the published rest of the asynchronous rows, then of the colocated ones
 
 The published rows and the sizes of the work are read from the workload file. Nothing is fitted to rows with `calibrated = false`:
-they are predictions, which `--predict` shows, too. No parameter knows of a profile.
+they are predictions, which `--predict` also shows. No parameter depends on a profile.
 The objective is the sum of squared errors of totals (by ROW_WEIGHTS) and parts (weight 1), each relative to its row's total.
 """
 
@@ -252,9 +252,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--evaluations", type=int, default=20)
     parser.add_argument("--windows", type=int, default=5)
-    parser.add_argument("--processes", type=int, default=1, help="rows that are simulated at once")
+    parser.add_argument("--processes", type=int, default=1, help="rows simulated at once")
     parser.add_argument("--start", type=float, nargs=4, metavar=("MEDIAN", "SIGMA", "RATIO", "BANDWIDTH"), help="not the file's")
-    parser.add_argument("--predict", action="store_true", help="show the rows that nothing is fitted to, too")
+    parser.add_argument("--predict", action="store_true", help="also show the rows to which nothing is fitted")
     arguments = parser.parse_args()
     base = load_workload(WORKLOAD)
     tried: dict[float, list[Residual]] = {}

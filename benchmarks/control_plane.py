@@ -1,20 +1,20 @@
-"""The driver's own CPU time on a cluster that is too large to rent: does it grow linearly with the groups?
+"""Measures the driver's own CPU time on a cluster too large to rent: does it grow linearly with the groups?
 
     python benchmarks/control_plane.py [--workers 64 128 256 512] [--windows 20] [--profile NUM_WORKERS]
 
 Runs the real loop in virtual time over simulated workers of 64 slots each, with W = 4 groups of 16 per worker: 512 workers have
-32,768 trajectories running at once. Workers report as often as real ones do (`loop.meters`).
+32,768 trajectories running at once. Workers report as often as real ones (`loop.meters`).
 
-How it is measured: one run, one thread. Every stretch of executor code (each resumption of a call to a port, each timer of an
-executor) is timed with `time.thread_time`; what is left of the run's CPU time is the driver's: the loop, its observers' metrics
-and the (virtual) event loop. The cost of the timing itself is estimated on empty stretches before, and taken off both sides. What a
-transport (pickling, RPC) would cost is not in it.
+The measurement is one run in one thread. Every stretch of executor code (each resumption of a call to a port, each timer of an
+executor) is timed with `time.thread_time`. The rest of the run's CPU time is the driver's: the loop, its observers' metrics and
+the (virtual) event loop. The cost of the timing itself is estimated on empty stretches beforehand and subtracted from both sides.
+The cost of a transport (pickling, RPC) is not included.
 
-Two figures say whether it grows linearly. Python calls per group, counted by a profiler in a second, shorter run, are exact: they
-are what the algorithms cost. CPU time per group also has what a larger working set costs in cache misses; the executors' own,
-which is the same work per group at any size, shows how much that is.
+Two figures show whether the growth is linear. Python calls per group, counted by a profiler in a second, shorter run, are exact:
+they are the cost of the algorithms. CPU time per group also includes the cache misses of a larger working set. The executors'
+CPU time per group shows how much these cost, because their work per group is the same at any size.
 
-`--profile` runs that one size under cProfile instead and prints the functions that the time goes to.
+`--profile` instead runs one size under cProfile and prints the functions that take the most time.
 """
 
 from __future__ import annotations

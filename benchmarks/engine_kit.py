@@ -1,6 +1,6 @@
-"""What the engine benchmarks share: random models of a wanted size, both engines on them, and the same work for all.
+"""Shared by the engine benchmarks: random models of a given size, both engines on them, and the same work for all.
 
-A model's end-of-sequence token lies outside of its vocabulary: every response has exactly as many tokens as were asked for.
+A model's end-of-sequence token is outside its vocabulary, so every response has exactly the requested number of tokens.
 Everything runs on `THREADS` compute threads per process, vLLM's processes included.
 """
 

@@ -1,19 +1,19 @@
-"""Tokens per second of both rollout engines, beside vLLM's own offline `LLM.generate` on the same work.
+"""Tokens per second of both rollout engines, compared with vLLM's own offline `LLM.generate` on the same work.
 
     python benchmarks/engines.py [--model builtin random] [--sequences 1 8 64] [--tokens 128] [--repeat 5]
                                  [--stream-interval 1 8] [--parameters 80000000] [--no-vllm] [--json]
 
 Within each repeat all sides generate the same number of tokens, on one compute thread per process, one side after the other (in
-every second repeat the other way round); the table has medians over the repeats. The sides:
+reverse order in every second repeat). The table has medians over the repeats. The sides:
 
     transformers   TransformersEngine, the embedded engine
-    bare           a static batch through the same model: no admission, no versions, no stop. A ceiling of the embedded engine
-    vllm/N         VllmEngine as a run has it, with logprobs; vLLM hands it a response's tokens every N tokens
-    ceiling        vLLM's LLM.generate with the same logprobs and seeds; it hands over whole responses
-    no logprobs    the same without logprobs, and so without what a trainer needs
+    bare           a static batch through the same model: no admission, no versions, no stop. The embedded engine's ceiling
+    vllm/N         VllmEngine as in a run, with logprobs; vLLM delivers a response's tokens every N tokens
+    ceiling        vLLM's LLM.generate with the same logprobs and seeds; it delivers whole responses
+    no logprobs    the same without logprobs, which a trainer would need
 
-The second table has what our path costs: in each repeat vllm/N beside that repeat's ceiling, and the median of these ratios; also
-in tokens per CPU-second of all processes of a side (what counts on a machine that others use too).
+The second table shows the cost of our path: the ratio of vllm/N to the ceiling of the same repeat, as the median over the repeats.
+It also shows the ratio of tokens per CPU-second of all processes of a side, which is what counts on a machine that others use.
 `random` is a Qwen3 with random weights, `builtin` is builtin:tiny's architecture, also random.
 """
 
@@ -222,8 +222,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--parameters", type=int, default=80_000_000)
     parser.add_argument("--stream-interval", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--no-vllm", dest="vllm", action="store_false", help="the embedded engine alone")
-    parser.add_argument("--json", action="store_true", help="all repeats, to stdout, instead of tables")
+    parser.add_argument("--no-vllm", dest="vllm", action="store_false", help="measure the embedded engine only")
+    parser.add_argument("--json", action="store_true", help="print all repeats as JSON instead of tables")
     options = parser.parse_args()
     if options.vllm:
         need_vllm(parser, "give --no-vllm")

@@ -1,9 +1,9 @@
-"""Many seeds of the deterministic simulation: how often what happened, and a command that replays each seed that failed.
+"""Runs many seeds of the deterministic simulation, counts what happened, and prints a command to replay each seed that failed.
 
     python -m benchmarks.fault_seeds [--seeds 10000] [--first 0] [--processes 2] [--turns] [--scorer]
 
-With `--turns` every scenario has several turns, with `--scorer` every one that is not colocated has scorers. Run it in the
-project's root: it uses the tests' proof. Exits with 1 if any seed failed.
+With `--turns` every scenario has several turns; with `--scorer` every scenario that is not colocated has scorers. Run it in the
+project's root, because it uses the proof in the tests. Exits with 1 if any seed failed.
 """
 
 from __future__ import annotations

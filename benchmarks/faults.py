@@ -1,12 +1,12 @@
-"""Faults of a run on a cluster, one after the other: when each is known, how the run ends, what is lost, what a resume makes of it.
+"""Faults of a run on a cluster, one after the other: when the driver notices, how the run ends, what is lost, how a resume goes.
 
     python -m benchmarks.faults --directory DIR --faults 'SIGHUP;trainer node'      begins a run in DIR, or resumes it
     python -m benchmarks.faults --directory DIR --table                             prints DIR/faults.jsonl in Markdown
 
-The cluster is made of logical nodes on this machine (tests/cluster.py): a head without CPUs, and two nodes of one CPU each, for a
-trainer rank and a rollout worker. The driver is a process of its own, or a job. After each fault the run is resumed, if it has
-ended, on what is left and on nodes that join; then comes the next one. A row is right if nothing hangs, no worker's process is
-left, and every group of the history that counts was trained once.
+The cluster consists of logical nodes on this machine (tests/cluster.py): a head without CPUs, and two nodes of one CPU each, for a
+trainer rank and a rollout worker. The driver is a separate process or a job. If a fault ends the run, it is resumed on the
+remaining nodes and on new ones before the next fault. A row is right if nothing hangs, no worker process is left behind, and
+every group of the history that counts was trained once.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ def table(rows: list[dict[str, object]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", default=";".join(fault.name for fault in FAULTS), help="separated by semicolons")
-    parser.add_argument("--directory", type=Path, required=True, help="for runs, the model and faults.jsonl")
+    parser.add_argument("--faults", default=";".join(fault.name for fault in FAULTS), help="names separated by semicolons")
+    parser.add_argument("--directory", type=Path, required=True, help="directory for runs, the model and faults.jsonl")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     directory = options.directory.absolute()

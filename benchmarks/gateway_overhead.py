@@ -1,9 +1,9 @@
-"""What the gateway costs per request: the same requests to the engine and through HTTP, one beside the other.
+"""The gateway's cost per request: the same requests directly to the engine and through HTTP.
 
     python benchmarks/gateway_overhead.py [--sessions 64] [--tokens 32] [--turns 4] [--repeat 5]
 
 Each session makes --turns requests, one after the other; each continues the tokens so far. All sessions run at once, in an engine
-with as many slots. The client (aiohttp) runs in the same process, so its cost is in the figures too. Repeats alternate; medians.
+with as many slots. The client (aiohttp) runs in the same process, so the figures include its cost. Repeats alternate; medians.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What only a GPU can show, on one CUDA GPU (nccl: on two): each check is run, timed and said to be right or not.
+"""Checks that need a GPU: one CUDA GPU (nccl: two). Each check is run, timed and reported as passed or failed.
 
     python benchmarks/gpu_smoke.py [--parameters 80000000] [--check NAME...] [--json]
 
     trainer    PolicyTrainer under FSDP2 with bfloat16 compute: train steps on made-up groups, then a gather; all finite
-    buckets    VllmEngine in bfloat16 generates while the gathered weights are loaded by our bucket engine; afterwards the engine's
-               logprobs of the probes are the trainer's (they were not before)
-    sleep-1    AsyncLLM.sleep(1) gives the GPU's memory back, wake_up() brings the same greedy response
+    buckets    VllmEngine in bfloat16 generates while our bucket engine loads the gathered weights; afterwards, and not before, the
+               engine's logprobs of the probes equal the trainer's
+    sleep-1    AsyncLLM.sleep(1) frees the GPU's memory; after wake_up() the greedy response is the same
     sleep-2    the same with level 2, which discards the weights: they are loaded again before the cache is allocated
-    ipc        as buckets, with the weights sent through CUDA IPC from this process to vLLM's on the same GPU
-    nccl       as buckets, with the weights sent by NCCL to vLLM on a second GPU; skipped where there is one only
-    colocate   `asyncrl train --profile colocate` with vLLM, trainer and rollouts in turns on the one GPU, three train steps; by the
-               object store, and then by `ipc`
+    ipc        like buckets, with the weights sent through CUDA IPC from this process to vLLM's on the same GPU
+    nccl       like buckets, with the weights sent by NCCL to vLLM on a second GPU; skipped if there is only one GPU
+    colocate   `asyncrl train --profile colocate` with vLLM: trainer and rollouts take turns on the one GPU for three train steps;
+               with the object store, then with `ipc`
 
-Needs vLLM (pip install 'asyncrl-cli[vllm]'). Without a CUDA GPU it says so and exits with 0. Exits with 1 if a check fails.
+Needs vLLM (pip install 'asyncrl-cli[vllm]'). Without a CUDA GPU it prints that and exits with 0. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def outcome_of(name: str, model: RandomModel, options: argparse.Namespace) -> Ou
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=80_000_000, help="of the random Qwen3 (all checks but colocate)")
+    parser.add_argument("--parameters", type=int, default=80_000_000, help="size of the random Qwen3 (all checks but colocate)")
     parser.add_argument("--check", nargs="+", choices=list(CHECKS), default=list(CHECKS))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""gpu_smoke.py's checks of weights that go from GPU memory to GPU memory: `ipc` on one GPU, `nccl` from the first to the second."""
+"""gpu_smoke.py's checks of weights sent from GPU memory to GPU memory: `ipc` on one GPU, `nccl` from the first to the second."""
 
 from __future__ import annotations
 

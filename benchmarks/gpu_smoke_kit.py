@@ -1,4 +1,4 @@
-"""What the checks of gpu_smoke.py share: sizes, and how a check says that something is wrong."""
+"""Shared by the checks of gpu_smoke.py: sizes, and the exceptions by which a check fails or is skipped."""
 
 from __future__ import annotations
 

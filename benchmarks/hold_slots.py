@@ -1,14 +1,14 @@
-"""What a trajectory's slot is worth while it waits for a tool: rollout.hold_slots true against false.
+"""The value of a trajectory's slot while it waits for a tool: compares rollout.hold_slots true and false.
 
     python -m benchmarks.hold_slots --simulate
     python -m benchmarks.hold_slots --directory DIR [--tool-s 0.5] [--steps 16] [--pairs 2]
 
-The first simulates the loop on `laptop-tiny` with episodes like those of builtin:guess, for tools from a tenth of a second to ten.
-The second trains on builtin:guess itself, in pairs of real runs with the same seed that take turns at being first; its environment
-sleeps before every hint, lognormal around `--tool-s`. Columns, of the whole run:
+The first command simulates the loop on `laptop-tiny` with episodes like those of builtin:guess, for tools that take 0.1 to 10 s.
+The second trains on builtin:guess itself, in pairs of real runs with the same seed that alternate in order; its environment
+sleeps before every hint, lognormal around `--tool-s`. Columns, means over the steps after the first two:
 
     step_s   seconds per train step        slots    share of slots with a running sequence
-    waiting  ... with a trajectory that waits for its tool (above the rest where slots are not held)
+    waiting  trajectories waiting for a tool, as a share of the slots (in addition to `slots` if slots are not held)
     stale    mean staleness of trained tokens, in versions
 """
 

@@ -1,18 +1,18 @@
-"""Tokens per second that weight syncs cost a rollout worker: how often (K) against how (drain, recompute-kv, keep-kv).
+"""The tokens per second that weight syncs cost a rollout worker, by interval (K) and interrupt (drain, recompute-kv, keep-kv).
 
     python benchmarks/inflight.py [--engine vllm transformers] [--k 1 4 16] [--slots 32] [--steps 32] [--repeat 3]
                                   [--plot inflight.png] [--json]
 
-A worker's slots are always full: a response that ends (after 8 to --tokens tokens, uniformly) is followed by the next. First the
+A worker's slots are always full: when a response ends (after 8 to --tokens tokens, uniformly), the next one begins. First the
 rate without syncs is measured. A train step is then the time in which the worker samples --step-tokens tokens per slot at that
-rate, as it is where training and rollouts are in balance, and a sync comes every K such steps. Each case lasts --steps steps.
+rate, as if training and rollouts were balanced, and there is a sync every K such steps. Each case lasts --steps steps.
 
-A sync is what a worker does in a run: the buckets are copied beside generation, then loaded with the given interrupt. A drain lets
-responses end while no new ones begin: its slots stand empty, and that is its cost. If a sync takes longer than K steps, the next
-one follows at once (`syncs` is less than steps / K then).
+A sync does what a worker does in a run: it copies the buckets during generation, then loads them with the given interrupt. A drain
+lets responses end while no new ones begin, so its cost is empty slots. If a sync takes longer than K steps, the next one follows
+at once (then `syncs` is less than steps / K).
 
-    lost         1 - rate / rate without syncs, each beside the other in the same repeat; the median of the repeats
-    per sync     tokens that one sync costs, in the same way
+    lost         1 - rate / rate without syncs, both from the same repeat; the median of the repeats
+    per sync     tokens that one sync costs, computed in the same way
     pause        longest stop of a sync, median (a drain's stop begins when its last response has ended)
 """
 
@@ -217,14 +217,14 @@ def main() -> None:
     parser.add_argument("--engine", nargs="+", choices=["vllm", "transformers"], default=["vllm", "transformers"])
     parser.add_argument("--k", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128, help="of the longest response")
-    parser.add_argument("--step-tokens", type=int, default=16, help="per slot")
+    parser.add_argument("--tokens", type=int, default=128, help="length of the longest response")
+    parser.add_argument("--step-tokens", type=int, default=16, help="tokens per slot in a train step")
     parser.add_argument("--steps", type=int, default=32, help="train steps per case")
     parser.add_argument("--warm-s", type=float, default=2.0, help="four such stretches come first; three tell the rate")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--parameters", type=int, help="a random Qwen3 of this size, instead of builtin:tiny's architecture")
     parser.add_argument("--plot", type=Path, default=Path("inflight.png"))
-    parser.add_argument("--json", action="store_true", help="all stretches, to stdout, instead of the table")
+    parser.add_argument("--json", action="store_true", help="print all stretches as JSON instead of the table")
     options = parser.parse_args()
     if "vllm" in options.engine:
         need_vllm(parser, "--engine transformers")

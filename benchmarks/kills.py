@@ -1,16 +1,16 @@
-"""SIGKILLs over every kind of process of a local run: how it ends, what it leaves behind, and what a resume makes of it.
+"""SIGKILLs every kind of process of a local run, and checks how the run ends, what it leaves behind, and that it can be resumed.
 
     python -m benchmarks.kills [--kinds 'raylet;reaper'] [--times 2] [--directory DIR] [--profile agent-guess+partial-rollout]
     python -m benchmarks.kills --kinds 'any;any, restarts' --times 10        random processes at random times
     python -m benchmarks.kills --chain --kinds any --times 3 --directory DIR   the same run again and again
 
-Every kill is a short run of its own, with a model that is made once. With `--chain` all kills of a kind hit one long run of DIR,
-also over several calls: a run that survives a kill need not be started for the next one. A row is right if
-- a run that cannot go on ends within 15 s with one `error:` line and a hint, any other one in order (in a chain: trains on);
-- no process of it and nothing in its temporary directory or in /dev/shm is left;
+Each kill has its own short run, with a model that is made once. With `--chain` all kills of a kind hit one long run in DIR, also
+over several calls, so a run that survives a kill need not be started again for the next one. A row is right if
+- a run that cannot go on ends within 15 s with one `error:` line and a hint, any other ends normally (in a chain: trains on);
+- none of its processes is left, and nothing in its temporary directory or in /dev/shm;
 - after the resume every group of the history that counts was trained once, and none is missing.
 
-It kills only descendants of the runs that it has started.
+It kills only descendants of the runs that it started.
 """
 
 from __future__ import annotations
@@ -295,11 +295,11 @@ def trained_once(run: Path, steps: int = STEPS) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default=";".join(kind.name for kind in KINDS), help="separated by semicolons")
+    parser.add_argument("--kinds", default=";".join(kind.name for kind in KINDS), help="names separated by semicolons")
     parser.add_argument("--times", type=int, default=2, help="kills per kind")
-    parser.add_argument("--directory", type=Path, help="for runs, the model and kills.jsonl; a temporary one if left out")
+    parser.add_argument("--directory", type=Path, help="directory for runs, the model and kills.jsonl (default: temporary)")
     parser.add_argument("--profile", default="partial-rollout")
-    parser.add_argument("--chain", action="store_true", help="kill one run of DIRECTORY again and again, also over several calls")
+    parser.add_argument("--chain", action="store_true", help="kill one run in DIRECTORY again and again, also over several calls")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     wanted = options.kinds.split(";")

@@ -1,14 +1,14 @@
-"""What stale data does to learning, and what corrections do about it: real runs of the default task, for docs/learning.md.
+"""The effect of stale data on learning, with and without corrections: real runs of the default task, for docs/learning.md.
 
     python -m benchmarks.learning run --directory DIR [--only WORD] [--seconds 3600]
     python -m benchmarks.learning draw --directory DIR --picture docs/pictures/learning.svg
 
-`run` makes the runs that are missing in DIR/rows.jsonl, one at a time, and adds a line for each as it ends: it may be stopped and
-called again. Order: seed by seed, what matters most first. `draw` makes the picture and prints the tables in Markdown.
+`run` makes the runs that are missing in DIR/rows.jsonl, one at a time, and adds a line after each, so it may be stopped and called
+again. It goes seed by seed, the most important runs first. `draw` makes the picture and prints the tables in Markdown.
 
-All runs have a weight sync after each train step of two optimizer steps, and partial rollout where eta is above 0. A minibatch has
-a quarter of the profile's trajectories at nearly its learning rate, so that staleness hurts within few steps. How old data gets is
-measured: no older than generation is ahead. Reward: held-out prompts, sampled with the newest weights.
+All runs have a weight sync after each train step of two optimizer steps, and partial rollout if eta is above 0. A mini-batch has a
+quarter of the profile's trajectories at nearly its learning rate, so that staleness hurts within few steps. The staleness is
+measured: it depends on how far generation is ahead. The reward is that of held-out prompts, sampled with the newest weights.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "draw"])
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--only", default="", help="only runs with this in their name")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after that")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after this time")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     directory = options.directory.absolute()

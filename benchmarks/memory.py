@@ -1,13 +1,13 @@
-"""Peak memory of a trainer rank on CPUs, measured and as `asyncrl plan` estimates it.
+"""Peak memory of a trainer rank on CPUs, measured and as estimated by `asyncrl plan`.
 
-Each case is a train step of a random model on made-up groups (two microbatches per rank), with each rank in a process of its own.
-A peak is the largest resident set that the kernel has seen (VmHWM, set back before loading and before the step), without the files
-that are mapped at the end (libraries), less what the process had before the model. glibc's malloc is told to give freed tensors of
-256 KiB or more back at once, so that tensors count and nothing else; `--heap run` has it keep them as the processes of a run do.
+Each case is a train step of a random model on made-up groups (two microbatches per rank), with each rank in its own process.
+A peak is the largest resident set that the kernel has seen (VmHWM, reset before loading and before the step), minus the files
+mapped at the end (libraries) and minus the memory of the process before the model. glibc's malloc is set to return freed tensors
+of 256 KiB or more at once, so that only live tensors count; with `--heap run` it keeps them, as in the processes of a run.
 
     python -m benchmarks.memory                                     the table of docs/memory.md (some minutes)
-    python -m benchmarks.memory --sizes small --features lora       some of it
-    python -m benchmarks.memory --logits 16384                      so many tokens with a vocabulary of 151,936
+    python -m benchmarks.memory --sizes small --features lora       a part of the table
+    python -m benchmarks.memory --logits 16384                      that many tokens with a vocabulary of 151,936
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--features", nargs="+", choices=FEATURES, default=list(FEATURES))
-    parser.add_argument("--jobs", type=int, default=1, help="cases at a time: memory does not depend on it")
+    parser.add_argument("--jobs", type=int, default=1, help="cases run at a time (does not change the memory)")
     parser.add_argument("--heap", choices=["tight", "run"], default="tight", help="what malloc does with freed tensors")
     parser.add_argument("--logits", type=int, metavar="TOKENS")
     arguments = parser.parse_args()

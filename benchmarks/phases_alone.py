@@ -1,10 +1,10 @@
-"""Is colocate a fair rival? Each of its phases alone, with the whole machine, against the same phase of the split job.
+"""Is colocate a fair baseline? Compares each of its phases alone, on the whole machine, with the same phase of the split job.
 
     python benchmarks/phases_alone.py [--repeats 5]
 
-Prints the ratios of tokens/s, of medians over repeats that were measured in turns, and the share of its cores that each side's
-processes got: below 70% others use the machine, and the ratios mean little. On two real cores colocate's are above 1; where two
-cores are the threads of one they are 1 within the 3% by which repeats differ on a quiet machine.
+Prints the ratios of the median tokens/s over repeats measured in turns, and the share of its cores that each side's processes got.
+Below 70% others use the machine, and the ratios mean little. On two real cores colocate's ratios are above 1. If the two cores are
+threads of one core, the ratios are 1 within the 3% by which repeats differ on a quiet machine.
 """
 
 from __future__ import annotations

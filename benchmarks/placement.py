@@ -1,14 +1,14 @@
-"""Responses placed one by one against whole groups on one worker: real runs in pairs, each with two rollout workers.
+"""Compares placing responses one by one with placing whole groups on one worker: real runs in pairs, with two rollout workers.
 
     python -m benchmarks.placement --directory DIR [--engines transformers,vllm] [--prompts default,mixed] [--pairs 3] [--steps 24]
-    python -m benchmarks.placement --directory DIR --deaths      a worker of each run is killed in the middle of it
+    python -m benchmarks.placement --directory DIR --deaths      a worker of each run is killed in mid-run
 
-`default` is the default task, sorting in writing. In `mixed`, which is made here, every second prompt is a list of three numbers,
-and every other a list of six after 150 tokens of other lists: prompts differ 30 times in length, and responses about 10 times. The
-model of all runs, a builtin:tiny, has learnt both.
+`default` is the default task, sorting in writing. `mixed` is made here: half of its prompts are a list of three numbers, the other
+half a list of six after 150 tokens of other lists. So prompts differ in length by a factor of 30, responses by about 10. All runs
+use the same builtin:tiny model, which has learnt both.
 
-The runs of a pair have the same seed, and take turns at being first. Figures are of the stretch without warm-up and run-out, as in
-`asyncrl bench`. On a machine that others use, too, seconds say little; the other columns are counted:
+The runs of a pair have the same seed and alternate in order. Figures exclude warm-up and run-out, as in `asyncrl bench`. Seconds
+mean little on a machine that others use; the other columns are counts:
 
     slots      share of slots in use                       batch     tokens per decode step of a worker
     workers    on how many workers a group began           prefill   prompt tokens that vLLM computed per group, without cached ones
@@ -226,7 +226,7 @@ def compare(laboratory: Laboratory, engine: str, prompts: str, pairs: int, *, di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, required=True, help="of runs, prompts and model; what is there is not repeated")
+    parser.add_argument("--directory", type=Path, required=True, help="for runs, prompts and model; existing runs are kept")
     parser.add_argument("--engines", default="transformers,vllm")
     parser.add_argument("--prompts", default="default,mixed")
     parser.add_argument("--pairs", type=int, default=3)

@@ -1,7 +1,7 @@
-"""A worker extension of vLLM (`worker_extension_cls`): what a weight load costs in vLLM's own process.
+"""A worker extension of vLLM (`worker_extension_cls`) that measures the cost of a weight load in vLLM's own process.
 
-vLLM mixes `ReloadTimes` into its worker class; its methods are called by `AsyncLLM.collective_rpc`. CPU seconds are those of the
-thread that did it: they mean the same on a busy machine.
+vLLM mixes `ReloadTimes` into its worker class; `AsyncLLM.collective_rpc` calls its methods. CPU seconds are those of the thread
+that loads, so they are also valid on a busy machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run on a cluster of logical nodes on this machine, for benchmarks/faults.py: begun, resumed, watched."""
+"""Starts, resumes and watches a run on a cluster of logical nodes on this machine, for benchmarks/faults.py."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Real runs against the simulator: calibrate a workload from one of them, predict the others, print both.
+"""Compares real runs with the simulator: calibrates a workload from one of them, predicts the others, prints both.
 
     asyncrl bench --compare colocate --profile stale-samples --profile partial-rollout --out BENCH_DIR
     python benchmarks/simulated_vs_measured.py BENCH_DIR [--calibrate-on stale-samples] [--repeat 0]
 
-Measured and simulated are the same groups: the comparison's own stretch, without warm-up and run-out. Each profile is held against
-the median of its repeats. A policy's responses grow or shrink as it learns, in each profile differently: predictions are made with
-the lengths of the calibrated run, and again with those of the profile's own. Exits with 1 if one of the latter is off by more
-than `--within`.
+The measured and the simulated groups are the same: those of the comparison, without warm-up and run-out. Each prediction is
+compared with the median of the profile's repeats. As a policy learns, its responses grow or shrink, differently in each profile. So
+predictions are made with the lengths of the calibrated run, and again with the profile's own. Exits with 1 if one of the latter is
+off by more than `--within`.
 
-One run does not tell how much several workers, or ranks, on one machine slow each other, as colocate's do. The comparison has
-measured that: each phase alone, with its resources and with all of them.
+One run does not show how much several workers or ranks on one machine slow each other, as colocate's do. The comparison has
+measured that: each phase alone, with its own resources and with all of them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bench_dir", type=Path)
     parser.add_argument("--calibrate-on", default="partial-rollout", metavar="PROFILE")
-    parser.add_argument("--repeat", type=int, default=0, help="which of its repeats")
+    parser.add_argument("--repeat", type=int, default=0, help="the repeat to calibrate on")
     parser.add_argument("--within", type=float, default=0.2, metavar="SHARE")
     options = parser.parse_args()
     runs = measured_runs(options.bench_dir)

@@ -1,4 +1,4 @@
-"""Real runs for benchmarks: each as a user would start it, or many in one Ray session."""
+"""Makes real runs for benchmarks: each as a user would start it, or many in one Ray session."""
 
 from __future__ import annotations
 

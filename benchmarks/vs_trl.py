@@ -1,15 +1,15 @@
-"""TRL's GRPOTrainer beside asyncrl on one machine's CPUs: the same model, task, reward, group size, batch and tokens.
+"""Compares TRL's GRPOTrainer with asyncrl on one machine's CPUs: the same model, task, reward, group size, batch and tokens.
 
     pip install 'trl>=1.16'
     python -m benchmarks.vs_trl --directory DIR [--steps 40] [--repeat 3] [--side partial-rollout]... [--goal 0.9]
 
 Sides take turns; each repeat runs all of them. TRL generates with transformers' `generate`, in one process with all threads and in
-two processes with one thread each (`accelerate launch --cpu`), its best here. Both train `--steps` optimizer steps of 16 groups of
-8 responses of the default task, from the same warm-started model, with the default profile's learning rate, clip widths and
-temperature, and without a reference model. Columns, medians of the repeats (least-most):
+two processes with one thread each (`accelerate launch --cpu`), which is its best here. Both train `--steps` optimizer steps of 16
+groups of 8 responses of the default task, from the same warm-started model, with the default profile's learning rate, clip widths
+and temperature, and without a reference model. Columns are medians of the repeats (least-most):
 
     samples/s   trajectories trained per second, from the end of the first two steps to the end of the last
-    CPU s/step  CPU seconds of all processes of a side per step, after the first two: other work on the machine changes it little
+    CPU s/step  CPU seconds of all processes of a side per step, after the first two; other work on the machine hardly changes it
     goal, s     seconds of training until the mean reward of five steps in a row reaches --goal; "-" if it never does
     reward      mean of the last ten steps
 """
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--goal", type=float, default=0.9)
-    parser.add_argument("--side", action="append", choices=[*PROFILES, *TRL], help="all, if none is given")
+    parser.add_argument("--side", action="append", choices=[*PROFILES, *TRL], help="default: all sides")
     parser.add_argument("--accumulation", type=int, default=1, help="TRL's gradient accumulation: microbatches per step")
     parser.add_argument("--trl-side", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

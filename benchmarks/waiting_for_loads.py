@@ -1,10 +1,10 @@
-"""How long runs take where groups wait for a lagging worker's load: never unless due at once, always, and by the rule of admission.
+"""Run times if groups wait for a lagging worker's load: never (unless due at once), always, or by the rule of admission.
 
     python -m benchmarks.waiting_for_loads [--seeds 100] [--first 0] [--processes 2]
 
-Run it in the project's root: it uses the tests' worlds. Every seed is a world of its own, run by the loop on the virtual clock:
-eta, slack, workers, slots, long-tailed lengths, which side is the faster, and loads that take from a hundredth of a window to all
-of it. The three runs of a seed train the same prompts with the same lengths.
+Run it in the project's root, because it uses the worlds of the tests. Every seed gives another world, which the loop runs on the
+virtual clock: eta, slack, workers, slots, long-tailed lengths, which side is faster, and loads that take from a hundredth of a
+window to a whole one. The three runs of a seed train the same prompts with the same lengths.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""What a weight sync costs, in its three phases, beside a memcpy of the same bytes and beside the naive way.
+"""The cost of a weight sync in its three phases, compared with a memcpy of the same bytes and with a naive sync.
 
     python benchmarks/weight_sync.py [--mb 1 8 64 256 512] [--engine vllm transformers] [--repeat 5] [--running 0] [--json]
 
-For each size a Qwen3 with random float32 weights of so many MB is trained, published and loaded by the parts that a run uses:
+For each size, a Qwen3 with that many MB of random float32 weights is trained, published and loaded by the same parts as in a run:
 
     gather       PolicyTrainer.gather: full parameters into fresh buckets, and the probes' logprobs. The trainer stands still
-    send         fingerprints and ray.put (beside training), ray.get, fingerprints again and the copy to where the engine loads from
-                 (beside generation)
-    load         the engine's own: weights into the running model
-    stall        of a worker: from the pause to the end of it (PauseReport.pause_s; interrupt keep-kv)
-    zero         the engine's pause and resume, with nothing between
+    send         fingerprints and ray.put (during training), ray.get, fingerprints again and the copy to where the engine loads from
+                 (during generation)
+    load         the engine's own load: weights into the running model
+    stall        a worker's stall: from the beginning to the end of the pause (PauseReport.pause_s; interrupt keep-kv)
+    zero         the engine's pause and resume, with nothing in between
     memcpy       the same bytes from memory to memory, both warm
-    packing      of load, what vLLM's CPU layers take to make their own layout of the weights (a GPU has none of it)
-    fingerprint  of the send: the worker compares the fingerprints of all bytes. The trainer makes the same ones
-    probe        the engine's logprobs of the trainer's probes, after the load. vLLM makes them beside generation; the embedded
-                 engine stands still for them, which a run's sync/pause_s has and `stall` has not
-    trainer      stall of the trainer: gather, and how much later its next work ends because a sync is being sent beside it
-    naive        state_dict() through one Ray object and then into the engine, everybody waiting: the stall of trainer and worker
+    packing      the part of load in which vLLM's CPU layers make their own layout of the weights (none on a GPU)
+    fingerprint  the part of send in which the worker compares the fingerprints of all bytes. The trainer computes the same ones
+    probe        the engine's logprobs of the trainer's probes, after the load. vLLM scores them during generation; the embedded
+                 engine stands still for them, which is included in a run's sync/pause_s but not in `stall`
+    trainer      stall of the trainer: gather, and how much later its next work ends because a sync is sent at the same time
+    naive        state_dict() through one Ray object and then into the engine, with both sides waiting: the stall of both
 
-Goal: (stall - zero) / memcpy <= 1.5: `x memcpy`. On a machine that others use too, seconds say little, so `x memcpy CPU`
-is the same in CPU seconds of the thread that loads (its pause costs none). After each load the engine scores the trainer's probes;
-the benchmark fails if the logprobs differ. Figures are medians over the repeats, in which all sides take turns.
+Goal: (stall - zero) / memcpy <= 1.5: `x memcpy`. Seconds mean little on a machine that others use, so `x memcpy CPU` is the
+same in CPU seconds of the thread that loads (its pause costs none). After each load the engine scores the trainer's probes; the
+benchmark fails if the logprobs differ. Figures are medians over the repeats, in which all sides take turns.
 """
 
 from __future__ import annotations
@@ -265,8 +265,8 @@ def main() -> None:
     parser.add_argument("--mb", type=float, nargs="+", default=[1, 8, 64, 256, 512], help="2048: over 24 GB with vLLM")
     parser.add_argument("--engine", nargs="+", choices=["vllm", "transformers"], default=["vllm", "transformers"])
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--running", type=int, default=0, metavar="SEQUENCES", help="generated meanwhile")
-    parser.add_argument("--json", action="store_true", help="all repeats in seconds, to stdout, instead of the table")
+    parser.add_argument("--running", type=int, default=0, metavar="SEQUENCES", help="sequences generated meanwhile")
+    parser.add_argument("--json", action="store_true", help="print all repeats in seconds as JSON instead of the table")
     options = parser.parse_args()
     if "vllm" in options.engine:
         need_vllm(parser, "--engine transformers")

@@ -79,7 +79,7 @@ def test_the_sets_of_a_hint_make_work_and_resources_the_same(toml: str, baseline
 
 
 def test_groups_and_windows_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="both say"):
+    with pytest.raises(ConfigError, match="both set"):
         contest("partial-rollout", groups=64, windows=4)
 
 

@@ -434,4 +434,4 @@ def test_the_hub_is_asked_for_a_hub_name_only_and_only_if_wanted(
     assert "`asyncrl plan --ask-hub` downloads it" in capsys.readouterr().out
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert run(["plan", "--set", name, "--ask-hub"]) == 3
-    assert "the hub cannot be asked for it" in capsys.readouterr().err
+    assert "the hub cannot be reached" in capsys.readouterr().err

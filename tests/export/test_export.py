@@ -82,7 +82,7 @@ def test_a_version_that_is_nowhere_is_refused_with_those_that_are_there(make_run
     with pytest.raises(RefusedError, match="run 'otter': there is no version 7 in it") as told:
         exported(made, version=7)
     assert told.value.hint == "there are: kept version 1, version 1 in step-000003, version 1 in step-000002"
-    with pytest.raises(RefusedError, match=r"step-000002 is of version 1, not 0"):
+    with pytest.raises(RefusedError, match=r"step-000002 holds version 1, not 0"):
         exported(made, str(made.directory / "checkpoints" / "step-000002"), version=0)
     shutil.rmtree(made.directory / "versions")
     for step in (2, 3):

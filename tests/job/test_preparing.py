@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, int]] = {
         3,
     ),
     "weights of another size": ({"hidden_size": 32}, "", r"has shape .*by config\.json", 3),
-    "too few positions": ({"max_position_embeddings": 64}, "", "= [0-9]+, and the model has 64 positions", 2),
+    "too few positions": ({"max_position_embeddings": 64}, "", "= [0-9]+, but the model has 64 positions", 2),
     "GPUs that are not there": ({}, "placement.device=cuda", "ask for 2 GPUs|0 GPUs", 3),
 }
 

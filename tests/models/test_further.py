@@ -39,8 +39,8 @@ def test_they_begin_as_the_policy_unless_a_path_is_given(model_dir, tmp_path):
     ("path", "why"),
     [
         ("/no/such/model", "ref.path: directory /no/such/model does not exist"),
-        ("builtin:tiny", "ref.path: it is a directory or a hub name"),
-        ("smaller", "knows 32 tokens, the policy 64"),
+        ("builtin:tiny", "ref.path: it must be a directory or a hub name"),
+        ("smaller", "has 32 tokens, the policy 64"),
     ],
 )
 def test_what_cannot_be_a_reference_is_refused_by_its_key(model_dir, tmp_path, path, why):

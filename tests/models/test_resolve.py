@@ -161,7 +161,7 @@ def test_a_hub_name_without_a_network_is_refused(task, monkeypatch, tmp_path):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert "hub cannot be asked" in refusal("nobody-here/no-such-model", task).message
+    assert "hub cannot be reached" in refusal("nobody-here/no-such-model", task).message
 
 
 def test_another_builtin_is_a_wrong_key(task):

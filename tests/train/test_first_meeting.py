@@ -48,5 +48,5 @@ def test_missing_ranks_are_named_with_their_nodes() -> None:
     with pytest.raises(ExecutorFailed) as failed, naming_nodes(["10.0.0.1", "10.0.0.1", "10.0.0.7"]):
         raise RanksMissing([2], 3, 120.0)
     assert failed.value.message == (
-        "rank 2 of 3 did not come to the first meeting within trainer.meeting_timeout_s = 120 s: rank 2 on 10.0.0.7"
+        "rank 2 of 3 did not join the process group within trainer.meeting_timeout_s = 120 s: rank 2 on 10.0.0.7"
     )

@@ -126,12 +126,12 @@ def test_positions_that_rope_scaling_stretches_are_no_limit(classifier_dir, tmp_
 
 def test_what_is_too_long_for_it_and_what_is_no_number_are_named(classifier_dir, tmp_path):
     long = payload(("4" * 80,))
-    with pytest.raises(AsyncrlError, match=r"a prompt with its response has 8[0-9] tokens, and the reward model takes 64"):
+    with pytest.raises(AsyncrlError, match=r"a prompt and its response have 8[0-9] tokens, but the reward model takes 64"):
         reward_model(classifier_dir).score([long], [{"prompt": "2+2?"}])
     model = AutoModelForSequenceClassification.from_pretrained(classifier_dir)
     with torch.no_grad():
         model.score.weight.fill_(float("nan"))
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(classifier_dir).save_pretrained(tmp_path)
-    with pytest.raises(AsyncrlError, match="the reward model gives nan for a response"):
+    with pytest.raises(AsyncrlError, match="the reward model's score for a response is nan"):
         reward_model(tmp_path).score([payload(("4",))], [{"prompt": "2+2?"}])

@@ -78,5 +78,5 @@ def test_weights_that_arrive_as_others_are_refused(tiny_model_dir, make_trainer)
     publish(trainer, 1, scorer)
     manifest, buckets = trainer.published(1)
     wrong = replace(manifest, probe_logprobs=tuple(tuple(x - 0.5 for x in row) for row in manifest.probe_logprobs))
-    with pytest.raises(ExecutorFailed, match=r"version 1 gives other logprobs than in the trainer, by 0\.5"):
+    with pytest.raises(ExecutorFailed, match=r"logprobs of version 1 differ from the trainer's by 0\.5"):
         scorer.load(wrong, buckets)

@@ -1,1 +1,1 @@
-"""Compares profiles on the same work and tunes settings: measured figures, the bound of each profile, reports, pictures."""
+"""Compares profiles on the same work and tunes settings: measurements, each profile's bound, reports, pictures."""

@@ -1,5 +1,5 @@
-"""Shows how far a comparison is: a bar for each run, one for what else is being done, and one for all of it, each with its clock
-and the time that is left."""
+"""Shows a comparison's progress: a bar for each run, one for all other work, and one for the total, each with the elapsed and the
+remaining time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from asyncrl_cli.observe.format import clock
 from asyncrl_cli.observe.terminal import neutral
 
 PLAIN_EVERY_S = 15.0
-"""Without a terminal: seconds between two lines on the same part."""
+"""Without a terminal: seconds between two lines about the same part."""
 ALL = "all"
 NOTE = ""
 
 
 class Bars(Progress):
-    """On a terminal, bars; elsewhere, plain lines at the beginning of each part and every `PLAIN_EVERY_S`. The time beside a real
-    run is the run's own, as in its metrics and in the final table, and so is the time left."""
+    """On a terminal, bars; elsewhere, plain lines at the beginning of each part and every `PLAIN_EVERY_S`. For a real run, elapsed
+    and remaining time are the run's own, as in its metrics and in the final table."""
 
     def __init__(self, console: Console, now: Callable[[], float] | None = None) -> None:
         bar = BarColumn(bar_width=None, table_column=Column(max_width=40))
@@ -35,8 +35,8 @@ class Bars(Progress):
     def run(
         self, name: str, groups: int, total: int, *, time_s: float | None = None, phase: str = "", left_s: float | None = None
     ) -> None:
-        """Show that a run has trained `groups` of `total`; first called with 0. `time_s`, `phase`, `left_s`: as a real run reports
-        them."""
+        """Show that a run has trained `groups` of `total`; the first call has 0. `time_s`, `phase` and `left_s`: as a real run
+        reports them."""
         text = f"{name} ({phase})" if phase not in ("", "running", "done") else name
         is_over = groups >= total and phase in ("", "done")
         own = {} if not time_s else {"time_s": time_s}
@@ -48,10 +48,10 @@ class Bars(Progress):
             self._show(ALL, done, planned, is_started=True, text=f"{ALL}: {over} of {len(runs)} runs")
 
     def note(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
-        """Show what else is being done, in one bar for everything that is not a run."""
+        """Show other work, in one bar for everything that is not a run."""
         text = f"{text}  {figures}".rstrip() if figures else text
         if NOTE in self._ids and (self._task(NOTE).total or 0) != total:
-            self.remove_task(self._ids.pop(NOTE))  # another part: its clock begins at 0
+            self.remove_task(self._ids.pop(NOTE))  # a new part: its clock starts at 0
         self._show(NOTE, done, total, is_started=True, text=text)
 
     def say(self, text: str) -> None:
@@ -84,7 +84,7 @@ def how_far(task: Task) -> str:
 
 
 def time_of(task: Task) -> str:
-    """Clock and time left: as the run says, else by the mean pace so far."""
+    """Elapsed and remaining time: from the run's report, else from the mean pace so far."""
     elapsed_s = task.finished_time if task.finished else task.elapsed
     left_s = task.fields.get("left_s")
     if left_s is None and task.completed and task.elapsed and task.remaining:

@@ -1,4 +1,4 @@
-"""Makes a comparison, from the user's request to the results: checks the profiles, makes the runs, measures capacities, summarises.
+"""Makes a comparison, from the user's request to the results: checks profiles, makes runs, measures capacities, summarises them.
 
 Contest (same work, same resources) -> runs -> capacities -> Comparison
 """
@@ -31,13 +31,13 @@ from asyncrl_cli.storage import remove
 
 REAL_GROUPS = 384
 ENOUGH_WINDOWS = 3
-"""How many windows of the profile with the longest ones must be measured for a speedup without a warning."""
+"""How many windows (of the longest W) must be measured for a speedup without a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """The profiles to compare, the baseline first. Each runs once per seed, with the keys in `sets`, and trains `groups` groups; on
-    the virtual clock if there is a `workload`, on the Ray cluster at `address` if that is given."""
+    """The profiles to compare, the baseline first. Each runs once per seed, with the keys in `sets`, and trains `groups` groups:
+    on the virtual clock if there is a `workload`, on the Ray cluster at `address` if that is given."""
 
     entries: Sequence[Entry]
     sets: tuple[str, ...]
@@ -72,7 +72,7 @@ def contest_of(
     workload: Workload | None = None,
     address: str | None = None,
 ) -> Contest:
-    """Check the profiles and settle the runs' length: `groups`, or `windows` of the baseline, or a default. Raises ConfigError
+    """Check the profiles and determine the runs' length: `groups`, or `windows` of the baseline, or a default. Raises ConfigError
     if the profiles cannot be compared."""
     check_sets(sets)
     flags = {"run.seed": seeds[0], "run.train_steps": 1, "eval.every_versions": 0, "checkpoint.every_steps": 0}
@@ -83,7 +83,7 @@ def contest_of(
     here = local_cluster if address is None else partial(_cluster_at, address)
     entries = entries_of((baseline, *profiles), loaded, virtual_cluster if workload else lambda profile: here())
     if groups is not None and windows is not None:
-        raise ConfigError("--groups and --windows both say how long the runs are", hint="give one of the two")
+        raise ConfigError("--groups and --windows both set the length of the runs", hint="give one of the two")
     window_groups = entries[0].window_groups
     default = workload.windows * window_groups if workload else REAL_GROUPS
     groups = groups or (windows or 0) * window_groups or default
@@ -98,15 +98,15 @@ def _cluster_at(address: str) -> ClusterResources:
 
 
 def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
-    """Make all runs. Raises AsyncrlError if the first run fails; a failure of a later real run is the comparison's `error`."""
+    """Make all runs. Raises AsyncrlError if the first run fails. The error of a later real run becomes the comparison's `error`."""
     if contest.workload is None:
         return compare_real(contest, directory, bars)
     return compare_simulated(contest, contest.workload, directory, bars)
 
 
 def compare_simulated(contest: Contest, workload: Workload, directory: Path, bars: Bars) -> Comparison:
-    """Compare on the virtual clock. The first run of each profile is recorded in `directory`/runs. Raises AsyncrlError if anything
-    is wrong, also if any run fails: then nothing is kept."""
+    """Compare on the virtual clock. The first run of each profile is recorded in `directory`/runs. Raises AsyncrlError if any run
+    fails or anything else is wrong; then nothing is kept."""
     groups, runs_dir = contest.groups, directory.resolve() / "runs"
     loaded = [profile_for(workload, entry.reference, contest.sets, groups=groups) for entry in contest.entries]
     jobs = [
@@ -125,7 +125,7 @@ def compare_simulated(contest: Contest, workload: Workload, directory: Path, bar
 
 
 def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
-    """For each measured row of the workload, how well the simulation fits it; then the workload's notes."""
+    """How well the simulation fits each measured row of the workload, then the workload's notes."""
     rows: dict[tuple[str, str], list[str]] = {}
     for one in fit:
         text = f"{one.part} {one.measured_s:.4g} {one.evidence}, {one.predicted_s:.4g} simulated ({one.ratio - 1:+.1%})"
@@ -135,11 +135,11 @@ def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
 
 
 def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
-    """Compare on this machine, one run at a time, in turns (A B C, A B C): if its speed drifts, all profiles are affected alike.
+    """Compare on this machine, one run at a time, in turns (A B C, A B C), so that a drift of its speed affects all profiles alike.
     If a run fails or the user interrupts, finished runs are kept.
 
-    Each phase alone is measured after every repeat, about `phases.REPEATS` times in all, so that a run is compared with what the
-    machine could do at that time.
+    Each phase alone is measured after every repeat, about `phases.REPEATS` times in all, so that a run is compared with the speed
+    of the machine at that time.
     """
     runs_dir = directory.resolve() / "runs"
     planned = runs_of(contest.entries, contest.seeds, contest.groups, contest.sets, runs_dir, contest.address)
@@ -149,7 +149,7 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     remarks: dict[str, None] = {}
     error: AsyncrlError | None = None
     try:
-        with StopRequests().on_signals():  # SIGTERM and SIGHUP end it like a Ctrl-C
+        with StopRequests().on_signals():  # SIGTERM and SIGHUP act like Ctrl-C
             for seed in contest.seeds:
                 first = len(finished)
                 for run in (run for run in planned if run.seed == seed):
@@ -163,7 +163,7 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
                     finished[first:], doubts = with_capacities(contest.entries, finished[first:], bars, repeats)
                 remarks |= dict.fromkeys(doubts)
     except (AsyncrlError, KeyboardInterrupt) as failure:
-        error = failure if isinstance(failure, AsyncrlError) else Interrupted("interrupted: what is finished was kept")
+        error = failure if isinstance(failure, AsyncrlError) else Interrupted("interrupted: finished runs were kept")
         if not finished:
             raise error from None
     return comparison_of(contest, finished, tuple(remarks), tuple(run.name for run in planned[len(finished) :]), error)
@@ -194,7 +194,7 @@ def comparison_of(
 
 
 def _doubts(contest: Contest, results: Sequence[Result], runs: Sequence[Run]) -> list[str]:
-    """Reasons to read the speedup with care: too little was measured, or the work was not the same."""
+    """Reasons to be careful with the speedup: too little was measured, or the work was not the same."""
     longest = contest.longest_window
     found = stretches([run.lines for run in runs], longest)
     measured, doubts = min(stretch.groups for stretch in found), []
@@ -202,13 +202,13 @@ def _doubts(contest: Contest, results: Sequence[Result], runs: Sequence[Run]) ->
         enough = groups_for_all(contest.entries, (ENOUGH_WINDOWS + 2) * longest)
         doubts.append(
             f"Short: {measured} groups are measured, and the longest window has {longest}. A speedup over so few groups means "
-            f"little: --groups {enough} measures {ENOUGH_WINDOWS} windows."
+            f"little. Use --groups {enough} to measure {ENOUGH_WINDOWS} windows."
         )
     if is_uneven(results):
         doubts.append(
-            f"The measured groups have up to {unevenness(results):.0%} more tokens in one profile than in another: read the "
-            "speedup per token beside the speedup, or make the runs longer (--groups)."
+            f"The measured groups have up to {unevenness(results):.0%} more tokens in one profile than in another. Look at the "
+            "speedup per token as well, or make the runs longer (--groups)."
         )
     if any(all(spent_s(line, "eval") > 0 for line in stretch.lines) for stretch in found):
-        doubts.append("No idle figures where an eval ran beside every measured step: more --groups, or fewer eval.prompts.")
+        doubts.append("No idle figures where an eval ran beside every measured step. Use more --groups or fewer eval.prompts.")
     return doubts

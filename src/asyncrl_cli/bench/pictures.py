@@ -1,4 +1,4 @@
-"""Draws the pictures of a comparison: where each executor's time goes (a Gantt chart), and each profile's speed and bound."""
+"""Draws the pictures of a comparison: how each executor spends its time (a Gantt chart), and each profile's speed and bound."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ COLOURS = {
     "done": "#ffffff",
     "failed": "#c62828",
 }
-"""By state. Work is dark and waiting is bright, so that a good schedule makes a dark picture."""
+"""By state. Work is dark and waiting is bright, so a good schedule gives a dark picture."""
 TRAINER_BUSY = "#2a9060"
 FREE_SLOTS = "#bcd6ea"
 VIEW_WINDOWS = 3
 MIN_SAMPLES = 20
-"""Fewest counts of running sequences in a view for which they are drawn; they are taken once a second."""
+"""Running sequences are drawn if a view has at least this many counts of them; there is one per second."""
 DOTS_PER_INCH = 130
 ROW_INCHES, PANEL_INCHES, WIDTH_INCHES = 0.27, 0.62, 13.0
 
 
 def draw_timelines(comparison: Comparison, path: Path) -> None:
-    """One panel per profile, one row per executor. All panels have the same time scale and the same scale of running sequences."""
+    """One panel per profile, one row per executor. All panels use the same scales for time and for running sequences."""
     timelines = comparison.timelines
     length_s = view_length_s(timelines)
     views = [_running(one, name, one.middle_s(length_s), length_s) for one in timelines for name in one.workers]
@@ -108,7 +108,7 @@ def _draw_row(panel: Axes, row: int, timeline: Timeline, name: str, begin_s: flo
 
 
 def _running(timeline: Timeline, name: str, begin_s: float, length_s: float) -> list[tuple[float, float]]:
-    """(time, running sequences) within the view, extended to its edges; empty if there are fewer than `MIN_SAMPLES` counts."""
+    """(time, running sequences) within the view, extended to its edges; empty with fewer than `MIN_SAMPLES` counts."""
     samples = [(time_s - begin_s, count) for time_s, count in timeline.running.get(name, ())]
     inside = [(time_s, count) for time_s, count in samples if 0 <= time_s <= length_s]
     if len(inside) < MIN_SAMPLES:
@@ -130,7 +130,7 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], most: float) -> None:
 
 
 def draw_speedups(comparison: Comparison, path: Path) -> None:
-    """Groups per second as bars, the bound as an outline around them, the spread of repeats as a whisker."""
+    """Draw groups per second as bars, the bound as an outline around each, the spread of repeats as a whisker."""
     results = comparison.results
     figure = _figure(max(6.5, 1.7 * len(results) + 1.5), 4.6)
     panel = figure.subplots()
@@ -147,7 +147,7 @@ def draw_speedups(comparison: Comparison, path: Path) -> None:
 
 
 def _draw_bar(panel: Axes, place: int, result: Result, comparison: Comparison) -> float:
-    """Draw one profile's bar, bound and label. Returns the height of the highest of them."""
+    """Draw one profile's bar, bound and label. Returns the height of the highest."""
     speed = result.figures["groups_per_s"]
     is_baseline = result.profile == comparison.baseline
     panel.bar(place, speed.median, width=0.62, color="#8d99a8" if is_baseline else COLOURS["busy"])
@@ -169,7 +169,7 @@ def _draw_bar(panel: Axes, place: int, result: Result, comparison: Comparison) -
 
 
 def _figure(width: float, height: float) -> Figure:
-    """A figure without pyplot, which would need global state and may need a display."""
+    """A figure made without pyplot, which has global state and may need a display."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -4,9 +4,9 @@
 
 All runs are measured over the same groups. `speedup` is the median over the repeats of groups_per_s against the baseline's run
 of the same seed; `speedup_per_token` is the same for tokens_per_s, because the same groups may have different numbers of tokens.
-A figure that a run did not measure is absent.
+Figures that a run did not measure are absent.
 
-A `Timeline` is what is drawn of a run, from its timeline.jsonl and events.jsonl.
+A `Timeline` holds the data to draw a run, from its timeline.jsonl and events.jsonl.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What is drawn of one run. Times are seconds since its start. `workers` are those shown, `num_workers` counts all."""
+    """The data to draw one run. Times are seconds since its start. `workers` are those shown, `num_workers` counts all."""
 
     profile: str
     trainers: tuple[str, ...]
@@ -51,7 +51,7 @@ class Timeline:
     window_ends_s: tuple[float, ...]
 
     def middle_s(self, length_s: float) -> float:
-        """Where a view of `length_s` in the middle of the run begins: at the nearest end of a window."""
+        """Where a view of `length_s` in the middle of the run begins, rounded to the nearest end of a window."""
         ends = self.window_ends_s
         wanted_s = max(0.0, (ends[0] + ends[-1] - length_s) / 2)
         return min(ends, key=lambda end_s: abs(end_s - wanted_s))
@@ -65,7 +65,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished run: its metrics lines; its phases' speeds alone, if they were measured; and its timeline, if it is drawn."""
+    """A finished run: its metrics lines, the speed of each phase alone (if measured), and its timeline (if it is drawn)."""
 
     profile: str
     seed: int
@@ -109,7 +109,7 @@ class Result:
 
     @property
     def limited_by(self) -> str | None:
-        """The phase that takes longer when run alone; None if that was not measured."""
+        """The phase that takes longer alone; None if that was not measured."""
         generation_s, training_s = self.median("generation_s"), self.median("training_s")
         if generation_s is None or training_s is None:
             return None
@@ -138,10 +138,10 @@ class Result:
 
 
 def read_results(path: Path) -> Comparison:
-    """The comparison in a results.json, without its timelines. Raises RefusedError if it is none."""
+    """The comparison in a results.json, without its timelines. Raises RefusedError if the file is not one."""
     found = load_json(path, dict[str, Any], hint="give the directory of a bench")
     if found.get("schema_version") != SCHEMA_VERSION:
-        raise RefusedError(f"{path} is no result of this version's bench", hint="make the comparison again")
+        raise RefusedError(f"{path} is not a result of this version's bench", hint="run the comparison again")
     try:
         return Comparison(
             **{key: found[key] for key in ("baseline", "groups", "window_groups", "resources")},
@@ -150,7 +150,7 @@ def read_results(path: Path) -> Comparison:
             results=[_result_of(result) for result in found["results"]],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(f"{path} is malformed: {type(error).__name__}: {error}", hint="make the comparison again") from None
+        raise RefusedError(f"{path} is malformed: {type(error).__name__}: {error}", hint="run the comparison again") from None
 
 
 def _result_of(found: Mapping[str, Any]) -> Result:
@@ -178,7 +178,7 @@ def summarise(contestants: Sequence[Contestant], runs: Sequence[Run]) -> list[Re
 
 
 def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[int, Figures]) -> Result:
-    """`own` and `base`: figures of the profile and of the baseline, by seed. Without a common seed there is no speedup."""
+    """`own` and `base`: figures of the profile and the baseline, by seed. Without a common seed there is no speedup."""
     common = set.intersection(*(set(figures) for figures in own.values()))
     names = [name for name in next(iter(own.values())) if name in common]
     values = {name: [figures[name] for figures in own.values()] for name in names}
@@ -192,7 +192,7 @@ def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[in
 
 
 def unevenness(results: Sequence[Result]) -> float:
-    """How much the measured groups' tokens differ: the most of any profile over the fewest, minus 1. Policies learn differently."""
+    """How much the profiles' tokens differ in the measured groups: most over fewest, minus 1. (Policies learn differently.)"""
     known = [(result.median("tokens_per_s"), result.median("window_time_s")) for result in results]
     tokens = [rate * seconds for rate, seconds in known if rate is not None and seconds is not None]
     return max(tokens) / min(tokens) - 1 if tokens and min(tokens) > 0 else 0.0
@@ -204,8 +204,8 @@ def is_uneven(results: Sequence[Result]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All that is shown, written and drawn. `window_groups` is W of the baseline, the unit of window_time_s. `workload` is empty
-    for real runs. `error`: what ended the comparison early; `missing`: runs that were not finished."""
+    """Everything that is shown, written and drawn. `window_groups` is W of the baseline, the unit of window_time_s. `workload` is
+    empty for real runs. `error`: the error that ended the comparison early; `missing`: unfinished runs."""
 
     results: Sequence[Result]
     workload: str
@@ -233,7 +233,7 @@ class Comparison:
         return f"{what}: {self.groups} groups on {self.resources}, against {self.baseline}"
 
     def to_json(self) -> dict[str, Any]:
-        """results.json, which is also what `--json` prints."""
+        """The content of results.json, which `--json` also prints."""
         return {
             "schema_version": SCHEMA_VERSION,
             "simulated": self.simulated,
@@ -250,7 +250,7 @@ class Comparison:
 
 
 def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Timeline | None:
-    """None for a run that kept no timeline."""
+    """The timeline of a run; None if it recorded none."""
     run = Recorded(run_dir)
     if not run.files.timeline.is_file():
         return None
@@ -275,5 +275,5 @@ def shown_workers(roles: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _of_role(roles: Mapping[str, str], role: str) -> list[str]:
-    """Executors of a role, in the order of their numbers: rollout-2 before rollout-10."""
+    """Executors of a role, ordered by number: rollout-2 before rollout-10."""
     return sorted((name for name, found in roles.items() if found == role), key=lambda name: (len(name), name))

@@ -1,11 +1,11 @@
-"""Makes the simulated runs of a comparison, as many at once as there are cores, each on a virtual clock of its own.
+"""Makes the simulated runs of a comparison, one per core at a time, each on its own virtual clock.
 
-    jobs, references --> a pool of processes --> runs and residuals, in the order that was asked for
+    jobs, references --> a pool of processes --> runs and residuals, in the order of the jobs
                               |
-                              +--> the files of some runs, as those of real ones
+                              +--> the files of some runs, like those of real runs
 
-Only the parent handles Ctrl-C: it ends the pool at once, because nothing of an unfinished simulated run is worth keeping. No
-process of the pool outlives the command, however the command ends.
+Only the parent handles Ctrl-C. It ends the pool at once, because an unfinished simulated run is not worth keeping. No process of
+the pool outlives the command, however the command ends.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Pool(ProcessPoolExecutor):
 
 @contextmanager
 def simulators(processes: int, told: Any = None) -> Iterator[Pool]:
-    """A pool for simulated runs: spawned processes (forking would be unsafe, because ours has threads), which are killed at the end
-    of the block. `told`: their queue for progress. Raises Interrupted on SIGINT, SIGTERM or SIGHUP within the block."""
+    """A pool for simulated runs: spawned processes (forking is unsafe, because this process has threads), killed at the end of the
+    block. `told`: their queue for progress. Raises Interrupted on SIGINT, SIGTERM or SIGHUP within the block."""
     others, context = set(multiprocessing.active_children()), multiprocessing.get_context("spawn")
     try:
         with StopRequests().on_signals(), Pool(processes, context, _begin, (told,)) as pool:
@@ -63,7 +63,7 @@ def simulators(processes: int, told: Any = None) -> Iterator[Pool]:
                 for child in set(multiprocessing.active_children()) - others:
                     child.kill()
     except KeyboardInterrupt:
-        raise Interrupted("interrupted: nothing is kept of simulated runs") from None
+        raise Interrupted("interrupted: simulated runs are not kept") from None
 
 
 _process: dict[str, Any] = {}
@@ -72,14 +72,14 @@ _process: dict[str, Any] = {}
 
 def _begin(told: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()  # a process that waits for work would not notice that it is alone
+    end_with_parent()  # a process waiting for work would not notice that its parent died
     collect_garbage_seldom()
     _process["told"] = told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedJob:
-    """One run to simulate. `runs_dir`: where it is recorded, and then drawn; None if it is not."""
+    """One run to simulate. `runs_dir`: where it is recorded, to be drawn; None if it is not."""
 
     loaded: Loaded
     workload: Workload
@@ -92,10 +92,10 @@ class SimulatedJob:
 
 
 def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress) -> tuple[list[Run], list[Residual]]:
-    """Runs in the order of `jobs`, with their capacities, and how well the workload fits its references. `window_groups`: the
+    """The runs in the order of `jobs`, with their capacities, and how well the workload fits its references. `window_groups`: the
     longest W of all profiles.
 
-    Raises the error of the first run that fails, or Interrupted; all other runs are ended first.
+    If a run fails, or on an interrupt, ends all other runs and raises that run's error or Interrupted.
     """
     workload = jobs[0].workload
     rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]
@@ -120,7 +120,7 @@ def with_capacities(made: Sequence[tuple[Run, Costs]], window_groups: int) -> li
 
 
 def _follow(running: Sequence[Future[Any]], told: Any, progress: Progress) -> None:
-    """Report progress until all runs have ended. Raises the error of the first that fails."""
+    """Report progress until all runs have ended. Raises the error of the first run that fails."""
     unfinished = set(running)
     while unfinished:
         ended, unfinished = wait(unfinished, timeout=POLL_S)
@@ -142,7 +142,7 @@ def _simulate(job: SimulatedJob) -> tuple[Run, Costs]:
 
 
 class _Told(Observer):
-    """Tells the parent after every train step how many groups the run has trained."""
+    """After every train step, tells the parent how many groups the run has trained."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -153,8 +153,8 @@ class _Told(Observer):
 
 @contextmanager
 def recorded(loaded: Loaded, directory: Path) -> Iterator[Observer]:
-    """An observer for `simulate` that writes the files of a real run to the new `directory`, for whatever reads a run. Raises
-    RefusedError if it exists already."""
+    """An observer for `simulate` that writes the files of a real run to the new `directory`, so that any reader of runs works.
+    Raises RefusedError if the directory exists."""
     profile, origins = loaded.profile, loaded.origins
     document, toml = to_document(profile, origins), to_toml(profile, origins)
     with closing(RunDirectory.create(directory.parent, directory.name, profile_toml=toml, resolved=document)) as files:
@@ -169,13 +169,13 @@ def recorded(loaded: Loaded, directory: Path) -> Iterator[Observer]:
 
 
 class _LastStatus(StatusFile):
-    """Nobody watches a simulated run: its status.json is written once, at the end."""
+    """Writes status.json only once, at the end, because nobody watches a simulated run."""
 
     status = Sink.status
 
 
 def _virtual_s() -> float:
-    """The virtual clock, which begins at 0 with the simulation's event loop."""
+    """The time on the virtual clock, which begins at 0 with the simulation's event loop."""
     with suppress(RuntimeError):
         return asyncio.get_running_loop().time()
     return 0.0

@@ -1,4 +1,4 @@
-"""A comparison as a table: metrics are rows, profiles are columns, so that six profiles fit on a terminal."""
+"""A comparison as a table. Metrics are rows and profiles are columns, so that six profiles fit on a terminal."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure and how it is written. `key`: also show its spread over the repeats. `always`: show its row even if no run measured
-    it. In a label `{window}` stands for W of the baseline."""
+    """A figure and how it is formatted. `key`: also show its spread over the repeats. `always`: show its row even if no run
+    measured it. In a label, `{window}` stands for W of the baseline."""
 
     label: str
     name: str
@@ -91,7 +91,7 @@ RATES = {
         Metric("  training, tokens/s", "trainer_tokens_per_s", count),
     ),
 }
-"""Rates of the phases alone show whether the baseline is fair; rates at once exist only if both sides share a machine."""
+"""Rates of the phases alone show whether the baseline is fair. Rates at once exist only if both sides share a machine."""
 
 
 def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableRow]:
@@ -123,7 +123,7 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
 
 
 def _cell(spread: Spread | None, shown: Shown, with_spread: bool) -> str:
-    """The median; on a second line, if asked for, the minimum and maximum of the repeats."""
+    """The median; on a second line, if `with_spread`, the minimum and maximum of the repeats."""
     if spread is None:
         return NOTHING
     median = shown(spread.median)
@@ -133,14 +133,14 @@ def _cell(spread: Spread | None, shown: Shown, with_spread: bool) -> str:
 
 
 def _short(value: float, shown: Shown) -> str:
-    """A value of a spread: at most three digits, and no unit."""
+    """A value of a spread, with at most three digits and no unit."""
     return (
         f"{value:.3g}" if shown in (seconds, digits) and 0.01 <= value < 1000 else shown(value).removesuffix("x").removesuffix("%")
     )
 
 
 def table_of(comparison: Comparison) -> Table:
-    """The table for a screen, at its full width even if the terminal is narrower: print it with `crop=False`."""
+    """The table for a screen, at its full width even if the terminal is narrower. Print it with `crop=False`."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for result in comparison.results:
@@ -162,7 +162,7 @@ def heading_of(comparison: Comparison) -> str:
 
 
 def _dimmed(cell: str) -> Text:
-    """The spread below a median is printed dim: the median matters more."""
+    """Print the spread below a median dim, because the median matters more."""
     median, _, spread = cell.partition("\n")
     return Text.assemble(median, (f"\n{spread}", "dim not bold")) if spread else Text(median)
 

@@ -1,4 +1,4 @@
-"""The base class of both engines. A request waits for one of `rollout.slots`, runs, and ends. All fail if the engine does."""
+"""The base class of both engines. A request waits for one of `rollout.slots`, runs, and ends. If the engine fails, all fail."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Track:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Appended to after the other two lists. An aborted response may still be growing: tokens without a version don't count."""
+    """Appended to after the other two lists. An aborted response may still grow: tokens without a version do not count yet."""
     finished: FinishReason | None = None
     num_kept: int = 0
-    """How many of the tokens another engine has sampled."""
+    """How many of the tokens were sampled by another engine."""
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         count = len(self.versions)
@@ -79,7 +79,7 @@ class SlotGate:
             self._waiting.pop(name, None)
 
     def give_up(self, name: str) -> None:
-        """Withdraw a waiting request: its `entered` returns False. Does nothing if it no longer waits."""
+        """Withdraw a waiting request: its `entered` returns False. Does nothing if the request no longer waits."""
         turn = self._waiting.pop(name, None)
         if turn is not None and not turn.done():
             turn.set_result(False)
@@ -202,14 +202,14 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
         self._raise_failure()
         if request_id in self._tracks:
-            raise ValueError(f"request {request_id} is running already")
+            raise ValueError(f"request {request_id} is already running")
         asked, longest = sampling.max_response_tokens, max_context_tokens(self._profile)
         if not prompt_tokens or len(prompt_tokens) + asked > longest:
-            why = f"{len(prompt_tokens)} tokens and asks for {asked} more; the engine was configured for {longest} in total"
+            why = f"{len(prompt_tokens)} tokens and asks for {asked} more, but the engine is configured for {longest} in total"
             raise ValueError(f"prompt of {request_id} has {why}")
 
     def _fail(self, why: str) -> None:
-        """From now on, waiting and new requests raise ExecutorFailed with the first `why`."""
+        """Make waiting and new requests raise ExecutorFailed from now on, with the first `why`."""
         self._failure = self._failure or why
         self._gate.close()
         for request_id in self._tracks:

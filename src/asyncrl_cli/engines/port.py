@@ -28,7 +28,7 @@ FinishReason = Literal["stop", "length", "abort"]
 class Sampling:
     """How responses are sampled.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `stop` strings end a response and stay in it.
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 turn them off. A `stop` string ends a response and is kept in it.
     """
 
     temperature: float
@@ -56,8 +56,8 @@ class Sampling:
 class Completion:
     """Response tokens only; the three lists have the same length.
 
-    `logprobs` are of the temperature-scaled, untruncated distribution (of the unscaled one if greedy). `versions` are
-    those of the weights that sampled each token.
+    `logprobs` are from the temperature-scaled, untruncated distribution (the unscaled one if greedy). `versions` are the
+    versions of the weights that sampled each token.
     """
 
     tokens: list[int]
@@ -85,9 +85,9 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """Optional figures of an engine, by name: `sums` since its start, and momentary `gauges`. Each engine reports those it has.
+    """Optional statistics of an engine, by name: `sums` since its start, and current `gauges`. Each engine reports those it has.
 
-    sums    preemptions: responses that lost their KV cache to others and had to compute it again; prompt_tokens: of responses that
+    sums    preemptions: how often a response lost its KV cache to others and had to recompute it; prompt_tokens: of responses that
             have ended; cached_prompt_tokens: those of them that were in the prefix cache
     gauges  kv_cache_usage: used share of the cache; engine_running, engine_waiting: lengths of the engine's own queues
     """
@@ -99,15 +99,15 @@ class EngineCounters:
 class Engine(Protocol):
     """An inference engine on one asyncio loop.
 
-    Engines derive from this class, and may leave out `counters`, `take_stays`, `so_far`, `connect`, `load_in_place`, `sleep` and
-    `wake`.
+    Engines derive from this class. They need not override `counters`, `take_stays`, `so_far`, `connect`, `load_in_place`, `sleep`
+    and `wake`.
     """
 
     slots: int
     running: int
     """Number of sequences generating now."""
     version: int
-    """Version of the weights that the engine samples with now."""
+    """Version of the weights that the engine currently samples with."""
     sampled_tokens: int
     """Tokens sampled since the start."""
     decode_steps: int
@@ -119,15 +119,15 @@ class Engine(Protocol):
         return EngineCounters()
 
     def take_stays(self) -> tuple[Stay, ...]:
-        """The stays of sequences in slots that ended since the last call, if `logging.trace_sequences` asks for them."""
+        """The stays of sequences in slots that ended since the last call, if `logging.trace_sequences` is set."""
         return ()
 
     def tokens_of(self, request_id: str) -> int:
         """Number of tokens that a waiting or running request has so far; 0 for unknown ids."""
 
     def so_far(self, request_id: str) -> Completion | None:
-        """What a waiting or running request has so far; None for unknown ids, and where `generate` could not go on from it. The
-        finish reason is `abort` unless its last token is there."""
+        """The tokens that a waiting or running request has so far. None for unknown ids, and if `generate` could not continue them.
+        The finish reason is `abort` unless the response is complete."""
         return None
 
     async def start(self) -> None: ...
@@ -148,10 +148,10 @@ class Engine(Protocol):
         """Wait for a free slot (first come, first served) and sample a response.
 
         `first_version`: for a later turn, the version that sampled its trajectory's first token (see `load`). `so_far`: tokens that
-        another engine has sampled for the same prompt, which the response begins with (and counts in `max_response_tokens`).
+        another engine sampled for the same prompt. The response begins with them, and they count towards `max_response_tokens`.
 
-        Raises ValueError for a request that the engine was not configured for (too long, say), ExecutorFailed once the engine has
-        failed or is closed.
+        Raises ValueError for a request that the engine is not configured for (for example, too long), ExecutorFailed once the
+        engine has failed or is closed.
         """
 
     async def abort(self, request_id: str) -> None:
@@ -162,30 +162,30 @@ class Engine(Protocol):
         raise NotImplementedError
 
     def receive(self, buckets: Iterable[Bucket]) -> Mapping[str, torch.Tensor]:
-        """Copy buckets, as they arrive, into memory that `load` reads. Runs beside generation, in any thread; may take long."""
+        """Copy buckets, as they arrive, into memory that `load` reads. Runs in any thread during generation; may take long."""
 
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         """Swap the weights in place, then resume generation.
 
         `weights` is what `receive` returned, or `AnnouncedWeights` with a direct transport.
 
-        Names, shapes and kinds of dtypes are checked before anything changes: on a mismatch ValueError is raised and the engine
-        keeps the old version. (Fingerprints catch damaged bytes earlier.) A later failure leaves layers of two versions in
+        Names, shapes and kinds of dtypes are checked before anything changes. On a mismatch, `load` raises ValueError and the
+        engine keeps the old version. (Fingerprints catch damaged bytes earlier.) A later failure leaves layers of two versions in
         the model, so it ends the engine: running and later requests raise ExecutorFailed.
 
         `drain`: start no sequence and wait for the running ones. `keep-kv`: freeze them, then continue with the old KV cache.
         `recompute-kv`: freeze them, then continue with a cache rebuilt by the new weights.
 
-        Cached prefixes: no request that begins after the load uses keys or values that older weights computed, unless it is a later
-        turn of a trajectory that began before (`generate`'s `first_version`), and the load was a `keep-kv`. Such a turn may
-        go on with what its earlier turns have cached; an engine that cannot tell the two apart computes the whole prompt.
+        Cached prefixes: a request that begins after the load never uses keys or values computed by older weights, with one
+        exception. After a `keep-kv` load, a later turn of a trajectory that began before it (`generate`'s `first_version`) may use
+        the cache of its earlier turns. An engine that cannot make this distinction computes the whole prompt again.
         """
 
     async def load_in_place(self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt) -> PauseReport:
         """Like `load`, but without a second copy of the weights beside the model (`weights.dual_buffer = false`).
 
-        `fetch` is called in a thread while no sequence runs, and returns all buckets, verified. An exception from `fetch` is
-        passed on, and the engine keeps the old version.
+        `fetch` is called in a thread while no sequence runs, and returns all buckets, verified. If `fetch` raises, the exception
+        propagates and the engine keeps the old version.
         """
         raise NotImplementedError
 
@@ -196,16 +196,16 @@ class Engine(Protocol):
         """Free device memory for the trainer (colocate). No request runs, and none arrives before `wake`."""
 
     async def wake(self) -> None:
-        """Take the device back, with the weights from before `sleep`."""
+        """Take the device memory back, with the weights from before `sleep`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Memory that one worker takes, for engines that manage memory themselves and can free it for a trainer on the same GPU."""
+    """Memory that one worker takes. For engines that manage memory themselves and can free it for a trainer on the same GPU."""
 
     name: str
     batch_tokens: int
-    """Most tokens in one forward pass."""
+    """Largest number of tokens in one forward pass."""
     own_bytes: int
     """Host memory of the processes that the engine starts, with nothing loaded."""
     own_processes: str
@@ -215,16 +215,16 @@ class EngineMemory:
     cache_bytes: int | None
     """Size of one cache if asyncrl sets it (the engine then ignores `share`), else None."""
     share: float
-    """Share of the device's memory that the engine may use in all; the cache takes what weights and activations leave of it."""
+    """Share of the device's memory that the engine may use in all; the cache gets what weights and activations do not take."""
     default_share: float
     """The engine's own default for `share`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """What asyncrl needs to know of an engine before one is made. Importing an EngineKind must not import an inference library.
+    """What asyncrl needs to know about an engine before making one. Importing an EngineKind must not import an inference library.
 
-    Another package adds an engine by an entry point in the group `asyncrl.engines` that names one. Only `make` has no default.
+    Another package adds an engine by an entry point in the group `asyncrl.engines` that names its kind. Only `make` has no default.
     """
 
     make: Callable[[Profile, Place, Callable[[int], None]], Engine]

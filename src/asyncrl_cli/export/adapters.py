@@ -1,6 +1,6 @@
-"""LoRA's checkpoints hold adapters alone, which are merged into the base model's weights or written as peft has them.
+"""LoRA checkpoints hold only adapters. They are merged into the base model's weights, or written in peft's format.
 
-A published version (`--version`) has the whole weights, merged already.
+A published version (`--version`) already has the whole, merged weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def has_adapters(weights: SavedWeights) -> bool:
 
 
 def merged_weights(source: Source, given: Path | None) -> SavedWeights:
-    """The whole model's weights by their names in memory. The base model is in `given`, or where `model.path` says.
+    """The whole model's weights by their names in memory. The base model is in `given`, or else in `model.path`.
 
-    Raises what `resolve_model` raises, and RefusedError if the base model lacks a weight that has an adapter, or has another shape.
+    Raises what `resolve_model` raises, and RefusedError if the base model lacks a weight with an adapter or has another shape.
     """
     from transformers import AutoModelForCausalLM
 
@@ -44,8 +44,8 @@ def merged_weights(source: Source, given: Path | None) -> SavedWeights:
     adapted = {name.partition(ADAPTER)[0] + ".weight" for name in source.weights.shapes}
     if wrong := [name for name in sorted(adapted) if name not in base or base[name].shape != _adapted_shape(source, name)]:
         raise RefusedError(
-            f"{base_dir} is not the run's base model: it has no {wrong[0]}, or one of another shape",
-            hint="--model DIR names the one that was trained",
+            f"{base_dir} is not the run's base model: {wrong[0]} is missing or has another shape",
+            hint="name the base model's directory with --model DIR",
         )
 
     def read(names: Collection[str]) -> dict[str, torch.Tensor]:

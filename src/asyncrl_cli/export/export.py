@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from asyncrl_cli.models.saved_form import SavedForm
 
 MB = 10**6
-WAY_OUT = "--model DIR names a directory that holds config.json and the tokenizer"
+WAY_OUT = "give a directory with config.json and the tokenizer: --model DIR"
 Dtype = Literal["float32", "bfloat16"]
 Progress = Callable[..., None]
-"""Called with (what is being done) or (what is being done, done so far, of how many)."""
+"""Called with (current activity) or (current activity, amount done, total amount)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Exported:
     files: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """`version` is null if the trainer has trained on after publishing `after_version`."""
+        """`version` is null if the trainer has trained further since it published `after_version`."""
         return {
             "path": str(self.path),
             "run": self.source.run,
@@ -78,19 +78,19 @@ def export(
     adapter: bool = False,
     progress: Progress = lambda *_: None,
 ) -> Exported:
-    """Export a run or checkpoint; with `adapter` LoRA's adapters alone, as peft has them.
+    """Export a run or checkpoint; with `adapter`, only LoRA's adapters, in peft's format.
 
     `dtype` None: the dtype in which the trainer publishes. `out` None: below the run's `exports/`.
 
     Raises:
-        ConfigError, RefusedError, PreflightError: see `find_source`, `find_model_files`, `fitted`; or `out` is not empty.
-        AsyncrlError: if the directory cannot be written; nothing is left behind.
+        ConfigError, RefusedError, PreflightError: see `find_source`, `find_model_files`, `fitted`; also if `out` is not empty.
+        AsyncrlError: if the directory cannot be written. Nothing is left behind.
     """
     if out is not None:
         _check_target(out)  # fail before the whole checkpoint is read
     source = find_source(argument, runs_dir, version, progress)
     if adapter and not has_adapters(source.weights):
-        raise RefusedError(f"{source.path} has whole weights, and no adapters", hint="export it without --adapter")
+        raise RefusedError(f"{source.path} has whole weights, not adapters", hint="export it without --adapter")
     name = source.path.name if version is None else f"version-{version:06d}"
     name += "-adapter" if adapter else ""
     target = out or (Path(f"{source.run}-{name}") if source.run_dir is None else source.run_dir / "exports" / name)
@@ -106,13 +106,13 @@ def export(
 
 @contextmanager
 def _writing(target: Path) -> Iterator[Path]:
-    """A directory that becomes `target` when it is whole. AsyncrlError if it cannot be written."""
+    """A directory that is renamed to `target` when it is complete. Raises AsyncrlError if it cannot be written."""
     try:
         with appearing_directory(target.absolute()) as working:
             yield working
     except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
         why = getattr(error, "strerror", None) or str(error)
-        raise AsyncrlError(f"{target} cannot be written: {why}", hint="--out DIR names another place for it") from error
+        raise AsyncrlError(f"{target} cannot be written: {why}", hint="choose another place with --out DIR") from error
 
 
 def _write_model(
@@ -148,9 +148,9 @@ def _write_model(
 
 def _check_target(target: Path) -> None:
     if target.exists() and not target.is_dir():
-        raise RefusedError(f"{target} is a file", hint="--out DIR names a directory that is not there yet, or is empty")
+        raise RefusedError(f"{target} is a file", hint="give a new or empty directory: --out DIR")
     if target.is_dir() and any(target.iterdir()):
-        raise RefusedError(f"{target} exists and is not empty", hint="--out DIR names another directory: nothing is overwritten")
+        raise RefusedError(f"{target} exists and is not empty", hint="choose another directory with --out DIR")
 
 
 def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None) -> Path:
@@ -169,13 +169,13 @@ def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None)
             places.append(_from_hub(profile))
     found = next((place for place in places if not _missing_in(place)), None)
     if found is None:
-        missing = _missing_in(places[-1]) if places else "the checkpoint lies outside of its run"
+        missing = _missing_in(places[-1]) if places else "the checkpoint is not inside its run"
         raise PreflightError(f'configuration and tokenizer of model.path = "{path}" were not found: {missing}', hint=WAY_OUT)
     return found
 
 
 def _from_hub(profile: Profile) -> Path:
-    """The hub's model without its weights."""
+    """A snapshot of the model on the hub, without its weights."""
     patterns = [pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors"]
     try:
         return from_hub(profile.model.path, patterns, trust_remote_code=profile.model.trust_remote_code)
@@ -185,7 +185,7 @@ def _from_hub(profile: Profile) -> Path:
 
 
 def _missing_in(directory: Path) -> str:
-    """What the directory lacks; "" if configuration and tokenizer are there."""
+    """Says what the directory lacks; "" if it has configuration and tokenizer."""
     if not directory.is_dir():
         return f"{directory} is not there"
     if not (directory / CONFIG).is_file():
@@ -195,11 +195,11 @@ def _missing_in(directory: Path) -> str:
 
 
 def fitted(form: SavedForm, weights: SavedWeights, model_files: Path) -> tuple[dict[str, int], Read]:
-    """Number of elements of every tensor that the files will hold, in the model's order, and a function that reads some of them.
+    """The number of elements of every tensor that the files will hold, in the model's order, and a function that reads tensors.
 
     If transformers splits or joins tensors between memory (a trainer's weights) and files (published weights), all of them are read
-    and held at once, because one tensor of a file may be made of several. RefusedError unless names and shapes are those of the
-    model's parameters and persistent buffers, tied ones once.
+    and held at once, because one tensor of a file may be made of several. Raises RefusedError unless names and shapes match the
+    model's parameters and persistent buffers (tied ones once).
     """
     tensors, in_files = form.memory, form.to_files(form.memory)
     is_as_in_files = weights.shapes.keys() == in_files.keys()

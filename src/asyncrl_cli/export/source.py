@@ -1,9 +1,9 @@
-"""Finds, verifies and reads (without ranks) the weights that RUN|CHECKPOINT and --version mean; a refusal lists what there is.
+"""Finds, verifies and reads (without ranks) the weights that RUN|CHECKPOINT and --version mean. A refusal lists what exists.
 
-RUN                  the trainer's weights of the newest whole checkpoint
-CHECKPOINT           the trainer's weights of that one
-RUN --version N      kept version N (`weights.keep_versions`), else a checkpoint that holds version N: the trainer's weights
-                     at its window's end, or the published weights that a checkpoint in mid-window contains
+RUN                  the trainer's weights in the newest whole checkpoint
+CHECKPOINT           the trainer's weights in that checkpoint
+RUN --version N      kept version N (`weights.keep_versions`), else from a checkpoint that holds version N: the trainer's weights
+                     if it was made at a window's end, or the published weights that a checkpoint in mid-window contains
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WEIGHT_PREFIX = "weight/"
 
 Say = Callable[[str], None]
 Read = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
-"""Some tensors by name, so that a model larger than the memory can be copied. Raises RefusedError if a file is damaged or gone."""
+"""Reads some tensors by name, so that a model larger than memory can be copied. RefusedError if a file is damaged or gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class SavedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Weights and where they come from. `step`: the number of train steps that made them. `version`: None if they lie between two
-    versions; then `after_version` is the older one. `passed_over`: what is wrong with newer checkpoints."""
+    """Weights and where they come from. `step`: the number of train steps that made them. `version`: None if they are between two
+    versions; then `after_version` is the older one. `passed_over`: why newer checkpoints were skipped."""
 
     weights: SavedWeights
     path: Path
@@ -72,12 +72,12 @@ def find_source(argument: str, runs_dir: Path, version: int | None, say: Say) ->
     checkpoint = _whole(newest, say)
     if version not in (None, checkpoint.version):
         hint = f"the whole run may hold it: asyncrl export {run_dir_of(newest) or 'RUN'} --version {version}"
-        raise RefusedError(f"checkpoint {newest} is of version {checkpoint.version}, not {version}", hint=hint)
+        raise RefusedError(f"checkpoint {newest} holds version {checkpoint.version}, not {version}", hint=hint)
     return _of_checkpoint(checkpoint, version)
 
 
 def _of_run(run_dir: Path, version: int | None, say: Say) -> Source:
-    """From the newest whole checkpoint; with a version, from its kept files or else the newest whole checkpoint that holds it."""
+    """The newest whole checkpoint. With a version: its kept files, or else the newest whole checkpoint that holds it."""
     if version is not None and version in kept_versions(run_dir / VERSIONS):
         return _kept(run_dir, version)
     wrong: list[str] = []
@@ -111,7 +111,7 @@ def _whole(directory: Path, say: Say) -> Checkpoint:
 
 
 def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tuple[str, ...] = ()) -> Source:
-    """The trainer's own weights; the published ones if `version` is given and the trainer has trained on since."""
+    """The trainer's own weights, or the published ones if `version` is given and the trainer has trained further since."""
     directory = checkpoint.directory
     profile, run_dir = read_document(directory / RESOLVED).profile, run_dir_of(directory)
     is_between = not checkpoint.at_window_boundary and version is None
@@ -122,7 +122,7 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
     return Source(
         weights=weights,
         path=directory,
-        run=checkpoint.run if run_dir is None else run_dir.resolve().name,  # a copied run goes by its directory's name
+        run=checkpoint.run if run_dir is None else run_dir.resolve().name,  # a copied run is named after its directory
         run_dir=run_dir,
         profile=profile,
         step=step,
@@ -158,7 +158,7 @@ def run_dir_of(checkpoint: Path) -> Path | None:
 
 
 def _there_are(run_dir: Path, in_checkpoints: Mapping[Path, int]) -> str:
-    """Text of a hint: the kept versions, and the versions in checkpoints."""
+    """A hint that lists the kept versions and the versions in checkpoints."""
     parts = []
     if kept := kept_versions(run_dir / VERSIONS):
         shown = ", ".join(map(str, kept[-VERSIONS_SHOWN:]))
@@ -168,7 +168,7 @@ def _there_are(run_dir: Path, in_checkpoints: Mapping[Path, int]) -> str:
 
 
 def trainer_weights(directory: Path) -> SavedWeights:
-    """The policy's float32 master weights of a checkpoint, written by any number of ranks."""
+    """The policy's float32 master weights in a checkpoint, written by any number of ranks."""
     saved = SavedState(directory)
     weights = {key.removeprefix(WEIGHT_PREFIX): shape for key, shape in saved.shapes.items() if key.startswith(WEIGHT_PREFIX)}
     shapes = {name: shape for name, shape in weights.items() if not name.startswith(CRITIC)}

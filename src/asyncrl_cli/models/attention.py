@@ -1,10 +1,10 @@
-"""Chooses the attention function for the trainer and the transformers engine: `sdpa` where it equals the model's own (`eager`).
+"""Chooses the attention function for the trainer and the transformers engine: `sdpa` if it equals the model's own (`eager`).
 
-In transformers every model has its own attention function, `eager`, that computes all the model defines. torch's `sdpa` is
-faster, but silently ignores what it does not implement: a soft-cap (Gemma-2), sinks (gpt-oss), and so on. No list says which
-models need what, so the two are compared before anything is sampled or trained: first each layer's own function and sdpa on the
-same tensors in one forward pass of the model (`_Comparison`), then the whole model's logprobs of the same tokens with each (or
-its hidden states, if it has no head).
+In transformers every model has its own attention function, `eager`, which implements everything the model defines. torch's `sdpa`
+is faster, but silently ignores features that it lacks: a soft-cap (Gemma-2), sinks (gpt-oss), and so on. No list says which
+models need which features, so the two are compared before anything is sampled or trained. First, one forward pass compares each
+layer's own function with sdpa on the same tensors (`_Comparison`). Then the whole model's logprobs of the same tokens are compared
+(or its hidden states, if it has no head).
 
 Legend: B = sequences, T = tokens, V = vocabulary.
 """
@@ -27,11 +27,11 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
 COMPARISON = "asyncrl_comparison"
 SAMPLE_BT = (2, 32)
 LARGEST_LOGIT = 300.0
-"""Attention is also compared with logits of up to this size: small weights give logits too small for a soft-cap to show."""
+"""Attention is also compared with logits scaled up to this size: small weights give logits too small for a soft-cap to show."""
 MAX_LAYER_DIFF = 1e-3
-"""Relative, in float32: rounding makes it 1e-6, a soft-cap of 50 makes it 0.1."""
+"""Relative, in float32: rounding causes 1e-6, a soft-cap of 50 causes 0.1."""
 MAX_ATTENTION_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Largest mean difference of logprobs over the sample's tokens that rounding explains, by dtype."""
+"""Largest mean difference of the sample's logprobs that rounding can explain, by dtype."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ def takes_attention(model: PreTrainedModel) -> bool:
 
 
 def choose_attention(model: PreTrainedModel) -> Attention:
-    """Set the model's attention to `sdpa` if that computes what the model's own attention does, else to `eager`.
+    """Set the model's attention to `sdpa` if that computes the same as the model's own attention, else to `eager`.
 
-    The model's parameters must be whole, and it must be in eval mode.
+    The model's parameters must not be sharded, and it must be in eval mode.
     """
     chosen: Attention = "sdpa" if _is_sdpa(model) else "eager"
     model.set_attn_implementation(chosen)
     if chosen == "eager":
-        logger.warning("%s: sdpa is not this model's own attention (eager), which is used instead", model.config.model_type)
+        logger.warning("%s: sdpa differs from this model's own attention (eager), which is used instead", model.config.model_type)
     return chosen
 
 
@@ -77,7 +77,7 @@ def _is_sdpa(model: PreTrainedModel) -> bool:
 
 
 def _outcome(model: PreTrainedModel, sample_BT: torch.Tensor, implementation: str) -> torch.Tensor:
-    """Logprobs of the sample's tokens; of a decoder its hidden states, with a mean size of 1."""
+    """Logprobs of the sample's tokens; for a decoder without head its hidden states, scaled to a mean size of 1."""
     model.set_attn_implementation(implementation)
     result = model(input_ids=sample_BT, use_cache=False)
     if "logits" in result:
@@ -87,7 +87,7 @@ def _outcome(model: PreTrainedModel, sample_BT: torch.Tensor, implementation: st
 
 
 class _Comparison:
-    """An attention function for transformers that returns the layer's own result and records how much sdpa's differs."""
+    """An attention function for transformers that returns the layer's own result and records how far sdpa's differs."""
 
     def __init__(self) -> None:
         self.num_calls = 0

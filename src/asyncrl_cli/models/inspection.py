@@ -37,7 +37,7 @@ SIZES = (
 
 
 class _Sizes(TypedDict):
-    """The number of layers is bounded because transformers makes a list with one entry per layer."""
+    """The number of layers is bounded, because transformers makes a list with one entry per layer."""
 
     num_hidden_layers: NotRequired[Annotated[int, Interval(ge=1, le=100_000)] | None]
 
@@ -58,7 +58,7 @@ def refused(why: str, hint: str = "copy or download it again") -> PreflightError
 
 
 def check_model_directory(directory: Path) -> None:
-    """PreflightError naming what is missing or damaged: configuration, weights (every shard), tokenizer."""
+    """Raises PreflightError if configuration, weights (every shard) or tokenizer are missing or damaged."""
     check_config(directory)
     for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
         if os.path.lexists(directory / name) and not os.path.isfile(directory / name):
@@ -70,7 +70,7 @@ def check_model_directory(directory: Path) -> None:
 
 
 def check_config(directory: Path) -> None:
-    """PreflightError if config.json cannot describe a model, or describes one with too many layers to try."""
+    """Raises PreflightError if config.json cannot describe a model, or describes one with too many layers to open."""
     if not _read_json(directory / "config.json", _Config).get("model_type"):
         raise refused(f"{directory}/config.json names no model_type", "save the model with save_pretrained")
 
@@ -99,18 +99,18 @@ def _read_json(path: Path, kind: type[T]) -> T:
 
 
 def check_model(profile: Profile, directory: Path) -> int:
-    """Check class, positions and shapes; returns the vocabulary's size.
+    """Check class, positions and shapes; returns the vocabulary size.
 
-    Raises PreflightError for a model that cannot be opened, ConfigError if prompt and response may exceed its positions, or its
-    attention heads cannot be divided as the profile wants.
+    Raises PreflightError if the model cannot be opened, ConfigError if prompt and response may exceed its positions, or if its
+    attention heads do not divide by `trainer.sequence_parallel_size`.
     """
     from asyncrl_cli.models.saved_form import skeleton
 
     _check_class(directory, trust_remote_code=profile.model.trust_remote_code)
     try:
         model = skeleton(directory, trust_remote_code=profile.model.trust_remote_code)
-    except Exception as error:  # an unsuitable configuration makes the library raise anything
-        hint = "asyncrl trains causal language models that this transformers knows, as written by save_pretrained"
+    except Exception as error:  # the library raises anything for an unsuitable configuration
+        hint = "asyncrl trains causal language models that this version of transformers supports, saved with save_pretrained"
         raise refused(f"{directory} cannot be opened: {first_line(error)}", hint) from error
     config = model.config.get_text_config()
     check_positions(profile, positions_of(config))
@@ -120,7 +120,7 @@ def check_model(profile: Profile, directory: Path) -> int:
 
 
 def _check_class(directory: Path, *, trust_remote_code: bool) -> None:
-    """PreflightError unless config.json describes a causal language model that transformers knows, with plausible sizes."""
+    """Raises PreflightError unless config.json describes a causal language model that transformers supports, of plausible sizes."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, __version__
 
     try:
@@ -132,33 +132,33 @@ def _check_class(directory: Path, *, trust_remote_code: bool) -> None:
         raise refused(why) from error
     if not known:
         why = f'{directory} is a model of type "{config.model_type}", which is not a causal language model'
-        raise refused(why, "asyncrl trains what AutoModelForCausalLM opens")
+        raise refused(why, "asyncrl trains models that AutoModelForCausalLM opens")
     wrong = [f"{name} = {size}" for name, size in sizes.items() if isinstance(size, int) and not 1 <= size <= MOST]
     if wrong:
         raise refused(f"{directory}/config.json: {wrong[0]:.100}")
 
 
 def check_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> None:
-    """PreflightError if the tokenizer has more tokens than the model."""
+    """Raises PreflightError if the tokenizer has more tokens than the model."""
     if num_tokens > vocab_size:
-        hint = "they are of different models, or tokens were added without resize_token_embeddings"
+        hint = "they belong to different models, or tokens were added without resize_token_embeddings"
         raise refused(f"the tokenizer in {directory} has {num_tokens} tokens, the model {vocab_size}", hint)
 
 
 def check_positions(profile: Profile, positions: int | None) -> None:
-    """ConfigError if a sequence may have more tokens than the model has `positions`; None is no limit."""
+    """Raises ConfigError if a sequence may have more tokens than the model has `positions`; None means no limit."""
     longest, given = max_context_tokens(profile), profile.env.max_context_tokens is not None
     if positions is not None and longest > positions:
         key = "env.max_context_tokens" if given else "rollout.max_prompt_tokens + rollout.max_response_tokens"
         less = max(1, positions - profile.rollout.max_prompt_tokens)
         raise ConfigError(
-            f"{key} = {longest}, and the model has {positions} positions",
+            f"{key} = {longest}, but the model has {positions} positions",
             hint=f"--set env.max_context_tokens={positions}" if given else f"--set rollout.max_response_tokens={less}",
         )
 
 
 def check_heads(config: Any, sequence_size: int) -> None:
-    """ConfigError unless ranks that divide a sequence (`trainer.sequence_parallel_size`) can divide the attention heads."""
+    """Raises ConfigError unless the attention heads divide by the ranks of a sequence (`trainer.sequence_parallel_size`)."""
     heads = getattr(config, "num_attention_heads", 1)
     if heads % sequence_size:
         raise ConfigError(
@@ -168,7 +168,7 @@ def check_heads(config: Any, sequence_size: int) -> None:
 
 
 def positions_of(config: Any) -> int | None:
-    """How many positions the model has; None if there is no limit, or rope scaling (YaRN and the like) stretches it."""
+    """The model's number of positions; None if there is no limit, or if rope scaling (YaRN and the like) extends it."""
     rope = getattr(config, "rope_parameters", None) or {}
     positions = getattr(config, "max_position_embeddings", None)
     is_plain = rope.get("rope_type", "default") == "default" and not any(isinstance(entry, dict) for entry in rope.values())
@@ -176,10 +176,10 @@ def positions_of(config: Any) -> int | None:
 
 
 def _check_shapes(directory: Path, model: PreTrainedModel) -> None:
-    """PreflightError if a tensor's shape in a file differs from the model's: the file is of a model of another size."""
+    """Raises PreflightError if a tensor's shape in a file differs from the model's: the file is from a model of another size."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for path in sorted(directory.glob("*.safetensors")):
         for name, found in tensor_shapes(path).items():
             if wanted.get(name, found) != found:
-                hint = "weights and config.json are of different models: copy or download both again"
-                raise refused(f"{path}: {name} has shape {found}; by config.json it is {wanted[name]}", hint)
+                hint = "weights and config.json belong to different models: copy or download both again"
+                raise refused(f"{path}: {name} has shape {found}, but {wanted[name]} by config.json", hint)

@@ -1,6 +1,6 @@
 """Resolves `model.path` to a local Hugging Face directory: an existing one, a snapshot from the hub, or builtin:tiny.
 
-builtin:tiny is built once and cached: its directory is named by a hash of all inputs, and appears whole or not at all.
+builtin:tiny is built once and cached. Its directory is named by a hash of all inputs, and is either complete or absent.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ if TYPE_CHECKING:
 BUILTIN, REWARD_MODEL = "builtin:", "reward_model"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 RECIPE_VERSION = 3
-"""Increase this when the code would build another model from the same inputs."""
+"""Increase this when a code change makes the same inputs give another model."""
 
 DESCRIPTION = "asyncrl-recipe.json"
 PHASE = "warm start"
 SHOWN_LOSSES = 20
-"""The loss shown is the mean over this many steps, because batches of short texts have a lower loss than those of long ones."""
+"""The displayed loss is a mean over this many steps, because batches of short texts have lower losses than those of long ones."""
 
 Progress = Callable[[str, int, int, str], None]
-"""Called with (name of the phase, steps done, steps in all, figures to show beside them)."""
+"""Called with (name of the phase, steps done, total steps, text to show beside them)."""
 
 
 def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
     """A directory from which AutoModelForCausalLM and AutoTokenizer load without the network.
 
-    Raises ConfigError if there is no such builtin, PreflightError if the model is missing or incomplete.
+    Raises ConfigError for an unknown built-in model, PreflightError if the model is missing or incomplete.
     """
     if not is_builtin(profile):
         return _pretrained(profile)
-    model_here(profile)  # refuses a name that no built-in model has
+    model_here(profile)  # raises for an unknown built-in model
     return built_untaught(profile) if profile.model.path == UNTAUGHT else built_tiny(profile, task, progress=progress)
 
 
@@ -74,11 +74,11 @@ def _pretrained(profile: Profile) -> Path:
 
 
 def further_models(profile: Profile, model_dir: Path) -> dict[str, str]:
-    """Directories of the reference, the critic and the reward model, if the run has them, by their names in `Place`: that of the
-    policy, `model_dir`, if the profile has no path for one.
+    """Directories of the reference, the critic and the reward model, if the run has them, by their names in `Place`. A model whose
+    path is not set in the profile uses the policy's directory, `model_dir`.
 
-    Raises PreflightError if one is missing or incomplete, or does not know all tokens of the policy. Only a reward model, which has
-    its own tokenizer, need not know them.
+    Raises PreflightError if one is missing or incomplete, or lacks some of the policy's tokens. Only a reward model, which has its
+    own tokenizer, may lack them.
     """
     algorithm, rewards = profile.algorithm, profile.reward_model.path is not None
     wanted = {"ref": algorithm.has_reference, "critic": algorithm.has_critic, REWARD_MODEL: rewards}
@@ -93,12 +93,12 @@ def _further_model(profile: Profile, section: str, model_dir: Path) -> Path:
     other = profile.model_copy(update={"model": profile.model.model_copy(update={"path": path})})
     try:
         if is_builtin(other):
-            then = "" if section == REWARD_MODEL else ": it is the run's initial model then"
-            raise refused("it is a directory or a hub name", f"leave {key} out{then}")
+            then = "" if section == REWARD_MODEL else " to use the run's initial model"
+            raise refused("it must be a directory or a hub name", f"leave out {key}{then}")
         directory = _pretrained(other)
         own, theirs = map(_vocabulary, (model_dir, directory))
         if own > theirs and section != REWARD_MODEL:
-            raise refused(f"{directory} knows {theirs} tokens, the policy {own}", "take a model of the policy's family")
+            raise refused(f"{directory} has {theirs} tokens, the policy {own}", "use a model of the policy's family")
     except PreflightError as error:
         raise PreflightError(error.message.replace("model.path", key, 1), hint=error.hint) from error
     return directory
@@ -138,14 +138,14 @@ def looks_like_a_path(path: str) -> bool:
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether a model's path is a name on the hub: no builtin, and nothing here."""
+    """Whether a model's path is a hub name: neither a built-in model nor a local path."""
     return not (path.startswith(BUILTIN) or looks_like_a_path(path) or os.path.exists(path))
 
 
 def fetch_config(profile: Profile) -> None:
-    """Download the config.json of a model on the hub, a few kB: `shape_of` finds it then. Nothing to do for any other model.
+    """Download the config.json of a model on the hub (a few kB), for `shape_of`. Does nothing for other models.
 
-    Raises PreflightError if the hub has no such model or cannot be asked.
+    Raises PreflightError if the hub has no such model or cannot be reached.
     """
     path = profile.model.path
     if is_on_hub(path):
@@ -153,7 +153,7 @@ def fetch_config(profile: Profile) -> None:
 
 
 def from_hub(name: str, patterns: Sequence[str], *, trust_remote_code: bool) -> Path:
-    """A local snapshot of these files of the hub's model; code only if it may be run. Raises PreflightError."""
+    """A local snapshot of these files of a model on the hub; code files only if they may be run. Raises PreflightError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -166,7 +166,7 @@ def from_hub(name: str, patterns: Sequence[str], *, trust_remote_code: bool) -> 
         hint = 'a hub name is like "Qwen/Qwen3-0.6B"'
         raise refused(f'"{name}" is neither a directory here nor a model on the hub', hint) from error
     except OSError as error:  # huggingface_hub's own errors derive from OSError, too
-        why = f'"{name}" is not a directory here, and the hub cannot be asked for it: {first_line(error)}'
+        why = f'"{name}" is not a directory here, and the hub cannot be reached: {first_line(error)}'
         raise refused(why, "check the name and the network, or give the path of a local directory") from error
 
 
@@ -197,8 +197,8 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
 
 
 def built_untaught(profile: Profile) -> Path:
-    """The directory of a model of builtin:tiny's size with random weights and the tokenizer for conversations, made unless it is in
-    the cache. It writes noise, but to any task: for a rehearsal of one without a network."""
+    """The directory of a model of builtin:tiny's size with random weights and the tokenizer for conversations, made unless cached.
+    Its responses are noise, but it works with any task, so a task can be tried without a network."""
     seed, tokenizer = profile.run.seed, chat_tokenizer(())
     description = {"config": tiny_sizes(len(tokenizer)), "seed": seed, "chat_template": CHAT_TEMPLATE} | _versions()
     directory = _cache_directory(profile) / f"untaught-{_digest(description)[:16]}"
@@ -225,7 +225,7 @@ def _written(task: Course, lessons: Sequence[Lesson]) -> tuple[Any, list[Taught]
 
 
 def _describe(recipe: Recipe, task: Course, lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
-    """All that the weights depend on. Library versions too: another torch may start from other random numbers."""
+    """Everything that the weights depend on, including library versions: another torch may draw other random numbers."""
     chat: dict[str, Any] = {} if task.words is None else {"words": task.words, "chat_template": CHAT_TEMPLATE}
     characters = characters_of(task, lessons) if task.words is None else CHARACTERS
     return {
@@ -249,14 +249,14 @@ def _digest(content: Any) -> str:
 
 
 def _save(directory: Path, model: PreTrainedModel, tokenizer: Any, description: Mapping[str, Any]) -> None:
-    """Write the model to the cache. PreflightError, naming the key of the cache's place, if it cannot be written."""
+    """Write the model to the cache. Raises PreflightError, which names the key `model.cache_dir`, if that fails."""
     try:
         with appearing_directory(directory) as working, naming(working):
             model.save_pretrained(working)
             tokenizer.save_pretrained(working)
             (working / DESCRIPTION).write_text(json.dumps(description, indent=1, default=str), encoding="utf-8")
     except OSError as error:
-        if (directory / DESCRIPTION).is_file():  # another run has built the same model meanwhile: its copy stays
+        if (directory / DESCRIPTION).is_file():  # another run built the same model meanwhile: keep its copy
             return
         why = f"model.cache_dir: {storage_error(error).message}"
-        raise PreflightError(why, hint="set model.cache_dir to a directory of yours") from error
+        raise PreflightError(why, hint="set model.cache_dir to a directory that you can write to") from error

@@ -1,7 +1,7 @@
 """Converts a model's tensors between memory and its files: transformers joins or renames some in memory, such as experts.
 
-Published weights have the names and shapes of the files, which other programs know (vLLM's loaders). The conversions are those of
-transformers' `save_pretrained` and `from_pretrained`. None involves more than one layer, so layers can be converted one by one.
+Published weights have the names and shapes of the files, because other programs (vLLM's loaders) expect them. The conversions are
+those of transformers' `save_pretrained` and `from_pretrained`. None spans several layers, so layers can be converted one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def skeleton(model_dir: Path | str, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The model that a configuration describes, on the meta device: names and shapes of its tensors, without memory."""
+    """The model that a configuration describes, on the meta device: tensors with names and shapes, but without memory."""
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -29,7 +29,7 @@ def skeleton(model_dir: Path | str, *, trust_remote_code: bool) -> PreTrainedMod
 
 
 def persistent_buffers(model: torch.nn.Module) -> Tensors:
-    """The buffers that are saved in files."""
+    """The buffers that are saved to files."""
     saved = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
@@ -45,12 +45,12 @@ class SavedForm:
         self.converts = any(not isinstance(conversion, PrefixChange) for conversion in mapping)
 
     def to_files(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Tensors as files have them. `tensors`: all of a model, or those of whole layers."""
+        """Convert tensors to the form of the files. `tensors`: all of a model, or those of whole layers."""
         return dict(revert_weight_conversion(self._empty, dict(tensors))) if self.converts else dict(tensors)
 
     def to_memory(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Convert all of a model's tensors, as files have them, to all their names in memory. Converted tensors are float32 copies:
-        while it loads another dtype, transformers changes the default dtype of the whole process."""
+        """Convert all of a model's tensors from the form of the files, to all their names in memory. Converted tensors are float32
+        copies, because transformers changes the default dtype of the whole process while it loads another dtype."""
         if not self.converts:
             return dict(tensors)
         config = deepcopy(self._empty.config)
@@ -73,9 +73,9 @@ class SavedForm:
         return self.to_files(self._empty.state_dict())
 
     def check(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """ValueError unless `weights` has every parameter (tied ones once or more), nothing else, and the same shapes.
+        """Raises ValueError unless `weights` has every parameter (tied ones once or more), nothing unknown, and the same shapes.
 
-        Dtypes may differ (copying casts), but a tensor must be floating point on both sides or on neither.
+        Dtypes may differ (copying casts them), but a tensor must be floating point on both sides or on neither.
         """
         known = self.known
         mine = [name for name in weights if name in known]

@@ -3,7 +3,7 @@
 Parameters of a decoder of the llama family (h hidden, i intermediate, a = heads * head_dim, j = key-value heads * head_dim,
 V vocabulary):
 
-    layer   q h*a, k h*j, v h*j, o a*h, gate h*i, up h*i, down i*h, two norms of h (and what a family adds: biases, q/k norms)
+    layer   q h*a, k h*j, v h*j, o a*h, gate h*i, up h*i, down i*h, two norms of h (some families add biases or q/k norms)
     root    embedding V*h, last norm h, and a head V*h unless it is tied to the embedding
 """
 
@@ -24,23 +24,23 @@ from asyncrl_cli.profile.fields import MOST
 from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types whose number of parameters follows from the configuration. For others it is counted in the weight files."""
+"""Model types whose parameters can be computed from the configuration. For others they are counted in the weight files."""
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 """Matches a tensor's name up to the number of its layer."""
 QWEN3_HEAD_DIM = 128
 TINY_VOCABULARY = 64
-"""Enough for the characters of most tasks and three special tokens; the real size is known once the task has been read."""
+"""Enough for the characters of most tasks and three special tokens. The real size is known only once the task has been read."""
 
 
 class ShapeUnknown(Exception):
-    """A model's sizes cannot be read here. The text says why, for users."""
+    """A model's sizes cannot be read here. The message says why, for users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """`layer_parameters` is the largest layer's, `root_parameters` what lies outside all layers (embedding, last norm, head).
+    """`layer_parameters` counts the largest layer, `root_parameters` all that is outside the layers (embedding, last norm, head).
 
-    `remarks`: assumptions made, for users.
+    `remarks`: the assumptions made, for users.
     """
 
     model_type: str
@@ -64,7 +64,7 @@ class ModelShape:
 
 
 def shape_of(path: str) -> ModelShape:
-    """Sizes of a profile's `model.path`. ShapeUnknown if that would need the network, or the files do not tell."""
+    """Sizes of a profile's `model.path`. Raises ShapeUnknown if that needs the network, or the files do not say."""
     if path in (TAUGHT, UNTAUGHT):
         remark = f"{path} with {TINY_VOCABULARY} characters: the task may have more"
         return shape_of_config({"model_type": "qwen3", "vocab_size": TINY_VOCABULARY, **TINY}, remarks=(remark,))
@@ -144,11 +144,11 @@ def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
         raise ShapeUnknown(error.message) from None
     counts = {name: prod(shape) for shapes in files for name, shape in shapes.items()}
     if not counts:
-        raise ShapeUnknown(f"{directory}: a {kind} model without safetensors files, whose headers would tell its parameters")
+        raise ShapeUnknown(f"{directory}: a {kind} model without safetensors files, so its parameters cannot be counted")
     layers: Counter[str] = Counter()
     for name, count in counts.items():
         if found := LAYER.search(name):
-            layers[name[: found.end()]] += count  # by the whole path: a second tower counts its layers from 0 too
+            layers[name[: found.end()]] += count  # by the whole path: a second tower also numbers layers from 0
     return ModelShape(
         model_type=kind,
         **_sizes(config),
@@ -156,12 +156,12 @@ def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
         parameters=sum(counts.values()),
         layer_parameters=max(layers.values(), default=0),
         root_parameters=sum(counts.values()) - sum(layers.values()),
-        remarks=(f"{kind}: parameters counted in its files; activations are guessed as a llama's",),
+        remarks=(f"{kind}: parameters counted in its files; activations estimated as for a llama",),
     )
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes in a safetensors file by tensor name. Reads the header and checks the file's length against it, not the values.
+    """Shapes in a safetensors file by tensor name. Reads only the header, and checks the file's length against it.
 
     Raises PreflightError if the file is damaged.
     """
@@ -176,13 +176,13 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _cached_on_disk(name: str) -> Path:
-    """The directory of a hub model whose config.json was downloaded before."""
+    """The directory of a hub model whose config.json is in the local cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # no name that a hub has
+    except HFValidationError:  # not a valid hub name
         raise ShapeUnknown(f"directory {name} does not exist, and the estimate needs its config.json") from None
     if not isinstance(cached, str):
         why = f"{name} is not on this machine, and the estimate needs its config.json; `asyncrl plan --ask-hub` downloads it"

@@ -1,8 +1,8 @@
 """builtin:tiny before training: a small Qwen3, a tokenizer whose tokens are single characters, and the lessons it learns from.
 
-A lesson is a prompt of the training split with a response; a given share of the responses contains a mistake. The mistakes leave
-RL room to improve: a model taught without mistakes would start near the maximum reward, and an untaught one at 0, where no reward
-tells a good response from a bad one.
+A lesson is a prompt of the training split with a response. A given share of the responses contains a mistake, which leaves RL room
+to improve. A model taught without mistakes would start near the maximum reward, and an untaught one at 0, where no reward tells a
+good response from a bad one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_POSITIONS = 2048
 IGNORED = -100
 """Label of a token that is not part of the loss."""
 Response = str | Sequence[Mapping[str, Any]]
-"""What follows a prompt: a text; or a whole conversation, prompt included, as chat messages."""
+"""The response to a prompt as text, or a whole conversation, including the prompt, as chat messages."""
 Demonstrate = Callable[[Mapping[str, Any], Random], Response]
 Demonstration = Demonstrate | None
 
@@ -39,7 +39,7 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 32,
-    # Untied: an engine that keeps its own copy of a tied head would continue with the old copy after a weight load.
+    # Untied: an engine with its own copy of a tied head would keep using the old copy after a weight load.
     "tie_word_embeddings": False,
 }
 """Its sizes, under the names of a Qwen3's config.json."""
@@ -48,8 +48,8 @@ TINY: dict[str, Any] = {
 def tiny_tokenizer(
     characters: Iterable[str], *, special: Sequence[str] = SPECIAL_TOKENS, words: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """One token per character, in the order given, after the `special` ones; and one for each of `words`, wherever it occurs. Adds
-    no special tokens; decoding gives the text back unchanged."""
+    """A tokenizer with one token per character, in the order given, after the `special` ones, and one for each of `words`. It adds
+    no special tokens to a text; decoding gives the text back unchanged."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +75,7 @@ def tiny_sizes(vocab_size: int) -> dict[str, Any]:
         "vocab_size": -(-vocab_size // 64) * 64,
         **TINY,
         "max_position_embeddings": MAX_POSITIONS,
-        # Texts are short: with the usual theta of 10,000 most of a head's dimensions would hardly rotate within one.
+        # Texts are short: with the usual theta of 10,000, most of a head's dimensions would hardly rotate within a text.
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
         "bos_token_id": None,
         "eos_token_id": SPECIAL_TOKENS.index(EOS),
@@ -95,10 +95,10 @@ def tiny_model(vocab_size: int, *, seed: int) -> Qwen3ForCausalLM:
 
 
 class Course(Protocol):
-    """A task as source of lessons: the prompts of both splits, and functions that write responses to them.
+    """A task as a source of lessons: the prompts of both splits, and functions that write responses to them.
 
-    `demonstration` writes a correct response to an item, `flawed_demonstration` one with a mistake; None if the task has none. They
-    write conversations if `words` is not None: texts that get a token of their own.
+    `demonstration` writes a correct response to an item, `flawed_demonstration` one with a mistake; None if the task has none. If
+    `words` is not None they write conversations, and each of these texts gets its own token.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Recipe:
     grad_clip: float = 1.0
     lr_warmup_steps: int = 20
     bucket_batches: int = 32
-    """Lessons of this many batches at a time are sorted by length and then cut into batches: padding would triple the work."""
+    """This many batches of lessons at a time are sorted by length, then cut into batches: else padding would triple the work."""
 
 
 Taught = tuple[list[int], list[int]]
@@ -134,11 +134,11 @@ class Lesson(NamedTuple):
 
 
 def demonstrations_of(task: Course) -> tuple[Demonstrate, Demonstrate]:
-    """The task's functions that write right and flawed responses. Raises ConfigError if it has none."""
+    """The task's functions that write correct and flawed responses. Raises ConfigError if it has none."""
     if task.demonstration is None or task.flawed_demonstration is None:
         raise ConfigError(
             f'model.path = "builtin:tiny" learns from demonstrations, and {task.name} provides none',
-            hint="the tasks reasoning-gym:number_sorting, builtin:calculator and builtin:guess have; or name a pretrained model",
+            hint="use reasoning-gym:number_sorting, builtin:calculator or builtin:guess, or a pretrained model",
         )
     return task.demonstration, task.flawed_demonstration
 
@@ -161,7 +161,7 @@ def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> li
 
 
 def taught_response(tokenizer: PreTrainedTokenizerFast, lesson: Lesson) -> Taught:
-    """The response is learned, with its end-of-sequence token; the prompt is read."""
+    """The response and its end-of-sequence token are learned; the prompt is only input."""
     assert isinstance(lesson.response, str)
     prompt, response = tokenizer.encode(lesson.prompt), [*tokenizer.encode(lesson.response), tokenizer.eos_token_id]
     return prompt + response, [IGNORED] * len(prompt) + response

@@ -1,11 +1,11 @@
-"""Supervised warm start: a model learns to answer prompts as demonstrations do, in a few hundred steps.
+"""Supervised warm start: a model learns from demonstrations to answer prompts, in a few hundred steps.
 
-Matrices inside the layers are trained by Muon and the rest by AdamW: the model learns to copy earlier text, which every worked
-answer needs, in about half the steps that AdamW alone takes. The loss is plain next-token cross entropy on what has labels.
-The warm start is not part of the RL run: its optimizer states are not kept.
+Matrices inside the layers are trained by Muon and the rest by AdamW. With Muon the model learns to copy earlier text, which every
+worked answer needs, in about half the steps that AdamW alone takes. The loss is plain next-token cross entropy on tokens with
+labels. The warm start is not part of the RL run: its optimizer states are not kept.
 
-Muon is momentum whose direction is made orthogonal (Jordan et al., 2024). torch.optim.Muon orthogonalises in bfloat16, which CPUs
-without bfloat16 instructions emulate seven times slower and with other results than other CPUs. Here it is done in float32.
+Muon is momentum with an orthogonalised direction (Jordan et al., 2024). torch.optim.Muon orthogonalises in bfloat16. CPUs without
+bfloat16 instructions emulate it, seven times slower and with results that differ from other CPUs. Here it is done in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from asyncrl_cli.models.tiny import IGNORED, Recipe, Taught
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic that pulls singular values towards 1 fastest."""
+"""Coefficients of the quintic polynomial that moves singular values towards 1 fastest."""
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 
@@ -63,8 +63,8 @@ def warm_start(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one thread. With matrices this small a second thread saves a tenth of the time on idle cores, but is ten times
-    slower beside one busy process, because threads spin while they wait. How they wait is fixed when torch is loaded."""
+    """Compute with one thread. With matrices this small, a second thread saves a tenth of the time on idle cores, but takes ten
+    times as long beside one busy process, because threads spin while they wait. How they wait is fixed when torch is loaded."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -131,7 +131,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Approximately U V^T of the matrix's singular value decomposition: singular values end up between 0.7 and 1.2."""
+    """Approximates U V^T of the matrix's singular value decomposition: singular values end up between 0.7 and 1.2."""
     a, b, c = NEWTON_SCHULZ
     x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = x / x.norm().clamp(min=SMALLEST_NORM)

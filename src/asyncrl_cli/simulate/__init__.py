@@ -1,1 +1,1 @@
-"""Simulated runs: the real loop on a virtual clock, with workers and a trainer that compute nothing and only take time."""
+"""Simulated runs: the real loop on a virtual clock. Workers and trainer compute nothing and only take (virtual) time."""

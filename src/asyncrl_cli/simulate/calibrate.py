@@ -1,13 +1,13 @@
 """Calibrates a workload (costs of a machine and a model) from a real run's metrics, events and profile.
 
-    decode step     its mean batch over tokens/s while busy, against that mean batch                     -> [decoding]
+    decode step     (mean batch) / (tokens/s while busy), against the mean batch                         -> [decoding]
     train step      timing/train_s                    against trained tokens                             -> [training]
-    old logprobs    timing/old_logprob_s              over train/old_logprob_tokens
-    scorers         their busy time                   over the tokens that they scored
+    old logprobs    timing/old_logprob_s              per train/old_logprob_tokens
+    scorers         their busy time                   per scored token
     sync            medians of `published` and `loaded`                                                  -> [syncing]
 
-The first two are fitted by straight lines (`observed.py`), with an interference ratio for a machine that both sides share. Prompts
-and prefills are not measured separately: the lines' constants include them. During a load its worker counts as idle, so no decode
+Straight lines are fitted to the first two (`observed.py`), with an interference ratio for a machine that both sides share. Prompts
+and prefills are not measured separately: the lines' constants include them. During a load the worker counts as idle, so no decode
 step includes the pause. The first steps, and steps with an eval or a checkpoint, are left out. The workload's notes say what one
 run cannot show.
 """
@@ -57,7 +57,7 @@ TURN_KEYS = {
     "rollout": (*COMMON_KEYS["rollout"], "hold_slots"),
     "env": ("max_turns", "max_context_tokens", "tool_timeout_s", "episode_timeout_s"),
 }
-"""The same keys, and more, where trajectories have several turns."""
+"""The same keys and more, if trajectories have several turns."""
 OWN_KEYS = {
     "algorithm": ("old_logprobs",),
     "rollout": ("interrupt",),
@@ -77,12 +77,12 @@ PARTS = ("wait_data", "old_logprob", "train", "gather", "other")
 
 
 def calibrate(run_directory: Path) -> Workload:
-    """The workload of a run. Raises ConfigError if too few of its train steps can be used, or its files are missing."""
+    """The workload of a run. Raises ConfigError if files are missing, or if too few of its train steps can be used."""
     try:
         return _calibrated(run_directory)
     except (ValueError, ArithmeticError) as error:
         what = first_of(error) if isinstance(error, ValidationError) else str(error)
-        raise ConfigError(f"{run_directory}: its figures cannot be those of a run: {what}", hint="take another run") from None
+        raise ConfigError(f"{run_directory}: its figures cannot be those of a run: {what}", hint="use another run") from None
 
 
 def _calibrated(run_directory: Path) -> Workload:
@@ -97,7 +97,7 @@ def _calibrated(run_directory: Path) -> Workload:
     decoding, training, syncing = fit_line(decoded), fit_line(trained), _syncing(run_directory, lines, profile)
     apart = _of_scorers(lines, job)
     of_critic, learned_within = apart[CRITIC], CRITIC not in job.scorers
-    values_s = of_critic and of_critic / (1 if learned_within else 1 + LEARNING)  # apart, it is known with what it learns
+    values_s = of_critic and of_critic / (1 if learned_within else 1 + LEARNING)  # apart, the time includes learning
     scored_s, turns = old_logprob_s_per_token(lines, training) or apart[PROX], turns_of(lines)
     return Workload(
         name=run_directory.name,
@@ -130,7 +130,7 @@ def _calibrated(run_directory: Path) -> Workload:
 
 
 def _of_scorers(lines: Sequence[Line], job: JobPlan) -> dict[str, float | None]:
-    """Seconds per token of each scorer on as many devices as the trainer has."""
+    """Seconds per token of each scorer, on the trainer's number of devices."""
     ranks = job.role(TRAINER).workers
     found = {task: scorer_s_per_token(lines, task) for task in SCORERS}
     return {task: s and s * job.scorers.get(task, ranks) / ranks for task, s in found.items()}
@@ -145,31 +145,31 @@ def _enough(found: Sequence[Any], run_directory: Path, what: str) -> None:
 
 
 def _notes(lines: Sequence[Line], profile: Profile, decode_fit: Fit, train_fit: Fit, scored_s: float | None) -> list[str]:
-    """What the figures are based on, and what one run cannot show."""
+    """Notes on what the figures are based on, and what one run cannot show."""
     notes = [
         f"From {len(lines)} train steps of one run, lengths as observed (at its own stage of learning).",
         "One run does not show: scaling with devices (taken as scaling_exponent 1, nothing fixed); how alike the responses to one "
-        "prompt are (prompt_variance_ratio 0); the latency of rewards (0: waits for them are not in the prediction); prompts and "
-        "prefills (in the constants, prompt_tokens 0: a recompute-kv load costs nothing more); how workers differ "
+        "prompt are (prompt_variance_ratio 0); the latency of rewards (0: waits for them are not predicted); prompts and "
+        "prefills (included in the constants, prompt_tokens 0: a recompute-kv load costs nothing extra); how workers differ "
         "(speed_spread 0).",
     ]
     if turns_of(lines) is not None:
         notes.append(
-            "About turns and tools a run records only means: all trajectories have the same number of turns here, all tools take "
-            "the same time, and the tokens of their results are in the constants of decoding and training."
+            "A run records only means of turns and tools: all trajectories have the same number of turns here, all tools take "
+            "the same time, and the tokens of their results are included in the constants of decoding and training."
         )
     if scored_s is None:
         notes.append(
-            "The run had no old-logprob passes, so their cost is not known and they are free here (old_logprob_s_per_token 0)."
+            "The run had no old-logprob passes, so their cost is unknown and they are free here (old_logprob_s_per_token 0)."
         )
     sides = [name for name, fit in (("generation", decode_fit), ("training", train_fit)) if not fit.tells_interference]
     if sides:
         notes.append(
-            f"How much the other side slows {' and '.join(sides)} is not known either (it ran beside them always, or never): "
-            "interference_ratio 0; whatever there was of it is in the times."
+            f"How much the other side slows {' and '.join(sides)} is also unknown (it ran at the same time always, or never): "
+            "interference_ratio 0; any slowdown is included in the times."
         )
     if profile.placement.colocate:
-        notes.append("The run was colocated: another placement's transfers may take longer than its own.")
+        notes.append("The run was colocated: with another placement, transfers may take longer.")
     return notes
 
 
@@ -177,7 +177,7 @@ def _profile(run_directory: Path) -> Profile:
     try:
         return read_document(run_directory / "config.resolved.json").profile
     except RefusedError as error:
-        raise ConfigError(error.message, hint="give the directory of a run, as runs/NAME") from None
+        raise ConfigError(error.message, hint="give the directory of a run, such as runs/NAME") from None
 
 
 def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
@@ -189,7 +189,7 @@ def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> dict[str, di
 
 
 def _common(profile: Profile, device: str, turns: Turns | None) -> dict[str, Any]:
-    """The profile keys that size the work. Without `placement.colocate`, which is up to each profile."""
+    """The profile keys that size the work, without `placement.colocate`, which each profile sets itself."""
     tables = _values(profile, COMMON_KEYS | (TURN_KEYS if turns is not None else {}))
     return tables | {"placement": tables["placement"] | {"device": device}}
 
@@ -202,7 +202,7 @@ def _syncing(run_directory: Path, lines: Sequence[Line], profile: Profile) -> Sy
     num_bytes = max(1.0, float(published[-1]["num_bytes"])) if published else 1.0
     gather_s, publish_s = _median(lines, "sync/gather_s"), _median(published, "publish_s")
     send_s, load_s, pause_s = (_median(loaded, key) for key in ("send_s", "load_s", "pause_s"))
-    # Without a second buffer, the pauses contain the sends.
+    # Without a second buffer, the pauses include the sends.
     within_pause_s = load_s if profile.weights.dual_buffer else load_s + send_s
     return Syncing(
         parameter_bytes=num_bytes,
@@ -233,7 +233,7 @@ def _reference(lines: Sequence[Line], profile: Profile, run_directory: Path) -> 
 
 
 def _differing(profile: Profile, reference: str) -> dict[str, Any]:
-    """The run's own values of `OWN_KEYS`, where the profile of that name has others."""
+    """The run's values of `OWN_KEYS` that differ from the profile called `reference`."""
     plain = load(reference, environ={}, layers=[Layer(origin="calibration", values={"run.train_steps": 1})]).profile
     tables, others = _values(profile, OWN_KEYS), _values(plain, OWN_KEYS)
     own = {

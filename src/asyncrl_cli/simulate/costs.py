@@ -1,13 +1,13 @@
-"""What a workload's work costs: seconds of train steps, decoding and weight syncs, for a given number of devices.
+"""The costs of a workload: seconds of train steps, decoding and weight syncs, for a given number of devices.
 
     optimizer step     fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent
     old logprobs       old_logprob_fixed_step_s + tokens * old_logprob_s_per_token * (likewise), per mini-batch
     reference          tokens * ref_s_per_token * (likewise), in the trainer or in processes of its own
-    critic             tokens * critic_s_per_token * (likewise) for values, and LEARNING times that for what it learns
+    critic             tokens * critic_s_per_token * (likewise) for values, and LEARNING times that for learning
     reward model       tokens * reward_s_per_token * (likewise), in processes of its own
 
 Tokens are those of prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of all mini-batches but
-the window's first are computed before training (as in `train/policy_update.py`: the first mini-batch's own forward yields both).
+the window's first are computed before training (as in `train/policy_update.py`: the first mini-batch's forward pass gives both).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
 GIB = 2**30
 LEARNING = 3.0
-"""What the critic learns from a group takes so many times as long as its values: forward and backward against forward."""
+"""Learning from a group takes the critic this many times as long as its values: forward and backward against forward."""
 _POLL_RATIO = 1.5
-"""After how long a worker reports that nothing has changed, as a share of a mean response's time: such reports only cost time."""
+"""How often a worker reports without a change, as a share of a mean response's time: such reports only cost simulation time."""
 
 
 class Spent(NamedTuple):
-    """Work a trainer has done so far; `seconds` as on a machine of its own."""
+    """Work a trainer has done so far. `seconds`: as if it had the machine to itself."""
 
     seconds: float = 0.0
     response_tokens: int = 0
@@ -51,8 +51,8 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Costs:
-    """The costs of one run of `profile` with `ranks` trainer ranks, `workers` rollout workers and, by task, `scorers`: processes of
-    their own.
+    """The costs of one run of `profile` with `ranks` trainer ranks, `workers` rollout workers and, by task, the number of `scorers`
+    (separate processes).
 
     The run records here how fast its workers are (`speeds`, drawn at random) and what its trainer has done: `spent[i]` is the total
     after i train steps.
@@ -90,9 +90,9 @@ class Costs:
         )
 
     def worker_times(self) -> WorkerTimes:
-        """Times of rollout workers. Colocated, sending and loading cost nothing: `colocated_s` is counted in the gather instead.
+        """Times of rollout workers. When colocated, sending and loading cost nothing: `colocated_s` is part of the gather instead.
 
-        Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no effect here: the
+        Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no effect here, because the
         workload's `send_bytes_per_s` already includes what it saves.
         """
         workload, weights, max_tokens = self.workload, self.profile.weights, self.profile.rollout.max_response_tokens
@@ -125,11 +125,11 @@ class Costs:
         second, the unit of `tokens_trained`.
 
         rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`, and computes a group's prompt and
-                  the results of its tools once; a cache that holds fewer than `slots` is no matter here, nor is waiting for tools
+                  its tools' results once; waits for tools, and a cache that holds fewer than `slots`, are ignored
         trainer   train steps and old-logprob passes as they were, without overhead
 
-        Neither is slowed by the other phase. Colocated, all workers or all ranks of a phase work at once and, on a shared machine,
-        slow each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a phase together.
+        Neither is slowed by the other phase. When colocated, all workers or all ranks of a phase work at once and, on a shared
+        machine, slow each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a phase together.
         """
         step_groups = Schedule.of(self.profile).step_groups
         done = Spent(*map(operator.sub, self.spent[end_groups // step_groups], self.spent[begin_groups // step_groups]))
@@ -184,8 +184,8 @@ class Costs:
         return size
 
     def _slowdown(self, side: Decoding | Training, executors: int) -> float:
-        """Factor by which several colocated executors of one side slow each other on a shared machine. Without a `crowding_ratio`,
-        `interference_ratio` takes its place."""
+        """Factor by which several colocated executors of one side slow each other on a shared machine. `interference_ratio` is the
+        default for `crowding_ratio`."""
         if not self._is_colocated or executors < 2:
             return 1.0
         return 1 + (side.interference_ratio if side.crowding_ratio is None else side.crowding_ratio)
@@ -218,7 +218,7 @@ class Costs:
         return self._scoring_s(task, batch.groups, self.ranks)
 
     def _scoring_s(self, task: str, groups: Sequence[GroupResult], devices: int) -> float:
-        """A scorer's time for these groups, on that many devices; of the critic, for its values."""
+        """A scorer's time for these groups on that many devices; for the critic, the time of its values."""
         training = self.workload.training
         costs = {
             PROX: training.old_logprob_s_per_token,
@@ -231,7 +231,7 @@ class Costs:
 
     def _scored(self, batch: TrainBatch) -> Sequence[GroupResult]:
         """Groups that the trainer's old-logprob pass scores, if it has one: all but a window's first mini-batch, whose own forward
-        pass yields them."""
+        pass gives its old logprobs."""
         if self.profile.algorithm.old_logprobs != "recompute" or PROX in self.scorers:
             return ()
         return batch.groups[self.profile.trainer.ppo_mini_batch_size if batch.step_in_window == 0 else 0 :]
@@ -240,7 +240,7 @@ class Costs:
         return len(groups) // self.profile.trainer.ppo_mini_batch_size
 
     def _share(self, scaling_exponent: float, devices: int | None = None) -> float:
-        """Factor from a time on the workload's own devices to the time on this run's ranks, or on so many devices."""
+        """Factor from a time on the workload's reference devices to the time on this run's ranks, or on `devices`."""
         training, devices = self.workload.training, devices or self.ranks
         return self._slowdown(training, devices) * float((devices / training.reference_gpus) ** -scaling_exponent)
 

@@ -10,26 +10,26 @@ All running sequences advance together, one token per decode step of
 
     (step_s + step_s_per_sequence * running) * speed * slowdown   seconds
 
-so the engine needs no event per token: it counts the steps that have passed (a real number), and a sequence of T tokens that
+so the engine needs no event per token. It counts the steps that have passed (a real number), and a sequence of T tokens that
 begins at step count s ends at s + T. A heap holds those ends. Steps pass at a constant rate until a sequence begins or ends,
 the engine freezes, or its slowdown changes. A sequence may begin in the middle of a step of the others: its first token still takes
-a whole step. A prefill occupies the whole engine: decoding waits for it. Loads, too, are placed by step count: token j of a
+a whole step. A prefill occupies the whole engine: decoding waits for it. Loads are also placed by step count: token j of a
 sequence that begins at s belongs to the last load before s + j. A token that is half done at a load is finished with the new
 weights and counts as theirs.
 
-Each running sequence holds blocks of the KV cache (`kv_cache.py`), which are as vLLM's: when one is wanted that is not there, the
-sequence that began last is preempted. Its blocks are free, the token under way is lost, and it waits in front of all others; it
-begins again with a prefill of its prompt and the tokens that it has. No sequence begins before there are blocks for these, and none
-behind one that waits for them. At the same step count, sequences end before others take blocks, and these before one begins.
+Each running sequence holds blocks of the KV cache (`kv_cache.py`), as in vLLM. When a block is needed and none is free, the
+sequence that began last is preempted: its blocks become free, its unfinished token is lost, and it waits in front of all others.
+It begins again with a prefill of its prompt and of the tokens that it has. No sequence begins before there are blocks for these,
+or before another that waits for blocks. At the same step count, first sequences end, then others take blocks, then one begins.
 
-A sequence that has made a turn stops as if preempted. With `hold_slots` nobody else gets its slot; otherwise it queues for a slot
-when it goes on. What the cache holds of it stays there until others take the blocks; then it begins with a prefill of everything. A
-drain waits for all sequences that have begun, also for those that are at a tool.
+A sequence that has completed a turn stops as if preempted. With `hold_slots` it keeps its slot; otherwise it queues for a slot
+when it continues. Its cache content stays until others take the blocks; then it begins with a prefill of everything. A drain waits
+for all sequences that have begun, including those at a tool.
 
 Worked example: steps of 1 s, one sequence of 5 tokens from time 0; version 3 is loaded from 2.5 to 4.0 s. At step count 2.5, tokens
 1 and 2 are done and have the old version; tokens 3 to 5 have version 3, and the sequence ends at 5 + 1.5 s.
 
-Another: 3 blocks of 2 tokens, two sequences of 5 tokens without prompts. At step count 3 both want a second block, and one is left.
+Another: 3 blocks of 2 tokens, two sequences of 5 tokens without prompts. At step count 3 both need a second block, and one is left.
 The first takes it and ends at 5; the second is preempted with 3 tokens, begins again at 5 and ends at 7.
 """
 
@@ -48,9 +48,9 @@ from asyncrl_cli.simulate.workload import Decoding
 
 
 class SimulatedEngine:
-    """Call it from the event loop. `on_running(running)` is called whenever the number of running sequences changes.
+    """Use it from the event loop only. `on_running(running)` is called whenever the number of running sequences changes.
 
-    `speed` scales all times: 1.1 is an engine that is 10% slower. The cache must hold the longest sequence.
+    `speed` scales all times: an engine with 1.1 is 10% slower. The cache must hold the longest sequence.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SimulatedEngine:
         self._stays = SlotStays(self._loop.time) if trace_sequences else None
         self._loads = [(0.0, version)]  # (step count, version); `first_load` of a sequence is an index into this list
         self._cache = KvCache(cache)
-        self._ends: list[tuple[float, int, SimulatedSequence]] = []  # an entry with another `order` than its sequence's is void
+        self._ends: list[tuple[float, int, SimulatedSequence]] = []  # void if its `order` is not the sequence's
         self._num_begun = 0
         self._holds_slots = hold_slots
         self._num_at_tools = 0
@@ -105,7 +105,7 @@ class SimulatedEngine:
         return self._stays.take() if self._stays is not None else ()
 
     def submit(self, sequences: Collection[SimulatedSequence]) -> None:
-        """Queue sequences; each begins, or goes on with what it kept, when it gets a slot."""
+        """Queue sequences. When one gets a slot, it begins, or continues from its kept tokens."""
         self._advance()
         self._waiting.extend(sequences)
         self._kept_tokens += sum([sequence.kept_tokens for sequence in sequences])
@@ -142,14 +142,14 @@ class SimulatedEngine:
         self._retime()
 
     def version_tokens(self, sequence: SimulatedSequence) -> VersionTokens:
-        """Its whole tokens per version: all of them once it has ended or was aborted, before that those so far."""
+        """The sequence's whole tokens per version: those so far, or all once it has ended or was aborted."""
         self._advance()
         is_over = sequence.has_ended or sequence.is_aborted
         so_far = sequence.whole_tokens(self._steps) if sequence.order else sequence.kept_tokens
         return tokens_per_version(sequence, sequence.tokens if is_over else so_far, self._loads)
 
     def drained(self) -> asyncio.Future[None]:
-        """Begin no new sequence until `thaw`. The returned future is done once all that have begun have ended."""
+        """Begin no new sequence until `thaw`. The returned future is done once all sequences that have begun have ended."""
         self._is_closed = True
         self._drained = self._loop.create_future()
         self._notice_drained()
@@ -167,7 +167,7 @@ class SimulatedEngine:
         self._retime()
 
     def thaw(self, version: int, *, recompute: bool = False) -> None:
-        """Go on with the weights of `version`; with `recompute`, after a new prefill of all tokens of the running sequences."""
+        """Continue with the weights of `version`; with `recompute`, after a new prefill of all tokens of the running sequences."""
         self._advance()
         self.version = version
         self._loads.append((self._steps, version))
@@ -179,7 +179,7 @@ class SimulatedEngine:
         self._retime()
 
     def slow_down(self, slowdown: float) -> None:
-        """From now on everything takes `slowdown` times as long as on a machine of its own."""
+        """From now on, everything takes `slowdown` times as long as it would with the machine to itself."""
         self._advance()
         self._slowdown = slowdown
         self._retime()
@@ -209,7 +209,7 @@ class SimulatedEngine:
                 self._begin(sequence)
 
     def _may_begin(self, sequence: SimulatedSequence) -> bool:
-        """Whether the first in the queues may leave its queue."""
+        """Whether the sequence at the head of the queues may begin."""
         if sequence.is_aborted:
             return True
         num_held = self._num_at_tools if self._holds_slots and not sequence.has_begun else 0
@@ -217,7 +217,7 @@ class SimulatedEngine:
         return self.running + num_held < self.slots and is_let_through and self._cache.fits(sequence, self._steps)
 
     def _begin(self, sequence: SimulatedSequence) -> None:
-        """Begin, or go on with the tokens that it kept."""
+        """Begin the sequence, or continue it from its kept tokens."""
         self._num_begun += 1
         sequence.has_begun = True
         sequence.order = self._num_begun
@@ -238,13 +238,13 @@ class SimulatedEngine:
             self._stays.end(sequence.name)
 
     def _stop_with(self, sequence: SimulatedSequence, tokens: int) -> None:
-        """Stop; it will begin again with these tokens."""
+        """Stop the sequence. It will begin again with these tokens."""
         self._stop(sequence)
         sequence.kept, sequence.kept_tokens = tokens_per_version(sequence, tokens, self._loads), tokens
         self._kept_tokens += tokens
 
     def _end_turn(self, sequence: SimulatedSequence) -> Callable[[SimulatedSequence], None]:
-        """Stop, for a tool or for good. Returns who is to be told."""
+        """Stop the sequence, for a tool or for good. Returns its callback, which the caller must call."""
         if sequence.num_calls == len(sequence.calls):
             sequence.has_ended = True
             self._stop(sequence)
@@ -260,7 +260,7 @@ class SimulatedEngine:
         sequence.is_at_tool = False
 
     def _go_on(self, before: int) -> None:
-        """Sequences have ended, or lost their blocks, or arrived: the next ones begin. `before`: how many ran until now."""
+        """Begin the next sequences after others ended, lost their blocks or arrived. `before`: how many were running until now."""
         if self.running == 0:
             self._prefill_s = 0.0
         self._let_in()
@@ -269,8 +269,8 @@ class SimulatedEngine:
         self._notice_drained()
 
     def _retime(self) -> None:
-        """Set the timer for the next end of a sequence, or for the next block that is not there. A timer that is too early is kept:
-        when it fires, it is set again."""
+        """Set the timer for the next end of a sequence, or for the next block that will be missing. A timer that is too early is
+        kept and set again when it fires."""
         ends = self._ends
         while ends and ends[0][1] != ends[0][2].order:
             heapq.heappop(ends)
@@ -293,7 +293,7 @@ class SimulatedEngine:
         self._retime()
 
     def _reach_target(self) -> None:
-        """End the turns that are due, then preempt those without blocks; the step count is set to exactly the target, free of
+        """End the turns that are due, then preempt sequences without blocks. The step count is set to exactly the target, free of
         rounding errors."""
         before, ends, told = self.running, self._ends, []
         self._prefill_s = 0.0

@@ -1,20 +1,20 @@
-"""The KV cache of a simulated engine: who holds how many blocks, and the step count at which they run out.
+"""The KV cache of a simulated engine: how many blocks each sequence holds, and the step count at which blocks run out.
 
-A running sequence with j whole tokens holds the cache of its prompt and of these j, in blocks of `block_tokens`:
+A running sequence with j whole tokens holds the cache of its prompt and of these j tokens, in blocks of `block_tokens`:
 
-    prefix   the full blocks of its prompt without the prompt's last token; the running sequences of one prompt hold them together
-    own      ceil((prompt tokens beyond the prefix + j) / block_tokens) blocks of the rest
+    prefix   the full blocks of its prompt without the prompt's last token, shared by the running sequences of the same prompt
+    own      ceil((prompt tokens beyond the prefix + j) / block_tokens) blocks for the rest
 
-A prefix is computed by the first of its sequences, and is gone with the last that runs. (A real engine computes the last token of a
-prompt for each response, too, to sample from it. It may find a prefix that nobody holds, if its blocks were not yet used again.)
+A prefix is computed by the first of its sequences and dropped with the last one that runs. (A real engine also computes the last
+token of a prompt for each response, to sample from it. It may find a prefix that no sequence holds, if its blocks were not reused.)
 
-A sequence at a tool is parked: its blocks are free, and those that nobody has taken yet need not be computed again. The blocks of
-the one that has been parked for longest are taken first, all of them.
+A sequence at a tool is parked: its blocks are free, and those that were not taken need not be computed again. The blocks of the
+sequence that has been parked for longest are taken first, all of them.
 
 All running sequences advance together, so each takes one block in every `block_tokens` steps. With F blocks free and R sequences
 running, F // R times `block_tokens` steps pass safely. Then the sequences take F mod R more blocks, in the order in which they fill
-theirs, and the next one finds none. An exact count visits every sequence, so it is made only where a bound from two running sums
-(`_most_blocks`) leaves the question open: each sequence holds less than one block more than its tokens fill.
+theirs, and the next one finds none. An exact count visits every sequence. So it is made only if a bound from two running sums
+(`_most_blocks`) does not decide: each sequence holds less than one block more than its tokens fill.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CacheSize(NamedTuple):
         return self.blocks < NEVER
 
     def holds(self, tokens: int) -> bool:
-        """Whether there is room for one sequence of so many tokens."""
+        """Whether there is room for one sequence of `tokens` tokens."""
         return self.blocks * self.block_tokens >= tokens
 
 
@@ -54,7 +54,7 @@ class KvCache:
     def __init__(self, size: CacheSize) -> None:
         self._size = size
         self._first: dict[SimulatedSequence, int] = {}
-        """The running sequences in the order of beginning: the tokens that each held of its own when it had none sampled."""
+        """The running sequences in the order in which they began: each one's own tokens (without prefix and sampled ones)."""
         self._sharers: Counter[object] = Counter()
         self._prefix_blocks = 0
         self._sum_first = 0.0
@@ -69,15 +69,15 @@ class KvCache:
         return next(reversed(self._first))
 
     def sampled_tokens(self, steps: float) -> float:
-        """Tokens of all running sequences, with the fractions of those under way."""
+        """Sampled tokens of all running sequences, including fractions of unfinished ones."""
         return len(self._first) * steps - self._sum_begin_steps
 
     def held_tokens(self, steps: float) -> int:
-        """Tokens whose keys and values the cache holds for the running sequences, those of a prefix once."""
+        """Tokens whose keys and values the cache holds for the running sequences; a shared prefix counts once."""
         return self._prefix_blocks * self._size.block_tokens + sum(self._own(steps))
 
     def fits(self, sequence: SimulatedSequence, steps: float) -> bool:
-        """Whether there are blocks for all its tokens before its next one."""
+        """Whether there are blocks for all tokens of the sequence before its next one."""
         room = self._size.blocks - self._blocks(_tokens(sequence) - self._shared(sequence))
         most = self._most_blocks(steps)
         if most <= room:
@@ -85,11 +85,11 @@ class KvCache:
         return most - len(self._first) <= room and self._used(steps) <= room
 
     def is_over(self, steps: float) -> bool:
-        """Whether the running sequences want more blocks than there are."""
+        """Whether the running sequences need more blocks than there are."""
         return self._most_blocks(steps) > self._size.blocks and self._used(steps) > self._size.blocks
 
     def full_at(self, steps: float, until: float) -> float:
-        """The step count at which a block will be wanted that is not there, if all go on until `until`; NEVER if none will be."""
+        """The step count at which a needed block will be missing, if all sequences run until `until`; NEVER if none will be."""
         if self._most_blocks(until) <= self._size.blocks:
             return NEVER
         free = self._size.blocks - self._used(steps)
@@ -103,7 +103,7 @@ class KvCache:
         return wanted_at[further] + rounds * self._size.block_tokens
 
     def hold(self, sequence: SimulatedSequence, steps: float) -> int:
-        """Returns the tokens that must be computed before this sequence can go on: those before its next one that are not there."""
+        """Returns how many tokens must be prefilled before this sequence can continue: those that the cache lacks."""
         self._take_parked(steps)
         tokens_to_prefill = _tokens(sequence) - self._parked.get(sequence, self._shared(sequence))
         self._forget(sequence)
@@ -129,12 +129,12 @@ class KvCache:
         self._sum_begin_steps -= sequence.begin_steps
 
     def park(self, sequence: SimulatedSequence) -> None:
-        """It stopped just now, for a tool."""
+        """Park a sequence that has just stopped for a tool."""
         self._parked[sequence] = tokens = _tokens(sequence)
         self._parked_blocks += self._blocks(tokens)
 
     def drop(self, sequence: SimulatedSequence, steps: float) -> None:
-        """It will not begin again, parked or not."""
+        """Drop a sequence, parked or not, that will not begin again."""
         self._take_parked(steps)
         self._forget(sequence)
 
@@ -142,13 +142,13 @@ class KvCache:
         self._parked_blocks -= self._blocks(self._parked.pop(sequence, 0))
 
     def forget_parked(self) -> None:
-        """Nothing that was computed with older weights is used again."""
+        """Drop all parked blocks, because older weights computed them."""
         self._parked.clear()
         self._parked_blocks = 0
 
     def _take_parked(self, steps: float) -> None:
-        """The running sequences may have taken blocks of parked ones: find out whose. Call it where fewer or more sequences run
-        from now on; in between, they only take more."""
+        """Drop parked sequences whose blocks the running ones have taken. Call this whenever the number of running sequences
+        changes; in between, they only take more blocks."""
         if self._most_blocks(steps) + self._parked_blocks <= self._size.blocks:
             return
         used = self._used(steps)
@@ -156,7 +156,7 @@ class KvCache:
             self._forget(next(iter(self._parked)))
 
     def _shared(self, sequence: SimulatedSequence) -> int:
-        """Tokens of its prompt that running sequences hold."""
+        """Tokens of the sequence's prompt that running sequences hold."""
         return self._prefix(sequence) if sequence.prompt in self._sharers else 0
 
     def _prefix(self, sequence: SimulatedSequence) -> int:
@@ -174,10 +174,10 @@ class KvCache:
         return self._prefix_blocks + sum(map(self._blocks, self._own(steps)))
 
     def _own(self, steps: float) -> list[int]:
-        """The tokens of each running sequence, its prefix aside."""
+        """The tokens of each running sequence, without its prefix."""
         return [first + sequence.whole_tokens(steps) for sequence, first in self._first.items()]
 
 
 def _tokens(sequence: SimulatedSequence) -> int:
-    """All of its tokens when it begins: those of the prompt, of tools, and those that it sampled before."""
+    """All tokens of the sequence when it begins: those of the prompt, of tools, and those that it sampled before."""
     return sequence.prompt_tokens + sequence.result_tokens + sequence.kept_tokens

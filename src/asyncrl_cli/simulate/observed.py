@@ -1,11 +1,11 @@
 """Extracts what a calibration needs from a run's metrics lines: usable lines, response lengths, times of decode and train steps.
 
-A straight line is fitted to such times, where the work may have shared its machine for part of the time:
+A straight line is fitted to such times. The work may have shared its machine with the other side for part of the time:
 
     seconds = (constant + slope * amount) / (1 - shared * i / (1 + i))
 
-`shared` is the part of those seconds in which the other side computed too, and i the interference ratio (`SharedMachine`): work is
-done at rate 1 alone and at 1 / (1 + i) beside the other side, on average 1 - shared * i / (1 + i).
+`shared` is the share of those seconds in which the other side computed too, and i the interference ratio (`SharedMachine`). The
+rate of work is 1 alone and 1 / (1 + i) beside the other side, so on average 1 - shared * i / (1 + i).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.workload import Drawn, Lengths, Turns
 
 INTERFERENCES = tuple(step / 100 for step in range(201))
-"""Interference ratios that are tried, if the points can tell them apart."""
+"""Interference ratios to try, if the points can tell them apart."""
 LEAST_SHARED_RANGE = 0.05
 """If `shared` varies less than this, interference cannot be told from slower work."""
 WARMING_STEPS = 4
@@ -41,7 +41,7 @@ NEEDED = (
 
 
 class Point(NamedTuple):
-    """One measurement: `amount` of work in `seconds` > 0; `shared` is the share of them beside the other side's work."""
+    """One measurement: `amount` of work in `seconds` > 0. `shared`: the share of these seconds in which the other side worked."""
 
     amount: float
     seconds: float
@@ -58,14 +58,14 @@ class Fit(NamedTuple):
 
 
 def rate(shared: Any, interference: float) -> Any:
-    """Work per second relative to a machine of its own; `shared` may be a number or an array."""
+    """Rate of work relative to having the machine to itself. `shared` may be a number or an array."""
     return 1 - shared * interference / (1 + interference)
 
 
 @np.errstate(divide="raise", over="raise", invalid="raise")
 def fit_line(points: Sequence[Point]) -> Fit:
-    """Fit the line of the module's docstring; all coefficients are >= 0. Least squares of relative errors, so that a few slow steps
-    (of a disturbed machine) do not dominate. That alone puts the line too low: it is scaled so that its predictions add up to the
+    """Fit the line of the module's docstring; all coefficients are >= 0. Uses least squares of relative errors, so that a few slow
+    steps (of a disturbed machine) do not dominate. Such a line is too low, so it is scaled until its predictions add up to the
     seconds that were spent."""
     amounts, seconds, shares = np.array(points).T
     lines = np.stack([np.ones_like(amounts), amounts], axis=1)
@@ -97,7 +97,7 @@ def undisturbed(lines: Sequence[Line]) -> list[Line]:
 
 
 def _is_whole(line: Line) -> bool:
-    """No eval or checkpoint in the step (under 2% of its time), and every executor reported in time."""
+    """Whether the step has no eval or checkpoint (under 2% of its time), and every executor reported in time."""
     beside_s = spent_s(line, "eval") + spent_s(line, "checkpoint")
     return beside_s < 0.02 * spent_s(line, "step") and all(key in line for key in NEEDED)
 
@@ -109,7 +109,7 @@ def _busy(line: Line) -> tuple[float, float, float]:
 
 
 def decode_points(lines: Sequence[Line], workers: int) -> list[Point]:
-    """Mean seconds of a decode step against its mean batch, of lines with enough decoding. Means of linear costs are linear."""
+    """Mean seconds of a decode step against its mean batch, for lines with enough decoding. Means of linear costs are linear."""
     points = []
     for line in lines:
         _, busy, both = _busy(line)
@@ -129,20 +129,20 @@ def train_points(lines: Sequence[Line]) -> list[Point]:
 
 
 def _shared_by_trainer(line: Line) -> float:
-    """Share of the train call in which rollout computed, too. The trainer is busy only within train calls."""
+    """Share of the train call in which rollout computed too. The trainer is busy only within train calls."""
     trainer, _, both = _busy(line)
     return min(1.0, both / trainer) if trainer > 0 else 0.0
 
 
 def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
-    """Seconds per scored token on a machine of its own; None if nothing was scored."""
+    """Seconds per scored token with the machine to itself; None if nothing was scored."""
     scored = sum(line.get("train/old_logprob_tokens", 0.0) for line in lines)
     seconds = sum(spent_s(line, "old_logprob") * rate(_shared_by_trainer(line), fit.interference) for line in lines)
     return seconds / scored if scored else None
 
 
 def scorer_s_per_token(lines: Sequence[Line], task: str) -> float | None:
-    """Seconds per sampled token of a scorer, in processes of its own or (`ref`, `critic`) in the trainer; None without one."""
+    """Seconds per sampled token of a scorer, in its own processes or (`ref`, `critic`) in the trainer. None if there is none."""
     if spent := sum(spent_s(line, task) for line in lines):
         return spent / sum(sampled_tokens(line) for line in lines)
     of_task = [line for line in lines if f"{task}/tokens_per_s" in line]
@@ -152,7 +152,7 @@ def scorer_s_per_token(lines: Sequence[Line], task: str) -> float | None:
 
 
 def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
-    """Observed lengths of a turn: LENGTHS_PER_STEP from each step, then at most LENGTHS_KEPT of them, evenly spaced when sorted.
+    """Observed lengths of a turn: LENGTHS_PER_STEP from each step, thinned to at most LENGTHS_KEPT, evenly spaced when sorted.
 
     A run records the lengths of whole trajectories; they are divided by the mean number of turns.
     """
@@ -164,12 +164,12 @@ def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
 
 
 def num_turns(lines: Sequence[Line]) -> int:
-    """The mean over the run's trajectories, rounded; 1 if the run does not record turns."""
+    """The mean number of turns of the run's trajectories, rounded; 1 if the run does not record turns."""
     return round(fmean(line.get("env/turns_mean", 1.0) for line in lines))
 
 
 def turns_of(lines: Sequence[Line]) -> Turns | None:
-    """Turns and tools, each as the run's mean. None if its trajectories have a single turn."""
+    """Turns and tools, each as the run's mean. None if trajectories have a single turn."""
     number = num_turns(lines)
     if number == 1:
         return None
@@ -178,7 +178,7 @@ def turns_of(lines: Sequence[Line]) -> Turns | None:
 
 
 def _step_lengths(line: Line, cap: int, turns: int) -> list[int]:
-    """LENGTHS_PER_STEP lengths, interpolated from a line's quantiles, which run from its shortest response to its longest."""
+    """LENGTHS_PER_STEP lengths, interpolated from a line's quantiles, which range from its shortest to its longest response."""
     shares = (np.arange(LENGTHS_PER_STEP) + 0.5) / LENGTHS_PER_STEP
     points, count = line["response_tokens/quantiles"], trajectories(line)
     places = np.clip((shares * count - 0.5) / max(count - 1, 1), 0.0, 1.0)

@@ -1,11 +1,11 @@
-"""Simulated trajectories: draws their turns, and follows those of one part or eval call from submission to the last reward.
+"""Simulated trajectories: draws their turns, and tracks those of one part or eval call from submission to the last reward.
 
 Lengths are drawn per group, so that responses to one prompt can be correlated:
 
     log x = log(median) + sigma * (sqrt(r) * z_prompt + sqrt(1 - r) * z_trajectory),   x then rounded into 1 ... max_tokens
 
-r is `prompt_variance_ratio`. The same normal variates draw from a list, through its quantiles (a Gaussian copula).
-The generator is seeded by the group's own seed, and yields the lengths of its responses in order: a response has the same length
+r is `prompt_variance_ratio`. If the workload has a list, the same normal variates draw from its quantiles (a Gaussian copula).
+The generator is seeded with the group's seed and draws the lengths of its responses in order. So a response has the same length
 under every profile, on every worker and after any restart.
 """
 
@@ -30,7 +30,7 @@ from asyncrl_cli.simulate.workload import Decoding, Drawn, Lengths, Turns
 
 STANDARD = NormalDist()
 MOST_LOG = 40.0
-"""The largest logarithm of a lognormal draw: no number overflows."""
+"""The largest logarithm of a lognormal draw, so that no number overflows."""
 RAISED = Failure("reward", "the reward raised")
 ABORTED = Failure("aborted", "")
 
@@ -40,12 +40,12 @@ class WorkerTimes:
     """How long a worker's calls take (seconds), and how long responses are (tokens).
 
     `response_tokens(rng, n)`: the lengths of the first turns of a group's first n trajectories; `rng` is seeded by the group's
-    request and not used before. `tool_calls(rng, tokens)`: of one trajectory, whose first turn has so many tokens, from a generator
-    of its own; None for single turns. `reward_s(rng)`: for one trajectory, from another generator of the group; a share
-    `failure_ratio` of rewards raises, and for a share `equal_ratio` of prompts all have the same luck.
-    `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: from the worker's own generator. `pause_s`: interrupting and resuming,
+    request and fresh. `tool_calls(rng, tokens)`: the calls of one trajectory whose first turn has `tokens` tokens, with a generator
+    of its own; None for single turns. `reward_s(rng)`: for one trajectory, with another generator of the group. A share
+    `failure_ratio` of rewards raises, and for a share `equal_ratio` of prompts all trajectories have the same luck.
+    `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: with the worker's own generator. `pause_s`: interrupting and resuming,
     without the load itself. `fetch_s`: receiving weights during the interrupt, if there is no second buffer. `cache`: one engine's.
-    Progress is reported no earlier than `progress_s` after the last report, and after `poll_s` even without a change: long runs of
+    Progress is reported at the earliest `progress_s` after the last report, and after `poll_s` even without a change. Long runs of
     many workers need larger values than the real worker's.
     """
 
@@ -106,8 +106,8 @@ class ResponseLengths:
 
 
 class Episodes:
-    """Draws what follows a trajectory's first turn, within the limits of `[env]`: called with its own generator and the tokens of
-    that turn, it returns tool calls, each with its result and a further turn."""
+    """Draws what follows a trajectory's first turn, within the limits of `[env]`. Called with the trajectory's own generator and
+    the tokens of that turn, it returns tool calls, each with its result and the next turn."""
 
     def __init__(self, turns: Turns, lengths: ResponseLengths, profile: Profile, prompt_tokens: int) -> None:
         self._turns = turns
@@ -136,8 +136,8 @@ def _draw(figure: Drawn, rng: random.Random) -> float:
 
 
 def trajectories_of(seed: int | str, indices: Sequence[int], times: WorkerTimes, prompt: object = None) -> list[SimulatedSequence]:
-    """Draws some trajectories of one prompt, by index (ascending). None depends on which others are asked for. `prompt` (None for
-    an eval): what they have in common."""
+    """Draws some trajectories of one prompt, by index (ascending). The result for an index does not depend on the other indices.
+    `prompt`: the shared prompt (None for an eval)."""
     lengths, rng = times.response_tokens(random.Random(seed), indices[-1] + 1), random.Random(f"rewards of {seed}")
     drawn = [(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
     are_alike = times.equal_ratio and random.Random(f"luck of {seed}").random() < times.equal_ratio
@@ -158,9 +158,9 @@ def trajectories_of(seed: int | str, indices: Sequence[int], times: WorkerTimes,
 
 
 class Responses:
-    """Trajectories of one part or eval call. `on_slot` is called as each one ends (and, unless slots are held, as it makes a turn),
-    `on_waiting(name, for_what)` as it begins to wait for a tool and, with "", as it goes on; `on_done(self)` once: after the last
-    reward, or by `abort`. `goes_on`: what they had in the run that is resumed, by index."""
+    """Trajectories of one part or eval call. `on_slot` is called when one ends (and, unless slots are held, when it completes a
+    turn), `on_waiting(name, for_what)` when it begins to wait for a tool and, with "", when it continues, and `on_done(self)` once,
+    after the last reward or by `abort`. `goes_on`: the tokens that they had in the run being resumed, by index."""
 
     def __init__(
         self,
@@ -195,18 +195,18 @@ class Responses:
         return self.num_ended + (0 if self._times.hold_slots else sum([response.is_at_tool for response in self._responses]))
 
     def so_far(self) -> tuple[dict[int, Kept], int]:
-        """By index, what they can go on from in a resumed run, and the tokens of those that cannot."""
+        """The tokens, by index, from which trajectories can continue in a resumed run, and the token count of those that cannot."""
         kept, rest_tokens = dict[int, Kept](), 0
         for response in self._responses:
             versions = self._engine.version_tokens(response)
-            if self._times.tool_calls is not None:  # as the real runner: episodes with turns start again
+            if self._times.tool_calls is not None:  # as in the real runner, episodes with turns start again
                 rest_tokens += sum([count for _, count in versions])
             elif versions:
                 kept[response.index] = Kept(versions, is_whole=response.has_ended)
         return kept, rest_tokens
 
     def abort(self) -> None:
-        """Cut running trajectories short; tools and rewards under way are lost."""
+        """Cut running trajectories short; unfinished tool calls and rewards are lost."""
         self.aborted = True
         for waiting in [response for response in self._responses if response.is_at_tool]:
             self._on_waiting(waiting.name, "")
@@ -214,7 +214,7 @@ class Responses:
         self._finish()
 
     def part_result(self, request: PartRequest) -> PartResult:
-        """The same as the real group runner's: without trajectories whose reward raised, and without any if aborted."""
+        """As the real group runner's result: without trajectories whose reward raised, and without any if aborted."""
         outcomes = () if self.aborted else self._outcomes()
         metas = tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryMeta))
         tokens = sum(response.tokens for response in self._responses)
@@ -227,7 +227,7 @@ class Responses:
         )
 
     def eval_result(self, request: EvalRequest) -> EvalResult:
-        """Responses without a reward, those of an aborted eval among them, count as failures."""
+        """Responses without a reward count as failures, including those of an aborted eval."""
         result = EvalResult(outcomes=self._outcomes())
         metas = [outcome for outcome in result.outcomes if isinstance(outcome, TrajectoryMeta)]
         versions = {version for meta in metas for version, _ in meta.version_tokens}

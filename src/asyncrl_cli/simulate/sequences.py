@@ -1,4 +1,4 @@
-"""One response in a simulated engine, placed by step count: when it began, and which of its tokens are done."""
+"""One response in a simulated engine, located by step count: when it began, and which of its tokens are done."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from asyncrl_cli.loop.attempts import Failure
 
 SAME_STEP = 1e-9
-"""Step counts closer than this are equal: far above rounding errors, far below a token."""
+"""Step counts closer than this count as equal: far above rounding errors, far below a token."""
 NEVER = float("inf")
 
 VersionTokens = tuple[tuple[int, int], ...]
@@ -17,8 +17,8 @@ VersionTokens = tuple[tuple[int, int], ...]
 
 
 class ToolCall(NamedTuple):
-    """What follows a turn: a wait of `seconds`, `result_tokens` that the model then sees, and a turn of `turn_tokens`; with a
-    `failure` (its kind) the trajectory ends after the wait instead."""
+    """What follows a turn: a wait of `seconds`, `result_tokens` that the model then sees, and a turn of `turn_tokens`. With a
+    `failure` (its kind), the trajectory ends after the wait instead."""
 
     seconds: float
     result_tokens: int
@@ -28,14 +28,14 @@ class ToolCall(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
-    """A trajectory being generated. `tokens`: sampled ones at the end of its turn, lowered by an abort; `calls`: of tools, each
-    followed by another turn. `on_turn` is called when a turn before a call is complete, `on_end` when the last one is. `luck`
-    (uniform) decides its reward, which takes `reward_s` to compute and is known at `rewarded_s`. Sequences with the same `prompt`
-    share its cache; None shares with nobody. `index`: among the responses to it. The engine sets the rest.
+    """A trajectory being generated. `tokens`: how many it has sampled at the end of its turn; an abort lowers this. `calls`: its
+    tool calls, each followed by another turn. `on_turn` is called when a turn before a call is complete, `on_end` after the last
+    turn. `luck` (uniform) decides its reward, which takes `reward_s` to compute and is known at `rewarded_s`. Sequences with the
+    same `prompt` share its cache (None: no sharing). `index`: among the responses to the prompt. The engine sets the rest.
 
-    `order`: its place in the order of beginning, 0 while it does not run. `kept`: its tokens when it last stopped, at a preemption
-    or for a tool. When it begins again with k of them, `begin_steps` is k steps back, as if it had never stopped. `result_tokens`:
-    of all tools so far.
+    `order`: its place in the order in which sequences began, 0 while it does not run. `kept`: its tokens when it last stopped, by a
+    preemption or for a tool. When it begins again with k of them, `begin_steps` is k steps earlier, as if it had never stopped.
+    `result_tokens`: those of all tools so far.
     """
 
     prompt_tokens: int
@@ -63,7 +63,7 @@ class SimulatedSequence:
     has_ended: bool = False
 
     def whole_tokens(self, steps: float) -> int:
-        """Tokens that are done at this step count; it must be running."""
+        """Tokens that are done at this step count. The sequence must be running."""
         return int(steps - self.begin_steps + SAME_STEP)
 
 

@@ -1,4 +1,4 @@
-"""A simulated trainer and simulated scorers, whose calls only take time, and the machine they may share with rollout workers."""
+"""A simulated trainer and simulated scorers, whose calls only take time, and a machine that they may share with rollout workers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SharedMachine:
             self._changed.set()
 
     async def compute(self, seconds: float) -> float:
-        """Do work of the trainer or a scorer that takes `seconds` on a machine of its own. Returns the seconds it took here."""
+        """Do work of the trainer or a scorer that would take `seconds` alone on the machine. Returns the seconds that it took."""
         began_s = asyncio.get_running_loop().time()
         self._computing(+1)
         try:
@@ -58,7 +58,7 @@ class SharedMachine:
         return asyncio.get_running_loop().time() - began_s
 
     async def _compute_until_change(self, seconds: float) -> float:
-        """Compute until the number of generating engines changes. Returns the seconds of work that are left."""
+        """Compute until the number of generating engines changes. Returns the remaining seconds of work."""
         loop = asyncio.get_running_loop()
         share = self._num_generating / len(self._engines) if self._engines else 0.0
         factor, began_s = 1 + self._training_ratio * share, loop.time()
@@ -84,9 +84,9 @@ class SharedMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    """Seconds, on a machine of its own. `overhead_s` is part of a train call but not of its reported parts: the loop's timing shows
-    it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; 0 without such a pass. `column_s`:
-    of the reference's and the critic's passes, by name, if the trainer has them."""
+    """Seconds, with the machine to itself. `overhead_s` is part of a train call but not of its reported parts: the loop's timing
+    shows it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; 0 without such a pass. `column_s`:
+    seconds of the reference's and the critic's passes, by name, if the trainer has them."""
 
     train_s: Callable[[TrainBatch], float]
     old_logprob_s: Callable[[TrainBatch], float] = lambda batch: 0.0
@@ -138,8 +138,8 @@ class SimulatedTrainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerTimes:
-    """Seconds of a call, on a machine of its own, of what a critic learns, of a trajectory of an eval that a reward model judges,
-    of a load, and of a restart. `call_tokens`: how many tokens fill the scorer."""
+    """Seconds, with the machine to itself, of a call, of a critic's learning, of judging a trajectory of an eval (reward model), of
+    a load, and of a restart. `call_tokens`: how many tokens fill the scorer."""
 
     score_s: Callable[[Sequence[GroupResult]], float]
     learn_s: Callable[[Sequence[GroupResult]], float] = lambda groups: 0.0

@@ -3,8 +3,8 @@
     submit -> engine (a part's sequences) --each end--> slot free, reward begins --all rewards--> PartResult -> progress
     prefetch -> second buffer -> load (drain | freeze) -> thaw -> generation continues
 
-Its time in states is integrated by the real rollout actor's meter (`loop.meters`). Nothing runs per token, and there is no task or
-timer per trajectory, so that runs of many workers simulate fast.
+The real rollout actor's meter (`loop.meters`) integrates its time in each state. Nothing runs per token, and there is no task or
+timer per trajectory, so runs of many workers simulate fast.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SimulatedWorker:
         self._begin()
 
     def _begin(self) -> None:
-        """Set up the state of one process: a restart begins anew with it."""
+        """Set up the state of a new process, at the start and at each restart."""
         self._poll = LongPoll(self._times.progress_s, self._times.poll_s)
         self._meter = RolloutMeter(self.name, self.slots, asyncio.get_running_loop().time, self._poll.note)
         times = self._times
@@ -60,7 +60,7 @@ class SimulatedWorker:
         return self._engine.version
 
     def submit(self, request: PartRequest) -> None:
-        assert request.key not in self._parts, f"{request.key} runs already"
+        assert request.key not in self._parts, f"{request.key} is already running"
 
         def end(part: Responses) -> None:
             del self._parts[request.key]
@@ -108,7 +108,7 @@ class SimulatedWorker:
         return send_s
 
     def _receive(self, version: int) -> None:
-        """Note a received version. A repeated or late transfer of an older one changes nothing."""
+        """Record a received version. A repeated or late transfer of an older version changes nothing."""
         self._received = max(self._received, version)
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
@@ -127,7 +127,7 @@ class SimulatedWorker:
         return LoadReport(version=version, send_s=times.fetch_s, load_s=load_s, pause_s=stopped_s, logprob_abs_diff=0.0)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        assert request.version == self.version, f"{self.name} holds {self.version} and is to score {request.version}"
+        assert request.version == self.version, f"{self.name} holds version {self.version} and cannot score {request.version}"
         seeds = [f"{request.seed}/{entry.item['uid']}/{entry.sample}" for entry in request.tries]
         drawn = [trajectories_of(seed, (0,), self._times)[0] for seed in seeds]
         self._meter.evals(+1)

@@ -1,6 +1,6 @@
-"""The keys of a workload: how long a model's work takes, in physical units, and how much of it there is.
+"""The keys of a workload: how long a model's work takes, in physical units, and how much work there is.
 
-A workload does not contain any profile's speed: a simulation, which runs the loop's own code on a virtual clock, finds it.
+A workload does not contain any profile's speed: that is the result of a simulation, which runs the loop's code on a virtual clock.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ class Lengths(Section):
     prompt_tokens: NonNegativeInt = 128
     """Tokens of every prompt."""
     distribution: Literal["lognormal", "list"] = "lognormal"
-    """`lognormal` (median and sigma) or `list` (drawn from `response_tokens`, which is how a run's own lengths are kept)."""
+    """`lognormal` (median and sigma) or `list` (drawn from `response_tokens`, as for the lengths of a calibrated run)."""
     median_tokens: PositiveFloat | None = None
     """Median of the lognormal before it is truncated."""
     sigma: NonNegativeFloat | None = None
     """Standard deviation of the logarithm."""
     prompt_variance_ratio: Ratio = 0.0
-    """Share of the logarithm's variance that lies between prompts; the rest lies between the trajectories of one prompt."""
+    """Share of the logarithm's variance between prompts; the rest is between the trajectories of one prompt."""
     response_tokens: Annotated[tuple[PositiveInt, ...], FromList] = ()
     """The list: one entry per observed trajectory."""
 
 
 class Drawn(Section):
-    """A figure that differs from case to case: lognormal, or drawn from a list."""
+    """A random quantity: lognormal, or drawn from a list."""
 
     median: PositiveFloat | None = None
     """Median of the lognormal."""
     sigma: NonNegativeFloat = 0.0
-    """Standard deviation of its logarithm; 0: always the median."""
+    """Standard deviation of its logarithm; 0 gives always the median."""
     values: Annotated[tuple[NonNegativeFloat, ...], FromList] = ()
-    """The list, in place of a median."""
+    """The list, instead of a median."""
 
     @model_validator(mode="after")
     def _is_either(self) -> Drawn:
         if (self.median is None) == (not self.values):
-            raise ValueError("needs a median (and sigma), or values: one of the two")
+            raise ValueError("needs either a median (and sigma) or values")
         return self
 
 
 class Turns(Section):
-    """Trajectories of several turns: after each but the last one the model waits for a tool and sees its result. `[lengths]` are
-    then those of a turn. A tool that takes longer than the profile's `env.tool_timeout_s` fails its trajectory; `env.max_turns` and
+    """Trajectories of several turns: after each turn but the last, the model waits for a tool and sees its result. `[lengths]` then
+    applies to a turn. A tool that takes longer than the profile's `env.tool_timeout_s` fails its trajectory; `env.max_turns` and
     `env.max_context_tokens` end one."""
 
     number: Drawn
@@ -67,27 +67,27 @@ class Decoding(Section):
     """Continuous batching in one rollout worker: a decode step takes `step_s + step_s_per_sequence * running`."""
 
     step_s: PositiveFloat
-    """Seconds of a decode step that do not depend on what runs (reading the weights, launching kernels)."""
+    """Seconds of a decode step that do not depend on its batch (reading the weights, launching kernels)."""
     step_s_per_sequence: NonNegativeFloat
     """Seconds that each running sequence adds to a decode step."""
     prefill_s_per_token: NonNegativeFloat = 0.0
-    """Seconds per prompt token (and per token that recompute-kv fills in again)."""
+    """Seconds per prompt token (and per token that recompute-kv prefills again)."""
     speed_spread: Ratio = 0.0
     """Workers differ: each worker's times are scaled by a factor uniform in 1 +- this."""
     interference_ratio: NonNegativeFloat = 0.0
-    """How much slower generation is while the trainer computes, where both share a machine: 0.2 is 20% longer."""
+    """How much slower generation is while the trainer computes, if both share a machine: 0.2 means 20% longer."""
     crowding_ratio: NonNegativeFloat | None = None
-    """How much slower a worker is beside other workers, where several fill one machine (colocate on CPUs). Default: as much as
+    """How much slower a worker is beside other workers, if several fill one machine (colocate on CPUs). Default: as much as
     beside the trainer (`interference_ratio`)."""
 
 
 class Memory(Section):
-    """GPU memory of a rollout worker. Its KV cache has what the engine's share leaves beside `syncing.parameter_bytes`."""
+    """GPU memory of a rollout worker. Its KV cache gets the engine's share minus `syncing.parameter_bytes`."""
 
     gpu_memory_gib: PositiveFloat
-    """Memory of one GPU, in GiB; a worker has `placement.gpus_per_rollout_worker` of them."""
+    """Memory of one GPU, in GiB. A worker has `placement.gpus_per_rollout_worker` GPUs."""
     gpu_memory_utilization: Share = 0.9
-    """Share of it that the engine may use, as `rollout.gpu_memory_utilization`."""
+    """Share of this memory that the engine may use, like `rollout.gpu_memory_utilization`."""
     kv_bytes_per_token: PositiveInt
     """Bytes of one token's keys and values, over all layers."""
     block_tokens: PositiveInt = 16
@@ -95,14 +95,14 @@ class Memory(Section):
 
 
 class Rewarding(Section):
-    """From the last token of a trajectory to its reward."""
+    """The time from the last token of a trajectory to its reward."""
 
     latency_s: NonNegativeFloat = 0.0
     """Mean seconds."""
     latency_spread: Ratio = 0.0
     """Uniform in mean * (1 +- this)."""
     equal_ratio: Ratio = 0.0
-    """Share of prompts whose trajectories all get the same reward, which `algorithm.filter_groups` leaves out."""
+    """Share of prompts whose trajectories all get the same reward, so that `algorithm.filter_groups` drops the group."""
 
 
 class Training(Section):
@@ -115,30 +115,30 @@ class Training(Section):
     old_logprob_s_per_token: NonNegativeFloat = 0.0
     """Seconds per token of the old-logprob pass (`algorithm.old_logprobs = "recompute"`), on `reference_gpus`."""
     ref_s_per_token: NonNegativeFloat | None = None
-    """Seconds per token of the reference's logprobs (`algorithm.use_kl_loss`, `use_kl_in_reward`), on `reference_gpus`, which the
-    old-logprob pass's exponent scales; a third of `s_per_token` if not given: forward without backward."""
+    """Seconds per token of the reference's logprobs (`algorithm.use_kl_loss`, `use_kl_in_reward`), on `reference_gpus`; scales with
+    the old-logprob pass's exponent. Default: a third of `s_per_token`, for forward without backward."""
     reward_s_per_token: NonNegativeFloat | None = None
-    """The same for the reward model's scores (`reward_model.path`), which are of whole sequences."""
+    """The same for the reward model's scores (`reward_model.path`) of whole sequences."""
     critic_s_per_token: NonNegativeFloat | None = None
-    """The same for the critic's values (`algorithm.adv_estimator = "gae"`); what it learns takes three times as long."""
+    """The same for the critic's values (`algorithm.adv_estimator = "gae"`); its learning takes three times as long."""
     reference_gpus: PositiveInt = 1
-    """Devices of the trainer at which the figures hold; ranks count as devices on CPUs."""
+    """Number of the trainer's devices for which the figures hold; on CPUs, ranks count as devices."""
     scaling_exponent: NonNegativeFloat = 1.0
-    """1: twice the devices halve the time; 0: more devices do not help."""
+    """1: twice as many devices halve the time; 0: more devices do not help."""
     old_logprob_scaling_exponent: NonNegativeFloat = 1.0
     """The same for the old-logprob pass."""
     fixed_step_s: NonNegativeFloat = 0.0
-    """Seconds of an optimizer step that no further device shortens: its longest sequence, which one device computes, and
-    communication."""
+    """Seconds of an optimizer step that more devices do not shorten: communication, and the longest sequence, which one device
+    computes."""
     old_logprob_fixed_step_s: NonNegativeFloat = 0.0
     """The same for each mini-batch of the old-logprob pass."""
     step_overhead_s: NonNegativeFloat = 0.0
-    """Seconds per train step that no device shortens (taking the batch, advantages, moving payloads); the trainer's timing counts
-    them as `other`."""
+    """Seconds per train step that more devices do not shorten (taking the batch, advantages, moving payloads); the trainer's timing
+    counts them as `other`."""
     interference_ratio: NonNegativeFloat = 0.0
-    """How much longer a train step takes while rollouts run, where both share a machine."""
+    """How much longer a train step takes while rollouts run, if both share a machine."""
     crowding_ratio: NonNegativeFloat | None = None
-    """How much slower a rank is beside other ranks, where several fill one machine (colocate on CPUs). Default: as much as beside
+    """How much slower a rank is beside other ranks, if several fill one machine (colocate on CPUs). Default: as much as beside
     the rollouts (`interference_ratio`)."""
 
 
@@ -156,11 +156,11 @@ class Syncing(Section):
     pause_s: NonNegativeFloat = 0.0
     """Fixed cost of interrupting and resuming a worker."""
     colocated_s: NonNegativeFloat = 0.0
-    """Colocate: seconds per window to hand the devices over (sleep, wake, resharding), in place of a gather, send and load."""
+    """Colocate: seconds per window to hand the devices over (sleep, wake, resharding), instead of gather, send and load."""
 
 
 class Reference(Section):
-    """A measured row that the workload was calibrated on, or is compared with."""
+    """A measured row on which the workload was calibrated, or with which it is compared."""
 
     profile: str
     """Profile that was measured."""
@@ -169,11 +169,11 @@ class Reference(Section):
     window_time_s: PositiveFloat
     """Measured seconds per window of W groups."""
     parts_s: Tables
-    """Measured seconds per window of some parts: keys are those of `timing/*_s` without prefix and unit, as wait_data, train."""
+    """Measured seconds per window of some parts. Keys are those of `timing/*_s` without prefix and unit, like wait_data, train."""
     calibrated: bool = True
     """Whether the parameters were fitted to this row (false: it only checks a prediction)."""
     source: str = ""
-    """Where it comes from."""
+    """Where the row comes from."""
     evidence: Literal["measured", "published"] = "measured"
     """`published` if somebody else measured it."""
 
@@ -186,15 +186,15 @@ class Workload(Section):
     name: str = "custom"
     """Name of the workload (the file's)."""
     purpose: str = ""
-    """One line: what it stands for."""
+    """One line that says what the workload stands for."""
     notes: str = ""
-    """How the figures were found, and what they leave undetermined; printed with every result."""
+    """How the figures were found, and what remains unknown; printed with every result."""
     windows: PositiveInt = 50
     """Length of a simulated run, in windows of the baseline's W groups."""
     profile: Tables
     """Profile keys that the workload sets for every profile: sizes, slots, placement."""
     profiles: Tables
-    """Further keys per profile name, as `[profiles.one-step-off.async_training]`."""
+    """Further keys per profile name, such as `[profiles.one-step-off.async_training]`."""
     lengths: Lengths
     turns: Turns | None = None
     """Without it, a trajectory is one response."""
@@ -209,7 +209,7 @@ class Workload(Section):
 
 
 def workload_schema() -> dict[str, Any]:
-    """The JSON Schema of a workload's file, in which the keys of `[profile]` and `[profiles.NAME]` are a profile's."""
+    """The JSON Schema of a workload file. The keys of `[profile]` and `[profiles.NAME]` are those of a profile."""
     schema, of_profile = tidied(Workload.model_json_schema()), profile_schema()
     sections = {name: section for name, section in of_profile["properties"].items() if "$ref" in section}
     overrides = {"type": "object", "additionalProperties": False, "properties": sections}

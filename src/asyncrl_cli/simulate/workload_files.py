@@ -1,9 +1,9 @@
-"""Workload files: finds and checks them, lays their keys over a profile, and compares simulations with their measured rows.
+"""Workload files: finds and checks them, applies their keys to a profile, and compares simulations with their measured rows.
 
     profile files (`extends`)  <  the workload's [profile]  <  its [profiles.NAME]  <  ASYNCRL_SECTION__KEY  <  --set
 
 All profiles of a comparison train the same number of groups: `windows` windows of the baseline's W, which `--set` may change.
-Evals and checkpoints are off: they cost every profile the same and would only blur the figures.
+Evals and checkpoints are off, because they cost every profile the same and would only blur the figures.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from asyncrl_cli.simulate.world import SimulatedRun, simulate
 BASELINE = "colocate"
 WINDOW_KEYS = ("trainer.ppo_mini_batch_size", "async_training.require_batches", "async_training.trigger_parameter_sync_step")
 SWITCHED_OFF = {"checkpoint.every_steps": 0, "eval.every_versions": 0, "eval.prompts": 0, "env.max_context_tokens": None}
-"""Beside what a simulation leaves out: the profile's own limit of a context, which is about the tokens of another task."""
+"""Besides what a simulation leaves out: the profile's own limit of a context, which is about the tokens of another task."""
 LENGTH_KEYS = {
-    "lognormal": (("median_tokens", "sigma"), "median_tokens = 1000.0 and sigma = 1.0, for example"),
+    "lognormal": (("median_tokens", "sigma"), "for example, median_tokens = 1000.0 and sigma = 1.0"),
     "list": (("response_tokens",), "response_tokens = [12, 40, 96]"),
 }
 """Per distribution of lengths: the keys it needs, and an example for a hint."""
@@ -42,7 +42,7 @@ MEASURED_WINDOWS = 6
 
 
 def load_workload(reference: str) -> Workload:
-    """The workload NAME or FILE. Raises ConfigError with file, key and, for a misspelt one, the nearest key."""
+    """The workload NAME or FILE. Raises ConfigError, which names file and key and, for a misspelt key, the nearest one."""
     path = _locate(reference)
     content = read(path)
     problems = list(islice(_profile_problems(content, path), MOST_PROBLEMS + 1))
@@ -72,10 +72,10 @@ def profile_for(
     groups: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Loaded:
-    """The profile NAME or FILE with the workload's keys laid over it, below environment and `--set`.
+    """The profile NAME or FILE with the workload's keys on top, but below environment and `--set`.
 
-    Keys in a FILE that is not shipped win over the workload's: its author chose them. The workload's [profiles.NAME] applies to the
-    shipped profile of that name and to files that extend it.
+    Keys in a FILE that is not shipped override the workload's, because its author chose them. The workload's [profiles.NAME]
+    applies to the shipped profile of that name and to files that extend it.
 
     It trains `groups` groups (by default `windows` windows of the baseline's W), rounded up to whole train steps.
     """
@@ -101,7 +101,7 @@ def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
 
 
 def _baseline_window_groups(workload: Workload, sets: Sequence[str], environ: Mapping[str, str] | None) -> int:
-    """W of the baseline, with the `--set`s that size a window. Others may be invalid for the baseline, such as a staleness."""
+    """W of the baseline, with the `--set`s that size a window. Others, such as a staleness, may be invalid for the baseline."""
     sizes = {key: value for key, value in set_layer(sets).values.items() if key in WINDOW_KEYS}
     own = Layer(origin="--set", values={"run.train_steps": 1} | sizes)
     return Schedule.of(load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), own]).profile).window_groups
@@ -121,7 +121,7 @@ def _locate(reference: str) -> Path:
 
 
 def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
-    """Problems with the profile keys. A value in place of a table is not among them: the workload's own schema reports it."""
+    """Problems with the profile keys, except a value in place of a table, which the workload's own schema reports."""
     by_name, known = content.get("profiles", {}), shipped_profiles()
     by_name = by_name if isinstance(by_name, Mapping) else {}
     for name in (name for name in by_name if name not in known):
@@ -150,7 +150,7 @@ def _wrong_value(detail: Any, path: Path) -> ConfigError:
 
 
 def _keys_of(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every key of a workload file, dotted, with its help; those of `[profile]` and below are a profile's."""
+    """Every key of a workload file, dotted, with its help text; those in `[profile]` and below are a profile's."""
     for name, field in kind.model_fields.items():
         yield f"{prefix}{name}", " ".join((field.description or "").split())
         for inner in (field.annotation, *get_args(field.annotation)):
@@ -160,7 +160,7 @@ def _keys_of(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """Measured and simulated seconds of one part of a reference row. `part`: `window` (all of it) or a name in `timing/*_s`."""
+    """Measured and simulated seconds of one part of a reference row. `part`: `window` (the whole) or a name in `timing/*_s`."""
 
     profile: str
     part: str
@@ -177,12 +177,12 @@ class Residual:
 
 
 def residuals(workload: Workload, *, windows: int = MEASURED_WINDOWS) -> list[Residual]:
-    """Simulates every reference for `windows` windows beyond the first and the last. Raises the error of a failed run."""
+    """Simulates every reference for `windows` windows besides the first and the last. Raises the error of a failed run."""
     return [residual for reference in workload.references for residual in _of_row(workload, reference, windows)]
 
 
 def reference_sets(reference: Reference) -> list[str]:
-    """The row's own keys in the form of `--set`."""
+    """The row's own keys as arguments of `--set`."""
     values = flatten(reference.set, f"reference {reference.profile}")
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
 
@@ -210,7 +210,7 @@ def _of_row(workload: Workload, reference: Reference, windows: int) -> Iterator[
 
 
 def window_parts(run: SimulatedRun) -> dict[str, float]:
-    """Mean seconds per window of every part, without the run's first window (starts empty) and last (ends with a last load)."""
+    """Mean seconds per window of every part, without the run's first window (it starts empty) and last (it ends with a load)."""
     windows = sorted({line["window"] for line in run.lines})
     kept = windows[1:-1] if len(windows) > 2 else windows
     lines = [line for line in run.lines if kept[0] <= line["window"] <= kept[-1]]

@@ -33,12 +33,12 @@ from asyncrl_cli.simulate.workload import Workload
 
 T = TypeVar("T")
 MOST_CANCELS = 5
-"""How often a task that is left after a deadlock is cancelled, at most: each endless wait in its clean-up takes one time more."""
+"""How often a task that remains after a deadlock is cancelled, at most. Each endless wait in its clean-up needs one more cancel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """`lines` are those of metrics.jsonl. `error`: what the run failed with; None if it ended well."""
+    """`lines` are those of metrics.jsonl. `error`: the error with which the run failed, or None."""
 
     lines: list[dict[str, Any]]
     error: AsyncrlError | None
@@ -55,8 +55,8 @@ def simulate(
 ) -> SimulatedRun:
     """Run `profile` (from `profile_for`) with the costs of `workload`. `groups` overrides the profile's length, in whole steps.
 
-    Response lengths depend on `seed` alone. Raises AsyncrlError for a wrong profile, and what an observer raises; the error of a
-    run that fails is returned in `error`.
+    Response lengths depend on `seed` alone. Raises AsyncrlError for an invalid profile, and whatever an observer raises. If the run
+    fails, its error is returned in `error`.
     """
     job, settings = compile_job(profile, virtual_cluster(profile)), _settings(profile, seed, groups)
     costs = Costs(workload=workload, profile=profile, ranks=job.trainer_workers, workers=job.rollout_workers, scorers=job.scorers)
@@ -76,7 +76,7 @@ def simulate(
 
 
 def virtual_cluster(profile: Profile) -> ClusterResources:
-    """One node with what the profile's placement asks for: a simulated job is never short of anything."""
+    """One node with all resources that the profile's placement needs, so that a simulated job is never short of any."""
     gpus = 0 if profile.placement.device == "cpu" else asked_gpus(profile)
     return ClusterResources(nodes=(NodeResources(name="simulated", cpus=1, gpus=gpus),), elastic_cpus=True)
 
@@ -102,7 +102,7 @@ def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWork
 
 
 class NumberedFeed:
-    """Implements `loop.ports.Feed` with prompts p0, p1, ...; its only state is the next number."""
+    """Implements `loop.ports.Feed` with prompts p0, p1, ... Its only state is the next number."""
 
     def __init__(self) -> None:
         self._given = 0
@@ -163,7 +163,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             raise DeadlockError(f"at {self._now_s:g} s nothing is scheduled and the work is not done")
         if timeout:
             self._now_s += timeout
-            self._clock_resolution = math.ulp(self._now_s)  # the default, a nanosecond, is below a float's resolution in long runs
+            self._clock_resolution = math.ulp(self._now_s)  # in long runs the default, 1 ns, is below a float's resolution
 
 
 def run_virtual(work: Coroutine[Any, Any, T], *, loop_factory: Callable[[], VirtualTimeLoop] = VirtualTimeLoop) -> T:
@@ -177,7 +177,7 @@ def run_virtual(work: Coroutine[Any, Any, T], *, loop_factory: Callable[[], Virt
 
 
 def _end_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel the tasks that are left after a deadlock. One whose clean-up waits for ever, too, is cancelled again."""
+    """Cancel the tasks that remain after a deadlock. A task whose clean-up also waits forever is cancelled again."""
     for _ in range(MOST_CANCELS):
         if tasks := asyncio.all_tasks(loop):
             for task in tasks:

@@ -4,6 +4,6 @@
 """
 
 LOGITS_CHUNK_ELEMENTS = 2**25
-"""Logits that exist at a time (train/chunked_logprobs.py): 128 MiB in float32."""
+"""How many logits exist at one time (train/chunked_logprobs.py): 128 MiB in float32."""
 LOGITS_COPIES = 3
-"""How many float32 copies of them are alive at the worst moment: log-probabilities, and two gradients on their way back."""
+"""How many float32 copies of them are alive at peak: the log-probabilities, and two gradients in the backward pass."""

@@ -29,7 +29,7 @@ class PlannedTrajectory:
 class OptimizerStepPlan:
     """One rank's share of an optimizer step. `num_loss_tokens` (sampled tokens) and `num_trajectories` count all ranks' shares.
 
-    `rewards`: by group, those of all its trajectories, if the advantages follow from them only where the tokens are (credit.py).
+    `rewards`: those of all trajectories of each group, if the ranks must compute the advantages (credit.py); else empty.
     """
 
     trajectories: tuple[PlannedTrajectory, ...]
@@ -40,8 +40,8 @@ class OptimizerStepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """What one rank does in a train step. `window`: the version that was the newest when the step began, which dates its tokens.
-    `critic_only`: in how many of its first optimizer steps the policy waits for the critic's head start."""
+    """What one rank does in a train step. `window`: the newest version when the step began; staleness is counted from it.
+    `critic_only`: how many of the first optimizer steps train the critic alone (its head start)."""
 
     optimizer_steps: tuple[OptimizerStepPlan, ...]
     window: int
@@ -56,9 +56,9 @@ class RankPlan:
 def training_order(groups: Sequence[GroupResult], *, num_minibatches: int, seed: int, step: int) -> list[GroupResult]:
     """The groups of a train step in the order in which they are cut into mini-batches.
 
-    `groups` come in the order in which they finished, the shortest first: cut like that, a step's first mini-batches would hold
-    its short responses and the last ones its long responses. So groups are assigned to mini-batches at random, depending only on
-    `seed` and `step`, so that a resumed run repeats it. Within a mini-batch the order stays.
+    `groups` come in the order in which they finished, the shortest first. Cut in this order, a step's first mini-batches would
+    hold the short responses and its last ones the long responses. So groups are assigned to mini-batches at random. The assignment
+    depends only on `seed` and `step`, so a resumed run repeats it. Within a mini-batch, groups keep their order.
     """
     if num_minibatches == 1:
         return list(groups)
@@ -68,10 +68,10 @@ def training_order(groups: Sequence[GroupResult], *, num_minibatches: int, seed:
 
 
 def plan_train_step(groups: Sequence[GroupResult], profile: Profile, *, ranks: int, step: int, window: int) -> list[RankPlan]:
-    """Plan `require_batches` optimizer steps on the groups of train step `step` (from 1), in order. ValueError if the groups do not
-    divide evenly.
+    """Plan `require_batches` optimizer steps on the groups of train step `step` (from 1), in order. Raises ValueError if the groups
+    do not divide evenly.
 
-    Ranks that divide sequences between them (`trainer.sequence_parallel_size`) have the same share.
+    Ranks that divide sequences between them (`trainer.sequence_parallel_size`) get the same share.
     """
     num_minibatches = profile.async_training.require_batches
     if not groups or len(groups) % num_minibatches:
@@ -86,7 +86,7 @@ def plan_train_step(groups: Sequence[GroupResult], profile: Profile, *, ranks: i
 
 
 def split_by_tokens(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices per rank with nearly equal token sums: the longest go first, each to the least loaded rank (Graham's LPT rule,
+    """Indices per rank, so that token sums are nearly equal: the longest first, each to the least loaded rank (Graham's LPT rule,
     at most 4/3 of the best makespan). Each rank's indices are in ascending order."""
     loads = [0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -98,7 +98,7 @@ def split_by_tokens(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def microbatches(lengths: Sequence[int], max_tokens: int, split_cost_tokens: int) -> list[list[int]]:
-    """Row indices per microbatch: as few as the budget of padded tokens allows, then split where padding costs more.
+    """Row indices per microbatch: as few microbatches as `max_tokens` (with padding) allows, then split where padding costs more.
 
     Rows are grouped by length, longest first. A microbatch is cut in two if that saves more padded tokens than
     `split_cost_tokens`, the cost of one more forward and backward pass. A row longer than the budget gets a microbatch of its
@@ -115,7 +115,7 @@ def microbatches(lengths: Sequence[int], max_tokens: int, split_cost_tokens: int
 
 
 def packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Row indices per microbatch for rows that lie end to end, without padding: longest first, as many as the budget allows."""
+    """Row indices per microbatch for rows packed end to end without padding: longest first, each filled up to `max_tokens`."""
     cut, used = list[list[int]](), max_tokens
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if used + lengths[index] > max_tokens:

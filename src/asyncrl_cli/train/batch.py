@@ -16,19 +16,19 @@ from asyncrl_cli.samples import NOT_SAMPLED, GroupPayload, Segment
 from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches, packed
 
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
-"""Cost of one more microbatch in padded tokens: on a CPU 8 ms of overhead at 65 us a token (0.75 M parameters); on a GPU
+"""Cost of one more microbatch, in padded tokens. On a CPU: 8 ms of overhead at 65 us a token (0.75 M parameters). On a GPU it is
 high, because full microbatches are more efficient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """Right-padded rows. Position t predicts token t + 1, so a row of T + 1 tokens takes T positions. `lengths`: positions of each
-    row without padding.
+    """Right-padded rows. Position t predicts token t + 1, so a row of T + 1 tokens takes T positions. `lengths`: the number of
+    positions of each row, without padding.
 
-    `select_N` points into the flattened (B, T), to the positions that predict a sampled token. `staleness_N`: versions from the
-    one that sampled the token to the one at the window's start. `trajectory_tokens_N`: sampled tokens of the whole trajectory
-    that the token belongs to. `order_N`: its index among the sampled tokens of this rank's share of the optimizer step, trajectory
-    by trajectory. `columns`: more figures of the N tokens, by name (scores.py).
+    `select_N`: indices into the flattened (B, T) of the positions that predict a sampled token. `staleness_N`: the version at the
+    window's start minus the version that sampled the token. `trajectory_tokens_N`: the number of sampled tokens in the token's
+    trajectory. `order_N`: the token's index among the sampled tokens of this rank's share of the optimizer step, trajectory by
+    trajectory. `columns`: further values per token, by name (scores.py).
     """
 
     inputs_BT: torch.Tensor
@@ -45,7 +45,7 @@ class Microbatch:
 
 
 class Row(NamedTuple):
-    """A segment, with the advantage and the number of sampled tokens of its trajectory, and its first sampled token's index."""
+    """A segment, its trajectory's advantage and number of sampled tokens, and the index of its first sampled token."""
 
     segment: Segment
     advantage: float
@@ -80,10 +80,10 @@ def build_microbatches(
 def build_microbatch(rows: Sequence[Row], window: int, device: torch.device) -> Microbatch:
     """One microbatch of `rows`, padded to the longest. `window`: the version at the window's start.
 
-    Padding is to the right of all real tokens, so causal attention never sees it. ValueError if a segment's first token is sampled.
+    Padding follows the real tokens, so causal attention never sees it. Raises ValueError if a segment's first token is sampled.
     """
     if any(row.segment.mask_T[0] for row in rows):
-        raise ValueError("a segment begins with a sampled token: there is nothing to predict it from")
+        raise ValueError("a segment begins with a sampled token, which nothing predicts")
     shape = (len(rows), max(len(row.segment.tokens_T) for row in rows))
     tokens_BT, mask_BT = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
     for b, (segment, *_) in enumerate(rows):
@@ -111,7 +111,7 @@ def build_microbatch(rows: Sequence[Row], window: int, device: torch.device) -> 
 
 
 def empty_microbatch(device: torch.device) -> Microbatch:
-    """A microbatch of two tokens, neither of them sampled: its loss is 0, but it takes part in every collective of a step."""
+    """A microbatch of two tokens that were not sampled. Its loss is 0; with it, a rank joins in every collective of a step."""
     return scoring_microbatch([[0, 0]], device, is_scored=False)
 
 

@@ -1,9 +1,9 @@
-"""Logprobs and entropies of tokens from the decoder's last hidden states, never with the logits of many tokens at once.
+"""Logprobs and entropies of tokens from the decoder's last hidden states, computed in chunks to save memory.
 
 Logits of 16,000 tokens and a vocabulary of 150,000 take 9 GiB in float32, and several copies of them would be alive in a backward
-pass. Here they exist for one chunk of tokens: the forward pass forgets them, and the backward pass computes them again. Between
-the two stay the hidden states alone. torch's own `linear_cross_entropy` gives no entropies, and knows neither temperature nor the
-scales and soft-caps of some models' heads.
+pass. Here logits exist for one chunk of tokens at a time: the forward pass drops them, and the backward pass computes them again.
+Only the hidden states are kept in between. torch's own `linear_cross_entropy` returns no entropies, and supports neither a
+temperature nor the scales and soft-caps of some models' heads.
 
 Legend: N = tokens, H = hidden size, V = vocabulary.
 """
@@ -19,14 +19,14 @@ from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS
 
 
 class Scored(NamedTuple):
-    """Of each token the logprob, with gradient, and the entropy of the distribution it is from in nats, without. Both float32."""
+    """Each token's logprob (with gradient), and the entropy in nats of its distribution (without gradient). Both float32."""
 
     logprobs_N: torch.Tensor
     entropy_N: torch.Tensor
 
 
 class Head(NamedTuple):
-    """What follows the decoder. `logits_of` maps hidden states (N, H) to logits (N, V), by `parameters` alone."""
+    """What follows the decoder. `logits_of` maps hidden states (N, H) to logits (N, V), and depends on `parameters` alone."""
 
     logits_of: Callable[[torch.Tensor], torch.Tensor]
     parameters: tuple[torch.Tensor, ...]
@@ -38,7 +38,7 @@ class Head(NamedTuple):
         return max(1, LOGITS_CHUNK_ELEMENTS // self.vocab_size)
 
     def score(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor) -> Scored:
-        """Logprobs of the targets, and entropies. In a single chunk logits are kept for the backward pass: it is faster."""
+        """Logprobs of the targets, and entropies. A single chunk keeps its logits for the backward pass, which is faster."""
         if len(targets_N) <= self.chunk_tokens:
             return self.score_chunk(hidden_NH, targets_N)
         return Scored(*_Chunks.apply(self, targets_N, hidden_NH, *self.parameters))
@@ -47,13 +47,13 @@ class Head(NamedTuple):
         logprobs_NV = torch.log_softmax(self.scaled_logits(hidden_NH), dim=-1)
         whole_NV = logprobs_NV.detach()
         return Scored(
-            logprobs_N=logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).sum(-1),  # of one; FSDP does not want the view of squeeze
+            logprobs_N=logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).sum(-1),  # a sum over one; FSDP rejects the view of squeeze
             entropy_N=-whole_NV.exp().mul_(whole_NV).sum(-1),
         )
 
     def scaled_logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         logits_NV = self.logits_of(hidden_NH).float()
-        return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature  # a copy of 128 MiB takes a while
+        return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature  # saves a copy of 128 MiB
 
 
 class _Chunks(torch.autograd.Function):
@@ -95,7 +95,7 @@ def _chunk_gradients(
     hidden_NH = hidden_NH.detach().requires_grad_()
     with torch.enable_grad():
         scaled_NV = head.scaled_logits(hidden_NH)
-    # d logprob / d scaled logit = one-hot - softmax; written out, because autograd would keep two copies more.
+    # d logprob / d scaled logit = one-hot - softmax; written out, because autograd would keep two more copies.
     scaled_gradient_NV = torch.softmax(scaled_NV.detach(), dim=-1).mul_(-gradient_N.unsqueeze(-1))
     scaled_gradient_NV.scatter_add_(-1, targets_N.unsqueeze(-1), gradient_N.unsqueeze(-1))
     return torch.autograd.grad(scaled_NV, [hidden_NH, *trained], scaled_gradient_NV)

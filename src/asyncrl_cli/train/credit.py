@@ -1,19 +1,19 @@
-"""Advantages that need columns (scores.py): GAE, and every estimator on rewards less a KL penalty.
+"""Advantages that need columns (scores.py): GAE, and every estimator if a KL penalty is subtracted from the rewards.
 
 With mu the sampler and V the critic's values, for the sampled tokens t = 1 .. T of a trajectory, all its segments end to end:
 
     penalty_t    kl_coef * KL estimate of log ref - log mu at t, if `use_kl_in_reward`, else 0        (kl.py)
-    gae          r_t = - penalty_t, and the trajectory's reward on top at T
+    gae          r_t = - penalty_t, plus the trajectory's reward at t = T
                  delta_t = r_t + gamma V_t+1 - V_t  with V_T+1 = 0
                  A_t = delta_t + gamma lambda A_t+1,  return_t = A_t + V_t
                  normalized: (A - mean) / sqrt(variance + 1e-8), over the sampled tokens of the optimizer step
-    others       advantages.py, of the reward less the sum of the trajectory's penalties
+    others       advantages.py, on the reward minus the sum of the trajectory's penalties
 
 Sources: Schulman et al. 2016 (arXiv:1506.02438), equations 11 and 16, for GAE; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5,
 for the penalty.
 
-What it is not: a response that was cut off at a limit counts as ended, so no reward is expected after it. Values and advantages
-step from one sampled token to the next, and skip what tools wrote between them.
+What it is not: truncated responses are not bootstrapped. They count as ended, so no reward is expected after them. Values and
+advantages step from one sampled token to the next, and skip the tokens of tools between them.
 
 Legend: F = sampled tokens of a rank's share of an optimizer step, trajectory by trajectory; P = its trajectories.
 """
@@ -54,10 +54,10 @@ def credit(
     algorithm: AlgorithmSection,
     ranks: Ranks,
 ) -> dict[str, Metric]:
-    """Make the column of advantages of an optimizer step's microbatches; with `gae` that of returns, too. A collective.
+    """Add the column of advantages to an optimizer step's microbatches, and with `gae` also the column of returns. A collective.
 
-    `counts_P`: sampled tokens of each trajectory in the plan. Returns `reward/kl_penalty`, if there is one: the mean over
-    trajectories of what it took from the reward.
+    `counts_P`: sampled tokens of each trajectory in the plan. Returns `reward/kl_penalty`, if there is a penalty: its mean over
+    trajectories.
     """
     ends_P = np.cumsum(counts_P, dtype=np.int64)
     penalties_F = _penalties(parts, sum(counts_P), algorithm)
@@ -82,7 +82,7 @@ def credited(
     algorithm: AlgorithmSection,
     ranks: Ranks,
 ) -> dict[str, Value]:
-    """`credit` for all optimizer steps of a train step, with their metrics. A collective."""
+    """`credit` for all optimizer steps of a train step; returns their metrics. A collective."""
     seen = [
         credit(step, parts, sampled_tokens(step, payloads), algorithm=algorithm, ranks=ranks)
         for step, parts in zip(steps, work, strict=True)
@@ -91,7 +91,7 @@ def credited(
 
 
 def gae(rewards_F: Floats, values_F: Floats, ends_P: NDArray[np.int64], gamma: float, lam: float) -> Floats:
-    """Advantages of trajectories that end before the indices `ends_P`, end to end; at least one token each."""
+    """Advantages of trajectories laid end to end, of at least one token each; trajectory p ends before index `ends_P[p]`."""
     is_last_F = np.zeros(len(rewards_F), dtype=bool)
     is_last_F[ends_P - 1] = True
     following_F = np.where(is_last_F, 0.0, np.append(values_F[1:], 0.0))
@@ -127,7 +127,7 @@ def _with_critic(
 
 
 def _of_trajectories(plan: OptimizerStepPlan, sums_P: Floats, algorithm: AlgorithmSection, ranks: Ranks) -> Floats:
-    """Advantages of this rank's trajectories, which are compared with those of all ranks."""
+    """Advantages of this rank's trajectories, computed from the rewards and penalties of all ranks."""
     everything = [(group, index) for group, of in plan.rewards.items() for index in range(len(of))]
     places = {key: place for place, key in enumerate(everything)}
     own = [places[planned.group, planned.trajectory] for planned in plan.trajectories]

@@ -4,11 +4,11 @@ With V the critic in training, V_old its value at the train step's start and R t
 
     loss = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2,  c = critic.cliprange_value
 
-added up as the policy's (`algorithm.loss_agg_mode`). The head begins at zero, so that the first advantages are the returns.
+aggregated like the policy's loss (`algorithm.loss_agg_mode`). The head starts at zero, so the first advantages are the returns.
 
 Sources: Schulman et al. 2017 (arXiv:1707.06347), section 5; the clip is that of OpenAI's baselines, as in verl.
 
-What it is not: it shares no layer with the policy; its value of a state knows the tokens before a sampled token, never that token.
+What it is not: it shares no layer with the policy. The value of a state depends on the tokens before a sampled token only.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from asyncrl_cli.train.trainer_state import CRITIC, CriticCounters, HostState, S
 from asyncrl_cli.train.unpadded import Divide
 
 RETURN_SUMS = ("returns", "squared returns", "errors", "squared errors")
-"""Sums from which `critic/explained_variance` is made; they are not metrics of their own."""
+"""`critic/explained_variance` is computed from these sums; they are not metrics themselves."""
 
 
 class Critic(ShardedModel):
-    """One rank's part of the critic, with its optimizer. Its numbers are the values of the states in which tokens were sampled."""
+    """One rank's part of the critic, with its optimizer. A token's number is the value of the state it was sampled in."""
 
     def __init__(self, profile: Profile, place: Place, ranks: Ranks, *, total_optimizer_steps: int) -> None:
         super().__init__(profile, place.critic_dir or place.model_dir, ranks)
@@ -68,7 +68,7 @@ class Critic(ShardedModel):
         return {key.replace("/", f"/{CRITIC}", 1): local for key, local in tensors.items()}
 
     def update(self, steps: Sequence[OptimizerStepPlan], work: Sequence[Sequence[Microbatch]]) -> tuple[dict[str, Value], int]:
-        """The optimizer steps of a train step, on microbatches with the columns of values and returns. A collective. Returns its
+        """Run a train step's optimizer steps, on microbatches with the columns of values and returns. A collective. Returns its
         metrics, and how many steps were skipped because their gradient was not finite."""
         seen = list[dict[str, Metric]]()
         made = [self._step(step, parts, seen) for step, parts in zip(steps, work, strict=True)]
@@ -97,14 +97,14 @@ class Critic(ShardedModel):
 
 
 class CriticApart(Critic):
-    """The critic with processes of its own: one object per process. All of them make the same calls in the same order.
+    """A critic with processes of its own: one object per process. All of them make the same calls in the same order.
 
-        score(...)                  values of finished groups, by the weights that the last `learn` has left
-        learn(...)                  its optimizer steps of one train step, on the values that the trainer has, too
-        snapshot / write / restore  its part of a checkpoint
+        score(...)                  values of finished groups, from the weights after the last `learn`
+        learn(...)                  the critic's optimizer steps of one train step, on the values that the trainer has, too
+        snapshot / write / restore  the critic's part of a checkpoint
 
-    It learns what the trainer's own critic would: from the same plan, the same columns, the same returns (credit.py). `write` may
-    run in any thread, the other calls belong to one.
+    It learns what a critic inside the trainer would: the plan, the columns and the returns (credit.py) are the same. `write` may
+    run in any thread; the other calls belong to one thread.
     """
 
     def __init__(self, profile: Profile, place: Place, ranks: Ranks) -> None:
@@ -112,7 +112,7 @@ class CriticApart(Critic):
         self._snapshots: dict[int, tuple[HostState, CriticCounters]] = {}
 
     def learn(self, plan: RankPlan, payloads: Mapping[int, GroupPayload], scores: Scores) -> TrainReport:
-        """The optimizer steps of a train step. A collective. `scores`: values, and what the returns need besides."""
+        """Run a train step's optimizer steps. A collective. `scores`: the values, and whatever else the returns need."""
         began_s, steps = time.monotonic(), plan.optimizer_steps
         max_tokens = self._profile.trainer.max_tokens_per_microbatch
         work = step_microbatches(
@@ -139,7 +139,7 @@ class CriticApart(Critic):
         write_state(self._ranks.rank, *self._snapshots.pop(step), directory)
 
     def restore(self, directory: Path) -> None:
-        """Restore weights, moments and counter, whoever has written them. RefusedError if the directory has none of this critic."""
+        """Restore weights, moments and counter, written by a critic or a trainer. RefusedError if none fit this critic."""
         saved = SavedState(directory)
         restore(self.state_parameters(), self.state_tensors(), saved)
         self.optimizer.restore_steps(saved.critic_steps)
@@ -148,14 +148,14 @@ class CriticApart(Critic):
 def value_loss(
     values_N: torch.Tensor, old_N: torch.Tensor, returns_N: torch.Tensor, clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's loss, and whether the clip decided it."""
+    """Each token's loss, and whether the clipped term was the larger one."""
     clipped_N = torch.maximum(torch.minimum(values_N, old_N + clip), old_N - clip)
     plain_N, cut_N = (values_N - returns_N).square(), (clipped_N - returns_N).square()
     return torch.maximum(plain_N, cut_N) / 2, cut_N > plain_N
 
 
 def _metrics(ranks: Ranks, seen: Sequence[Mapping[str, Metric]], steps: Sequence[tuple[float, float]]) -> dict[str, Value]:
-    """Of a train step, from what `Critic._step` has added to `seen` and returned. A collective."""
+    """Metrics of a train step, from the `seen` and the return values of `Critic._step`. A collective."""
     found = reduced(ranks, seen)
     number = found["critic/value_mean"].whole
     total, squares, error, squared_error = (found.pop(name).value for name in RETURN_SUMS)
@@ -168,7 +168,7 @@ def _metrics(ranks: Ranks, seen: Sequence[Mapping[str, Metric]], steps: Sequence
 
 
 class _Valuer(torch.nn.Module):
-    """The transformer of a language model, and a head in place of the language model's."""
+    """A language model's transformer with a value head instead of the language model's head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

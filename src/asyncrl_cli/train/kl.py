@@ -1,15 +1,15 @@
-"""Estimates of KL(p || q) from single tokens that p sampled. With L = log q - log p, per token
+"""Estimates of KL(p || q) from single tokens sampled by p. With L = log q - log p, per token
 
-    k1            -L                   right on average, and noisy; as a loss its gradient is 0 on average
+    k1            -L                   unbiased, but noisy; as a loss its gradient is 0 on average
     abs           |L|
-    k2            L * L / 2            biased; as a loss its gradient is right on average
-    k3            e^L - 1 - L          right on average, never negative
-    low_var_kl    k3 with L cut to +- 20 and the estimate to 10
+    k2            L * L / 2            biased, but as a loss its gradient is unbiased
+    k3            e^L - 1 - L          unbiased, never negative
+    low_var_kl    k3 with L clamped to +- 20 and the estimate to 10
 
 Sources: Schulman 2020, "Approximating KL Divergence", for k1 to k3; Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), equation 4,
 for k3 in the loss; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5, for k1 in the reward; verl's `kl_penalty`, for the names.
 
-What it is not: in the loss p is theta, but older policies sampled the tokens. The term is not reweighted for that, and importance
+What it is not: in the loss p is theta, although older policies sampled the tokens. The term is not reweighted for that: importance
 weights and rejection (corrections.py) do not apply to it.
 """
 
@@ -20,12 +20,12 @@ import torch
 from asyncrl_cli.profile.algorithm_section import Kl
 
 MOST_LOG_RATIO = 20.0
-"""Log ratios are cut to +- this before they become a ratio: e^20 is far outside any threshold."""
+"""Log ratios are clamped to +- this before exponentiation: e^20 is far outside any threshold."""
 MOST_LOW_VAR_KL = 10.0
 
 
 def kl_of(kind: Kl, log_ratios_N: torch.Tensor) -> torch.Tensor:
-    """The estimate of each token by L, (N), with L's gradient."""
+    """Each token's estimate from its L, (N), with L's gradient."""
     match kind:
         case "k1":
             return -log_ratios_N

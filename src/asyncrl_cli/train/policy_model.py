@@ -1,6 +1,6 @@
 """The policy under FSDP2: parameters, logprobs and entropies of tokens.
 
-Master weights are float32; with dtype bfloat16 forward and backward compute in bfloat16 and gradients are reduced in float32. A
+Master weights are float32. With dtype bfloat16, forward and backward compute in bfloat16, and gradients are reduced in float32. A
 single rank uses FSDP2, too: it costs about 4 ms per microbatch (measured on a CPU), and a single code path is worth that. The
 attention function is chosen as in the transformers engine (models/attention.py).
 
@@ -37,10 +37,10 @@ from asyncrl_cli.weights.versions import Manifest, mean_abs_diff
 
 
 class PolicyModel(ShardedModel):
-    """One rank's part of the model. `parameters` are those of the model, by first name; with LoRA the adapters'.
+    """One rank's part of the model. `parameters`: the model's (with LoRA the adapters'), by their first name if they are tied.
 
     `specs` describe the tensors that a publish sends, under their names in the model's files: every parameter once, in the
-    engine's dtype, then persistent buffers in their own dtype; with `lora.sync = "adapter"` the adapters alone, in float32.
+    engine's dtype, then persistent buffers in their own dtype. With `lora.sync = "adapter"`: the adapters alone, in float32.
     """
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
@@ -72,15 +72,15 @@ class PolicyModel(ShardedModel):
         return self.scored(microbatch).logprobs_N
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Logprobs of tokens 1.. of each sequence, at the sampling temperature. A collective."""
+        """Logprobs of each sequence's tokens from index 1 on, at the sampling temperature. A collective."""
         if not sequences:
             return []
         found = iter(self.numbers_N(scoring_microbatch(sequences, self._ranks.device)).tolist())
         return [list(islice(found, len(tokens) - 1)) for tokens in sequences]
 
     def load(self, manifest: Manifest, buckets: Iterable[Bucket]) -> None:
-        """Take a published version, without adapters. A collective. ValueError if its tensors do not fit; ExecutorFailed if its
-        probes do not have the trainer's logprobs then."""
+        """Load a published version, without adapters. A collective. Raises ValueError if its tensors do not fit, ExecutorFailed if
+        the logprobs of its probes then differ from the trainer's."""
         tensors = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
         self.form.check(tensors, manifest.version)
         whole = self.form.to_memory(tensors)
@@ -91,11 +91,11 @@ class PolicyModel(ShardedModel):
             return
         off = mean_abs_diff(self.logprobs(manifest.probe_tokens), manifest.probe_logprobs)
         if off > MAX_LOGPROB_DIFF[self._profile.model.dtype]:
-            raise ExecutorFailed(f"version {manifest.version} gives other logprobs than in the trainer, by {off:.2g} on average")
+            raise ExecutorFailed(f"logprobs of version {manifest.version} differ from the trainer's by {off:.2g} on average")
 
     def full(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield whole tensors on the device, by their names in memory, for one part of the model at a time. `form.to_files` of the
-        parts gives what `specs` lists. A collective: every rank must iterate over all parts. Tensors may alias live memory."""
+        """Yield whole tensors on the device, by their names in memory, for one part of the model at a time. `form.to_files` makes
+        the tensors of `specs` from them. A collective: every rank must iterate over all parts. Tensors may alias live memory."""
         for names in self._parts:
             yield {name: self._full(name) for name in names}
 
@@ -134,7 +134,7 @@ class PolicyModel(ShardedModel):
 
 
 def frozen_model(task: str, profile: Profile, place: Place, ranks: Ranks) -> PolicyModel:
-    """This rank's part of the model of `ref` or `prox`, which is never trained and has no adapters."""
+    """This rank's part of the model for `ref` or `prox`, which is never trained and has no adapters."""
     model_dir = (place.ref_dir if task == REF else "") or place.model_dir
     return PolicyModel(profile.model_copy(update={"lora": LoraSection()}), model_dir, ranks)
 
@@ -162,7 +162,7 @@ class Scorer:
         return Scored(*(part.joined(values_N, len(microbatch.targets_N)) for values_N in scored))
 
     def _logits(self, decoded: Any, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """The model's own forward pass, with the decoder's result given: some models scale or cap their logits."""
+        """Run the model's own forward pass on the decoder's result, because some models scale or cap their logits."""
         decoder = getattr(self._model, self._decoder_name)
         setattr(self._model, self._decoder_name, _Decoder(replace(decoded, last_hidden_state=hidden_NH[None])))
         try:
@@ -173,7 +173,7 @@ class Scorer:
 
 
 class _Decoder(torch.nn.Module):
-    """A decoder whose result is known."""
+    """A stand-in for the decoder that returns a known result."""
 
     def __init__(self, decoded: Any) -> None:
         super().__init__()

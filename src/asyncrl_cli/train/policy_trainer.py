@@ -5,9 +5,9 @@
     published(version)          manifest and buckets (rank 0)
     snapshot / write / load     trainer state to the host, to disk, back
 
-Threads. `train`, `gather`, `snapshot`, `load` and what `model` computes belong to one thread (the trainer's). `published` and
-`write` may run in another thread beside them: they touch only what gather and snapshot have copied. As soon as `gather` reports
-a full bucket, any thread may use that bucket: nothing writes to it again.
+Threads. `train`, `gather`, `snapshot`, `load` and the methods of `model` must run in one thread (the trainer's). `published` and
+`write` may run in another thread at the same time: they only use the copies made by gather and snapshot. Once `gather` reports
+a bucket as full, any thread may use it: nothing writes to it again.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ FROZEN = {
     "base_logprob": ("a base model", "model.path"),
     "reference_logprob": ("a reference", "ref.path, or model.path,"),
 }
-"""Weights that are never trained and in no checkpoint, by the counter that tells them from others: what and where they are."""
+"""Weights that are never trained or saved, by the counter that identifies them: what they are, and the key that names them."""
 
 
 class Publication(NamedTuple):
-    """The newest gathered version, on rank 0. `packing` is not written to after it has been filled, so any thread may read it.
+    """The newest gathered version, on rank 0. `packing` does not change once it is filled, so any thread may read it.
 
-    `manifest` has no fingerprints yet. Its `previous_logprobs` are empty for a process's first version, and are not saved.
+    `manifest` has no fingerprints yet. Its `previous_logprobs` are not saved, and are empty for a process's first version.
     """
 
     manifest: Manifest
@@ -72,7 +72,7 @@ class Publication(NamedTuple):
 
 
 class PolicyTrainer:
-    """One rank of the trainer; see the module's docstring. `init_method` is tcp://host:port or file://path. The learning rate's
+    """One rank of the trainer; see the module's docstring. `init_method` is tcp://host:port or file://path. The learning rate
     schedule ends after `total_optimizer_steps`. OSError or ValueError, from transformers, if `place.model_dir` is not a model.
     """
 
@@ -103,17 +103,17 @@ class PolicyTrainer:
     def train(
         self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload], scores: Scores | None = None
     ) -> TrainReport:
-        """Make the train step's optimizer steps, skipping those whose gradient is not finite. A collective.
+        """Run the train step's optimizer steps, skipping those whose gradient is not finite. A collective.
 
-        `payloads` maps indices in the train step to groups, and has at least those in `plan.groups`; so do the columns in `scores`,
-        which are not computed again.
+        `payloads` maps indices in the train step to groups. It has at least those in `plan.groups`, and so have the columns in
+        `scores`, which are not computed again.
         """
         return self._update.run(step_in_window, plan, payloads, scores)
 
     def gather(self, version: int, on_full: Callable[[Packing, int], None] = lambda packing, index: None) -> float:
         """Copy the full parameters, in the engine's dtype, into fresh host buckets on rank 0, and score the probes.
 
-        Returns seconds. A collective. Rank 0 holds only the newest version: a gather replaces the one before. On rank 0,
+        Returns seconds. A collective. Rank 0 holds only the newest version: each gather replaces the previous one. On rank 0,
         `on_full(packing, index)` is called in this thread for each bucket as soon as it is full, and should return at once.
         """
         started_s = time.monotonic()
@@ -141,9 +141,9 @@ class PolicyTrainer:
         return time.monotonic() - started_s
 
     def published(self, version: int) -> tuple[Manifest, list[Bucket]]:
-        """Manifest and buckets of the newest gathered version (rank 0), with their fingerprints. Any thread.
+        """Manifest and buckets of the newest gathered version (rank 0), with their fingerprints. Safe in any thread.
 
-        ValueError if `version` is not the one held.
+        Raises ValueError if rank 0 does not hold `version`.
         """
         publication = self._publication
         if publication is None or publication.manifest.version != version:
@@ -168,9 +168,9 @@ class PolicyTrainer:
         self._snapshots[step] = (state, counters, self._publication)
 
     def write(self, step: int, directory: Path, with_published: bool) -> None:
-        """Write the snapshot of `step` and forget it. Any thread, one at a time.
+        """Write the snapshot of `step` and drop it. Safe in any thread, but in one at a time.
 
-        ValueError if there is no such snapshot, or `with_published` before anything was gathered.
+        Raises ValueError if there is no such snapshot, or if `with_published` is set and it was made before the first gather.
         """
         if step not in self._snapshots:
             raise ValueError(f"there is no snapshot of step {step} to write")
@@ -196,7 +196,7 @@ class PolicyTrainer:
             self._update.window_first = {name: torch.empty_like(t, device="cpu") for name, t in shards.items()}
         elif self._update.needs_window_first and counters["step"]:
             raise RefusedError(
-                f"{directory}: has no weights of its window's start, which algorithm.old_logprobs = recompute needs",
+                f"{directory}: lacks the weights of the window's start, which algorithm.old_logprobs = recompute needs",
                 hint="resume with the profile that wrote it",
             )
         restore(self._parameters(), self._state_tensors(), saved)
@@ -208,8 +208,8 @@ class PolicyTrainer:
             self._publication = _load_published(directory / PUBLISHED_FILE, self._layout)
 
     def _score_frozen(self) -> dict[str, float]:
-        """Mean logprobs of tokens that do not change with the profile, by the name of the counter. A collective. Call it before
-        anything is trained or loaded: LoRA's adapters are nothing then, and the policy is its base model."""
+        """Mean logprobs of fixed tokens under the base model and the reference, by counter name. A collective. Call it before
+        anything is trained or loaded: LoRA's adapters are still zero then, so the policy equals its base model."""
         base = self.model if self.profile.lora.rank else None
         models = {"base_logprob": base, "reference_logprob": self.reference}
         return {name: self._mean_logprob(model) for name, model in models.items() if model is not None}
@@ -219,7 +219,7 @@ class PolicyTrainer:
         return model.numbers_N(scoring_microbatch(tokens, self.ranks.device)).mean().item()
 
     def _check_frozen(self, directory: Path, saved: Mapping[str, float]) -> None:
-        """RefusedError if the base model or the reference has other weights than when the state in `directory` was saved."""
+        """Raises RefusedError if the base model or the reference had other weights when the state in `directory` was saved."""
         for name, now in self._frozen_logprobs.items():
             if abs(now - saved.get(name, now)) > MAX_LOGPROB_DIFF[self.profile.model.dtype]:
                 what, where = FROZEN[name]
@@ -229,7 +229,7 @@ class PolicyTrainer:
                 )
 
     def _parameters(self) -> dict[str, DTensor]:
-        """Of the policy and the critic, by their names in the state."""
+        """Parameters of the policy and the critic, by their names in the trainer's state."""
         return self.model.parameters | (self.critic.state_parameters() if self.critic is not None else {})
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:

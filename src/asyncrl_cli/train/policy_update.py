@@ -3,8 +3,8 @@
     microbatches -> [ref] -> [critic] -> [prox] -> [advantages] -> [the critic learns]
                  -> per optimizer step: forward, loss, backward, AdamW
 
-A token's loss (losses/) is multiplied by its importance weight (corrections.py); an optimizer step's loss is a mean over the
-sampled tokens, or the trajectories, of all ranks (`algorithm.loss_agg_mode`). Ranks may need different numbers of microbatches;
+A token's loss (losses/) is multiplied by its importance weight (corrections.py). The loss of an optimizer step is a mean over the
+sampled tokens, or the trajectories, of all ranks (`algorithm.loss_agg_mode`). If ranks need different numbers of microbatches,
 those with fewer add empty ones, because every rank must take part in every FSDP collective.
 """
 
@@ -57,20 +57,20 @@ class PolicyUpdate:
         self._profile = profile
         self._ranks = ranks
         self._model = model
-        models = (model, reference, critic)  # all have the same microbatches
+        models = (model, reference, critic)  # all use the same microbatches
         self._are_packed = all(each.is_packed for each in models if each is not None)
         self._optimizer = optimizer
 
     @property
     def needs_window_first(self) -> bool:
-        """Whether later steps of a window need its first weights for prox."""
+        """Whether later train steps of a window need the weights of its start, to compute prox."""
         is_mine = self._algorithm.old_logprobs == "recompute" and not is_apart(self._profile, PROX)
         return is_mine and self._profile.async_training.trigger_parameter_sync_step > 1
 
     def run(
         self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload], scores: Scores | None = None
     ) -> TrainReport:
-        """Make the train step's optimizer steps. A collective."""
+        """Run the train step's optimizer steps. A collective."""
         started_s, steps = time.monotonic(), plan.optimizer_steps
         max_tokens = self._profile.trainer.max_tokens_per_microbatch
         work = step_microbatches(
@@ -112,7 +112,7 @@ class PolicyUpdate:
         return metrics | optimizer_metrics("train", metrics["train/loss"], made)
 
     def _columns(self, work: list[list[Microbatch]], step_in_window: int) -> tuple[dict[str, float], int]:
-        """Compute all columns that are missing. Returns the seconds of each, and what `_prox` returns."""
+        """Compute all missing columns. Returns the seconds that each took, and the number that `_prox` returns."""
         seconds: dict[str, float] = {}
         for name, model in ((REF, self._reference), (VALUES, self._critic)):
             if model is not None:
@@ -130,8 +130,8 @@ class PolicyUpdate:
         seconds[name] = time.monotonic() - began_s
 
     def _prox(self, work: list[list[Microbatch]], step_in_window: int) -> int:
-        """Proximal logprobs as a column. Returns how many optimizer steps, of the last ones, it took a forward pass for. Where the
-        column is missing, theta's logprobs, detached, have the same value, or it is estimated when theta's are there."""
+        """Add the column of prox logprobs. Returns how many optimizer steps, counted from the last, needed a forward pass for it.
+        Where there is no column, theta's detached logprobs equal prox, or prox is estimated from theta's logprobs later."""
         if self._algorithm.old_logprobs == "rollout":
             for part in chain.from_iterable(work):
                 part.columns[PROX] = part.logp_mu_N
@@ -143,7 +143,7 @@ class PolicyUpdate:
             return len(work)
         if self.needs_window_first:
             self.window_first = {n: torch.empty_like(t, device="cpu").copy_(t) for n, t in self._model.locals().items()}
-        # The first optimizer step starts from the weights that define prox, so its own forward pass yields both.
+        # The first optimizer step starts from the weights that define prox, so its forward pass gives both theta and prox.
         skipped = 0 if self._algorithm.rollout_is_batch_normalize else 1
         fill(PROX, self._model.numbers_N, chain.from_iterable(work[skipped:]))
         return len(work) - skipped
@@ -182,7 +182,7 @@ class PolicyUpdate:
                 if self._algorithm.use_kl_loss:
                     kl_N = kl_of(self._algorithm.kl_loss_type, log_ratios_N)
                     loss = loss + self._algorithm.kl_loss_coef * aggregated(kl_N, microbatch, plan, self._profile)
-            # FSDP averages gradients over ranks, but the loss is a mean over what all ranks have: hence `world_size`.
+            # FSDP averages gradients over ranks, but the loss is already divided by the count of all ranks: hence `world_size`.
             (loss * self._ranks.world_size).backward()
             entropy = Metric(kind="mean", amount=scored.entropy_N.sum(), weight=len(scored.entropy_N))
             metrics |= corrections | signals(batch, microbatch.staleness_N)
@@ -210,11 +210,11 @@ class PolicyUpdate:
         )
 
     def _weight_normalizer(self, microbatches: list[Microbatch]) -> float:
-        """`rollout_is_batch_normalize`: 1 / the mean of all ranks' importance weights in this optimizer step."""
+        """For `rollout_is_batch_normalize`: 1 / the mean of all ranks' importance weights in this optimizer step."""
         if not self._algorithm.rollout_is_batch_normalize:
             return 1.0
         total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
-        for microbatch in microbatches:  # prox is there before the first loss: see `_prox`
+        for microbatch in microbatches:  # `_prox` has filled prox for all of them
             weights_N, _ = importance_weights(self._loss_batch(microbatch, microbatch.columns[PROX], 0), self._algorithm)
             total += torch.stack([weights_N.double().sum(), total.new_tensor(len(weights_N))])
         weights, tokens = self._ranks.sum(total).tolist()

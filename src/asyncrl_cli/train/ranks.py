@@ -1,5 +1,5 @@
 """torch.distributed for the trainer (process groups, device meshes, sums over ranks), and AdamW on sharded parameters with global
-gradient clipping, a learning rate schedule, and moments that may wait on the host."""
+gradient clipping, a learning rate schedule, and moments that can be offloaded to the host."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CLIP_EPSILON = 1e-6
 
 
 class Ranks:
-    """The place of one process among those of its role (`place.workers`). One per process; `close` it before another is made.
+    """One process's rank among the processes of its role (`place.workers`). One per process; `close` it before making another.
 
-    Ranks wait `trainer.meeting_timeout_s` at most for each other at first, and `rollout.call_timeout_s` later. `mesh` is where
-    parameters are sharded (gloo on CPU, nccl on CUDA): over all ranks. Neighbours, `sequence_size` at a time, have the same
-    trajectories and divide their tokens (unpadded.py); `sequence` is this rank's group of them, None if it is alone. On a CPU,
-    torch computes with `place.threads` from here on.
+    Ranks wait for each other at most `trainer.meeting_timeout_s` at the start, and `rollout.call_timeout_s` later. Parameters are
+    sharded over `mesh`, which has all ranks (gloo on CPU, nccl on CUDA). Each `sequence_size` neighbouring ranks have the same
+    trajectories and divide their tokens (unpadded.py); `sequence` is this rank's group of neighbours, or None if it is alone. On a
+    CPU, torch computes with `place.threads` threads from here on.
     """
 
     def __init__(self, profile: Profile, place: Place, *, rank: int, init_method: str, sequence_size: int = 1) -> None:
@@ -41,7 +41,7 @@ class Ranks:
             torch.cuda.set_device(device)
         store = met(init_method, rank=rank, world_size=world_size, timeout_s=meeting_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        # gloo connects all ranks here, NCCL in the first collective.
+        # gloo connects all ranks here; NCCL does in the first collective.
         first_s = timeout_s if backend == "nccl" else min(meeting_s, timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=first_s))
         first_collective(device, meeting_s)
@@ -60,13 +60,13 @@ class Ranks:
                 _set_pg_timeout(timedelta(seconds=timeout_s), group)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place, of what each found in its trajectories. Ranks that have the same trajectories count once."""
+        """Sum, in place, a value that each rank computed from its trajectories. Ranks that share trajectories count once."""
         if self.world_size > self.sequence_size:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._data)
         return tensor
 
     def sum_shards(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of what ranks found in their shards of the parameters, in place."""
+        """Sum, in place, a value that each rank computed from its shards of the parameters."""
         if self.world_size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
         return tensor
@@ -87,15 +87,15 @@ class Ranks:
 
 
 def own_device(place: Place) -> torch.device:
-    """This process's device; on a CPU, torch computes with `place.threads` from here on. `cuda` becomes `cuda:0`, because torch
-    needs an index. (Ray lets each process see its own GPU only, as number 0.)"""
+    """This process's device. On a CPU, torch computes with `place.threads` threads from here on. `cuda` becomes `cuda:0`, because
+    torch needs an index. (With Ray, each process sees only its own GPU, as number 0.)"""
     if place.device == "cpu":
         torch.set_num_threads(place.threads)
     return torch.device("cuda:0" if place.device == "cuda" else place.device)
 
 
 def learning_rate(trainer: TrainerSection, optimizer_steps: int, total_optimizer_steps: int) -> float:
-    """Learning rate of the next optimizer step, after `optimizer_steps` were made: linear warm-up, then the schedule.
+    """Learning rate of the next optimizer step after `optimizer_steps` steps: linear warm-up, then the schedule.
 
     `linear` and `cosine` fall from `lr` at the first step after the warm-up to zero one step after the run's last.
     """
@@ -110,8 +110,8 @@ def learning_rate(trainer: TrainerSection, optimizer_steps: int, total_optimizer
 
 
 class PolicyOptimizer:
-    """AdamW on this rank's shards. `steps_made` counts the run's optimizer steps, across resumes, without skipped ones; learning
-    rate and bias correction depend on it. `skipped_in_a_row` counts steps skipped since the last one made; 0 after a resume."""
+    """AdamW on this rank's shards. `steps_made` counts the run's optimizer steps across resumes, without skipped ones; learning
+    rate and bias correction depend on it. `skipped_in_a_row` counts the steps skipped since the last one made; 0 after a resume."""
 
     def __init__(
         self, section: TrainerSection, ranks: Ranks, parameters: dict[str, DTensor], *, total_optimizer_steps: int
@@ -130,7 +130,7 @@ class PolicyOptimizer:
         self.steps_made = 0
         self.skipped_in_a_row = 0
         for parameter in parameters.values():
-            # Created here, not at the first step, so that there is a state to save at step 0, and to load into after a restart.
+            # Created here, not at the first step, so that step 0 has a state to save, and a resume has one to load into.
             self._adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=ranks.device),
                 **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
@@ -142,9 +142,9 @@ class PolicyOptimizer:
             self._offload(self._on_host)
 
     def step(self) -> tuple[float, float]:
-        """Clip, step, clear the gradients. Returns (global gradient norm before clipping, learning rate).
+        """Clip the gradients, step, and clear them. Returns (global gradient norm before clipping, learning rate).
 
-        A norm that is not finite (all ranks see the same one) skips the step: weights, moments and counters stay as they are.
+        The step is skipped if the norm (the same on all ranks) is not finite: weights, moments and counters do not change.
         """
         gradients = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -167,7 +167,7 @@ class PolicyOptimizer:
         return norm_value, rate
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of both moments, by `<moment>/<parameter>`, where they wait for the next step."""
+        """This rank's shards of both moments, by `<moment>/<parameter>`: the host copies if they are offloaded."""
         return self._live_moments() if self._on_host is None else self._on_host
 
     def _live_moments(self) -> dict[str, torch.Tensor]:
@@ -189,7 +189,7 @@ class PolicyOptimizer:
         self._offload(self._on_host)
 
     def _offload(self, on_host: dict[str, torch.Tensor]) -> None:
-        """Copy the moments to the host, and give the device's memory back to all of its processes."""
+        """Copy the moments to the host and free their device memory, for other processes too."""
         for key, local in self._live_moments().items():
             on_host[key].copy_(local)
             local.untyped_storage().resize_(0)

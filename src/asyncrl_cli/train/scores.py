@@ -1,11 +1,11 @@
-"""Columns: what a stage computes for each sampled token before it is trained.
+"""Columns: numbers that a stage computes for each sampled token before the token is trained.
 
-    prox      its logprob by the weights at the window's start
-    ref       its logprob by the reference
-    critic    the critic's value of the state in which it was sampled
+    prox      the token's logprob under the weights at the window's start
+    ref       the token's logprob under the reference
+    critic    the critic's value of the state in which the token was sampled
 
-`score` turns groups into a column, in any process that has the stage's model; `PolicyTrainer.train` takes columns and does not
-compute them again. What is not handed in, the trainer computes for the microbatches that it trains (`fill`), once per token.
+`score` computes a column for groups, in any process that has the stage's model. `PolicyTrainer.train` takes such columns and does
+not compute them again. The trainer computes missing columns for the microbatches that it trains (`fill`), once per token.
 
 Legend: N = sampled tokens of a microbatch; F = those of a rank's share of an optimizer step, trajectory by trajectory.
 """
@@ -30,15 +30,15 @@ PROX, REF, VALUES = sharing.PROX, sharing.REF, sharing.CRITIC
 _ASKED_FOR = "asked for"
 
 Column = Mapping[int, tuple[NDArray[np.float32], ...]]
-"""By a group's index: an array per trajectory, a number per sampled token, all segments end to end."""
+"""By group index: an array per trajectory, with one number per sampled token, all segments end to end."""
 Scores = Mapping[str, Column]
-"""Columns by name. A name is there even if a rank has no group, so that all ranks know what is handed in."""
+"""Columns by name. A rank without groups has the names, too, so that all ranks know which columns were passed in."""
 Score = Callable[[Microbatch], torch.Tensor]
 """The numbers of a microbatch's sampled tokens, (N); a collective."""
 
 
 def score(of: Score, payloads: Mapping[int, GroupPayload], *, max_tokens: int, ranks: Ranks, are_packed: bool = False) -> Column:
-    """A column of these groups. A collective; every rank may have groups of its own, or none."""
+    """Compute a column for these groups. A collective; each rank may have its own groups, or none."""
     plan = _everything(payloads)
     (parts,) = step_microbatches([plan], payloads, window=0, max_tokens=max_tokens, ranks=ranks, are_packed=are_packed)
     fill(_ASKED_FOR, of, parts)
@@ -58,8 +58,8 @@ def step_microbatches(
     ranks: Ranks,
     are_packed: bool = False,
 ) -> list[list[Microbatch]]:
-    """Microbatches of each optimizer step, with the columns of `scores`; `max_tokens`: those of one rank. Ranks with fewer than
-    another add empty ones, because all must take part in every FSDP collective."""
+    """Microbatches of each optimizer step, with the columns of `scores`. `max_tokens` is per rank. Ranks with fewer microbatches
+    add empty ones, because all must take part in every FSDP collective."""
     budget = max_tokens * ranks.sequence_size
     build = partial(build_microbatches, window=window, max_tokens=budget, device=ranks.device, are_packed=are_packed)
     work = [build(step, payloads) for step in steps]
@@ -74,14 +74,14 @@ def step_microbatches(
 
 
 def fill(name: str, of: Score, parts: Iterable[Microbatch]) -> None:
-    """Compute a column where it is missing. A collective: it is missing on all ranks, or on none."""
+    """Compute a column for the microbatches that lack it. A collective: it is missing on all ranks or on none."""
     for part in parts:
         if name not in part.columns:
             part.columns[name] = of(part)
 
 
 def joined(name: str, parts: Sequence[Microbatch], num_tokens: int) -> torch.Tensor:
-    """A column of all microbatches of a step, (F)."""
+    """One column over all microbatches of a step, (F)."""
     values_F = torch.zeros(num_tokens, device=parts[0].rows_N.device)
     for part in parts:
         values_F[part.order_N] = part.columns[name].float()
@@ -89,13 +89,13 @@ def joined(name: str, parts: Sequence[Microbatch], num_tokens: int) -> torch.Ten
 
 
 def deal(name: str, parts: Sequence[Microbatch], values_F: torch.Tensor) -> None:
-    """Give each microbatch its tokens of a column (F)."""
+    """Give each microbatch its tokens' part of a column (F)."""
     for part in parts:
         part.columns[name] = values_F[part.order_N]
 
 
 def sampled_tokens(plan: OptimizerStepPlan, payloads: Mapping[int, GroupPayload]) -> list[int]:
-    """How many each trajectory of the plan has."""
+    """The number of sampled tokens of each trajectory in the plan."""
     trajectories = [payloads[planned.group].trajectories[planned.trajectory] for planned in plan.trajectories]
     return [sum(int(segment.mask_T.sum()) for segment in trajectory.segments) for trajectory in trajectories]
 

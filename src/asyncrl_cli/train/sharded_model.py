@@ -1,7 +1,7 @@
-"""Makes a rank's model: laid out on the meta device, divided between ranks by FSDP2, then filled from files.
+"""Makes a rank's model: created on the meta device, sharded over ranks by FSDP2, then filled from files.
 
-Every decoder layer is one shard group and the rest (embedding, norm, head) another. A rank reads its own rows of each tensor and
-nothing else: on the host there is never more than its shards and one tensor. Models whose tensors differ between files and memory
+Every decoder layer is one shard group, and the rest (embedding, norm, head) another. A rank reads only its own rows of each tensor,
+so the host never holds more than the rank's shards and one tensor. Models whose tensors differ between files and memory
 (`SavedForm.converts`: joined experts), or have other names there, are an exception: transformers reads them whole, on every rank.
 """
 
@@ -34,7 +34,7 @@ from asyncrl_cli.weights.model_files import tensor_files
 
 T = TypeVar("T")
 Read = Callable[[str, slice], torch.Tensor]
-"""Rows of a model's tensor by its name in memory, on the host, in any dtype."""
+"""Reads rows of a tensor, given its name in memory: on the host, in any dtype."""
 WHOLE = slice(None)
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ EXPENSIVE = frozenset(
 class Gathered(torch.nn.Module):
     """The root of sharding. It calls functions that need the parameters of `content`; FSDP gathers them for the call.
 
-    On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer step: with two ranks,
+    On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer step. With two ranks,
     gathering for each pass and reducing after each microbatch took a quarter of the time.
     """
 
@@ -69,7 +69,7 @@ class Gathered(torch.nn.Module):
         return function()
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Call it before the forward of each microbatch of an optimizer step. On CPUs only the last backward sums over ranks."""
+        """Call this before each microbatch's forward in an optimizer step. On CPUs only the last backward sums over ranks."""
         if self._keeps_whole:
             root = cast(FSDPModule, self)
             root.set_reshard_after_forward(False)
@@ -77,7 +77,7 @@ class Gathered(torch.nn.Module):
             root.set_reshard_after_backward(is_last)
 
     def release(self) -> None:
-        """Call it after a call without backward pass: FSDP would keep the gathered parameters, and the next call see stale ones."""
+        """Call this after a call without backward pass: else FSDP keeps the gathered parameters, and the next call's are stale."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -86,8 +86,8 @@ class Gathered(torch.nn.Module):
 def sharded(
     model: PreTrainedModel, content: torch.nn.Module, model_dir: str, profile: Profile, form: SavedForm, ranks: Ranks
 ) -> Gathered:
-    """This rank's part of `content`: of a model on the meta device (`models.saved_form.skeleton`), of its decoder, or of either
-    with modules added. What was added keeps the values that it has; the rest gets those in the files.
+    """This rank's part of `content`: a model on the meta device (`models.saved_form.skeleton`), its decoder, or either of them with
+    modules added. Added modules keep their values; the rest is filled from the files.
 
     Master weights are float32. Forward and backward compute in `model.dtype`; gradients are reduced in float32.
     """
@@ -107,9 +107,8 @@ def sharded(
 class ShardedModel:
     """One rank's part of a model that gives each sampled token a number: its logprob (PolicyModel), or a value (Critic).
 
-    `parameters`: the sharded float32 master weights that are trained, by name. `divide`: how the decoder takes microbatches;
-    `is_packed`: their budget of tokens needs no room for padding. OSError or ValueError, from transformers, if `model_dir` is no
-    model.
+    `parameters`: the trained, sharded float32 master weights, by name. `divide`: how the decoder takes microbatches. `is_packed`:
+    whether microbatches are packed without padding. OSError or ValueError, from transformers, if `model_dir` is not a model.
     """
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
@@ -120,7 +119,7 @@ class ShardedModel:
         self._content = self._make_content(model)
         self._gathered = sharded(model, self._content, model_dir, profile, self.form, ranks)
         decoder = getattr(model, model.base_model_prefix)
-        attending = model if self._content is model else decoder  # whose logprobs, or hidden states, must be its own attention's
+        attending = model if self._content is model else decoder  # the module whose outputs the choice of attention must keep
         self.attention: Attention = self._gathered(partial(choose_attention, attending))
         self.divide: Divide = self._gathered(partial(choose_division, decoder, self.attention, ranks))
         self._gathered.release()
@@ -129,7 +128,7 @@ class ShardedModel:
         self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
 
     def _make_content(self, model: PreTrainedModel) -> Any:
-        """What is divided between ranks, from a model on the meta device: see `sharded`."""
+        """The `content` for `sharded`, made from a model on the meta device."""
         return model
 
     def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
@@ -144,16 +143,16 @@ class ShardedModel:
         return numbers_N
 
     def column(self, payloads: Mapping[int, GroupPayload]) -> Column:
-        """The numbers of the groups' sampled tokens. A collective; every rank may have groups of its own, or none."""
+        """The numbers of the groups' sampled tokens. A collective; each rank may have its own groups, or none."""
         max_tokens = self._profile.trainer.max_tokens_per_microbatch
         return score(self.numbers_N, payloads, max_tokens=max_tokens, ranks=self._ranks, are_packed=self.is_packed)
 
     def score(self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """`column`, as a scorer with processes of its own gives it (job/scorer_actor.py): group by group."""
+        """`column` as a list, one entry per group, for a scorer with processes of its own (job/scorer_actor.py)."""
         return list(self.column(dict(enumerate(groups))).values())
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Call it before the forward of each microbatch of an optimizer step."""
+        """Call this before each microbatch's forward in an optimizer step."""
         self._gathered.before_backward(is_last=is_last)
 
     def locals(self) -> dict[str, torch.Tensor]:
@@ -162,7 +161,7 @@ class ShardedModel:
 
 
 def _divided(model: PreTrainedModel, content: torch.nn.Module, profile: Profile, ranks: Ranks) -> Gathered:
-    """Shard `content`, which is the model or has its layers."""
+    """Shard `content`, which is the model or contains its layers."""
     policy, recompute = MixedPrecisionPolicy(), profile.trainer.activation_checkpointing
     if profile.model.dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -181,7 +180,7 @@ def _fill_from_files(
     named = {**dict(model.named_parameters()), **persistent_buffers(model)}
     for tensor in named.values():
         tensor._is_hf_initialized = True
-    model.initialize_weights()  # computes what is in no file, such as the frequencies of rotations
+    model.initialize_weights()  # computes tensors that no file has, such as rotary frequencies
     parts = {name: tensor for name, tensor in named.items() if not tensor.is_meta and id(tensor) not in others}
     read = _rows_in_files(model, parts, Path(model_dir))
     if form.converts or read is None:
@@ -200,13 +199,13 @@ def fill(tensor: torch.Tensor, read: Callable[[slice], torch.Tensor]) -> None:
 
 
 def first_row(parameter: DTensor) -> int:
-    """Which row of the whole parameter this rank's shard begins with."""
+    """The row of the whole parameter at which this rank's shard begins."""
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return offsets[0]
 
 
 def _rows_in_files(model: PreTrainedModel, parts: Mapping[str, torch.Tensor], model_dir: Path) -> Read | None:
-    """Reads rows from the files; None if these lack one of the `parts`. A tied tensor may be there under any of its names."""
+    """A reader of rows in the files; None if they lack one of the `parts`. Files may have a tied tensor under any of its names."""
     files = tensor_files(model_dir)
     saved = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items() if name in files}
     if not all(id(tensor) in saved for tensor in parts.values()):
@@ -214,7 +213,7 @@ def _rows_in_files(model: PreTrainedModel, parts: Mapping[str, torch.Tensor], mo
 
     def read(name: str, rows: slice) -> torch.Tensor:
         saved_name = saved[id(parts[name])]
-        with safe_open(files[saved_name], framework="pt") as file:  # for each tensor, because what was read stays mapped until then
+        with safe_open(files[saved_name], framework="pt") as file:  # opened per tensor: pages read stay mapped until it closes
             return cast(torch.Tensor, file.get_tensor(saved_name) if rows == WHOLE else file.get_slice(saved_name)[rows])
 
     return read
@@ -227,7 +226,7 @@ def _rows_of_whole(model_dir: str, *, trust_remote_code: bool) -> Read:
 
 
 def _recomputed(forward: Callable[..., Any], recompute: ActivationCheckpointing, *args: Any, **kwargs: Any) -> Any:
-    """A layer's forward that keeps its inputs (and what is expensive, if `selective`), and runs again in the backward pass."""
+    """A layer's forward that keeps only its inputs (if `selective`, also expensive results), and reruns in the backward pass."""
     selective = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if recompute == "selective" else {}
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **selective, **kwargs)
 

@@ -1,13 +1,13 @@
-"""Trainer state on the host and on disk, for a resume that continues bit for bit. Reading it never executes code in it.
+"""Trainer state on the host and on disk, from which a run resumes bit for bit. Loading never executes code from the files.
 
     <directory>/  rank-00000.safetensors    one file per rank: its rows of weights, moments and the window's first weights; its RNG
                   trainer.json              counters, written by rank 0
-                  critic-00000.safetensors  likewise of the processes of a critic apart, which the ranks' files lack then;
-                  critic.json               read alike, so that a critic may go apart, and come back, at a resume
-                  published.safetensors     the published version's weights, if it is not the trainer's own
+                  critic-00000.safetensors  the same for a critic with its own processes (the ranks' files lack it then); both
+                  critic.json               kinds load alike, so a resume may move the critic to its own processes or back
+                  published.safetensors     the published version's weights, if they are not the trainer's own
 
 FSDP2 divides tensors between ranks by rows. The header of a file says which rows it has, so a checkpoint of N ranks loads on any
-number of ranks. (RNG states follow their rank; the trainer itself draws no random numbers.)
+number of ranks. (Each rank restores its own RNG state; the trainer itself draws no random numbers.)
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ COUNTERS_FILE, CRITIC_FILE = "trainer.json", "critic.json"
 PUBLISHED_FILE = "published.safetensors"
 CRITIC = "critic."
 """Prefix of the critic's parameters."""
-ANOTHER = "take another checkpoint"
+ANOTHER = "use another checkpoint"
 ANOTHER_MODEL = "resume with the profile and the model that wrote it"
 
 
 class Counters(TypedDict):
-    """`trainer.json`, as rank 0 writes it. `has_window_first`: 1 if the window's first weights are among the tensors;
-    `critic_steps`: the critic's optimizer steps, if there is one; `base_logprob` and `reference_logprob`: the mean logprob that
-    LoRA's base model and the reference give to made-up tokens."""
+    """`trainer.json`, as rank 0 writes it. `has_window_first`: 1 if the window's first weights are among the tensors.
+    `critic_steps`: the critic's optimizer steps, if there is one. `base_logprob` and `reference_logprob`: the mean logprob that
+    LoRA's base model and the reference give to fixed random tokens."""
 
     schema_version: Literal[2]
     ranks: Count
@@ -53,7 +53,7 @@ class Counters(TypedDict):
 
 
 class CriticCounters(TypedDict):
-    """`critic.json`: of a critic with processes of its own."""
+    """`critic.json`, of a critic with processes of its own."""
 
     schema_version: Literal[1]
     processes: Count
@@ -62,7 +62,7 @@ class CriticCounters(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a tensor, on the host: from `first_row` of the `num_rows` that the whole tensor has."""
+    """Rows of a tensor on the host, from `first_row` on. The whole tensor has `num_rows`."""
 
     tensor: torch.Tensor
     first_row: int
@@ -80,7 +80,7 @@ HostState = dict[str, Rows]
 def to_host(like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor]) -> HostState:
     """Copy this rank's shards to the host.
 
-    Keys of `local_tensors` are `<kind>/<parameter>`; shape and sharding are those of the parameter in `like`.
+    Keys of `local_tensors` are `<kind>/<parameter>`. `like` has the parameters, which give shape and sharding.
     """
     rows = HostState()
     for key, local in local_tensors.items():
@@ -103,7 +103,7 @@ def rank_file(directory: Path, rank: int, role: str = "rank") -> Path:
 
 
 def write_state(rank: int, state: HostState, counters: Counters | CriticCounters, directory: Path) -> None:
-    """Write this process's file, on rank 0 the counters too, and fsync. Raises the system's OSError if that fails."""
+    """Write this process's file, and on rank 0 the counters, with fsync. Raises OSError if that fails."""
     role, counters_file = ("critic", CRITIC_FILE) if "processes" in counters else ("rank", COUNTERS_FILE)
     directory.mkdir(parents=True, exist_ok=True)
     places = json.dumps({key: (rows.first_row, rows.num_rows) for key, rows in state.items()})
@@ -114,8 +114,8 @@ def write_state(rank: int, state: HostState, counters: Counters | CriticCounters
 
 
 class SavedState:
-    """A trainer state on disk, opened, with that of a critic apart. `shapes`: of the whole tensors; `critic_steps`: the critic's
-    optimizer steps. RefusedError unless all files are there and fit."""
+    """An open trainer state on disk, with the files of a critic in its own processes. `shapes`: of the whole tensors.
+    `critic_steps`: the critic's optimizer steps. Raises RefusedError unless all files are there and consistent."""
 
     def __init__(self, directory: Path) -> None:
         self.counters = load_json(directory / COUNTERS_FILE, Counters, hint=ANOTHER)
@@ -142,17 +142,17 @@ class SavedState:
         file = safe_open(path, framework="pt")
         places = parse_json((file.metadata() or {}).get("rows", "{}"), dict[str, tuple[Count, Count]])
         if places.keys() != set(file.keys()):
-            raise ValueError("its header does not say which rows it has")
+            raise ValueError("its header does not list its rows")
         for key, (begin, num_rows) in places.items():
             part = file.get_slice(key)
             _, *row_shape = part.get_shape()
             shape = (num_rows, *row_shape)
             if self.shapes.setdefault(key, shape) != shape:
-                raise ValueError(f"{key} is of another shape than in the files of other ranks")
+                raise ValueError(f"{key} has another shape than in the files of other ranks")
             self._parts.setdefault(key, []).append((begin, part))
 
     def read(self, key: str, into: torch.Tensor, first_row: int = 0) -> None:
-        """Fill `into` with a tensor's rows from `first_row` on. RefusedError if the files lack some of them."""
+        """Fill `into` with a tensor's rows from `first_row` on. Raises RefusedError if the files lack any of these rows."""
         num_read = 0
         for begin, part in self._parts[key]:
             low, high = max(begin, first_row), min(begin + part.get_shape()[0], first_row + len(into))
@@ -164,8 +164,8 @@ class SavedState:
 
 
 def restore(like: dict[str, DTensor], live: dict[str, torch.Tensor], saved: SavedState) -> None:
-    """Fill this rank's live shards from disk, keyed and shaped as in `to_host`. RefusedError, with nothing changed, if a tensor is
-    missing or has another shape."""
+    """Fill this rank's live shards from disk, keyed and shaped as in `to_host`. If a tensor is missing or has another shape, raises
+    RefusedError and changes nothing."""
     state = to_host(like, live)
     for key, rows in sorted(state.items()):
         if (found := saved.shapes.get(key)) != rows.whole_shape:
@@ -179,7 +179,7 @@ def restore(like: dict[str, DTensor], live: dict[str, torch.Tensor], saved: Save
 
 
 def restore_random_state(ranks: Ranks, saved: SavedState) -> None:
-    """Set this rank's random state, unless fewer ranks wrote the checkpoint."""
+    """Restore this rank's random state, if the checkpoint has one for this rank."""
     for key, rows in random_state(ranks).items():
         if saved.shapes.get(key) == rows.whole_shape:
             saved.read(key, rows.tensor)

@@ -1,13 +1,13 @@
-"""The rows of a microbatch end to end, without padding, and their tokens divided between ranks (sequence parallelism).
+"""Packs the rows of a microbatch end to end, without padding, and divides their tokens between ranks (sequence parallelism).
 
     rows (B, T) -> P positions end to end -> P / S of them on each of S ranks -> decoder -> hidden states of its own tokens
                                                 attention: all P positions, with 1 / S of the heads on each rank
 
-Only attention mixes positions. It exchanges positions for heads, and afterwards back, by all-to-alls (DeepSpeed-Ulysses,
-arXiv:2309.14509). Where torch has a kernel for rows of different lengths (CUDA, bfloat16), it computes them as they lie; elsewhere
-they are padded for attention alone. transformers has Ulysses for DeepSpeed only, and torch's context parallelism has no CPU kernel.
+Only attention mixes positions. Before it, all-to-alls exchange positions for heads, and after it back (DeepSpeed-Ulysses,
+arXiv:2309.14509). Where torch has a kernel for rows of different lengths (CUDA, bfloat16), attention uses it; elsewhere the rows
+are padded for attention alone. transformers has Ulysses for DeepSpeed only, and torch's context parallelism has no CPU kernel.
 
-What it is not: a sliding window, or layers that mix positions by other means, are not supported; such models keep padded rows.
+What it is not: sliding windows, and layers that mix positions in other ways, are not supported. Such models keep padded rows.
 
 Legend: B = rows, T = padded positions, P = positions end to end, S = ranks that share them, t = P / S, N = sampled tokens,
 n = those of this rank, H = query heads, J = key-value heads, D = head's size.
@@ -36,9 +36,9 @@ from asyncrl_cli.train.ranks import Ranks
 UNPADDED = "asyncrl_unpadded"
 SAMPLE_LENGTHS = (5, 23, 1, 14)
 MAX_TOKEN_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Of a token's hidden state, relative: what rounding in a deep model may make. A token that sees another row is further off."""
+"""Largest relative difference of a token's hidden state due to rounding in a deep model. Seeing another row makes it larger."""
 MAX_KERNEL_DIFF = 0.05
-"""Of attention's values and gradients, relative: ten times what rounding a value to bfloat16 may make."""
+"""Largest relative difference of attention's values and gradients: ten times the error of rounding a value to bfloat16."""
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Layout", float | None], torch.Tensor]
 """Causal attention of query (P, H, D), key and value (P, J, D), row by row."""
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the rows are among P positions: row b from `starts[b]` to `starts[b + 1]`; `slots_P`: the same in padded (B, T)."""
+    """Where the rows are: row b takes positions `starts[b]` to `starts[b + 1]`. `slots_P`: their indices in padded (B, T)."""
 
     starts: torch.Tensor
     slots_P: torch.Tensor
@@ -56,7 +56,7 @@ class Layout:
     sequence: dist.ProcessGroup | None
 
     def in_rows(self, values_PHD: torch.Tensor) -> torch.Tensor:
-        """(B, H, T, D), zeros where there is no token."""
+        """The values as padded rows (B, H, T, D), with zeros where there is no token."""
         shape = (len(self.starts) - 1) * self.longest, *values_PHD.shape[1:]
         padded = values_PHD.new_zeros(shape).index_copy(0, self.slots_P, values_PHD)
         return padded.unflatten(0, (-1, self.longest)).transpose(1, 2)
@@ -64,8 +64,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank computes of a microbatch: the decoder's `inputs`, the places of its own sampled tokens in the decoder's result
-    (flattened), and which of all N they are; None: all."""
+    """This rank's part of a microbatch: the decoder's `inputs`; `select_n`, indices of its own sampled tokens in the decoder's
+    flattened result; `tokens_n`, their indices among all N tokens (None: all)."""
 
     inputs: dict[str, Any]
     select_n: torch.Tensor
@@ -76,7 +76,7 @@ class Part:
         return values_N if self.tokens_n is None else values_N[self.tokens_n]
 
     def joined(self, values_n: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """All N, from those of each rank: a collective. Every rank's gradient is that of its own tokens."""
+        """The values of all N tokens, collected from the ranks: a collective. Gradients flow to this rank's own tokens only."""
         if self.tokens_n is None or self.sequence is None:
             return values_n
         whole_N = values_n.new_zeros(num_tokens).index_copy_(0, self.tokens_n, values_n.detach())
@@ -88,19 +88,19 @@ Divide = Callable[[Microbatch], Part]
 
 
 def padded(microbatch: Microbatch) -> Part:
-    """All of the microbatch, as it is."""
+    """The whole microbatch, unchanged."""
     return Part({"input_ids": microbatch.inputs_BT}, microbatch.select_N)
 
 
 @dataclass(frozen=True, slots=True)
 class Unpadded:
-    """Makes this rank's share of a microbatch, whose rows lie end to end."""
+    """Makes this rank's share of a microbatch with its rows packed end to end."""
 
     kernel: Kernel
     ranks: Ranks
 
     def __call__(self, microbatch: Microbatch) -> Part:
-        """The last row is lengthened until every rank has as many positions."""
+        """The last row is lengthened until all ranks have the same number of positions."""
         device, (num_rows, width), ranks = microbatch.inputs_BT.device, microbatch.inputs_BT.shape, self.ranks
         *others, last = microbatch.lengths
         lengths = [*others, last + -sum(microbatch.lengths) % ranks.sequence_size]
@@ -120,15 +120,15 @@ class Unpadded:
 
 
 def is_packed(divide: Divide) -> bool:
-    """Whether nothing is computed for padding, in attention neither: a microbatch's budget counts tokens alone then."""
+    """Whether nothing is computed for padding, not even in attention. A microbatch's budget then counts tokens alone."""
     return isinstance(divide, Unpadded) and divide.kernel is of_lengths
 
 
 def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks) -> Divide:
-    """`Unpadded` where tokens must be divided, or a kernel makes it worth it, and the model allows it; else `padded`. Sets the
-    decoder's attention, which was chosen as `attention`. A collective.
+    """`Unpadded` if the model allows it, and either tokens must be divided or a kernel makes it worthwhile; else `padded`. Sets the
+    decoder's attention, for which `attention` was chosen before. A collective.
 
-    Raises ConfigError if `trainer.sequence_parallel_size` is not possible with this model.
+    Raises ConfigError if this model does not support `trainer.sequence_parallel_size`.
     """
     config, size = decoder.config.get_text_config(), ranks.sequence_size
     check_heads(config, size)
@@ -155,7 +155,7 @@ def _attends_everywhere(config: Any) -> bool:
 
 @torch.no_grad()
 def _is_same(decoder: PreTrainedModel, divide: Divide, ranks: Ranks) -> bool:
-    """Whether a sample's hidden states are the same, up to rounding, on all ranks. If so, attention stays as `divide` needs it."""
+    """Whether `divide` gives a sample the same hidden states, up to rounding, on all ranks. If so, its attention stays set."""
     size, generator = int(decoder.config.get_text_config().vocab_size), torch.Generator().manual_seed(0)
     sample = [torch.randint(size, (length + 1,), generator=generator).tolist() for length in SAMPLE_LENGTHS]
     microbatch, found = scoring_microbatch(sample, ranks.device), []
@@ -198,7 +198,7 @@ def of_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layo
 
 
 def rows_kernel(config: Any, dtype: torch.dtype, ranks: Ranks) -> Kernel:
-    """`of_lengths` if on all ranks it gives a sample the values and gradients of `in_padded_rows`. A collective."""
+    """`of_lengths` if its values and gradients for a sample equal those of `in_padded_rows` on all ranks. A collective."""
     if ranks.device.type != "cuda" or dtype == torch.float32 or not getattr(config, "num_attention_heads", None):
         return in_padded_rows
     largest = ranks.max(kernel_diff(config, dtype, ranks))
@@ -206,7 +206,7 @@ def rows_kernel(config: Any, dtype: torch.dtype, ranks: Ranks) -> Kernel:
 
 
 def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
-    """The largest difference of `of_lengths` from `in_padded_rows`, with the model's heads; infinite where it does not run."""
+    """The largest difference of `of_lengths` from `in_padded_rows`, with the model's heads; infinite if a kernel does not run."""
     microbatch = scoring_microbatch([[0] * (length + 1) for length in SAMPLE_LENGTHS], ranks.device)
     layout = Unpadded(in_padded_rows, ranks)(microbatch).inputs["layout"]
     heads = config.num_attention_heads
@@ -238,8 +238,8 @@ def attend(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for transformers, of rows end to end: query (1, H, t, D), key and value (1, J, t, D); returns (1, t, H, D)."""
-    if layout is None:  # a model that does not hand it on: `_is_same` finds out
+    """Attention for transformers on packed rows: query (1, H, t, D), key and value (1, J, t, D); returns (1, t, H, D)."""
+    if layout is None:  # the model does not pass it on; `_is_same` detects this
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     size = 1 if layout.sequence is None else layout.sequence.size()
     repeats = size // math.gcd(size, key.shape[1])  # every rank needs a whole key-value head
@@ -252,7 +252,7 @@ AttentionInterface.register(UNPADDED, attend)
 
 
 def _all_positions(values_HtD: torch.Tensor, sequence: dist.ProcessGroup | None) -> torch.Tensor:
-    """(P, H / S, D)."""
+    """(P, H / S, D) from (H, t, D)."""
     if sequence is None:
         return values_HtD.transpose(0, 1)
     blocks = _Exchange.apply(values_HtD.unflatten(0, (sequence.size(), -1)), sequence)
@@ -268,7 +268,7 @@ def _all_heads(values_PHD: torch.Tensor, sequence: dist.ProcessGroup | None) -> 
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends block i to rank i, and receives that rank's block for this one. Its gradient is exchanged alike."""
+    """Sends block i to rank i and receives that rank's block. The gradient is exchanged the same way."""
 
     @staticmethod
     def forward(ctx: Any, blocks: torch.Tensor, sequence: dist.ProcessGroup) -> torch.Tensor:

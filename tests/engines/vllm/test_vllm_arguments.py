@@ -99,7 +99,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
 @pytest.mark.parametrize(
     ("made", "told", "least"),
     [
-        (setup(max_num_batched_tokens=299), "the longest sequence (300 tokens), which is not computed in parts", 300),
+        (setup(max_num_batched_tokens=299), "the longest sequence (300 tokens), which is not prefilled in parts", 300),
         (setup("cuda", enable_chunked_prefill=False, max_num_batched_tokens=299), "the longest sequence (300 tokens)", 300),
         (setup("cuda", slots=128, max_num_batched_tokens=127), "rollout.slots = 128", 128),
     ],

@@ -1,16 +1,16 @@
 """The engine's model: opened, configured for transformers' continuous batching, and asked for the logprobs of given tokens.
 
 - `max_batch_tokens` leaves room for prefills beside one token of every slot. The scheduler serves decoding sequences
-  first and prefills with what is left: with a budget of just the slots, a new prompt gets a few tokens per step, and
-  half of the slots stay empty for as long as anybody decodes.
-- `num_blocks` holds all slots at full length (memory allowing), and `safety_margin` is 0: nobody waits for cache, and
-  nobody is evicted.
-- Blocks are shared: a request begins with the full blocks that an earlier turn, or another response to its prompt, has left in
-  the cache. Blocks are found by their tokens alone, so that a load must let none of them be found again (`forget_prefixes`).
-- Attention is the trainer's (models/attention.py), never a faster kernel. Where that is sdpa on a CPU, packed sequences are
+  first and prefills with the rest of the budget. If the budget were just the number of slots, a new prompt would get a few
+  tokens per step, and half of the slots would stay empty as long as any sequence decodes.
+- `num_blocks` holds all slots at full length (memory allowing), and `safety_margin` is 0: no sequence waits for cache, and
+  none is evicted.
+- Blocks are shared: a request reuses the full blocks that an earlier turn, or another response to its prompt, left in the
+  cache. Blocks are looked up by their tokens alone, so a load must make all of them unfindable (`forget_prefixes`).
+- Attention is the trainer's (models/attention.py), never a faster kernel. If that is sdpa on a CPU, packed sequences are
   attended one by one (paged_attention.py) instead of all at once under a mask.
 - TokenSampler chooses the tokens: continuous batching's own logprobs are of the truncated distribution, and its own
-  sampling has one seed for all.
+  sampling has one seed for all requests.
 
 Legend: B = sequences, T = tokens of the longest, V = vocabulary.
 """
@@ -40,7 +40,7 @@ MAX_LOGITS_BYTES = 256 * 2**20
 
 
 def open_model(profile: Profile, place: Place) -> PreTrainedModel:
-    """Load the model with the same attention as the trainer. PreflightError for a model whose attention cannot be exchanged."""
+    """Load the model with the same attention as the trainer. Raises PreflightError if its attention cannot be replaced."""
     how = profile.model
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         place.model_dir, dtype=how.dtype, attn_implementation="eager", trust_remote_code=how.trust_remote_code
@@ -86,10 +86,10 @@ def make_manager(model: PreTrainedModel, sampler: TokenSampler, profile: Profile
 
 
 def forget_prefixes(cache: PagedAttentionCache, *, goes_on: bool) -> None:
-    """Let no later request find a block that is filled now. Call it inside a pause.
+    """Stop later requests from finding the blocks filled so far. Call this inside a pause.
 
-    `goes_on`: running requests keep their blocks. They fill the last one with keys of two versions, and continuous batching would
-    share it afterwards, as the others. It cannot leave out single requests, so nothing is shared from then on.
+    `goes_on`: running requests keep their blocks. The block that each is filling will hold keys of two versions, and continuous
+    batching would share it like any other. It cannot exclude single requests, so from then on nothing is shared.
     """
     cache.evict_cached_blocks()
     if goes_on and any(allocator.block_table for allocator in cache.cache_allocators.values()):
@@ -110,7 +110,7 @@ def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
 
 @torch.no_grad()
 def score(model: PreTrainedModel, sequences: list[list[int]], temperature: float) -> list[list[float]]:
-    """Per sequence the logprobs of its tokens 1, 2, ... in the distribution scaled by `temperature` (0 counts as 1)."""
+    """For each sequence, the logprobs of its tokens 1, 2, ... at `temperature` (0 counts as 1)."""
     longest = max((len(sequence) for sequence in sequences), default=0)
     bytes_per_sequence = 4 * 2 * longest * model.config.get_text_config().vocab_size
     step = max(1, MAX_LOGITS_BYTES // max(1, bytes_per_sequence))
@@ -131,8 +131,8 @@ def _score_batch(model: PreTrainedModel, sequences: list[list[int]], temperature
 
 
 def _num_blocks(model: PreTrainedModel, slots: int, max_tokens: int) -> int:
-    """Cache blocks for all slots at full length, within CACHE_SHARE_OF_MEMORY of the free memory. With fewer, sequences may be
-    evicted and prefilled again, which costs time but loses nothing."""
+    """Number of cache blocks: for all slots at full length, within CACHE_SHARE_OF_MEMORY of the free memory. With fewer, sequences
+    may be evicted and prefilled again, which costs time but loses nothing."""
     config = model.config.get_text_config()
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -143,7 +143,7 @@ def _num_blocks(model: PreTrainedModel, slots: int, max_tokens: int) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of the device, or of the machine for a CPU."""
+    """Free memory of the device; for a CPU, of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

@@ -80,7 +80,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
 
     async def _check_itself(self) -> None:
         """Compare sampling with scoring. Sampling uses a paged cache; scoring and training use a plain forward pass. If the paged
-        path ignored a feature of the model, nobody would notice. PreflightError unless the logprobs agree."""
+        path ignored a feature of the model, it would go unnoticed. Raises PreflightError unless the logprobs agree."""
         rollout = self._profile.rollout
         (prompt,) = make_probes(1, self._vocab_size, seed=0, length_tokens=min(SELF_CHECK_PROMPT_TOKENS, rollout.max_prompt_tokens))
         how = Sampling(temperature=1.0, max_response_tokens=min(SELF_CHECK_TOKENS, rollout.max_response_tokens))
@@ -108,7 +108,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
 
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
         super()._check(request_id, prompt_tokens, sampling)
-        if max(prompt_tokens) >= self._vocab_size:  # in a forward it would end the engine
+        if max(prompt_tokens) >= self._vocab_size:  # in a forward pass it would crash the engine
             raise ValueError(f"prompt of {request_id} has the token {max(prompt_tokens)}, the model has {self._vocab_size}")
 
     @property
@@ -122,7 +122,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             await asyncio.to_thread(self._manager.stop, block=True, timeout=CLOSE_TIMEOUT_S, hard_stop=True)
 
     async def _respond(self, track: SampledTrack) -> FinishReason:
-        """Hand the prompt to continuous batching and wait for the response, under a name that no cancelled request has."""
+        """Submit the prompt to continuous batching, under a name that no cancelled request has, and wait for the response."""
         self._num_submitted += 1
         name = f"{track.request_id}#{self._num_submitted}"
         manager, handlers = self._manager, self._manager.output_router.result_handlers
@@ -179,7 +179,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         if output.error is None and track.finished is not None:
             track.finish(track.finished)
         elif not track.done.done():
-            how = output.error or f"it ended after {len(track.tokens)} tokens, without a reason"
+            how = output.error or f"it ended after {len(track.tokens)} tokens without a reason"
             track.done.set_exception(ExecutorFailed(f"continuous batching failed {track.request_id}: {how}"))
 
     def _swap(self, fetched: Callable[[], Weights], version: int, interrupt: Interrupt) -> PauseReport:
@@ -212,8 +212,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             raise ExecutorFailed(failure) from error
 
     def _drop_caches(self) -> None:
-        """Free the cache of every running response and let it start again with the tokens so far as its prompt, as continuous
-        batching itself does when its cache is full. Call it inside a pause."""
+        """Free the cache of every running response and restart it with its tokens so far as the prompt, as continuous batching
+        itself does when its cache is full. Call this inside a pause."""
         assert self._manager.batch_processor is not None
         scheduler = self._manager.batch_processor.scheduler
         for request in list(scheduler.active_requests.values()):

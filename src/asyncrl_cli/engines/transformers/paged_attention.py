@@ -1,15 +1,15 @@
 """Attention of packed sequences over transformers' paged cache.
 
 `packed_attention` is for CPUs: each sequence attends to its own keys only. `own_paged_attention` is for models whose attention
-computes more than sdpa does.
+does more than sdpa.
 
 transformers' continuous batching packs all running sequences into one row. With `sdpa` a mask hides the other sequences, so
 one step of B sequences of length L costs B * B * L; `packed_attention` costs B * L. It is registered with transformers'
 AttentionInterface. Its name contains "flash" because that is how continuous batching recognises attention that takes
 `cu_seq_lens_*` and no mask.
 
-New keys are written to the cache, and the keys of a sequence are read once, where they are attended to. (The cache's own
-`update` would first copy all keys into one packed row.)
+New keys are written to the cache. The keys of a sequence are read only once, for its attention. (The cache's own `update`
+would first copy all keys into one packed row.)
 
 Legend: Q = packed query tokens, K = packed key tokens, H = query heads, J = key-value heads, G = H / J, D = head dimension,
 C = places in the cache. In a block: B = sequences, P = queries of each, L = keys of the longest.
@@ -37,9 +37,9 @@ MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3"})
 """Models with plain causal attention: no window, no soft-cap, no sinks. Other models run with transformers' `sdpa`."""
 
 MAX_PADDING = 1.3
-"""Sequences are grouped into blocks of similar length, so that at most this many times their keys are read."""
+"""Sequences are grouped into blocks of similar length, so that padding multiplies the keys read by at most this factor."""
 MIN_BLOCK = 8
-"""Blocks with fewer sequences are not cut: another call would cost more than the padding it saves."""
+"""Blocks with fewer sequences are not split: another call would cost more than the padding it saves."""
 
 
 def applies_to(config: PretrainedConfig, device: torch.device) -> bool:
@@ -48,7 +48,7 @@ def applies_to(config: PretrainedConfig, device: torch.device) -> bool:
 
 
 class _Sequence(NamedTuple):
-    """The numbers of a sequence's queries and keys in this pass, and where they begin among the packed ones."""
+    """How many queries and keys a sequence has in this pass, and where they begin among the packed ones."""
 
     num_queries: int
     num_keys: int
@@ -58,8 +58,8 @@ class _Sequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Sequences that are attended to in one call, each with P queries, its last tokens: the rows of the queries, and the cache
-    places of the keys, padded to the longest sequence. `mask_B1PL` hides padding and later keys; None: all have P keys."""
+    """Sequences handled in one call, each with P queries (its last tokens): the rows of the queries, and the cache places of the
+    keys, padded to the longest sequence. `mask_B1PL` hides padding and later keys. None: all have P keys."""
 
     queries_BP: torch.Tensor
     places_BL: torch.Tensor
@@ -76,7 +76,7 @@ def packed_attention(
     cache: PagedAttentionCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, H, Q, D), key and value (1, J, Q, D) -> (1, Q, H, D). Without a cache it is transformers' causal sdpa."""
+    """query (1, H, Q, D), key and value (1, J, Q, D) -> (1, Q, H, D). Without a cache this is transformers' causal sdpa."""
     if cache is None:
         kwargs = {name: kwargs[name] for name in ("dropout", "is_causal") if name in kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -123,7 +123,7 @@ def _attend(
     query_BPHD = query_QHD.index_select(0, block.queries_BP.view(-1)).unflatten(0, block.queries_BP.shape)
     flat, shape = block.places_BL.view(-1), block.places_BL.shape
     keys_BJLD, values_BJLD = (kv.index_select(0, flat).unflatten(0, shape).transpose(1, 2) for kv in (keys_CJD, values_CJD))
-    # With one query, the G query heads of a key-value head stand in for G queries, so that no key is repeated.
+    # With one query, the G query heads of a key-value head are passed as G queries, so that no key is repeated.
     is_single = query_BPHD.shape[1] == 1
     out = functional.scaled_dot_product_attention(
         query_BPHD[:, 0].unflatten(1, (keys_CJD.shape[1], -1)) if is_single else query_BPHD.transpose(1, 2),
@@ -138,7 +138,7 @@ def _attend(
 
 
 def _blocks_of(starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.Tensor, dtype: torch.dtype) -> tuple[_Block, ...]:
-    """The blocks of this forward pass, made once: all layers get the same `starts_q` tensor, which carries them.
+    """The blocks of this forward pass, made once and stored on the `starts_q` tensor, which all layers share.
 
     `places_K`: where the packed keys are in the cache.
     """
@@ -150,7 +150,7 @@ def _blocks_of(starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.T
 
 
 def _make_blocks(starts_q: list[int], starts_k: list[int], places_K: torch.Tensor, dtype: torch.dtype) -> tuple[_Block, ...]:
-    """Sequences with equally many queries share blocks. A new block begins where padding would read too many keys."""
+    """Group sequences with the same number of queries into blocks. A new block begins where padding would read too many keys."""
     cut: list[list[_Sequence]] = []
     total = 0
     both = zip(pairwise(starts_q), pairwise(starts_k), strict=True)

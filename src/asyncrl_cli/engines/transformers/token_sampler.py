@@ -1,13 +1,13 @@
 """Samples the next token of every running sequence, and records its logprob and the version that sampled it.
 
 TokenSampler is a logits processor of transformers' continuous batching, which calls it once per forward pass in the
-generation thread. That is the one place where the untruncated distribution, the version and the token are all known, so
-nothing has to be inferred from timestamps afterwards. The sampler returns scores in which only the chosen token is high;
-continuous batching takes the argmax.
+generation thread. Only there are the untruncated distribution, the version and the token all known, so nothing has to be
+inferred from timestamps afterwards. The sampler returns scores in which only the chosen token is high; continuous batching
+takes the argmax.
 
-Random numbers depend on the request's seed and the position in the response, not on the rest of the batch: the same
-prompt, seed and weights give the same response, as long as the batch's arithmetic gives the same probabilities (the last
-bits depend on the batch's shape, which matters when a random number falls on the border between two tokens).
+Random numbers depend on the request's seed and the position in the response, not on the rest of the batch. So the same
+prompt, seed and weights give the same response, if the probabilities are the same. (Their last bits depend on the batch's
+shape, which matters when a random number falls on the border between two tokens.)
 
 Legend: N = sequences that get a token in this pass, V = vocabulary.
 """
@@ -35,7 +35,7 @@ from asyncrl_cli.engines.port import FinishReason
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 TOP_K = ContinuousBatchingTopKLogitsWarper(TopKLogitsWarper(top_k=1))
 TOP_P = ContinuousBatchingTopPLogitsWarper(TopPLogitsWarper(top_p=1.0))
-"""Continuous batching's own filters. Each call gives every row its limit; the ones given here are not used."""
+"""Continuous batching's own filters. Each call passes a limit per row; the limits given here are not used."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -44,10 +44,10 @@ class SampledTrack(Track):
 
     done: asyncio.Future[FinishReason] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     stream: int = field(init=False)
-    """Start of this response's random numbers."""
+    """Start of this response's stream of random numbers."""
 
     def __post_init__(self) -> None:
-        self.stream = int(_mix(np.array([self.seed % 2**64], dtype=np.uint64))[0])  # so that neighbouring seeds share nothing
+        self.stream = int(_mix(np.array([self.seed % 2**64], dtype=np.uint64))[0])  # makes neighbouring seeds unrelated
 
     @property
     def tokens_left(self) -> int:
@@ -60,9 +60,9 @@ class SampledTrack(Track):
 
 
 class TokenSampler(ContinuousBatchingLogitsProcessor):
-    """`tracks` maps continuous batching's request ids to responses; a row without a response is sampled and forgotten.
+    """`tracks` maps continuous batching's request ids to responses. The sample of a row without a response is dropped.
 
-    `call_soon` runs a call in the event loop: the sampler ends responses at stop strings, which continuous batching does not know.
+    `call_soon` runs a call in the event loop, to end responses at stop strings, which continuous batching does not support.
     `eos_tokens` and `tail_text` (tokens -> text) depend on the model and are set once it is loaded.
     """
 

@@ -1,7 +1,7 @@
 """Loads weights into vLLM from memory that the rollout worker shares with it (weights/held.py), on CPUs and GPUs.
 
 `update_weights` runs while generation is paused. It maps the shared buffer, and vLLM's layerwise reload loads the weights.
-Each layer is processed as at the start (CPUs pack linear weights into a layout of their own), then copied into its old
+Each layer is processed as at startup (on CPUs, linear weights are packed into a special layout), then copied into its old
 storage, which captured graphs refer to. On CPUs the reload misses experts and tied layers; `load` handles them.
 """
 
@@ -32,7 +32,7 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo]):
     """vLLM makes one in each of its workers. With tensor parallelism each worker maps the buffer and takes its shards."""
 
-    init_info_cls = WeightTransferInitInfo  # there is nothing to agree on beforehand
+    init_info_cls = WeightTransferInitInfo  # there is nothing to set up
     update_info_cls = BucketUpdateInfo
     supports_draft_weight_update = False
 
@@ -47,7 +47,7 @@ class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo
         load(self.model, self.model_config, weights)
 
     def _nothing(self, *args: Any) -> None:
-        """For the hooks before and after an update, which have nothing to do."""
+        """Used for the hooks before and after an update, which need nothing here."""
 
     init_transfer_engine = start_weight_update = finish_weight_update = shutdown = _nothing
 
@@ -64,8 +64,8 @@ def load(model: torch.nn.Module, model_config: Any, weights: Iterable[tuple[str,
 def forget_kernels_of_experts(model: torch.nn.Module) -> None:
     """Make vLLM create the experts' CPU kernels again in the reload.
 
-    On CPUs experts are packed when their kernel is created, which vLLM does once. A reload would replace packed weights with plain
-    ones, and generation would continue with wrong experts, without an error.
+    On CPUs, vLLM packs experts once, when it creates their kernel. A reload would replace packed weights with plain ones, and
+    generation would continue with wrong experts, without an error.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)

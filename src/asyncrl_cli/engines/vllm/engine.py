@@ -10,11 +10,11 @@ Who waits for whom: `generate` waits for a slot (freed when another request leav
 `load` with `drain` waits for the running responses; otherwise its pause waits for one forward pass. If an engine process dies,
 all of these waits end with the error that processes.py finds, and so does every later call.
 
-vLLM keeps track of versions: it labels the outputs of each step with the version that is set between steps, and reports spans.
+vLLM keeps track of versions: it labels the outputs of each step with the version set between steps, and reports spans.
 Cached prefixes are keyed by the version at which a request began (`cache_salt`), so a request never uses prefixes computed by
-older weights. If a load happens between a request's start and its first token, the request starts again. A later turn has the key
-of its trajectory's first: after a `keep-kv` load it goes on with the cache of its earlier turns, as a running request does. All
-other loads clear the cache.
+older weights. If a load happens between a request's start and its first token, the request starts again. A later turn uses the
+key of its trajectory's first turn, so after a `keep-kv` load it continues with the cache of its earlier turns, as a running
+request does. All other loads clear the cache.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         """Start vLLM's processes and wait until they are ready: model loaded, cache allocated."""
         profile, place = self._profile, self._place
         set_environment(profile, place)
-        # In a thread of its own: vLLM keeps errors raised during its import for ever, with the frames of all callers. An engine
-        # that such a frame refers to would live until the interpreter exits, too late to clean up.
+        # In its own thread: vLLM keeps errors raised during its import forever, with the frames of all callers. An engine that
+        # such a frame refers to would live until the interpreter exits, too late to clean up.
         await asyncio.to_thread(importlib.import_module, "vllm.v1.engine.async_llm")
         starting = asyncio.to_thread(start_llm, profile, place, self._counters)
         reading = asyncio.to_thread(skeleton, place.model_dir, trust_remote_code=profile.model.trust_remote_code)
         empty, llm = await asyncio.gather(reading, starting)
         self._form = SavedForm(empty)
-        self._llm = llm  # from here on `close` ends it
+        self._llm = llm  # from here on, `close` shuts it down
         await answer(llm, llm.update_weight_version(str(self.version)))
 
     async def connect(self, rank_zero: RankZero) -> None:
@@ -118,7 +118,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         requests.check_logprobs_exist(sampling, truncated_sampling=is_truncated(self._profile))
 
     def so_far(self, request_id: str) -> Completion | None:
-        """None with stop strings: vLLM would not find one that begins in the tokens so far."""
+        """None if there are stop strings: vLLM would miss one that begins in the tokens so far."""
         track = self._tracks.get(request_id)
         if track is None or track.sampling.stop:
             return None
@@ -155,7 +155,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                 return PauseReport(load_s=load_s, pause_s=time.perf_counter() - stopped_s)
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
-        """Score in vLLM's own forward passes, beside generation; `pause_s` is 0 because nothing stops."""
+        """Score in vLLM's own forward passes, during generation; `pause_s` is 0 because nothing stops."""
         async with self._weights_lock:
             self._raise_failure()
             self._num_scored += 1
@@ -178,8 +178,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             await answer(llm, llm.wake_up())
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
-        """Sample the response. If a load came before a trajectory's first token, start again: the request has an old version's
-        salt."""
+        """Sample the response. If a load came before the trajectory's first token, start again: the request's salt is of the old
+        version."""
         reason = None
         while reason is None:
             salted = self.version if track.first_version is None else track.first_version
@@ -193,7 +193,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
     async def _sampled(
         self, llm: AsyncLLM, track: VllmTrack, outputs: AsyncGenerator[RequestOutput, None], salted: int
     ) -> FinishReason | None:
-        """Collect the outputs. None if newer weights than the salt's sampled the first token: it may have used old prefixes."""
+        """Collect the outputs. None if weights newer than the salt sampled the first token: it may have used old prefixes."""
         reason: FinishReason = "abort"
         async for output in outputs:
             part = output.outputs[0]
@@ -213,8 +213,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         return reason
 
     async def _swap(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> float:
-        """Pause, load and resume; returns the load's seconds. If the pause fails, the old version stays; if the load fails, the
-        engine has failed."""
+        """Pause, load and resume; returns the load's seconds. If the pause fails, the engine keeps the old version. If the load
+        fails, so does the engine."""
         llm = self._running_llm()
         async with paused(llm, interrupt):
             began_s = time.perf_counter()

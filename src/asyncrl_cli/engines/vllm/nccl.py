@@ -5,12 +5,12 @@
     turn                 reserve rank 0 for one worker; the turn is lost if no broadcast begins within `weights.timeout_s`
     broadcast            a version's tensors, packed by vLLM's own producer into wire buffers of a fixed size
 
-With one group per worker, each worker swaps weights independently. Rank 0 broadcasts to one worker at a time: its GPU's memory
-and bus are shared anyway. A worker waits for its `turn` before it pauses its vLLM, for up to `weights.timeout_s` per worker of the
-job. So a transfer that hangs fails its own worker only, and the next in line gets its turn.
+With one group per worker, each worker swaps weights independently. Rank 0 broadcasts to one worker at a time, because broadcasts
+share its GPU's memory and bus anyway. A worker waits for its `turn` before it pauses its vLLM, for up to `weights.timeout_s` per
+worker of the job. So a transfer that hangs fails only its own worker, and the next in line gets its turn.
 
-A call into NCCL cannot be interrupted and waits for its peers for ever, so each call gets its own thread. When the worker has left,
-or time is up, the group is destroyed, which ends the call.
+A call into NCCL cannot be interrupted and waits for its peers forever, so each call gets its own thread. If the worker leaves or
+time runs out, the group is destroyed, which ends the call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOOK_S = 0.2
 
 
 class NcclGroup:
-    """Rank 0's end of one worker's group, with vLLM's own communicator and packing. The constructor waits until all have met."""
+    """Rank 0's end of one worker's group, with vLLM's own communicator and packing. The constructor waits until all have joined."""
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -50,7 +50,7 @@ class NcclGroup:
             raise AsyncrlError("vLLM found no NCCL library beside this torch", hint="--set weights.transport=object-store")
 
     def broadcast(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Send all tensors in this order; returns when they are sent. After `destroy` it soon returns or raises."""
+        """Send all tensors in this order; returns when they are sent. Returns or raises soon after `destroy`."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         torch.cuda.set_device(self._device)
@@ -69,7 +69,7 @@ class NcclGroup:
 
 
 class _Link:
-    """A worker's group, from when it is requested, before it exists. `ended`: it must no longer be used."""
+    """A worker's group. Exists from the request on, before the group does. `ended`: the group must no longer be used."""
 
     def __init__(self, worker: str) -> None:
         self.worker = worker
@@ -78,7 +78,7 @@ class _Link:
         self._ends_once = threading.Lock()
 
     def end(self) -> None:
-        """Destroy the group: now, or as soon as it is made."""
+        """Destroy the group now, or as soon as it is made."""
         self.ended.set()
         if self._ends_once.acquire(blocking=False):
             self.group.add_done_callback(lambda made: None if made.exception() else made.result().destroy())
@@ -106,7 +106,7 @@ class NcclLinks:
         self._begins_by_s = math.inf
 
     def join(self, worker: str, meeting: Meeting) -> None:
-        """Make a group with the worker. AsyncrlError if its processes do not come in time, or the worker leaves meanwhile."""
+        """Make a group with the worker. AsyncrlError if its processes do not join in time, or the worker leaves meanwhile."""
         self.leave(worker)
         link = self._links[worker] = _Link(worker)
         self._bounded(link, link.group, lambda: self._open_group(meeting), f"for {worker}'s vLLM processes to meet it by NCCL")
@@ -114,7 +114,7 @@ class NcclLinks:
     def broadcast(self, worker: str, version: int, names: Mapping[str, str]) -> None:
         """Send a version's tensors to the worker. A failed broadcast ends the group.
 
-        Raises AsyncrlError as `join` does, ValueError for a version that is not held.
+        Raises AsyncrlError as `join` does, ValueError if the version is not held.
         """
         tensors = self._held.tensors(version, names)
         link, sent = self._joined(worker), Future[None]()
@@ -143,7 +143,7 @@ class NcclLinks:
         return link
 
     def _take_turn(self, link: _Link, *, begins_in_s: float) -> None:
-        """Wait for the turn. A holder that has not begun to broadcast after `begins_in_s` loses the turn to a waiting worker."""
+        """Wait for the turn. A holder that does not begin to broadcast within `begins_in_s` loses the turn to a waiting worker."""
         came_s = self._clock()
         with self._turn_changed:
             while (holder := self._turn_of) is not None and holder is not link and self._clock() <= self._begins_by_s:
@@ -161,7 +161,7 @@ class NcclLinks:
         with self._turn_changed:
             if self._turn_of is link:
                 self._turn_of = None
-            self._turn_changed.notify_all()  # wakes waiting workers, also those that have left
+            self._turn_changed.notify_all()  # wakes waiting workers, including those that have left
 
     def _how_it_ended(self, link: _Link, each: str = "") -> str:
         return f"{link.worker} has left" if link.ended.is_set() else f"longer than {TIMEOUT_KEY} = {self._timeout_s:g} s{each}"
@@ -183,5 +183,5 @@ class NcclLinks:
 def _make(made: Future[T], call: Callable[[], T]) -> None:
     try:
         made.set_result(call())
-    except Exception as error:  # raised to whoever waits for `made`
+    except Exception as error:  # `made.result()` raises it
         made.set_exception(error)

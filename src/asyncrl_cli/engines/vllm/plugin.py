@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 BACKEND = "asyncrl-buckets"
 """Name of the weight transfer engine, as `WeightTransferConfig.backend` gives it."""
 OWNER_VARIABLE = "_ASYNCRL_ENGINE_OWNER"
-"""Environment variable with the pid of the process that started the engine. Unset where vLLM is used without asyncrl."""
+"""Environment variable with the pid of the process that started the engine. Unset if vLLM is used without asyncrl."""
 
 
 @cache  # vLLM refuses to register a name twice
@@ -36,14 +36,14 @@ def register() -> None:
 
 
 def is_worth_a_warning(record: logging.LogRecord) -> bool:
-    """False for vLLM's warning that a rotary embedding failed to load. vLLM's reload says so of every layer that got no tensor, but
-    a rotary embedding needs none: its table of angles follows from the configuration and is restored."""
+    """False for vLLM's warning that a rotary embedding failed to load. vLLM's reload warns about every layer without a tensor, but
+    a rotary embedding needs none: its table of angles depends on the configuration alone, and is restored."""
     named = record.args[0] if isinstance(record.args, tuple) and record.args else ""
     return not (str(record.msg).endswith("Failed to load weights") and str(named).endswith("RotaryEmbedding"))
 
 
 def end_with_parent() -> None:
-    """Kill this process when its parent has ended, in whatever way. Works only for children of `multiprocessing`.
+    """Kill this process when its parent ends for any reason. Works only for children of `multiprocessing`.
 
     A thread waits for the parent *process*. The kernel's own signal (PR_SET_PDEATHSIG) comes when the parent's *thread* that
     started this process ends, and vLLM is started from a pool's thread.

@@ -37,9 +37,9 @@ END_TIMEOUT_S = 10.0
 STDOUT = 1
 TAIL_BYTES = 512 * 1024
 LONGEST_ERROR = 400
-"""Most characters of an error from the log that a message quotes."""
+"""A message quotes at most this many characters of an error from the log."""
 DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-\d+|None)\)")
-"""The exit code is None if vLLM looks before the kernel has it: the worker was killed, or it failed and logged its error before."""
+"""The exit code is None if vLLM looks before the kernel has it: the worker was killed, or logged its error before it failed."""
 ERROR = re.compile(r"^(?:.*\bERROR\b[^\]\n]*\] )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b(?:: .*)?)$", re.MULTILINE)
 """The last line of a traceback, as vLLM's loggers write it (with process, level, time and place before it), or bare."""
 POINTS_ELSEWHERE = re.compile(r"see (the )?(root cause|stack trace|error)", re.IGNORECASE)
@@ -126,9 +126,9 @@ async def answer(llm: AsyncLLM, asked: Awaitable[T]) -> T:
 
 
 async def end_processes(llm: AsyncLLM) -> None:
-    """Kill vLLM's processes, which may be waiting for ever. Returns once vLLM has noticed and sends them no more calls.
+    """Kill vLLM's processes, which may be waiting forever. Returns once vLLM has noticed and sends them no more calls.
 
-    If vLLM does not notice in time, this only logs a warning: the caller has its own error to raise."""
+    If vLLM does not notice in time, only logs a warning, because the caller raises its own error."""
     for process in llm.engine_core.resources.engine_manager.processes:
         process.kill()
     try:

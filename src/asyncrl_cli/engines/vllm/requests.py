@@ -34,11 +34,11 @@ class VllmTrack(Track):
 
 
 class VllmCounters:
-    """One engine's figures, collected as a stat logger of vLLM: the scheduler and the frontend report every forward pass to it.
+    """One engine's statistics, collected as a stat logger of vLLM: the scheduler and the frontend report every forward pass to it.
 
-    `decode_steps`: passes that sampled a token of a response; passes that only scored do not count. `preemptions`: those for lack
-    of cache. When all caches are cleared for a load, vLLM preempts the running requests, too; those are not counted.
-    `prompt_tokens`: of responses that have ended; `cached_prompt_tokens`: those of them that vLLM found in its prefix cache.
+    `decode_steps`: passes that sampled a token of a response; passes that only scored do not count. `preemptions`: only those for
+    lack of cache. (vLLM also preempts running requests when all caches are cleared for a load.) `prompt_tokens`: of responses that
+    have ended; `cached_prompt_tokens`: those of them that vLLM found in its prefix cache.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class VllmCounters:
         self._gauges: dict[str, float] = {}
 
     def caches_cleared(self) -> None:
-        """Call it during the pause: vLLM will report one preemption, not to be counted, for each response that was running."""
+        """Call this during the pause: vLLM will report a preemption for each response that was running, which does not count."""
         self._cleared = int(self._gauges.get("engine_running", 0))
 
     def record(self, scheduler: Any, iteration: Any, **others: Any) -> None:
@@ -84,12 +84,12 @@ class VllmCounters:
 
 
 def check_logprobs_exist(sampling: Sampling, *, truncated_sampling: bool) -> None:
-    """ValueError if vLLM's logprobs for this request would not be of the temperature-scaled, untruncated distribution."""
+    """Raises ValueError if vLLM's logprobs for this request would not be of the temperature-scaled, untruncated distribution."""
     truncates = sampling.top_p < 1 or sampling.top_k > 0
     possible = sampling.temperature == 1 if truncated_sampling else not truncates
     if sampling.temperature and not possible:
         made_for = "top-p or top-k at temperature 1" if truncated_sampling else "neither top-p nor top-k"
-        raise ValueError(f"vLLM was started for {made_for}, and gives no logprobs for {sampling}")
+        raise ValueError(f"vLLM was started for {made_for}, and cannot give logprobs for {sampling}")
 
 
 def prompt(tokens: list[int], version: int) -> Any:
@@ -102,7 +102,7 @@ def prompt(tokens: list[int], version: int) -> Any:
 def parameters(track: VllmTrack) -> SamplingParams:
     """vLLM's parameters: stream tokens with their logprobs; decode text only if stop strings must be found in it.
 
-    A response that goes on has another seed, lest its next tokens be drawn with the random numbers of its first ones.
+    A continued response gets another seed. Otherwise its next tokens would be drawn with the random numbers of its first ones.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -131,14 +131,14 @@ def reason_of(reason: str | None) -> FinishReason:
 
 
 def versions_of(spans: Iterable[Any] | None, num_tokens: int) -> list[int]:
-    """One per token, from vLLM's spans (version, start, end). A stop string may have cut the last tokens off."""
+    """One version per token, from vLLM's spans (version, start, end). A stop string may have cut the last tokens off."""
     versions = [int(span.version) for span in spans or () for _ in range(span.start, min(span.end, num_tokens))]
     assert len(versions) == num_tokens, f"vLLM's version spans cover {len(versions)} of {num_tokens} tokens"
     return versions
 
 
 def versions_so_far(track: VllmTrack) -> list[int]:
-    """Of a running response, as far as vLLM has reported them: one per token."""
+    """A running response's versions, one per token, as far as vLLM has reported them."""
     starts, num_new = getattr(track.state, "weight_version_starts", ()), len(track.tokens) - track.num_kept
     ends = [*(start for _, start in starts[1:]), num_new]
     new = [int(version) for (version, start), end in zip(starts, ends, strict=False) for _ in range(start, min(end, num_new))]
@@ -171,7 +171,7 @@ async def score(llm: AsyncLLM, name: str, sequences: Sequence[list[int]], temper
     """Logprobs of the tokens 1, 2, ... of each sequence.
 
     vLLM scores prompts at temperature 1 only. At other temperatures, each token is scored as a possible next sample after the
-    tokens before it. Those share cached prefixes, which no other request uses: each score has its own salt.
+    tokens before it. These requests share cached prefixes with each other only, because each score has its own salt.
     """
     scored = _scored_as_prompt if temperature == 1 else _scored_as_samples
     return list(await asyncio.gather(*(scored(llm, f"{name}/{i}", tokens, temperature) for i, tokens in enumerate(sequences))))

@@ -4,8 +4,8 @@
     nccl                Nccl    join: both ends meet.  turn: rank 0 is free.  _bring: rank 0 broadcasts, vLLM receives and loads
     ipc                 Ipc     join: vLLM is set up.  _bring: rank 0 fills its buffer -> vLLM loads it -> the next part ...
 
-If a transfer fails or is late, this worker tells rank 0 to end its side. vLLM's processes that wait for bytes react to nothing
-else, so the engine fails with the transfer's error and kills them.
+If a transfer fails or is late, this worker tells rank 0 to end its side. While vLLM's processes wait for bytes they react to
+nothing else, so the engine fails with the transfer's error and kills them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 async def paused(llm: AsyncLLM, interrupt: Interrupt) -> AsyncIterator[None]:
     """Pause generation for the block; unless `interrupt` is `keep-kv`, all caches are cleared.
 
-    If the pause fails or is cancelled, generation goes on. If the block raises, the engine has failed and is not resumed.
+    If the pause fails or is cancelled, generation continues. If the block raises, the engine has failed and is not resumed.
     """
     try:
         mode = "wait" if interrupt == "drain" else "keep"
@@ -95,7 +95,7 @@ class Nccl(SharedMemory):
     async def _both(self, sends: Coroutine[Any, Any, None], receives: Coroutine[Any, Any, None], what: str) -> None:
         """Run both ends. Neither can be interrupted from outside, so if one fails or is late, both are ended.
 
-        Rank 0 bounds its end by `timeout_s` and reports if vLLM's processes do not come; the margin lets its report arrive first.
+        Rank 0 bounds its end by `timeout_s` and reports if vLLM's processes do not join. The margin lets that report arrive first.
         """
         ends: dict[str, asyncio.Task[None]] = {}
         try:
@@ -126,7 +126,7 @@ class Ipc(SharedMemory):
         try:
             await super().update(llm, weights, version, required)
         finally:
-            await _leave(self._rank_zero)  # vLLM has closed the buffer, or never will: rank 0 frees it
+            await _leave(self._rank_zero)  # vLLM has closed the buffer or never will: rank 0 frees it
 
     async def _bring(self, llm: AsyncLLM, weights: Any, version: int, required: Collection[str]) -> None:
         what, names = f"the transfer of version {version} by CUDA IPC", {spec.name: name for name, spec in weights.chosen(required)}
@@ -185,7 +185,7 @@ async def _updated(llm: AsyncLLM, update_info: dict[str, Any]) -> None:
 
 
 async def _leave(rank_zero: RankZero) -> None:
-    """End rank 0's side of a transfer. If rank 0 does not answer, log a warning only: rank 0 bounds its own waits."""
+    """End rank 0's side of a transfer. If rank 0 does not answer, only log a warning, because rank 0 bounds its own waits."""
     try:
         await rank_zero.leave()
     except AsyncrlError as error:

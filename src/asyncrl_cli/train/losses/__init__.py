@@ -1,12 +1,12 @@
-"""Losses of the policy, one per file, found by `algorithm.loss_mode`; their input (LossBatch) and their metrics (Metric).
+"""Losses of the policy, one per file, chosen by `algorithm.loss_mode`; their input (LossBatch) and their metrics (Metric).
 
 A loss is a function of this signature:
 
     def loss(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]
 
-It returns the loss of each of the N tokens, and its metrics. The trainer multiplies by the importance weights
-(train/corrections.py) and adds the tokens up (`algorithm.loss_agg_mode`), so that every loss has both. To add a loss, add a
-file here and a line in `LOSSES`, or in another package an entry point in the group `asyncrl.losses`.
+It returns the loss of each of the N tokens, and its metrics. The trainer multiplies each token's loss by its importance weight
+(train/corrections.py) and aggregates the tokens (`algorithm.loss_agg_mode`), so both work with every loss. To add a loss, add a
+file here and a line in `LOSSES`, or register an entry point of another package in the group `asyncrl.losses`.
 
 This module does not import torch, so that a profile can be checked without it. Legend: N = sampled tokens of a microbatch,
 row by row; R = its rows (sequences).
@@ -49,15 +49,15 @@ class LossBatch:
         return values_N.new_zeros(self.num_rows).index_add(0, self.rows_N, values_N)
 
     def row_means(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Each row's mean over its tokens, (R); 0 for a row without any."""
+        """Each row's mean over its tokens, (R); 0 for a row without tokens."""
         return self.row_sums(values_N) / self.row_sums(values_N.new_ones(len(values_N))).clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A figure of one microbatch, without gradient. It is reduced once per train step, over microbatches, steps and ranks.
+    """A value from one microbatch, without gradient. It is reduced once per train step, over microbatches, steps and ranks.
 
-    A mean is the quotient of summed `amount` and summed `weight`. Every microbatch must return the same names, an empty one too.
+    A mean is summed `amount` divided by summed `weight`. Every microbatch, even an empty one, must return the same names.
     """
 
     kind: Literal["sum", "mean", "max"]
@@ -74,16 +74,16 @@ def mean_of(values: torch.Tensor) -> Metric:
 
 
 def max_of(values: torch.Tensor) -> Metric:
-    """The maximum of `values`; -inf, which means that nothing was measured, if there are none."""
+    """The maximum of `values`; -inf (nothing was measured) if there are none."""
     return Metric(kind="max", amount=values.detach().max() if values.numel() else values.new_tensor(-math.inf))
 
 
 def find_loss(name: str) -> Loss:
-    """The loss of that name. ConfigError if neither asyncrl nor another package has it."""
+    """The loss called `name`. Raises ConfigError if neither asyncrl nor another package has it."""
     return find("algorithm.loss_mode", name, LOSSES, "asyncrl.losses")
 
 
 def check_loss(name: str) -> None:
-    """ConfigError for an unknown name. asyncrl's own losses are not imported, because they import torch."""
+    """Raises ConfigError for an unknown name. Does not import asyncrl's own losses, because they import torch."""
     if name not in LOSSES:
         find_loss(name)

@@ -1,10 +1,10 @@
-"""CISPO: a REINFORCE loss whose weight, not whose gradient, is clipped. With u = theta / prox, per token
+"""CISPO: a REINFORCE loss that clips the weight, not the gradient. With u = theta / prox, per token
 
     loss = - stopped(clip(u, 1 - eps_low, 1 + eps_high)) * A * log theta
 
-Every token keeps a gradient, also one that PPO's clip would silence.
+Every token keeps a gradient, even where PPO's clip would zero it.
 
-Source: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585), section 3.1, which only sets the upper bound: `clip_ratio_low = 1` does that.
+Source: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585), section 3.1. It has only the upper bound, as with `clip_ratio_low = 1`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""DPPO with the binary total variation: tokens leave the trust region by how far their probability has moved, not their ratio.
+"""DPPO with the binary total variation: the trust region bounds the change of a token's probability, not its ratio.
 
     loss = - u * A * (0 if A > 0 and theta - prox > delta_high, or A < 0 and prox - theta > delta_low; else 1)
 
 with u = theta / prox, and theta and prox the probabilities of the sampled token: |theta - prox| is the total variation between
-the two policies, if all other tokens are taken as one. So a rare token may change its ratio freely, which PPO's clip forbids.
+the two policies, with all other tokens merged into one. So the ratio of a rare token may change freely, unlike with PPO's clip.
 
 Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879), DPPO-Binary-TV.
-delta_low and delta_high are `clip_ratio_low` and `clip_ratio_high`, in probability: 0.15 there.
+delta_low and delta_high are `clip_ratio_low` and `clip_ratio_high`, as probabilities: 0.15 in the paper.
 """
 
 from __future__ import annotations

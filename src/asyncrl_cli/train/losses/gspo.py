@@ -2,11 +2,11 @@
 
     loss = - min(s * A, clip(s, 1 - eps_low, 1 + eps_high) * A)        for each of its tokens
 
-The gradient of s goes to all tokens alike, as if each had its own ratio s * theta / stopped(theta) (GSPO-token, section 4.3).
+All tokens get the gradient of s equally, as if each had its own ratio s * theta / stopped(theta) (GSPO-token, section 4.3).
 
 Source: Zheng et al. 2025 (arXiv:2507.18071), with clip widths of 3e-4 and 4e-4 and `loss_agg_mode = "seq-mean-token-mean"`.
 
-What it is not: a sequence is a segment, so the segments of a trajectory have ratios of their own.
+What it is not: a sequence here is a segment, not a trajectory. Each segment of a trajectory has its own ratio.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl_cli.train.losses import LossBatch, Metric, mean_of
 
 
 def gspo(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """`correction/clipped_ratio`: share of tokens in sequences whose loss the clip decided."""
+    """`correction/clipped_ratio`: share of tokens in sequences whose loss was clipped."""
     theta_N = batch.logp_theta_N
     log_ratio_R = batch.row_means((theta_N - batch.logp_prox_N).detach())
     ratio_N = torch.exp(log_ratio_R[batch.rows_N] + theta_N - theta_N.detach())
