@@ -143,7 +143,7 @@ def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: Memory
 
 def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str]]:
     """Rows of (name, value, meaning), with the terms of the documentation."""
-    strict = "strict: no token trained is older" if on_stale == "wait" else f'not strict: on_stale = "{on_stale}"'
+    strict = "strict: no trained token is older" if on_stale == "wait" else f'not strict: on_stale = "{on_stale}"'
     last = schedule.last_window_groups
     shorter = "" if last == schedule.window_groups else f", the last window has {last} groups"
     return [
@@ -151,7 +151,7 @@ def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str
         ("B", str(schedule.mini_batch_groups), "groups per optimizer step"),
         ("R", str(schedule.step_groups), "groups per train step"),
         ("K", str(schedule.window_steps), "train steps per weight sync"),
-        ("W", str(schedule.window_groups), "groups per window, that is between two weight syncs"),
+        ("W", str(schedule.window_groups), "groups per window (between two weight syncs)"),
         ("eta", str(schedule.eta), "share of a window admitted ahead"),
         ("budget", str(schedule.budget_groups), "groups admitted per window: floor((1 + eta) * W)"),
         ("staleness bound", str(schedule.max_staleness), f"versions; {strict}"),
