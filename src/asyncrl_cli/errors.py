@@ -1,14 +1,14 @@
-"""The errors whose cause a user can act on, and the exit code of each.
+"""The errors that a user can act on, and the exit code of each.
 
 AsyncrlError             exit 1   the run failed
 ├── ConfigError          exit 2   a key, a flag or a file of the profile is wrong
-├── PreflightError       exit 3   what the run needs is not there (GPUs, Ray, an engine, a model)
+├── PreflightError       exit 3   something that the run needs is missing (GPUs, Ray, an engine, a model)
 ├── RefusedError         exit 4   run directory in use; foreign or damaged checkpoint
 ├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
-│   └── ExecutorLost     exit 1   ... because its process or its engine is gone, or gave no answer in time
+│   └── ExecutorLost     exit 1   ... because its process or engine is gone, or did not answer in time
 │       └── NoRoom       exit 1   ... and the cluster has no room for another process
-├── SessionLost          exit 1   a daemon of the local Ray session has died, or a cluster's head, so Ray no longer answers
-├── StallError           exit 1   nobody made progress; names who waits for whom
+├── SessionLost          exit 1   a daemon of the local Ray session, or the cluster's head, has died: Ray no longer answers
+├── StallError           exit 1   nothing made progress; names who waits for whom
 ├── StorageError         exit 1   a file of the run cannot be written or read: full disk, quota, permissions, a failing disk
 ├── DamagedWeights       exit 1   received weights are not the published ones (weights/buckets.py)
 └── Interrupted          exit 130 stopped on request, after a checkpoint
@@ -31,7 +31,7 @@ MOST_PROBLEMS = 20
 
 
 class AsyncrlError(Exception):
-    """A failure with a message for people: what failed and why, and a `hint` that says what to do."""
+    """A failure with a message for users: what failed and why, and a `hint` that says what to do."""
 
     exit_code = 1
 
@@ -50,13 +50,13 @@ def first_line(error: BaseException) -> str:
 
 
 def first_names(names: Sequence[str], shown: int = 3) -> str:
-    """The first `shown` names, and how many more there are."""
+    """The first `shown` names and, if there are more, how many."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return f"{', '.join(names[:shown])}{more}"
 
 
 def first_error(error: BaseException, kind: type[E]) -> E | None:
-    """The first exception of type `kind` that is not a group: `error` itself or one nested in it. None if there is none."""
+    """The first exception of type `kind` that is not a group: `error` itself or one nested in it. None if not found."""
     if not isinstance(error, BaseExceptionGroup):
         return error if isinstance(error, kind) else None
     found = (first_error(inner, kind) for inner in error.exceptions)
@@ -64,8 +64,8 @@ def first_error(error: BaseException, kind: type[E]) -> E | None:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that was probably meant, or None. A dotted name is compared by its last part with the names of its section,
-    then by its last part with all names, then as a whole."""
+    """The known name that was probably meant, or None. Of a dotted name, compares the last part with the names of its section, then
+    the last part with all names, then the whole name."""
     if len(name) > LONGEST_NAME:
         return None
     section, _, last = name.rpartition(".")
@@ -89,7 +89,7 @@ class ConfigError(AsyncrlError):
 
 
 def combine(problems: Sequence[ConfigError]) -> ConfigError:
-    """One error out of several: all messages, and each of their hints once."""
+    """Combine several errors into one, with all messages and each hint once."""
     assert problems
     if len(problems) == 1:
         return problems[0]
@@ -108,8 +108,8 @@ class RefusedError(AsyncrlError):
 
 
 class ExecutorFailed(AsyncrlError):
-    """A failure of `executor`, such as `rollout-1`, whose name begins the message. Inside the executor the error is raised without
-    the name; the caller adds it."""
+    """A failure of an executor such as `rollout-1`, whose name begins the message. The executor itself raises the error without its
+    name; the caller adds it."""
 
     def __init__(self, message: str, *, hint: str = "", executor: str = "") -> None:
         super().__init__(f"{executor} failed: {message}" if executor else message, hint=hint)
@@ -121,11 +121,11 @@ class ExecutorFailed(AsyncrlError):
 
 
 class ExecutorLost(ExecutorFailed):
-    """The executor's process or engine is gone, or silent for too long; a new process may succeed (`rollout.max_restarts`)."""
+    """The executor's process or engine is gone, or was silent for too long. A new process may succeed (`rollout.max_restarts`)."""
 
 
 class NoRoom(ExecutorLost):
-    """No process could be started for the executor in time: the cluster has no room for it, or none is left of its node."""
+    """No process could be started for the executor in time: the cluster has no room for it, or its node is gone."""
 
 
 class SessionLost(AsyncrlError):

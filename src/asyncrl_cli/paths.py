@@ -1,4 +1,4 @@
-"""Names and paths as users give them: what Linux can take, what may name a run, and whose home `~` is."""
+"""Names and paths that users give: limits of Linux, valid names for a run, and the expansion of `~`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RUNS_DIR = Path("runs")
 ADDRESS_VARIABLE = "_ASYNCRL_ADDRESS"
-"""In a job's processes: the address of the job server that it was submitted to."""
+"""Environment variable in a job's processes: the address of the job server that the job was submitted to."""
 
 
 def expand(text: str | Path) -> Path:
-    """Expand `~` and `~user`. The name of an unknown user stays as it is, where `Path.expanduser` would raise."""
+    """Expand `~` and `~user`. An unknown user's name stays unchanged, where `Path.expanduser` would raise."""
     return Path(os.path.expanduser(text))
 
 
@@ -33,25 +33,25 @@ def check_name(name: str) -> None:
     """Raises ConfigError if `name` cannot name a run and its directory."""
     if not VALID_NAME.fullmatch(name):
         raise ConfigError(
-            f"run.name '{name:.101}' cannot name a directory: letters, digits, '.', '_' and '-', at most 100",
+            f"run.name '{name:.101}' is not a valid name: at most 100 letters, digits, '.', '_' and '-', a letter or digit first",
             hint="give another --name",
         )
 
 
 def where_runs_are(runs_dir: Path) -> str:
-    """The option with which a command finds the runs of a directory; empty if it is the default one. In a job that was submitted it
-    is the address that it was submitted to."""
+    """The option that makes a command find the runs of a directory; empty for the default directory. In a submitted job, the option
+    is --address with its job server."""
     if address := os.environ.get(ADDRESS_VARIABLE):
         return f" --address {address}"
     return "" if runs_dir.resolve() == RUNS_DIR.resolve() else f" --runs-dir {shlex.quote(str(runs_dir))}"
 
 
 def as_typed(run_dir: Path) -> str:
-    """A run's name and the option with which a command finds it."""
+    """A run's name and the option that makes a command find it."""
     return run_dir.name + where_runs_are(run_dir.parent)
 
 
 def has_module(directory: Path, module: str) -> bool:
-    """Whether the Python module, or the package, lies in the directory."""
+    """Whether the directory contains the Python module or package."""
     place = os.path.join(directory, *module.split("."))
     return os.path.isfile(f"{place}.py") or os.path.isfile(os.path.join(place, "__init__.py"))

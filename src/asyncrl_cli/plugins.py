@@ -1,4 +1,4 @@
-"""Look up implementations by name: built-in ones in a table, others in the entry points of installed packages."""
+"""Look up implementations by name: built-in ones in a table, others among the entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def engine_kind(name: str) -> Any:
 
 
 def find(key: str, name: str, ours: Mapping[str, str], group: str, *, also: str = "") -> Any:
-    """The object that `key = name` in a profile refers to. `ours`: "module:attribute" by name; `group`: of the entry points;
-    `also`: what else the key takes, for the hint.
+    """The object that `key = name` in a profile refers to. `ours`: built-in ones, "module:attribute" by name. `group`: entry point
+    group of the others. `also`: other values of the key, for the hint.
 
     Raises ConfigError if the name is unknown or its package cannot be imported.
     """

@@ -1,8 +1,7 @@
-"""Read files that anybody may have written: regular files only, up to a size limit, text in UTF-8 only, and JSON only of a
-declared type.
+"""Read untrusted files safely: only regular files up to a size limit, only UTF-8 text, and only JSON of a declared type.
 
-Opening a pipe blocks until somebody writes into it, a device may never end, and JSON may hold numbers or nesting that Python
-cannot parse. Here each of these is an error that says why.
+Opening a pipe blocks until somebody writes to it, a device may never end, and JSON may contain numbers or nesting that Python
+cannot parse. Here, each of these raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from asyncrl_cli.errors import AsyncrlError, RefusedError
 T = TypeVar("T")
 MIB = 2**20
 Count = Annotated[int, Interval(ge=0, le=2**53)]
-"""A number of steps, versions or tokens. Every JSON reader holds integers up to 2**53 exactly."""
+"""A number of steps, versions or tokens. Every JSON reader represents integers up to 2**53 exactly."""
 Finite = IsFinite[float]
-"""A reward or the like. Python accepts NaN and Infinity in JSON; here they are refused."""
+"""A number such as a reward. Python accepts NaN and Infinity in JSON; here they are refused."""
 MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
 MAX_NESTING = 64
-"""Of JSON that others have written: deeper values cannot be pickled, compared or written again."""
+"""Limit for untrusted JSON: deeper values cannot be pickled, compared or written again."""
 _KINDS = {"d": "a directory", "p": "a pipe", "s": "a socket", "c": "a device", "b": "a device"}
 """Kinds of file by the first letter of the mode that `ls -l` shows."""
 
 
 class UnsafeFile(ValueError):
-    """The file's name, kind or size makes it unreadable here; the message says why, without the path."""
+    """The file is refused because of its name, kind or size. The message says why, without the path."""
 
 
 def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
@@ -82,7 +81,7 @@ def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[
 
 def parse_json(content: bytes | str, kind: type[T]) -> T:
     """Parse JSON as `kind`: a dataclass, a TypedDict, `dict[str, Any]`, ... Raises ValueError that names the first wrong key, or
-    that reports nesting that is too deep, a number that is too long or a lone surrogate."""
+    reports too deep nesting, a too long number or a lone surrogate."""
     from pydantic import ValidationError
 
     declared: Any = kind
@@ -94,7 +93,7 @@ def parse_json(content: bytes | str, kind: type[T]) -> T:
 
 
 def nesting(value: Any) -> int:
-    """How deep a value of JSON is nested; a number or text is 1 deep."""
+    """The nesting depth of a JSON value. A number or text has depth 1."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -119,7 +118,7 @@ def decapitalized(text: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be read, without the path, which the caller's message has already."""
+    """Why a file cannot be read, without the path, which the caller's message already contains."""
     if isinstance(error, OSError) and error.strerror:
         return decapitalized(error.strerror)
     if isinstance(error, UnicodeDecodeError):
@@ -128,9 +127,9 @@ def reason(error: Exception) -> str:
 
 
 def first_of(error: Any) -> str:
-    """The first complaint of a pydantic ValidationError, with its key, and how many more there are."""
+    """The first problem in a pydantic ValidationError, with its key, and the number of further ones."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
-    text = decapitalized(details[0]["msg"].removeprefix("Value error, "))  # pydantic's, before what a validator of ours says
+    text = decapitalized(details[0]["msg"].removeprefix("Value error, "))  # pydantic puts this before our validators' messages
     key = ".".join(str(part)[:80] for part in details[0]["loc"])
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     return f"{key}: {text}{more}" if key else f"{text}{more}"

@@ -1,5 +1,5 @@
-"""What a rollout produces: trajectories. They travel from a rollout worker to the trainer ranks, never through the driver, and a
-run may dump those of a train step as JSON lines (`samples/step-000040.jsonl`).
+"""Trajectories, which rollouts produce. They travel from rollout workers to trainer ranks, never through the driver. A run may dump
+the trajectories of a train step as JSON lines (`samples/step-000040.jsonl`).
 
 Legend: T = all tokens of a segment, prompt and response together.
 """
@@ -29,9 +29,9 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One contiguous context. All arrays have length T; a token that was not sampled has mask 0 and version -1.
+    """One contiguous context. All arrays have length T. A token that was not sampled has mask 0 and version -1.
 
-    `logprobs_T` are of the temperature-scaled, untruncated distribution; 0 where mask is 0.
+    `logprobs_T` are for the temperature-scaled, untruncated distribution; 0 where mask is 0.
     """
 
     tokens_T: NDArray[np.int32]
@@ -46,7 +46,7 @@ class Segment:
 
     @classmethod
     def of(cls, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> Segment:
-        """Of lists; a token was sampled if it has a version."""
+        """Make a segment from lists. A token was sampled if it has a version."""
         versions_T = np.array(versions, dtype=np.int32)
         return cls(
             tokens_T=np.array(tokens, dtype=np.int32),
@@ -58,8 +58,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One or more segments that share a reward; several where the context was rewritten. `turn_rewards`: what the reward is made
-    of, if the environment says so."""
+    """One or more segments that share a reward; several if the context was rewritten. `turn_rewards`: the parts of the reward, if
+    the environment gives them."""
 
     segments: tuple[Segment, ...]
     reward: float
@@ -69,7 +69,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPayload:
-    """The trajectories of one prompt, or those of one part of its group; same order as in `GroupResult` or `PartResult`."""
+    """The trajectories of one prompt's group, or of one part of it, in the order of `GroupResult` or `PartResult`."""
 
     uid: str
     epoch: int
@@ -78,7 +78,7 @@ class GroupPayload:
 
 
 def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
-    """Whole groups, in order. The parts of a group come one after the other, in the order of their numbers."""
+    """Join parts into whole groups, in order. The parts of a group must be adjacent and in order."""
     whole = []
     for (uid, epoch, attempt), own in groupby(parts, key=lambda part: (part.uid, part.epoch, part.attempt)):
         trajectories = tuple(chain.from_iterable(part.trajectories for part in own))
@@ -87,8 +87,8 @@ def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
 
 
 def overlaid(groups: Iterable[tuple[str, int, int]], parts: Iterable[GroupPayload]) -> list[GroupPayload]:
-    """The groups (uid, epoch, attempt), each with the trajectories of its parts at their responses' indices. A part has no segments
-    at the indices of others."""
+    """The groups (uid, epoch, attempt), each with its parts' trajectories at their responses' indices. A part has no segments at
+    the indices of other parts."""
     found: dict[tuple[str, int, int], list[GroupPayload]] = {}
     for part in parts:
         found.setdefault((part.uid, part.epoch, part.attempt), []).append(part)
@@ -102,13 +102,13 @@ def _overlaid(parts: Sequence[GroupPayload]) -> GroupPayload:
 
 
 def is_dump_step(step: int, every_steps: int, last_step: int) -> bool:
-    """Whether `logging.samples_every_steps` asks for this step: the run's first and last do, too; 0 is never."""
+    """Whether `logging.samples_every_steps` asks for a dump of this step. The run's first and last step count, too; 0 is never."""
     return every_steps > 0 and (step % every_steps == 0 or step in (1, last_step))
 
 
 def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]:
-    """Which groups of a step to dump, and how many trajectories of each: groups at random, until they have `most` trajectories; all
-    for 0. `sizes`: the groups' trajectories. Groups come in the order in which they finished, so the first ones would be short."""
+    """Which groups of a step to dump, and how many trajectories of each: random groups with `most` trajectories in all, or all if
+    `most` is 0. `sizes`: trajectories per group. Groups are in the order in which they finished, so the first ones are short."""
     if not most:
         return dict(enumerate(sizes))
     chosen, room = {}, most
@@ -120,9 +120,9 @@ def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
-    """A group to dump. `advantages` of its first trajectories, which are dumped; None where unknown or not trained.
-    `rewards`: theirs, if a reward model has added to those in the payload. `logprobs`: by trajectory, of its sampled tokens by the
-    trainer's weights as the step began, all segments end to end. `answer`: the reference answer, if the task has one."""
+    """A group to dump. `advantages`: one per trajectory to dump, None if unknown or not trained. `rewards`: theirs, if a reward model
+    has added to those in the payload. `logprobs`: per trajectory, the logprobs of its sampled tokens under the trainer's weights
+    at the step's start, segments concatenated. `answer`: the reference answer, if the task has one."""
 
     payload: GroupPayload
     advantages: Sequence[float | None]
@@ -209,14 +209,14 @@ def _line(group: SampledGroup, index: int, advantage: float | None, decode: Deco
 
 
 def _shortest(values_T: NDArray[np.float32]) -> list[float]:
-    """The shortest decimals that are these numbers as float32: half as long as those of float64."""
+    """The shortest decimals that represent these numbers as float32: half as long as those for float64."""
     return [float(str(value)) for value in values_T]
 
 
 def pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """The text of each token. Tokens that are a character only together have it at their last one.
+    """The text of each token. If several tokens form one character, the last of them has it.
 
-    A token is decoded behind the one before it, because some tokenizers drop a text's first space.
+    A token is decoded after the one before it, because some tokenizers drop a text's first space.
     """
     texts: list[str] = []
     begin, known, before = 0, 0, ""

@@ -1,6 +1,6 @@
 """Write files, directories and links atomically, and repair append-only files after a crash.
 
-Also turn an OSError into the error that users see: path, reason, free space, and what to do.
+Also turns an OSError into the error that users see: path, reason, free space, and what to do.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from asyncrl_cli.safe_files import MIB, UnsafeFile, open_regular, reason
 T = TypeVar("T")
 
 HINTS = {
-    errno.ENOSPC: "look at the free space there, or name another place; older checkpoints are as they were",
-    errno.EDQUOT: "your quota there is used up: look at it, or name another place; older checkpoints are as they were",
-    errno.EFBIG: "files there, or those of this process (`ulimit -f`), may not be that large",
-    errno.EROFS: "the file system is mounted read-only: name another place",
-    errno.EACCES: "look at the rights and the owner of the path, or name another place",
-    errno.EPERM: "look at the rights and the owner of the path, or name another place",
+    errno.ENOSPC: "free some space there, or use another path; older checkpoints are intact",
+    errno.EDQUOT: "your quota there is used up: free some space, or use another path; older checkpoints are intact",
+    errno.EFBIG: "the file system, or this process (`ulimit -f`), does not allow files that large",
+    errno.EROFS: "the file system is mounted read-only: use another path",
+    errno.EACCES: "check the permissions and the owner of the path, or use another path",
+    errno.EPERM: "check the permissions and the owner of the path, or use another path",
     errno.EIO: "the disk or the network behind that path fails: `dmesg` may say more",
     errno.EMFILE: "this process has too many files open: raise `ulimit -n`",
     errno.ENFILE: "the machine has too many files open",
-    errno.EEXIST: "something else is there: name another place",
-    errno.ENOTDIR: "something else is there: name another place",
+    errno.EEXIST: "something else is at that path: use another path",
+    errno.ENOTDIR: "something else is at that path: use another path",
     errno.ENAMETOOLONG: "give a shorter name or path",
 }
 """What the user can do, by errno."""
@@ -42,8 +42,8 @@ _unfinished: set[Path] = set()
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to every OSError in the block that names no file (errors from open files name none). An error that a library such
-    as safetensors raises in place of an OSError becomes one."""
+    """Add `path` to every OSError in the block that names no file (errors from open files name none). Errors that a library such as
+    safetensors raises in place of an OSError become OSErrors."""
     try:
         yield
     except Exception as error:
@@ -57,7 +57,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """The OSError behind `error`; None if there is none. Some libraries raise errors of their own, with the errno in the text."""
+    """The OSError behind `error`, or None. Some libraries raise their own errors, with the errno in the text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error
     path = None
@@ -71,7 +71,7 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def storage_error(error: OSError) -> StorageError:
-    """The error that users see: path, reason and, where it matters, the free space."""
+    """The error that users see: path, reason and, if it matters, the free space."""
     why, hint = error.strerror or str(error), HINTS.get(error.errno or 0, "")
     path = error.filename2 or error.filename
     if not isinstance(path, str):  # not every OSError is about a file
@@ -91,7 +91,7 @@ def telling_storage() -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing_directory(target: Path) -> Iterator[Path]:
-    """A hidden directory beside `target`, which is synced to disk and renamed to `target` when the block ends.
+    """A hidden directory next to `target`. It is synced to disk and renamed to `target` when the block ends.
 
     Until then `target` does not exist or is an empty directory. If the block fails, the hidden directory is deleted.
     """
@@ -110,14 +110,14 @@ def appearing_directory(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """Delete half-written directories, for a process that ends while one of its threads is within `appearing_directory`."""
+    """Delete half-written directories when the process ends while one of its threads is inside `appearing_directory`."""
     for directory in list(_unfinished):
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def appearing_file(path: Path) -> Iterator[Path]:
-    """A hidden file beside `path`, which the block writes. It is renamed to `path` when the block ends, deleted if that fails."""
+    """A hidden file next to `path`, which the block writes. It is renamed to `path` when the block ends, or deleted if it fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -128,8 +128,8 @@ def appearing_file(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write `text` to `path` whole or not at all. `durable` waits for the disk (checkpoints do; a status file that is rewritten
-    every second does not)."""
+    """Write `text` to `path` atomically. `durable`: wait for the disk (for checkpoints; not for a status file that is rewritten
+    every second)."""
     with appearing_file(path) as temporary, naming(path), temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         if durable:
@@ -157,8 +157,8 @@ def fsync(path: Path) -> None:
 
 
 def sync_files(directory: Path) -> None:
-    """`fsync` every file in a directory, then the directory itself. Others may write there: what is gone by then was a temporary
-    file of theirs."""
+    """`fsync` every file in a directory, then the directory itself. Other processes may write there: a file that has vanished was
+    one of their temporary files."""
     for path in sorted(path for path in directory.iterdir() if path.is_file()):
         with contextlib.suppress(FileNotFoundError):
             fsync(path)
@@ -168,7 +168,7 @@ def sync_files(directory: Path) -> None:
 def remove_tree(directory: Path) -> None:
     """Rename a directory to a hidden name and delete it, so that a half-deleted directory is never mistaken for a damaged one.
 
-    A missing directory is fine. What cannot be deleted, because somebody still writes there, stays under the hidden name.
+    A missing directory is fine. Files that cannot be deleted, because a process still writes there, stay under the hidden name.
     """
     hidden = directory.with_name(f".deleting-{directory.name}")
     shutil.rmtree(hidden, ignore_errors=True)
@@ -178,9 +178,9 @@ def remove_tree(directory: Path) -> None:
 
 
 def make_in(directory: Path, make: Callable[[], T]) -> tuple[T, bool]:
-    """Make a directory if it is missing, then what `make` makes in it. Returns that, and whether the directory was missing.
+    """Make a directory if it is missing, then call `make`. Returns the result of `make`, and whether the directory was missing.
 
-    Another process may take the directory away as long as it is empty (`remove_if_empty`); then both are made once more.
+    Another process may remove the directory while it is empty (`remove_if_empty`). If so, both are made again.
     """
     was_missing = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ def remove(path: Path) -> None:
 
 
 def repair_lines(path: Path) -> None:
-    """Cut off the incomplete last line that a killed writer left in a JSONL file. RefusedError if `path` is no regular file."""
+    """Cut off the incomplete last line that a killed writer left in a JSONL file. Raises RefusedError if `path` is not a file."""
     try:
         open_regular(path).close()
     except FileNotFoundError:

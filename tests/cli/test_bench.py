@@ -93,7 +93,7 @@ def test_the_help_has_examples_and_says_which_profile_is_compared_by_default(cap
     assert run(["bench", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "asyncrl bench --simulate" in shown
-    assert "If none is given: partial-rollout." in shown
+    assert "Default: partial-rollout." in shown
 
 
 def test_the_screen_says_which_runs_are_missing_and_which_picture_failed(

@@ -44,7 +44,7 @@ def test_a_detached_run_is_the_same_command_and_what_to_type_next_is_said(
     assert started == [[*BRIEF[:3], "--set", "run.seed=3", "--name", "first", "--resume", "never", *place]]
     assert json.loads(out) == {"run": "first", "pid": 4711, "directory": str(tmp_path / "first")}
     assert f"asyncrl watch first --runs-dir {tmp_path}" in err
-    assert f"if it does not begin, {tmp_path / '.first-detached.out'} says why" in err
+    assert f"if it does not start, {tmp_path / '.first-detached.out'} says why" in err
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_resume_auto_begins_anew_what_was_killed_before_its_first_checkpoint(
     assert run(again) == 0
     assert not directory.path.exists()
     assert (tmp_path / ".first-failed-start" / "attempt-1" / "driver.log").read_text() == "killed\n"
-    assert "killed before its first checkpoint and begins anew" in capsys.readouterr().err
+    assert "killed before its first checkpoint and starts anew" in capsys.readouterr().err
     assert len(started) == 3
 
 

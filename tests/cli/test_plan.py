@@ -135,12 +135,12 @@ def test_a_model_of_the_hub_is_planned_without_an_estimate(capsys: pytest.Captur
 
 def test_a_bound_belongs_to_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "-p", "base", "--max-staleness", "1"]) == 2
-    assert "belongs to --tune" in capsys.readouterr().err
+    assert "needs --tune" in capsys.readouterr().err
 
 
 def test_a_plan_without_a_search_writes_no_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["plan", "-p", "base", "--out", str(tmp_path / "my.toml")]) == 2
-    assert "belongs to --tune" in capsys.readouterr().err
+    assert "needs --tune" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -419,7 +419,7 @@ def test_sets_alone_are_planned_over_base(capsys: pytest.CaptureFixture[str]) ->
     assert run(["plan", "--set", "async_training.trigger_parameter_sync_step=3", "--json"]) == 0
     said = capsys.readouterr()
     assert (json.loads(said.out)["profile"], json.loads(said.out)["schedule"]["window_steps"]) == ("base", 3)
-    assert "no --profile: this is base" in said.err
+    assert "no --profile given: using base" in said.err
     assert run(["plan", "--set", "rollout.n=1"]) == 2
 
 

@@ -32,7 +32,7 @@ def test_a_full_stdout_is_one_error(command: str) -> None:
     assert done.returncode == 1
     assert done.stderr.decode().splitlines() == [
         "error: stdout cannot be written: No space left on device",
-        "hint: look at what it was redirected to",
+        "hint: check where it is redirected to",
     ]
 
 
@@ -91,7 +91,7 @@ def test_arguments_that_the_locale_cannot_read_are_told(command: str, code: int)
 def test_a_directory_that_was_deleted_is_told(tmp_path: Path) -> None:
     done = asyncrl(f"true; rmdir $PWD; {sys.executable} -m asyncrl_cli plan -p base --json", cwd=tmp_path)
     assert done.returncode == 3
-    assert b"error: the working directory is not there any more" in done.stderr
+    assert b"error: the working directory no longer exists" in done.stderr
     assert json.loads(done.stdout)["exit_code"] == 3
     assert b"Traceback" not in done.stderr
 

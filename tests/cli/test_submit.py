@@ -139,7 +139,7 @@ def test_a_run_there_is_followed_on_when_the_job_that_asks_has_reached_its_limit
 def test_a_run_that_is_not_there_is_the_clusters_own_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["status", "second", *ADDRESS, "--runs-dir", str(tmp_path)]) == 2
     assert run(["watch", "second", *ADDRESS, "--runs-dir", str(tmp_path)]) == 4
-    assert "run 'second' at http://head:8265 is followed no more (exit 2): no run 'second' in" in capsys.readouterr().err
+    assert "run 'second' at http://head:8265 can no longer be followed (exit 2): no run 'second' in" in capsys.readouterr().err
     assert run(["watch", *ADDRESS]) == 3
     assert "no run was submitted to http://head:8265" in capsys.readouterr().err
 

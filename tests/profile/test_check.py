@@ -19,9 +19,9 @@ CONFLICTS = [
         ["asks for the reference's logprobs"],
         "use_kl_loss=true",
     ),
-    ("partial-rollout", [PROX], ["old_logprobs", "has no pass for it"], "old_logprobs=recompute"),
+    ("partial-rollout", [PROX], ["old_logprobs", "has no such pass"], "old_logprobs=recompute"),
     ("partial-rollout", [PROX, RECOMPUTE, "lora.rank=8", "model.dtype=bfloat16"], ["lora.rank = 8 in bfloat16"], "beside train"),
-    ("partial-rollout", [PROX, RECOMPUTE, *ON_GPUS, "weights.transport=nccl"], ["reach nobody else"], "transport=object-store"),
+    ("partial-rollout", [PROX, RECOMPUTE, *ON_GPUS, "weights.transport=nccl"], ["and nowhere else"], "transport=object-store"),
     (
         "partial-rollout",
         [KL, 'placement.tasks=[["train"],["ref","prox"],["rollout"]]'],
@@ -137,7 +137,7 @@ CONFLICTS = [
     (
         "base",
         ["algorithm.rollout_is_batch_normalize=true", "algorithm.old_logprobs=loglinear"],
-        ["rollout_is_batch_normalize = true", 'old_logprobs = "loglinear"', "before its first loss"],
+        ["rollout_is_batch_normalize = true", 'old_logprobs = "loglinear"', "before the first loss"],
         "old_logprobs=recompute",
     ),
     (
@@ -146,18 +146,18 @@ CONFLICTS = [
         ["rollout_is_batch_normalize = true", 'loss_mode = "reinforce"'],
         "loss_mode=vanilla",
     ),
-    ("base", ["algorithm.rollout_rs=token_k1"], ['rollout_rs = "token_k1"', "too far"], '"0.5_2.0"'),
+    ("base", ["algorithm.rollout_rs=token_k1"], ['rollout_rs = "token_k1"', "needs a threshold"], '"0.5_2.0"'),
     (
         "base",
         ["algorithm.rollout_rs=seq_mean_k1", "algorithm.rollout_rs_threshold=0.01"],
-        ['rollout_rs = "seq_mean_k1" with', "rollout_rs_threshold = 0.01", "there are none"],
+        ['rollout_rs = "seq_mean_k1" with', "rollout_rs_threshold = 0.01", "must be above 1"],
         "rollout_rs_threshold=2.0",
     ),
-    ("base", ["algorithm.rollout_rs_threshold=2"], ["rollout_rs_threshold = 2", "nothing is judged"], "seq_mean_k3"),
+    ("base", ["algorithm.rollout_rs_threshold=2"], ["rollout_rs_threshold = 2", "no rule uses the threshold"], "seq_mean_k3"),
     (
         "base",
         ["algorithm.rollout_rs=seq_max_k2", "algorithm.rollout_rs_threshold=0.5_2.0"],
-        ['rollout_rs = "seq_max_k2"', 'rollout_rs_threshold = "0.5_2.0"', "upper bound only"],
+        ['rollout_rs = "seq_max_k2"', 'rollout_rs_threshold = "0.5_2.0"', "only have an upper bound"],
         "rollout_rs_threshold=0.01",
     ),
     ("base", ["algorithm.clip_ratio_c=3", "algorithm.loss_mode=gspo"], ["clip_ratio_c = 3", '"gspo"'], "loss_mode=vanilla"),
@@ -169,7 +169,7 @@ CONFLICTS = [
     (
         "base",
         ["algorithm.use_kl_in_reward=true", "algorithm.mask_truncated=true"],
-        ["use_kl_in_reward = true", "mask_truncated = true", "have none"],
+        ["use_kl_in_reward = true", "mask_truncated = true", "have no KL"],
         "use_kl_loss=true",
     ),
     ("base", ["rollout.n=1"], ['adv_estimator = "grpo"', "rollout.n = 1"], "adv_estimator=gae"),
@@ -233,7 +233,7 @@ CONFLICTS = [
     (
         "base",
         ["eval.samples_per_prompt=4", "eval.temperature=0"],
-        ["eval.samples_per_prompt = 4", "all the same"],
+        ["eval.samples_per_prompt = 4", "are the same"],
         "--set eval.samples_per_prompt=1",
     ),
     (
@@ -251,7 +251,7 @@ CONFLICTS = [
     (
         "colocate",
         ["weights.transport=ipc", "weights.probe_sequences=0", *ON_GPUS],
-        ["weights.probe_sequences = 0", 'transport = "ipc"', "no fingerprint"],
+        ["weights.probe_sequences = 0", 'transport = "ipc"', "fingerprints are not compared"],
         "--set weights.probe_sequences=4",
     ),
 ]

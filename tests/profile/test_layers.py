@@ -129,19 +129,19 @@ def refusal(reference: str = "base", sets: tuple[str, ...] = (), environ: dict[s
         ("run.train_steps", "expected section.key=value", "--set run.train_steps=20"),
         ("run=3", "run is a section", "run.<key>"),
         ("run.train_steps=ten", 'run.train_steps = "ten" (--set): expected an integer of at least 1', "train steps"),
-        ("run.train_steps='3'", "expected an integer", "leave the quotes out: run.train_steps = 3"),
+        ("run.train_steps='3'", "expected an integer", "remove the quotes: run.train_steps = 3"),
         ("run.train_steps=1.5", "run.train_steps = 1.5 (--set): expected an integer", "train steps"),
         ("run.train_steps=true", "run.train_steps = true (--set): expected an integer", "train steps"),
         ("run.name=7", "expected a string", "quote it: --set 'run.name=\"7\"'"),
         ("async_training.staleness_threshold=-0.5", "expected a number of at least 0", "eta"),
         ("async_training.staleness_threshold=nan", "expected a number", "eta"),
-        ("async_training.partial_rollout=1", "expected true or false", "frozen"),
+        ("async_training.partial_rollout=1", "expected true or false", "Freeze"),
         ("rollout.engine=transformer", 'rollout.engine = "transformer" is not known', "known: transformers, vllm;"),
         ("trainer.betas=[0.9]", "expected 2 numbers", "betas"),
         ("rollout.stop='x'", "expected an array, each entry a string", "Strings"),
         ("placement.ratios=[1.5]", "expected an array, each entry an integer of at least 1", "share"),
         ("placement.tasks=['train']", 'expected an array, each entry an array, each entry one of "train"', "share"),
-        ("placement.ratio=0:1", 'expected a string like "1:1"', "share"),
+        ("placement.ratio=0:1", 'expected a string like "1:1"', "trainer:rollout"),
         ("weights.keep_versions=some", 'expected an integer of at least 0 and at most 1,000,000,000 or "all"', "versions"),
     ],
 )
@@ -335,7 +335,7 @@ def test_a_chain_whose_modules_are_in_two_directories_is_refused_unless_one_is_n
     with pytest.raises(ConfigError) as refused:
         load(reference, environ={})
     assert refused.value.message == (
-        f'task.reward = "rewards:score" means a module in {projects}/a, and task.environment = "my_env:E" one in '
+        f'task.reward = "rewards:score" names a module in {projects}/a, but task.environment = "my_env:E" one in '
         f"{projects}/c: task.import_path is one directory"
     )
     assert "task.import_path=DIR" in refused.value.hint
@@ -347,5 +347,5 @@ def test_a_module_of_a_set_or_the_environment_is_one_of_the_working_directory(pr
     assert load(reference, ["task.reward=rewards:score"], environ={}).profile.task.import_path is None
     assert load(reference, environ={"ASYNCRL_TASK__REWARD": "rewards:score"}).profile.task.import_path is None
     assert load(reference, ["task.environment=mine:E"], environ={}).profile.task.import_path == str(projects / "a")
-    with pytest.raises(ConfigError, match=f'and task.environment = "rewards:E" one in {projects}/here:'):
+    with pytest.raises(ConfigError, match=f'but task.environment = "rewards:E" one in {projects}/here:'):
         load(reference, ["task.environment=rewards:E"], environ={})

@@ -1,1 +1,1 @@
-"""The command line. Each module holds a command or related ones: parse, call, print, exit. Heavy imports only inside functions."""
+"""The command line. Each module holds one or more related commands: parse, call, print, exit. Heavy imports go into functions."""

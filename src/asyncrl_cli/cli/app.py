@@ -1,4 +1,4 @@
-"""`asyncrl`: puts the commands together, and turns every error into a message and an exit code.
+"""`asyncrl`: assembles the commands, and turns every error into a message and an exit code.
 
 Exit codes: 0 done; 1 the run failed; 2 usage or configuration; 3 preflight; 4 refused; 130 interrupted.
 """
@@ -39,9 +39,9 @@ from asyncrl_cli.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 
 app = typer.Typer(
     name="asyncrl",
-    help="Asynchronous RL of language models: a TOML profile becomes a Ray job, and you see live who is idle, why, "
+    help="Asynchronous RL for language models: turns a TOML profile into a Ray job and shows live who is idle, why, "
     "and how stale the data is.",
-    epilog="Start with [bold]asyncrl train --profile partial-rollout[/]: it needs no GPU and takes some minutes.",
+    epilog="Start with [bold]asyncrl train --profile partial-rollout[/]: it needs no GPU and takes a few minutes.",
     rich_markup_mode="rich",
     no_args_is_help=True,
     add_completion=False,
@@ -83,7 +83,7 @@ def options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Options before every command. `_answer`, which catches errors, handles --verbose."""
+    """Options that come before the command. `_answer`, which catches errors, handles --verbose."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -93,13 +93,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     code = 0
     try:
         code = _answer(args)
-        sys.stdout.flush()  # here, and not when Python ends, so that a closed pipe can be handled
-    except BrokenPipeError:  # the reader has ended (`| head`): not an error
+        sys.stdout.flush()  # here instead of at exit, so that a closed pipe can be handled
+    except BrokenPipeError:  # the reader has exited (`| head`): not an error
         _lose_stdout()
     except OSError as error:
         _lose_stdout()
         if code == 0:
-            tell(AsyncrlError(f"stdout cannot be written: {error.strerror}", hint="look at what it was redirected to"))
+            tell(AsyncrlError(f"stdout cannot be written: {error.strerror}", hint="check where it is redirected to"))
             return 1
     return code
 
@@ -112,18 +112,18 @@ def _answer(args: Sequence[str]) -> int:
         _refuse_long_names(args)
         return app(args=list(args), prog_name="asyncrl", standalone_mode=False) or 0
     except SystemExit as ended:
-        # Typer and rich answer a closed pipe by ending the process with 1.
+        # On a closed pipe, Typer and rich exit with 1.
         raise ended.__context__ if isinstance(ended.__context__, BrokenPipeError) else ended from None
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.filename == STDOUT):
             raise
         if isinstance(error, TyperException) and not error.format_message():
-            return error.exit_code  # `asyncrl` alone: the help has been printed
+            return error.exit_code  # `asyncrl` without a command: the help has been printed
         verbose = not {"--verbose", "-v"}.isdisjoint(args)
         told = _of_usage(error, args) if isinstance(error, TyperException) else in_our_words(error, verbose=verbose)
     tell(told)
     if "--json" in args:
-        with suppress(OSError):  # stdout cannot be written: the exit code must do
+        with suppress(OSError):  # stdout cannot be written: only the exit code is left
             print_json_error(told)
     return told.exit_code
 
@@ -132,15 +132,15 @@ def _check_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise PreflightError(f"the working directory is not there any more: {error.strerror}", hint="cd to one that is") from error
+        raise PreflightError(f"the working directory no longer exists: {error.strerror}", hint="cd to one that does") from error
 
 
 def _refuse_long_names(args: Sequence[str]) -> None:
-    """Raises ConfigError for an argument longer than a path can be. Only the values of `--set` may be longer."""
+    """Raises ConfigError for an argument that is longer than any path. Only values of `--set` may be longer."""
     for before, argument in zip(("", *args), args, strict=False):
         if before != "--set" and not argument.startswith("--set=") and not is_path(argument):
             raise ConfigError(
-                f"{argument[:40]}... cannot name anything here: it has {len(argument):,} characters",
+                f"{argument[:40]}... is too long for a name or a path: it has {len(argument):,} characters",
                 hint=f"a name has at most {MAX_NAME_BYTES} bytes, a path {MAX_PATH_BYTES:,}",
             )
 
@@ -154,17 +154,17 @@ def _of_usage(error: TyperException, args: Sequence[str]) -> AsyncrlError:
 
 
 def _lose_stdout() -> None:
-    """Send stdout to /dev/null: else Python prints an error when it flushes stdout at exit."""
+    """Redirect stdout to /dev/null: otherwise Python prints an error when it flushes stdout at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> NoReturn:
     open_streams()
     code = run()
-    for number in (signal.SIGINT, signal.SIGHUP):  # the exit code is settled: no late signal may print a traceback
+    for number in (signal.SIGINT, signal.SIGHUP):  # the exit code is fixed by now: a late signal must not print a traceback
         signal.signal(number, signal.SIG_IGN)
     if threading.active_count() > 1:
-        # A thread is still at work. Python would wait for it, or stop it midway, which makes torch abort.
+        # A thread is still working. Python would wait for it, or stop it midway, which makes torch abort.
         from asyncrl_cli.job.process import leave
 
         sys.stderr.flush()

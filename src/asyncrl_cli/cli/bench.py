@@ -1,4 +1,4 @@
-"""`asyncrl bench`: profiles side by side on the same work and the same resources."""
+"""`asyncrl bench`: compares profiles on the same work and the same resources."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from asyncrl_cli.bench.results import Comparison
 
 EXAMPLES = """
-  asyncrl bench                  partial-rollout against colocate, for real
+  asyncrl bench                  partial-rollout against colocate
   asyncrl bench -p stale-samples -p partial-rollout --repeat 3
   asyncrl bench --simulate verl-7b-math-128 -p stream-off-policy
   asyncrl bench --compare partial-rollout -p my.toml --json > results.json
 
-Real runs train for minutes each; all start from the same model and see the
-same prompts. [bold]--simulate[/] runs the same loop on a virtual clock with the times
-of a workload: its results say SIMULATED."""
+Real runs take minutes each. All start from the same model and see the same
+prompts. [bold]--simulate[/] runs the same loop on a virtual clock with the times of a
+workload, and labels its results SIMULATED."""
 
 
 def bench(
@@ -42,39 +42,39 @@ def bench(
         typer.Option(
             "--compare",
             metavar="BASELINE",
-            help="The profile that the others are compared with.",
+            help="The profile to compare the others with.",
             autocompletion=completion.profiles,
         ),
     ] = "colocate",
     profiles: Annotated[
-        list[str] | None, profile_option("A profile to compare; may be repeated. If none is given: partial-rollout.")
+        list[str] | None, profile_option("A profile to compare; may be repeated. Default: partial-rollout.")
     ] = None,
     simulate: Annotated[
         str | None,
         typer.Option(
             "--simulate",
             metavar="WORKLOAD",
-            help="Nothing is trained, time is virtual. laptop-tiny, verl-7b-math-128, or a workload's TOML file.",
+            help="Train nothing, use a virtual clock. laptop-tiny, verl-7b-math-128, or a workload's TOML file.",
             autocompletion=completion.workloads,
         ),
     ] = None,
     repeat: Annotated[int, number_option("--repeat", "Runs of each profile, with the seeds SEED, SEED + 1, ...")] = 1,
     groups: Annotated[
-        int | None, number_option("--groups", "Groups that each run trains; by default 384, or the workload's windows.")
+        int | None, number_option("--groups", "Groups that each run trains. Default: 384, or the workload's windows.")
     ] = None,
-    windows: Annotated[int | None, number_option("--windows", "The same, in windows of the baseline.")] = None,
+    windows: Annotated[int | None, number_option("--windows", "Length of each run in windows of the baseline.")] = None,
     sets: Annotated[
-        list[str] | None, set_option("Override a key of all profiles, the baseline included. To change one of them, give a file.")
+        list[str] | None, set_option("Override a key in all profiles, including the baseline. To change only one, give a file.")
     ] = None,
     seed: Annotated[int, number_option("--seed", "Seed of the first repeat.", least=0)] = 0,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Where results.json, report.md and the pictures go; by default bench/TIME."),
+        typer.Option("--out", metavar="DIR", help="Directory for results.json, report.md and the charts. Default: bench/TIME."),
     ] = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare profiles on the same work and resources: time, idleness, staleness, and how near each is to its bound."""
+    """Compare profiles on the same work and resources: time, idleness, staleness, and how close each is to its bound."""
     from asyncrl_cli.bench.bars import Bars
     from asyncrl_cli.bench.compare import compare, contest_of
     from asyncrl_cli.bench.report import output_directory
@@ -102,7 +102,7 @@ def bench(
 
 
 def _show(comparison: Comparison, directory: Path, *, as_json: bool) -> None:
-    """Write and print the results, then draw the pictures: a failure there must not lose the results."""
+    """Write and print the results, then draw the charts: a failure to draw must not lose the results."""
     from asyncrl_cli.bench.report import short_notes, write_report, write_results
     from asyncrl_cli.bench.table import heading_of, table_of
 

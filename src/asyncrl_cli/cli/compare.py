@@ -1,4 +1,4 @@
-"""`asyncrl compare`: recorded runs side by side in the terminal."""
+"""`asyncrl compare`: shows recorded runs side by side in the terminal."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def compare(
     runs_dir: RunsDirOption = RUNS_DIR,
     reward: Annotated[
         float | None,
-        typer.Option("--reward", metavar="R", help="The reward whose time is told; by default the highest that all have reached."),
+        typer.Option("--reward", metavar="R", help="Show the time to this reward. Default: the highest that all runs reached."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show runs side by side: where their configurations differ, then reward at equal samples and time, idleness, staleness, speed.
+    """Show runs side by side: configuration differences, reward at equal samples and time, idleness, staleness, speed.
 
-    `asyncrl bench` makes runs that can be compared fairly; this compares whatever there is."""
+    `asyncrl bench` makes runs that can be compared fairly; this command compares any runs."""
     from asyncrl_cli.observe.recorded import Recorded
     from asyncrl_cli.observe.side_by_side import side_by_side
 
@@ -48,7 +48,7 @@ def compare(
 
 def _doubts(made: SideBySide) -> list[str]:
     work = [key for key in made.differences if key.startswith(("task.", "env."))]
-    doubts = [f"the runs' tasks differ ({', '.join(work)}): so may what their rewards mean"] if work else []
+    doubts = [f"the runs' tasks differ ({', '.join(work)}): their rewards may not be comparable"] if work else []
     return doubts + ([] if made.samples else ["a run has no train step with a reward yet: rewards are not compared"])
 
 
@@ -61,7 +61,7 @@ def _print(made: SideBySide) -> None:
     print_prose("")
     _print_table("figures", made.names, [(figure.label, figure.texts) for figure in made.figures])
     print_prose(
-        "\nrewards: mean over the last tenth of the samples that all runs have trained; idleness, staleness and speed: whole runs"
+        "\nrewards: mean over the last tenth of the samples that all runs have trained; idleness, staleness, speed: the whole run"
     )
 
 

@@ -1,6 +1,6 @@
-"""What the shell completes: `asyncrl completion SHELL` prints a script, which asks the functions of this module.
+"""Shell completion: `asyncrl completion SHELL` prints a script, which calls the functions of this module.
 
-Typer leaves out what does not begin with the incomplete word.
+Typer drops suggestions that do not begin with the incomplete word.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ EXAMPLES = """
   eval "$(asyncrl completion bash)"      in ~/.bashrc
   eval "$(asyncrl completion zsh)"       in ~/.zshrc, after compinit
 
-Completes commands, options, profiles (also behind a +), runs, templates, and
-keys and values of --set."""
+Completes commands, options, profiles (also after a +), runs, templates, and
+the keys and values of --set."""
 VARIABLE = "_ASYNCRL_COMPLETE"
-"""Set by the scripts; its value is the instruction to Typer."""
+"""The scripts set this variable; its value tells Typer what to do."""
 BASH = """\
 _asyncrl() {
     local line="${COMP_LINE:0:COMP_POINT}" words cword
@@ -48,14 +48,14 @@ compdef _asyncrl asyncrl
 
 
 def completion(
-    shell: Annotated[Literal["bash", "zsh"], typer.Argument(metavar="bash|zsh", help="The shell that is to evaluate the script.")],
+    shell: Annotated[Literal["bash", "zsh"], typer.Argument(metavar="bash|zsh", help="The shell that will evaluate the script.")],
 ) -> None:
-    """Print a script by which the shell completes asyncrl's commands, profiles, runs and keys."""
+    """Print a script that makes the shell complete asyncrl's commands, profiles, runs and keys."""
     typer.echo(BASH if shell == "bash" else ZSH, nl=False)
 
 
 def make_ready(environ: Mapping[str, str]) -> None:
-    """If a shell asks for completions, let Typer know the shells."""
+    """If a shell asks for completions, register the shells with Typer."""
     if VARIABLE in environ:
         from typer.completion import completion_init  # type: ignore[attr-defined]
 
@@ -63,7 +63,7 @@ def make_ready(environ: Mapping[str, str]) -> None:
 
 
 def profiles(incomplete: str) -> list[str]:
-    """Shipped profiles; behind the `+` of `A+B` those that may lie over A."""
+    """Shipped profiles; after the `+` of `A+B`, those that may be laid over A."""
     from asyncrl_cli.profile.toml_files import shipped_profiles
 
     below, plus, _ = incomplete.rpartition("+")
@@ -71,7 +71,7 @@ def profiles(incomplete: str) -> list[str]:
 
 
 def runs(context: typer.Context) -> list[str]:
-    """The runs below `--runs-dir`, the newest first."""
+    """The runs in `--runs-dir`, newest first."""
     from asyncrl_cli.checkpoint.find import run_names
 
     return run_names(Path(context.params.get("runs_dir") or "runs"))
@@ -90,7 +90,7 @@ def templates() -> list[str]:
 
 
 def sets(incomplete: str) -> list[str]:
-    """`section.key=`, and behind the `=` the values of a key that has only so many."""
+    """`section.key=`, and after the `=` the key's values if it has a fixed list of them."""
     from asyncrl_cli.profile.keys import choices, keys
 
     key, equals, _ = incomplete.partition("=")

@@ -1,6 +1,6 @@
-"""What commands share: two consoles (stdout for data, stderr for everything else), error messages, and common options.
+"""Shared by all commands: two consoles (stdout for data, stderr for everything else), error messages, and common options.
 
-An error message says what is wrong and why, then `hint:` what to do.
+An error message says what is wrong and why; then `hint:` says what to do.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def run_argument(metavar: str, help: str) -> Any:
 ProfileOption = Annotated[
     str, profile_option("Name of a profile (see [bold]asyncrl profiles[/]), or a TOML file. A+B lays B over A.")
 ]
-SetOption = Annotated[list[str] | None, set_option("Override a key; the value is TOML or else a string. May be repeated.")]
-NameOption = Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run; by default profile and time.")]
+SetOption = Annotated[list[str] | None, set_option("Override a key. The value is TOML, or else a string. May be repeated.")]
+NameOption = Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run. Default: from profile and time.")]
 RunArgument = Annotated[str, run_argument("RUN", "A run's name or directory.")]
 RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Directory that holds all runs.")]
 UiOption = Annotated[Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")]
@@ -63,20 +63,20 @@ AddressOption = Annotated[
         metavar="RAY",
         envvar="RAY_ADDRESS",
         callback=lambda address: None if address == "local" else address,
-        help="HOST:PORT of a Ray cluster, or auto on one of its nodes; by default, or with local, Ray is started here.",
+        help="HOST:PORT of a Ray cluster, or auto on one of its nodes. By default, or with local, start Ray on this machine.",
     ),
 ]
 JobAddressOption = Annotated[
     str | None,
     typer.Option("--address", metavar="URL", help="Job server of the cluster to which the run was submitted: http://HEAD:8265."),
 ]
-DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Go on without this terminal, and say what to type next.")]
+DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background, independent of this terminal.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
 class _Stream(io.FileIO):
-    """A raw stdout or stderr. Write errors of stdout get the filename `STDOUT`, which tells them from other files' errors. Those of
-    stderr (a closed terminal, a full disk behind `2> file`) are ignored: they could not be shown anywhere."""
+    """A raw stdout or stderr. Write errors of stdout get the filename `STDOUT`, to distinguish them from errors of other files.
+    Write errors of stderr (a closed terminal, a full disk behind `2> file`) are ignored: they could not be shown anywhere."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -89,8 +89,8 @@ class _Stream(io.FileIO):
 
 
 def open_streams() -> None:
-    """Replace stdout and stderr by streams that escape characters which the encoding lacks. Also opens /dev/null for standard
-    streams that are closed, so that no file of ours or of our children gets their descriptors."""
+    """Replace stdout and stderr with streams that escape characters missing from the encoding. Also open /dev/null for closed
+    standard streams, so that no file opened here or in a child process gets their descriptors."""
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(free, True)
     os.close(free)
@@ -117,7 +117,7 @@ _has_document = False
 
 
 def begin() -> None:
-    """Called before each command line: no JSON document is on stdout yet."""
+    """Called before each command line: no JSON document has been printed yet."""
     global _has_document
     _has_document = False
 
@@ -136,7 +136,7 @@ def json_text(value: Any) -> str:
 
 
 def print_json_error(error: AsyncrlError) -> None:
-    """Print the error as JSON, unless there is a document on stdout already (a failed run's summary, a refused plan)."""
+    """Print the error as JSON, unless a document has been printed already (a failed run's summary, a refused plan)."""
     if not _has_document:
         print_json({"error": error.message, "hint": error.hint, "exit_code": error.exit_code})
 
@@ -180,8 +180,8 @@ def tell(error: AsyncrlError) -> None:
 
 
 def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
-    """Turn any exception into an AsyncrlError. One that is neither ours (even inside a TaskGroup's group) nor a refusal of the
-    system or the locale is reported as a bug. With `verbose` the traceback is printed first."""
+    """Turn any exception into an AsyncrlError. An exception is reported as a bug unless it is one of ours (perhaps inside a
+    TaskGroup's group), an OSError or an encoding error. With `verbose` the traceback is printed first."""
     if verbose:
         stderr().print(Text("".join(traceback.format_exception(error)), style="dim"), soft_wrap=True)
     hint = "" if verbose else "this is a bug; `asyncrl -v ...` shows where"
@@ -190,7 +190,7 @@ def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
 
 
 def _of_a_stray_package(text: str) -> AsyncrlError | None:
-    """For packages that transformers imports wherever it finds them, and that were built for another torch."""
+    """The error caused by a package that transformers imports whenever it is installed, but that was built for another torch."""
     from asyncrl_cli.engines.vllm.kind import STRAY_PACKAGES, broken_packages
 
     broken = next((name for name in STRAY_PACKAGES if name in text and name in broken_packages()), None)
@@ -209,7 +209,7 @@ def _known(error: BaseException) -> AsyncrlError | None:
     if isinstance(error, UnicodeEncodeError):
         return ConfigError(
             f"{error.object[error.start : error.end]!r} cannot be written in {error.encoding}: {error.reason}",
-            hint="give it in UTF-8, in a UTF-8 locale: LANG=C.UTF-8, or PYTHONUTF8=1",
+            hint="use a UTF-8 locale: LANG=C.UTF-8, or PYTHONUTF8=1",
         )
     if isinstance(error, BaseExceptionGroup):
         return next((found for inner in error.exceptions if (found := _known(inner))), None)
@@ -221,21 +221,21 @@ def _labelled(label: str, style: str, text: str) -> None:
 
 
 def epilog(examples: str) -> str:
-    """The end of a command's help. Indented lines are examples; the blank lines keep typer from joining them."""
+    """The end of a command's help. Indented lines are examples; blank lines between them keep typer from joining them."""
     return "[bold]Examples[/]" + examples.replace("\n  ", "\n\n  ")
 
 
 def load_profile(reference: str, sets: list[str] | None, name: str | None = None) -> Loaded:
-    """Load a profile with the command line's options as its top layers. The caller shows its warnings."""
+    """Load a profile, with the command line's options as its top layers. The caller shows the warnings."""
     from asyncrl_cli.profile.loaded import load
 
     return load(reference, sets or [], {} if name is None else {"run.name": name})
 
 
 def run_to_its_end(run: Run, *, as_json: bool) -> None:
-    """Run it, print its summary on stdout if `as_json`, and raise its error or its exit code.
+    """Run `run`, print its summary on stdout if `as_json`, and raise its error or `typer.Exit` with its exit code.
 
-    The run keeps handling signals until the process ends, so that a late signal cannot end it in another way.
+    The run handles signals until the process ends, so that a late signal cannot end the process in another way.
     """
     import asyncio
 

@@ -1,4 +1,4 @@
-"""`asyncrl export`: writes a run's weights as a directory that transformers and vLLM can load."""
+"""`asyncrl export`: writes a run's weights to a directory that transformers and vLLM can load."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_j
 
 EXAMPLES = """
   asyncrl export first                                    the newest whole checkpoint of run "first"
-  asyncrl export first --version 12 --out my-model        the weights that rollouts of version 12 were sampled with
-  vllm serve $(asyncrl export first)                      stdout is the directory's path alone"""
+  asyncrl export first --version 12 --out my-model        the weights of version 12, as used for rollouts
+  vllm serve $(asyncrl export first)                      stdout is only the directory's path"""
 GB = 10**9
 
 
 def export(
     source: Annotated[str, run_argument("RUN|CHECKPOINT", "A run's name or directory, or a checkpoint's directory.")],
     version: Annotated[
-        int | None, typer.Option("--version", metavar="N", min=0, help="A published version that was kept, or is in a checkpoint.")
+        int | None, typer.Option("--version", metavar="N", min=0, help="A published version: one that was kept, or a checkpoint's.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Directory to write, new or empty; by default in the run's.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Directory to write, new or empty. Default: in the run's directory.")
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option("--dtype", help="Type of the weights; by default what the run publishes."),
+        typer.Option("--dtype", help="Data type of the weights. Default: as the run publishes them."),
     ] = None,
     max_shard_size_gb: Annotated[
-        float, typer.Option("--max-shard-size-gb", metavar="GB", min=1e-6, help="Largest size of a weight file, in 10^9 bytes.")
+        float, typer.Option("--max-shard-size-gb", metavar="GB", min=1e-6, help="Largest weight file, in 10^9 bytes.")
     ] = 5.0,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="DIR", help="Where config.json and tokenizer are, if the run's are gone.")
+        Path | None, typer.Option("--model", metavar="DIR", help="Directory with config.json and tokenizer, if the run's is gone.")
     ] = None,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="LoRA: the adapters alone, as peft reads them; else they are merged.")
+        bool, typer.Option("--adapter", help="LoRA: write only the adapters, for peft, instead of merging them.")
     ] = False,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a run's weights as an ordinary Hugging Face directory."""
+    """Write a run's weights as a Hugging Face model directory."""
     from asyncrl_cli.checkpoint.find import resolve
     from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.plan.cluster import counted

@@ -1,8 +1,8 @@
-"""`asyncrl init` for clusters: the same entrypoint in the words of SLURM, KubeRay, SkyPilot or Ray's cluster launcher.
+"""`asyncrl init` for clusters: writes the files with which SLURM, KubeRay, SkyPilot or Ray's cluster launcher start a run.
 
     profile ─> nodes that hold its job ─> values ─> each `{{name}}` in a template's files
 
-An option whose value stands in none of the template's files is refused. So is a missing one whose value does.
+An option is refused if no file of the template uses its value, or if it is missing and a file needs its value.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ LAUNCHERS = "kuberay", "ray-cluster", "skypilot", "slurm"
 GPUS_PER_NODE = 8
 VARIABLE = re.compile(r"\{\{(\w+)\}\}")
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?")
-"""What Kubernetes takes for a RayJob's name, and all the others do."""
+"""Names that Kubernetes accepts for a RayJob. All other launchers accept them, too."""
 PLAIN = re.compile(r"[\w./:@+-]+")
-"""What needs quotes neither in a shell nor in YAML."""
+"""Text that needs no quotes in a shell or in YAML."""
 DAEMONS_CPUS = 2
-"""CPUs of a pod beyond its processes' own."""
+"""CPUs of a pod in addition to those of its processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is launched, and where: the options of `asyncrl init` by their names, None where they are not given."""
+    """What is launched, and where: the options of `asyncrl init` by name; None for an option that is not given."""
 
     profile: str | None
     image: str | None
@@ -49,7 +49,7 @@ class Launch:
 
     @cached_property
     def loaded(self) -> Loaded:
-        """The profile, without this shell's ASYNCRL_*: the job will not have them."""
+        """The profile. This shell's ASYNCRL_* variables are ignored: the job will not have them."""
         return load(str(self.profile), self.set or [], {} if self.name is None else {"run.name": self.name}, environ={})
 
     @property
@@ -64,22 +64,22 @@ class Launch:
 
     @property
     def gpus(self) -> int:
-        """Of each node, at most."""
+        """The maximum per node."""
         return self.gpus_per_node or GPUS_PER_NODE
 
 
 def rendered(template: Path, launch: Launch) -> dict[str, str]:
-    """The files of a launcher; none for a template that is copied as it is. Raises ConfigError if template, options and profile do
-    not go together, PreflightError for too few nodes."""
+    """The launcher's files by name; empty for a template that is copied unchanged. Raises ConfigError if template, options and
+    profile do not go together, and PreflightError if there are too few nodes."""
     launcher = template.name
     given = next((f"--{name.replace('_', '-')}" for name, value in vars(launch).items() if value is not None), None)
     if launcher not in LAUNCHERS and given is not None:
-        what = f"the template {launcher} is copied as it is: {given} is not used"
-        raise ConfigError(what, hint=f"leave it out, or take one of those for clusters: {', '.join(LAUNCHERS)}")
+        what = f"the template {launcher} is copied unchanged: {given} is not used"
+        raise ConfigError(what, hint=f"leave it out, or use a template for clusters: {', '.join(LAUNCHERS)}")
     if launcher not in LAUNCHERS:
         return {}
     if launch.profile is None:
-        raise ConfigError(f"{launcher} needs to know what to train", hint="--profile NAME|FILE, as `asyncrl train` is told")
+        raise ConfigError(f"{launcher} needs a profile to train", hint="--profile NAME|FILE, as for `asyncrl train`")
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(template.iterdir())}
     named = {name for text in texts.values() for name in VARIABLE.findall(text)}
     by_role = "trainer_nodes" in named
@@ -93,18 +93,18 @@ def rendered(template: Path, launch: Launch) -> dict[str, str]:
 def _refusals(launcher: str, launch: Launch, named: set[str], *, by_role: bool) -> Iterator[ConfigError]:
     placement = launch.loaded.profile.placement
     if not NAME.fullmatch(launch.run):
-        rule = "lower-case letters, digits and hyphens, a letter first, at most 47"
-        yield ConfigError(f"a job cannot be called '{launch.run}' on every cluster: {rule}", hint="--name my-run")
+        rule = "use at most 47 lower-case letters, digits and hyphens, a letter first"
+        yield ConfigError(f"not every cluster accepts the job name '{launch.run}': {rule}", hint="--name my-run")
     for option, value in {"--shared": str(launch.directory), "--image": "-" if launch.image is None else launch.image}.items():
         if not PLAIN.fullmatch(value):
-            yield ConfigError(f"{option} {value}: the launchers' files take no spaces or quotes there", hint="another path or name")
+            yield ConfigError(f"{option} {value}: spaces and quotes are not allowed here", hint="use another path or name")
     if launch.image is None and "image" in named:
-        yield ConfigError(f"{launcher} starts containers, and nothing says of which image", hint="--image REGISTRY/NAME:TAG")
+        yield ConfigError(f"{launcher} starts containers and needs an image", hint="--image REGISTRY/NAME:TAG")
     if launch.image is not None and "image" not in named:
         yield ConfigError(f"{launcher} starts no containers: --image is not used", hint="leave --image out")
     if by_role and launch.nodes is not None:
         yield ConfigError(
-            f"{launcher} has pods for each role: --nodes is not used", hint="--gpus-per-node N is the most of one pod"
+            f"{launcher} has pods for each role: --nodes is not used", hint="--gpus-per-node N limits the GPUs of one pod"
         )
     if by_role and (placement.trainer_labels or placement.rollout_labels):
         keys = "placement.trainer_labels and placement.rollout_labels"
@@ -112,7 +112,7 @@ def _refusals(launcher: str, launch: Launch, named: set[str], *, by_role: bool) 
 
 
 def _fewest(profile: Profile, gpus_per_node: int, nodes: int | None) -> tuple[int, JobPlan]:
-    """How many equal nodes hold the job, and its plan there; `nodes` if that is given."""
+    """The smallest number of equal nodes that holds the job (or `nodes`, if given), and the job's plan there."""
     asked = asked_gpus(profile)
     least = -(-asked // gpus_per_node) or 1
     refusals: list[PreflightError] = []
@@ -125,7 +125,7 @@ def _fewest(profile: Profile, gpus_per_node: int, nodes: int | None) -> tuple[in
         if plan.gpus:
             return number, plan
         hint = "--set placement.device=cuda, or --set placement.gpu_bundles=true for a rehearsal on CPUs"
-        raise ConfigError("the profile computes on CPUs and asks for no GPU, and launchers count GPUs", hint=hint)
+        raise ConfigError("the profile computes on CPUs and asks for no GPU, but launchers count GPUs", hint=hint)
     raise refusals[0]
 
 
@@ -148,13 +148,14 @@ def _values(launch: Launch, nodes: int) -> dict[str, object]:
 
 
 def _pods(launch: Launch, plan: JobPlan) -> dict[str, object]:
-    """Pods of the trainer, colocated rollout workers and scorers, and pods of other rollout workers; as many GPUs of each."""
+    """Two kinds of pods: for trainer, scorers and colocated rollout workers, and for other rollout workers. Pods of one kind have
+    the same number of GPUs."""
     values: dict[str, object] = {"rollout_labels": "{}" if plan.colocate else '{group = "rollout"}'}
     for role in (TRAINER, ROLLOUT):
         groups = {name: bundles for name, bundles in plan.groups.items() if (name == ROLLOUT) == (role == ROLLOUT)}
         bundles = [bundle for own in groups.values() for bundle in own]
         apart = sum(len(own) for name, own in groups.items() if plan.spot(name).strategy == "strict_spread")
-        largest = max((bundle.gpus for bundle in bundles), default=1)  # each is within one pod
+        largest = max((bundle.gpus for bundle in bundles), default=1)  # each bundle is within one pod
         total = -(-sum(bundle.gpus for bundle in bundles) // largest)  # in units of the largest
         pods = max(-(-total // max(launch.gpus // largest, 1)), apart)
         share = -(-total // max(pods, 1))

@@ -1,4 +1,4 @@
-"""`asyncrl logs`: what the processes of a run say."""
+"""`asyncrl logs`: prints the logs of a run's processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ POLL_S = 0.3
 MAX_LINE_CHARACTERS = 2**20
 EXAMPLES = """
   asyncrl logs first
-  asyncrl logs first -f --role trainer     trainer-0, trainer-1, ... as they go on
-  asyncrl logs first --attempt 1           before it was resumed"""
+  asyncrl logs first -f --role trainer     follow trainer-0, trainer-1, ...
+  asyncrl logs first --attempt 1           from before it was resumed"""
 
 
 def logs(
@@ -30,9 +30,9 @@ def logs(
     runs_dir: RunsDirOption = RUNS_DIR,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends.")] = False,
     role: Annotated[
-        str | None, typer.Option("--role", metavar="R", help="Only these logs: driver, trainer, rollout-1, ...; by default all.")
+        str | None, typer.Option("--role", metavar="R", help="Only these logs: driver, trainer, rollout-1, ... Default: all.")
     ] = None,
-    attempt: Annotated[int | None, number_option("--attempt", "Those of the Nth start (each resume is one more).")] = None,
+    attempt: Annotated[int | None, number_option("--attempt", "Logs of the Nth attempt; each resume is a new attempt.")] = None,
     address: JobAddressOption = None,
 ) -> None:
     """Print the logs of a run's newest attempt, or of an earlier one."""
@@ -48,14 +48,14 @@ def logs(
     if attempt is not None and attempt > attempts:
         raise ConfigError(f"run '{directory.name}' has no attempt {attempt}", hint=f"attempts: 1 to {attempts}")
     if follow and attempt not in (None, attempts):
-        raise ConfigError(f"attempt {attempt} has ended: there is nothing to follow", hint="leave out --follow, or --attempt")
+        raise ConfigError(f"attempt {attempt} has ended: there is nothing to follow", hint="leave out --follow or --attempt")
     place = directory / "logs" / ("latest" if attempt is None else f"attempt-{attempt}")
     found = logs_of(place, role)
     if not found:
         known = ", ".join(path.stem for path in logs_of(place, None)) or "none yet"
         raise ConfigError(f"no log of role '{role}' in {place}" if role else f"no logs in {place}", hint=f"logs: {known}")
     if attempt is None and attempts > 1:
-        say(f"attempt {attempts}; --attempt 1 to {attempts - 1} for the earlier ones")
+        say(f"attempt {attempts}; --attempt 1 to {attempts - 1} show earlier ones")
     is_one = len(found) == 1 and (not follow or role == found[0].stem)
     lines = follow_lines(directory, lambda: logs_of(place, role), follow=follow, wait=lambda: time.sleep(POLL_S))
     for name, line in lines:
@@ -73,8 +73,8 @@ def logs_of(directory: Path, role: str | None) -> list[Path]:
 def follow_lines(
     directory: Path, logs: Callable[[], Sequence[Path]], *, follow: bool, wait: Callable[[], None]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (log, line): all lines so far, file by file; then, with `follow`, new lines until no process holds the run. `logs` is
-    called each time, because a run that is starting has only its driver's log."""
+    """Yield (log, line): all lines so far, file by file; then, with `follow`, new lines until no process holds the run. Call `logs`
+    again each time, because a run that is still starting has only its driver's log."""
     from asyncrl_cli.checkpoint.find import is_locked
 
     with ExitStack() as stack:
@@ -100,7 +100,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _whole_lines(file: TextIO, live: bool) -> Iterator[str]:
-    """Lines up to the end of the file. In a `live` file an unfinished last line is left for the next call."""
+    """Lines up to the end of the file. In a `live` file, leave an unfinished last line for the next call."""
     while True:
         position = file.tell()
         line = file.readline(MAX_LINE_CHARACTERS)

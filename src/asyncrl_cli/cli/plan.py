@@ -20,8 +20,8 @@ EXAMPLES = """
   asyncrl plan --tune verl-7b-math-128 --max-staleness 1 --out my.toml
   asyncrl plan --tune runs/NAME
 
-[bold]--tune[/] searches split, K, eta and slots on a virtual clock, in a minute
-or two, without a GPU: its output is simulated."""
+[bold]--tune[/] searches split, K, eta and slots on a virtual clock. It takes a minute
+or two and needs no GPU. Its output is simulated."""
 
 
 def plan(
@@ -29,7 +29,7 @@ def plan(
         str | None,
         profile_option(
             "A profile by name ([bold]asyncrl profiles[/]) or a TOML file. "
-            "By default base, for a look at what --set does; with --tune partial-rollout, or the run's own."
+            "Default: base, to see the effect of --set; with --tune, partial-rollout or the run's own profile."
         ),
     ] = None,
     sets: SetOption = None,
@@ -37,73 +37,71 @@ def plan(
         int | None, typer.Option("--gpus", metavar="N", min=0, help="Plan for a machine with N GPUs instead of this one.")
     ] = None,
     nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, max=4096, help="Plan for N machines, each with so many --gpus.")
+        int, typer.Option("--nodes", metavar="N", min=1, max=4096, help="Plan for N machines with --gpus GPUs each.")
     ] = 1,
     address: Annotated[
         str | None,
-        typer.Option("--address", metavar="RAY", help="Plan for a Ray cluster (HOST:PORT): what it has, what fits, and where."),
+        typer.Option("--address", metavar="RAY", help="Plan for a Ray cluster (HOST:PORT): show its nodes, what fits, and where."),
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option("--gpu-memory", metavar="GIB", min=0.1, help="Memory of one GPU, if not this machine's.")
+        float | None, typer.Option("--gpu-memory", metavar="GIB", min=0.1, help="Memory of one GPU. Default: this machine's.")
     ] = None,
     tune: Annotated[
         str | None,
         typer.Option(
             "--tune",
             metavar="WORKLOAD|RUN",
-            help="Search for faster settings of a workload, or of a run measured here.",
+            help="Search for faster settings for a workload, or for a recorded run.",
             autocompletion=completion.workloads,
         ),
     ] = None,
     max_staleness: Annotated[
         int | None,
         typer.Option(
-            "--max-staleness", metavar="S", min=0, help="With --tune: the strict bound in versions; by default the profile's own."
+            "--max-staleness", metavar="S", min=0, help="With --tune: the strict bound in versions. Default: the profile's."
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="With --tune: write what is recommended as a profile; never overwrites."),
+        typer.Option("--out", metavar="FILE", help="With --tune: write the recommended settings to a new profile."),
     ] = None,
-    ask_hub: Annotated[
-        bool, typer.Option("--ask-hub", help="Download the config.json of a model on the hub, for the estimate of its memory.")
-    ] = False,
+    ask_hub: Annotated[bool, typer.Option("--ask-hub", help="Download a hub model's config.json, to estimate its memory.")] = False,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
-    """Show mode, groups, windows, admission budget, staleness bound, placement and memory of a profile.
+    """Show a profile's mode, groups, windows, admission budget, staleness bound, placement and memory.
 
-    Exit 3 if the GPUs are too few, or too small for the weights alone."""
+    Exits with 3 if there are too few GPUs, or if they are too small for the weights alone."""
     named = profile or "partial-rollout"
     if address is not None and (gpus is not None or tune is not None or nodes > 1):
         other = "--tune" if tune is not None else "--gpus" if gpus is not None else "--nodes"
-        raise ConfigError(f"{other} is for machines that are not there, and --address for those that are", hint="leave one out")
+        raise ConfigError(f"{other} plans for hypothetical machines, --address for a real cluster", hint="leave one out")
     if nodes > 1 and tune is not None:
-        raise ConfigError("--tune takes no --nodes: it counts GPUs", hint="--gpus with those of all nodes")
+        raise ConfigError("--tune takes no --nodes: it counts GPUs", hint="--gpus N, with the GPUs of all nodes")
     if nodes > 1 and gpus is None:
-        raise ConfigError(f"--nodes {nodes}: of how many GPUs each?", hint="--gpus 8")
+        raise ConfigError(f"--nodes {nodes} needs the number of GPUs per node", hint="--gpus 8")
     if tune is not None:
         from asyncrl_cli.bench.tune import Asked
         from asyncrl_cli.cli.plan_tune import print_tuned
 
         if gpu_memory is not None:
             raise ConfigError(
-                "--gpu-memory does not belong to --tune: memory is not simulated",
+                "--gpu-memory cannot be used with --tune: memory is not simulated",
                 hint=f"asyncrl plan --profile {named} --gpu-memory {gpu_memory:g}",
             )
         given = tuple(sets or ())
         asked = Asked(reference=tune, runs_dir=runs_dir, profile=profile, sets=given, gpus=gpus, bound=max_staleness)
         return print_tuned(asked, out, as_json=as_json)
     if out is not None:
-        what = "--out writes what a search has found and belongs to --tune"
+        what = "--out writes the result of a search and needs --tune"
         raise ConfigError(what, hint=f"asyncrl profiles show {named} > {out}")
     if max_staleness is not None:
         hint = f"--tune WORKLOAD, or --set async_training.max_staleness={max_staleness}"
-        raise ConfigError("--max-staleness bounds a search and belongs to --tune", hint=hint)
+        raise ConfigError("--max-staleness limits a search and needs --tune", hint=hint)
     from asyncrl_cli.cli.plan_report import print_plan
 
     if profile is None:
-        say("no --profile: this is base")
+        say("no --profile given: using base")
     loaded = load_profile(profile or "base", sets)
     if ask_hub:
         from asyncrl_cli.models.resolve import fetch_config

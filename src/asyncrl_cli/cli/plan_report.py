@@ -1,4 +1,4 @@
-"""Prints what `asyncrl plan` shows: schedule, placement, an estimate of each process's memory, and whether it fits the devices."""
+"""The output of `asyncrl plan`: schedule, placement, an estimate of each process's memory, and whether it fits the devices."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def print_plan(
     gpu_memory_gib: float | None = None,
     address: str | None = None,
 ) -> None:
-    """Print the plan on stdout, for this machine, for `nodes` with `gpus` GPUs of `gpu_memory_gib` each, or for a cluster.
+    """Print the plan on stdout: for this machine, for `nodes` nodes with `gpus` GPUs of `gpu_memory_gib` each, or for a cluster.
 
-    Raises PreflightError if the job cannot run there: before printing if no plan can be made, else after the plan is printed.
-    ConfigError for an unknown loss.
+    Raises PreflightError if the job cannot run there: before printing if no plan can be made, otherwise after printing the plan.
+    Raises ConfigError for an unknown loss.
     """
     profile = loaded.profile
     check_loss(profile.algorithm.loss_mode)
@@ -70,7 +70,7 @@ def print_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """A cluster's nodes, with all that they have and with what is free now: the same of nodes that are only planned for."""
+    """A cluster's nodes, with all their resources and with those that are free now. For planned nodes the two are the same."""
 
     all: cluster.ClusterResources
     free: cluster.ClusterResources
@@ -86,7 +86,7 @@ class _Cluster:
 
     @classmethod
     def planned(cls, profile: Profile, gpus: int | None, nodes: int) -> _Cluster:
-        """This machine, or `nodes` with `gpus` GPUs each, whose CPUs are enough; without GPUs they have as many as this machine."""
+        """This machine, or `nodes` with `gpus` GPUs each and enough CPUs; with 0 GPUs, as many CPUs as this machine."""
         here = cluster.local_cluster()
         if gpus is not None:
             planned = tuple(cluster.planned_nodes(profile, nodes, gpus, least_cpus=0 if gpus else here.cpus))
@@ -94,7 +94,7 @@ class _Cluster:
         return cls(here, here)
 
     def rows(self, job: JobPlan) -> list[dict[str, Any]]:
-        """A row per node: what it has, and how many processes of each role would be there."""
+        """One row per node: its resources, and how many processes of each role would run there."""
         placed = assigned(job, self.free)
         there = {} if isinstance(placed, Unplaced) else {role: Counter(nodes) for role, nodes in placed.items()}
         free = {node.key: node for node in self.free.nodes}
@@ -117,13 +117,13 @@ class _Cluster:
         rows = self.rows(job)
         print_table(list(rows[0]), (row.values() for row in rows), "\nnodes")
         if isinstance(missing := assigned(job, self.free), Unplaced):
-            whom = "an autoscaler or other jobs' ends" if job.autoscaler else "other jobs' ends"
+            whom = "an autoscaler or for other jobs to end" if job.autoscaler else "other jobs to end"
             fitting = fitting_hint(job, self.free)
-            print_prose(f"now there is no room, {missing}: a run would wait for {whom}; at once would fit: {fitting}")
+            print_prose(f"there is no room now, {missing}: a run would wait for {whom}; this would fit at once: {fitting}")
 
 
 def _device_memory_bytes(job: JobPlan, is_here: bool, gpu_memory_gib: float | None) -> int | None:
-    """Memory of a device: as given, else this machine's; None if the plan is for another machine's GPUs of unknown size."""
+    """Memory of a device: as given, otherwise this machine's. None if the plan is for GPUs of unknown size elsewhere."""
     if job.device == "cuda" and gpu_memory_gib is not None:
         return int(gpu_memory_gib * GIB)
     if job.device == "cuda" and not is_here:
@@ -142,8 +142,8 @@ def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: Memory
 
 
 def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str]]:
-    """(name, value, meaning), in the words of the documentation."""
-    strict = "strict: no token trained is older" if on_stale == "wait" else f'not strict: on_stale = "{on_stale}"'
+    """Rows of (name, value, meaning), with the terms of the documentation."""
+    strict = "strict: no trained token is older" if on_stale == "wait" else f'not strict: on_stale = "{on_stale}"'
     last = schedule.last_window_groups
     shorter = "" if last == schedule.window_groups else f", the last window has {last} groups"
     return [
@@ -151,7 +151,7 @@ def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str
         ("B", str(schedule.mini_batch_groups), "groups per optimizer step"),
         ("R", str(schedule.step_groups), "groups per train step"),
         ("K", str(schedule.window_steps), "train steps per weight sync"),
-        ("W", str(schedule.window_groups), "groups per window, that is between two weight syncs"),
+        ("W", str(schedule.window_groups), "groups per window (between two weight syncs)"),
         ("eta", str(schedule.eta), "share of a window admitted ahead"),
         ("budget", str(schedule.budget_groups), "groups admitted per window: floor((1 + eta) * W)"),
         ("staleness bound", str(schedule.max_staleness), f"versions; {strict}"),
@@ -204,7 +204,7 @@ def _print_memory(memory: MemoryEstimate | str, plan: JobPlan) -> None:
 
 
 def size(num_bytes: int) -> str:
-    """In MiB below one GiB, else in GiB."""
+    """The size in MiB below one GiB, otherwise in GiB."""
     mib = num_bytes / MIB
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
 
@@ -213,5 +213,5 @@ def _need_line(need: memory_fit.DeviceNeed) -> str:
     who = " and ".join(need.roles)
     text = f"{who} on one {need.device}: about {size(need.num_bytes)} at the peak"
     if need.available_bytes is None:
-        return f"{text} (how much a {need.device} has is not known here: --gpu-memory GIB)"
+        return f"{text} (the memory of a {need.device} is not known here: --gpu-memory GIB)"
     return f"{text} of {size(need.available_bytes)}: {'fits' if need.fits else 'does not fit'}, by this estimate"

@@ -1,4 +1,4 @@
-"""The commands that drive a run, here or detached: `asyncrl train` and `resume`."""
+"""The commands that drive a run, in the foreground or detached: `asyncrl train` and `resume`."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ TRAIN_EXAMPLES = """
   asyncrl train --profile partial-rollout
   asyncrl train --profile my.toml --set run.train_steps=50 --set rollout.n=4
   asyncrl train --profile one-step-off --name first --json > summary.json
-  asyncrl train --profile my.toml --detach                   it outlives the terminal
-  asyncrl train --profile my.toml --name x --resume auto     begins or resumes x
+  asyncrl train --profile my.toml --detach                   runs on when the terminal closes
+  asyncrl train --profile my.toml --name x --resume auto     starts or resumes run x
 
 Every key is also an environment variable:
 ASYNCRL_RUN__SEED=3 is --set run.seed=3.
 Ctrl-C once: finish the step, write a checkpoint, exit with 130; [bold]asyncrl resume[/] continues. Twice: end at once."""
 RESUME_EXAMPLES = """
-  asyncrl resume first                                   the newest checkpoint of run "first"
-  asyncrl resume runs/first/checkpoints/step-000040      that one; later ones are set aside
+  asyncrl resume first                                   from the newest checkpoint of run "first"
+  asyncrl resume runs/first/checkpoints/step-000040      from this one; later checkpoints are set aside
   asyncrl resume first --set rollout.workers=2 --set placement.trainer_workers=1"""
 
 
@@ -55,16 +55,16 @@ def train(
     name: NameOption = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     ui: UiOption = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the profile and print the plan; start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the profile and print the plan, but start nothing.")] = False,
     address: AddressOption = None,
     detach: DetachOption = False,
     go_on: Annotated[
         Literal["never", "auto"],
-        typer.Option("--resume", help="auto: if the run of this name has begun, resume it; for a job that may be requeued."),
+        typer.Option("--resume", help="auto: if a run with this name has begun, resume it. For jobs that may be requeued."),
     ] = "never",
     as_json: JsonOption = False,
 ) -> None:
-    """Train a model by asynchronous RL, as described by a profile."""
+    """Train a model with asynchronous RL, as a profile describes."""
     from asyncrl_cli.checkpoint.run_directory import check_free, fresh_name
     from asyncrl_cli.cli.plan_report import print_plan
     from asyncrl_cli.plan.memory_fit import refuse_what_cannot_fit
@@ -95,12 +95,12 @@ def train(
 
 
 def _has_begun(name: str | None, runs_dir: Path) -> bool:
-    """Whether there is a run of this name to go on with. One that is done ends the command."""
+    """Whether there is a run of this name to resume. Exits with 0 if that run is done."""
     from asyncrl_cli.checkpoint.find import last_status
     from asyncrl_cli.checkpoint.run_directory import never_began
 
     if name is None:
-        raise ConfigError("--resume auto goes on with a run by its name, and there is none", hint="--name NAME, the same each time")
+        raise ConfigError("--resume auto needs the run's name", hint="--name NAME, the same each time")
     if last_status(runs_dir / name).get("phase") == "done":
         say(f"run '{name}' is done: nothing is left to train")
         raise typer.Exit
@@ -108,17 +108,17 @@ def _has_begun(name: str | None, runs_dir: Path) -> bool:
 
 
 def _is_cleared(run_dir: Path) -> bool:
-    """Whether the run cannot be resumed, because it was killed before its first checkpoint. Its name is free then."""
+    """Whether the run cannot be resumed because it was killed before its first checkpoint. If so, its name is free again."""
     from asyncrl_cli.checkpoint.run_directory import clear_lost
 
     logs = clear_lost(run_dir)
     if logs is not None:
-        warn(f"run '{run_dir.name}' was killed before its first checkpoint and begins anew; its logs are in {logs}")
+        warn(f"run '{run_dir.name}' was killed before its first checkpoint and starts anew; its old logs are in {logs}")
     return logs is not None
 
 
 def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_resumed: bool) -> Run:
-    """A new run; or the one of this name from its newest checkpoint, with a warning if its settings are not these."""
+    """A new run, or the run of this name from its newest checkpoint, with a warning if its settings differ from `loaded`."""
     from asyncrl_cli.job.run import Run
     from asyncrl_cli.profile.keys import entries_of
 
@@ -129,14 +129,14 @@ def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_
     run = Run.resume(str(profile.run.name), runs_dir=runs_dir, ui=ui, address=address)
     own = entries_of(run.profile)
     others = [key for key, value in entries_of(profile).items() if key != "run.name" and own.get(key) != value]
-    say(f"run '{profile.run.name}' goes on from step {run.checkpoint.step if run.checkpoint else 0}")
+    say(f"run '{profile.run.name}' resumes from step {run.checkpoint.step if run.checkpoint else 0}")
     if others:
-        warn(f"it keeps its own settings, which are not those of this command: {first_names(others)}")
+        warn(f"the run keeps its own settings, which differ from this command's: {first_names(others)}")
     return run
 
 
 def _detach(arguments: Sequence[str], name: str, runs_dir: Path, address: str | None, *, as_json: bool) -> None:
-    """Start the command without this terminal; exit with its code if it ends within the first seconds."""
+    """Start the command detached from this terminal. Exit with its code if it ends within the first seconds."""
     from asyncrl_cli.checkpoint.find import detached_output
     from asyncrl_cli.job.detaching import detach
 
@@ -148,7 +148,7 @@ def _detach(arguments: Sequence[str], name: str, runs_dir: Path, address: str | 
         raise typer.Exit(started.exit_code)
     if as_json:
         print_json({"run": name, "pid": started.pid, "directory": str((runs_dir / name).absolute())})
-    say(f"run '{name}' goes on without this terminal (pid {started.pid}); if it does not begin, {output} says why")
+    say(f"run '{name}' runs in the background (pid {started.pid}); if it does not start, {output} says why")
     say_next(name, where_runs_are(runs_dir))
 
 
@@ -163,8 +163,8 @@ def resume(
 ) -> None:
     """Continue a run from a checkpoint. Every group is trained exactly once.
 
-    --set may change where and how it computes (numbers of workers, placement, engine, time limits), and nothing that the checkpoint
-    was made with. With the address of a job server, http://HEAD:8265, it goes on as a job there."""
+    --set may change where and how the run computes (numbers of workers, placement, engine, timeouts), but nothing that the
+    checkpoint depends on. With the address of a job server (http://HEAD:8265), the run resumes as a job there."""
     from asyncrl_cli.checkpoint.find import resolve
     from asyncrl_cli.job.run import Run
     from asyncrl_cli.job.session import is_job_server

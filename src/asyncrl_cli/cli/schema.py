@@ -1,4 +1,4 @@
-"""`asyncrl schema`: prints the JSON Schema of a profile's or a workload's file."""
+"""`asyncrl schema`: prints the JSON Schema of a profile or workload file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ EXAMPLES = """
   asyncrl schema > profile.schema.json
   asyncrl schema workload > workload.schema.json
 
-With [bold]#:schema ./profile.schema.json[/] as its first line, a profile is completed
-and checked by editors that know taplo (Even Better TOML)."""
+If its first line is [bold]#:schema ./profile.schema.json[/], editors with taplo support
+(Even Better TOML) complete and check a profile."""
 
 
 def schema(
-    kind: Annotated[
-        Literal["profile", "workload"], typer.Argument(metavar="profile|workload", help="What the file is.")
-    ] = "profile",
+    kind: Annotated[Literal["profile", "workload"], typer.Argument(metavar="profile|workload", help="Kind of file.")] = "profile",
 ) -> None:
     """Print the JSON Schema of a profile or a workload, for editors and for `taplo check`."""
     if kind == "profile":

@@ -1,4 +1,4 @@
-"""Commands to use before a first run: `asyncrl doctor` (checks this machine), `init` (copies a template) and `profiles`."""
+"""Commands for use before a first run: `asyncrl doctor` (checks this machine), `init` (copies a template) and `profiles`."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ DOCTOR_EXAMPLES = """
   asyncrl doctor --fix
   asyncrl doctor --address 10.0.0.1:6379 --runs-dir /shared/runs"""
 INIT_EXAMPLES = """
-  asyncrl init jsonl my-task          prompts in a file, a reward function of your own, a profile
+  asyncrl init jsonl my-task          prompts in a file, your own reward function, a profile
   asyncrl init parquet-verl my-task   verl's data, and a reward in verl's signature
-  asyncrl init agent my-agent         an agent of your own over an OpenAI client, with a tool
-  asyncrl init gsm8k-8gpu gsm8k       Qwen2.5-1.5B on eight GPUs, and a rehearsal for two cores
+  asyncrl init agent my-agent         your own agent, with an OpenAI client and a tool
+  asyncrl init gsm8k-8gpu gsm8k       Qwen2.5-1.5B on eight GPUs, and a rehearsal on two cores
   asyncrl init grafana dashboard      for logging.prometheus_port
   asyncrl init slurm launch --profile my.toml --shared /shared/my-task
   cd my-task && asyncrl train --profile profile.toml"""
 PROFILES_EXAMPLES = """
   asyncrl profiles
-  asyncrl profiles partial-rollout        as it would run, defaults filled in
+  asyncrl profiles partial-rollout        a whole profile, with all defaults
   asyncrl profiles show partial-rollout --origin
   asyncrl profiles keys rollout           every key of a section, explained
-  asyncrl profiles show base > my.toml    a profile that needs no other"""
+  asyncrl profiles show base > my.toml    a profile that extends no other"""
 SHOW_EXAMPLES = """
   asyncrl profiles show stale-samples --origin   where each value comes from
   asyncrl profiles show base --set run.seed=1 --json"""
@@ -75,23 +75,23 @@ profiles = typer.Typer(
 def doctor(
     as_json: JsonOption = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Uninstall packages that were installed with vLLM and cannot be loaded with this torch.")
+        bool, typer.Option("--fix", help="Uninstall packages that came with vLLM but cannot be loaded with this torch.")
     ] = False,
     address: Annotated[
         str | None, typer.Option("--address", metavar="RAY", help="Check the nodes of this Ray cluster (HOST:PORT) instead.")
     ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
 ) -> None:
-    """Check this machine: versions, cores, GPUs, Ray, engines. Exits with 3 if something that is needed is missing.
+    """Check this machine: versions, cores, GPUs, Ray, engines. Exits with 3 if a requirement is missing.
 
-    With --address: whether the nodes of a cluster have the same versions, see the runs directory, and reach each other."""
+    With --address: check that the nodes of a cluster have the same versions, see the runs directory, and reach each other."""
     from asyncrl_cli.engines.vllm import kind as vllm_kind
     from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.plan import machine
 
     if fix and (broken := vllm_kind.broken_packages()):
         _uninstall(broken)
-        # A failed import leaves traces in this process, so a fresh process checks again.
+        # A failed import leaves traces in this process, so check again in a fresh one.
         again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]
         raise typer.Exit(subprocess.run(again, check=False).returncode)
     with Starting("none" if as_json else "auto", stderr()) as checking:
@@ -115,7 +115,7 @@ def doctor(
 
 def _uninstall(packages: list[str]) -> None:
     listed = ", ".join(packages)
-    say(f"uninstalling {listed}: not usable beside this torch, and not needed by vLLM")
+    say(f"uninstalling {listed}: not usable with this torch, and not needed by vLLM")
     done = subprocess.run([sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *packages], check=False)
     if done.returncode:
         raise PreflightError(f"pip could not uninstall {listed}", hint=f"remove them by hand: pip uninstall {' '.join(packages)}")
@@ -126,32 +126,30 @@ def init(
         str,
         typer.Argument(
             metavar="TEMPLATE",
-            help="Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl; for a cluster kuberay, ray-cluster, "
+            help="Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl; for a cluster: kuberay, ray-cluster, "
             "skypilot or slurm.",
             autocompletion=completion.templates,
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write, new or empty.")],
-    profile: Annotated[str | None, profile_option("For a cluster: what the job trains, as `asyncrl train` is told.")] = None,
+    profile: Annotated[str | None, profile_option("For a cluster: the profile to train, as for `asyncrl train`.")] = None,
     sets: SetOption = None,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="N", help="For a cluster: name of the run; by default the profile's.")
+        str | None, typer.Option("--name", metavar="N", help="For a cluster: name of the run. Default: the profile's.")
     ] = None,
     shared: Annotated[
         Path | None,
         typer.Option(
-            "--shared", metavar="DIR", help="For a cluster: directory that all nodes see, for the runs; by default this one."
+            "--shared", metavar="DIR", help="For a cluster: directory shared by all nodes, for the runs. Default: the current one."
         ),
     ] = None,
-    nodes: Annotated[int | None, number_option("--nodes", "For a cluster: its nodes; by default as few as hold the job.")] = None,
-    gpus_per_node: Annotated[
-        int | None, number_option("--gpus-per-node", "For a cluster: GPUs of each node; by default 8.")
-    ] = None,
+    nodes: Annotated[int | None, number_option("--nodes", "For a cluster: number of nodes. Default: as few as possible.")] = None,
+    gpus_per_node: Annotated[int | None, number_option("--gpus-per-node", "For a cluster: GPUs per node. Default: 8.")] = None,
     image: Annotated[
         str | None, typer.Option("--image", metavar="IMAGE", help="For kuberay and skypilot: container image with asyncrl.")
     ] = None,
 ) -> None:
-    """Copy a template for a task of your own, ready to train, for a dashboard, or for a job on a cluster."""
+    """Copy a template: for your own task, ready to train; for a dashboard; or for a job on a cluster."""
     import shutil
 
     from asyncrl_cli.cli.launchers import Launch, rendered
@@ -177,7 +175,7 @@ def init(
 
 
 def _missing_gpus(profile: Path) -> str:
-    """The option of `asyncrl plan` with which it shows the profile on a machine that has no GPUs."""
+    """The option that `asyncrl plan` needs for the profile on a machine without GPUs; empty if it needs none."""
     from asyncrl_cli.plan.cluster import asked_gpus, local_cluster
     from asyncrl_cli.profile.loaded import load
 
@@ -234,7 +232,7 @@ def list_keys(
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """List every key of a profile: its default, what it expects, what it means. All of it is TOML."""
+    """List every key of a profile: its default, what it expects, what it means. The output is TOML."""
     from asyncrl_cli.profile.keys import expected, keys, sections, unknown_key, values_of
     from asyncrl_cli.profile.schema import Profile
     from asyncrl_cli.profile.toml_files import toml_value
@@ -250,7 +248,7 @@ def list_keys(
     if as_json:
         print_json(rows)
         return
-    for row in rows:  # as a profile would say it; a key that is not set by default is a comment
+    for row in rows:  # as in a profile; a key without a default is a comment
         key, default = row["key"], row["default"]
         line = f"# {key} is not set by default" if default is None else f"{key} = {toml_value(default)}"
         print_text(f"{line}  # {row['expects']}\n    # {row['meaning']}")
@@ -270,7 +268,7 @@ def show(
     sets: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a profile as it would run: every key, defaults filled in."""
+    """Print a profile as it would run: every key, including defaults."""
     from asyncrl_cli.profile.loaded import to_document, to_toml
 
     loaded = load_profile(name, sets)

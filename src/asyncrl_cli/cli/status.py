@@ -1,4 +1,4 @@
-"""The commands that look at a run from outside and end it: `asyncrl status`, `watch` and `stop`."""
+"""The commands that look at a run from outside, or end it: `asyncrl status`, `watch` and `stop`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 1.0
 STATUS_EXAMPLES = """
-  asyncrl status                 all runs, the newest first, and what to do next
-  asyncrl status first           one run in depth
+  asyncrl status                 all runs, newest first, and what to do next
+  asyncrl status first           one run in detail
   asyncrl status --json | jq '.[] | select(.state == "failed") | .error'
   asyncrl status first --json | jq .progress"""
 WATCH_EXAMPLES = """
@@ -43,21 +43,19 @@ WATCH_EXAMPLES = """
   asyncrl watch first
   asyncrl watch first --address http://head:8265     a submitted run"""
 STOP_EXAMPLES = """
-  asyncrl stop first     finish the train step, checkpoint, end
+  asyncrl stop first     finish the train step, write a checkpoint, end
   asyncrl stop first     a second time: end at once"""
 
 
 def status(
-    run: Annotated[
-        str | None, run_argument("[RUN]", "A run's name or directory; by default all runs, if there are several.")
-    ] = None,
+    run: Annotated[str | None, run_argument("[RUN]", "A run's name or directory. Default: all runs, or the only one.")] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     address: JobAddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the runs and what to do next, or how one run is doing: from any terminal, also after it has ended.
+    """Show all runs and what to do next, or how one run is doing. Works from any terminal, also after the run has ended.
 
-    With --json: an array with an entry per run, or the whole status of RUN."""
+    With --json: an array with one entry per run, or the whole status of RUN."""
     if address is not None:
         if run is None:
             return print_jobs(address, as_json=as_json)
@@ -96,14 +94,14 @@ def _print_in_depth(found: RunStatus) -> None:
 
 
 def watch(
-    run: Annotated[str | None, run_argument("[RUN]", "A run's name or directory; by default the newest.")] = None,
+    run: Annotated[str | None, run_argument("[RUN]", "A run's name or directory. Default: the newest run.")] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     address: JobAddressOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole status once a second, a line of JSON each.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole status once a second, as one line of JSON.")] = False,
 ) -> None:
-    """Show the live screen of a run that goes on elsewhere: detached, submitted, or on another terminal.
+    """Show the live screen of a run elsewhere: detached, submitted, or in another terminal.
 
-    q or Ctrl-C leaves the screen and does not touch the run."""
+    q or Ctrl-C leaves the screen. The run continues."""
     from asyncrl_cli.checkpoint.find import find_run
 
     if address is not None:
@@ -128,13 +126,13 @@ def _newest(runs_dir: Path) -> Path:
 
 
 def _follow(directory: Path, take: Take, wait: Wait) -> None:
-    """Hand the run's status to `take`, once a second, until it is over."""
+    """Pass the run's status to `take` once a second until the run is over."""
     from asyncrl_cli.checkpoint.find import detached_output
     from asyncrl_cli.observe.status import StillStarting, read_status
 
     while True:
         if not directory.exists():
-            why = f"run '{directory.name}' ended while it started, and left nothing"
+            why = f"run '{directory.name}' ended while it was starting, and left no files"
             output = detached_output(directory)
             raise RefusedError(why, hint=f"{output if output.exists() else 'the command that started it'} says why")
         try:
@@ -157,7 +155,7 @@ def _print_line(found: RunStatus | str) -> None:
 
 
 def _show(name: str, follow: Callable[[Take, Wait], None], where: str) -> None:
-    """The live screen, until the run is over, q or Ctrl-C. `where`: options that find the run again."""
+    """Show the live screen until the run is over, or until q or Ctrl-C. `where`: options that find the run again."""
     from asyncrl_cli.observe.render import render_summary
     from asyncrl_cli.observe.screen import watching
     from asyncrl_cli.observe.terminal import key_presses
@@ -176,13 +174,13 @@ def _show(name: str, follow: Callable[[Take, Wait], None], where: str) -> None:
         follow(take, wait)
     (last,) = shown
     if isinstance(last, str) or not last.is_over:
-        say(f"run '{name}' goes on; `asyncrl watch {name}{where}` shows it again, `asyncrl stop {name}{where}` ends it")
+        say(f"run '{name}' continues; `asyncrl watch {name}{where}` shows it again, `asyncrl stop {name}{where}` ends it")
     elif last.liveness == "ended":
         stdout().print(render_summary(last.status))
 
 
 def stop(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, address: JobAddressOption = None) -> None:
-    """Ask a run to finish its train step, write a checkpoint and end; asked twice, it ends at once."""
+    """Ask a run to finish its train step, write a checkpoint and end. If asked twice, it ends at once."""
     if address is not None:
         return on_cluster(address, ["stop", run], runs_dir)
     from asyncrl_cli.checkpoint.run_directory import request_stop
@@ -195,8 +193,8 @@ def stop(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, address: JobAddre
         )
     if request_stop(found.directory) > 1:
         say(f"asked run '{found.name}' to end at once")
-    elif "doing" in found.status:  # of a start; the loop's status has none
-        say(f"asked run '{found.name}' to end; it is still starting and has nothing new to write a checkpoint of")
+    elif "doing" in found.status:  # only while a run starts; the loop's status lacks it
+        say(f"asked run '{found.name}' to end; it is still starting and has nothing new to checkpoint")
     else:
         say(
             f"asked run '{found.name}' to finish its step, checkpoint and end; `asyncrl watch {as_typed(found.directory)}` shows it"

@@ -1,4 +1,4 @@
-"""`asyncrl submit`: a run as a job of a Ray cluster; and the other commands, where the files of such a run are."""
+"""`asyncrl submit`: starts a run as a job of a Ray cluster. Also runs other commands on the cluster, where the run's files are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.observe.status import RunStatus
 
 Take = Callable[["RunStatus | str"], None]
-"""Takes a run's status, or why there is none yet."""
+"""Takes a run's status, or a text that says why there is none yet."""
 Wait = Callable[[float], object]
 EXAMPLES = """
   asyncrl submit --address http://head:8265 -p my.toml --runs-dir /shared/runs
@@ -53,16 +53,16 @@ def submit(
     runs_dir: Annotated[
         Path,
         typer.Option(
-            "--runs-dir", metavar="DIR", help="Directory that holds all runs, by its path on the cluster: one that all nodes share."
+            "--runs-dir", metavar="DIR", help="Directory that holds all runs: a path on the cluster, shared by all nodes."
         ),
     ] = RUNS_DIR,
-    wait: Annotated[bool, typer.Option("--wait", help="Print the driver's lines until it ends, and exit with its code.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job as JSON; submit nothing.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Print the driver's output until it ends, and exit with its code.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job as JSON, but submit nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train on a Ray cluster, as a job that needs neither this terminal nor this machine.
 
-    The job takes along the profile as it is resolved here, the modules that it names, and what run.ship names."""
+    Uploads the profile as resolved here, the modules that it names, and the files of run.ship."""
     from asyncrl_cli.checkpoint.run_directory import fresh_name
     from asyncrl_cli.job.job_server import Job, JobServer
     from asyncrl_cli.job.shipping import PROFILE, cargo_of
@@ -82,7 +82,7 @@ def submit(
 
 
 def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = False) -> None:
-    """Submit the job, and say what to type next. Raises the error of one that ends within the first seconds."""
+    """Submit the job and print the next commands. Raises the job's error if it fails within the first seconds."""
     from asyncrl_cli.job.job_server import FAILED
 
     server.check_version()
@@ -105,13 +105,13 @@ def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = Fal
         try:
             raise typer.Exit(server.follow(job.id, say, warn))
         except KeyboardInterrupt:
-            left = f"run '{job.run}' goes on; `asyncrl stop {job.run} --address {server.address}` ends it"
+            left = f"run '{job.run}' continues; `asyncrl stop {job.run} --address {server.address}` ends it"
             raise Interrupted(left) from None
 
 
 def say_next(run: str, where: str) -> None:
-    """What to type next about a run that goes on elsewhere."""
-    for verb, what in {"watch": "its live screen", "logs": "what its processes say", "stop": "a checkpoint, and its end"}.items():
+    """Print the next commands for a run elsewhere."""
+    for verb, what in {"watch": "its live screen", "logs": "its processes' logs", "stop": "write a checkpoint and end"}.items():
         say(f"  asyncrl {verb} {run}{where}    {what}")
 
 
@@ -143,7 +143,8 @@ def resume_there(address: str, run: str, runs_dir: Path, sets: Sequence[str], *,
 
 
 def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, Callable[[Take, Wait], None]]:
-    """The run's name, by default the newest's, and what hands its status to `take`: a job there says it once a second."""
+    """The run's name (default: the newest run), and a function that passes its status to `take`: a job there prints it once a
+    second."""
     from asyncrl_cli.job.job_server import TIMED_OUT, JobServer
     from asyncrl_cli.observe.status import RunStatus
 
@@ -154,7 +155,7 @@ def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, 
         said: list[str] = []
 
         def write(line: str) -> None:
-            if line.startswith('{"'):  # a whole status; an error is told in several lines
+            if line.startswith('{"'):  # a whole status; an error takes several lines
                 take(RunStatus.from_json(place / name, line))
                 wait(0.0)
             else:
@@ -166,21 +167,21 @@ def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, 
         if code:
             why = next((line.removeprefix("error: ") for line in said if line.startswith("error: ")), "")
             hint = f"asyncrl logs {name} --address {address}"
-            raise RefusedError(f"run '{name}' at {address} is followed no more (exit {code}): {why}", hint=hint)
+            raise RefusedError(f"run '{name}' at {address} can no longer be followed (exit {code}): {why}", hint=hint)
 
     return name, follow
 
 
 def on_cluster(address: str, arguments: Sequence[str], runs_dir: Path) -> None:
-    """Run a command on the run `arguments[1]` where its files are, print its output as it comes, and exit with its code. Of a run
-    that ended before it had files, print what its job said."""
+    """Run a command for run `arguments[1]` on the cluster, where its files are. Print its output as it arrives and exit with its
+    code. For a run that ended before it had files, print the output of its job."""
     from asyncrl_cli.job.job_server import TIMED_OUT, JobServer
 
     server = JobServer(address)
     run, place = server.find(arguments[1], runs_dir)
     code = server.call([*arguments, "--runs-dir", str(place)], print_text, columns=stdout().width)
     if code == TIMED_OUT:
-        say("nothing is followed for longer on the cluster: call it again to go on")
+        say("the time limit for following on the cluster was reached: call it again to continue")
     if code == ConfigError.exit_code and (job := server.failed_job(run)):  # there is no run of that name
         say(f"its job {job} said:")
         server.follow(job, say, warn)

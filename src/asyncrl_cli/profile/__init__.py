@@ -1,1 +1,1 @@
-"""From TOML layers to one frozen, validated `Profile`, and the arithmetic of modes."""
+"""Turns layers of TOML into one frozen, validated `Profile`, and computes the numbers that follow from it."""

@@ -1,8 +1,8 @@
-"""The section [algorithm]: advantages, loss, and corrections for data that older weights sampled; and [ref], [critic] and
-[reward_model], the further models that these may ask for.
+"""The section [algorithm]: advantages, loss, and corrections for data that older weights sampled. Also [ref], [critic] and
+[reward_model]: the additional models that an algorithm may need.
 
-Three policies: theta is being trained, prox are the weights at the start of the window, mu is the sampler. Per token
-u = theta / prox, w = prox / mu and r = theta / mu are ratios of probabilities. Keys have verl's names where it has them.
+There are three policies: theta is being trained, prox is the weights at the start of the window, mu is the sampler. Per token,
+u = theta / prox, w = prox / mu and r = theta / mu are ratios of probabilities. Keys use verl's names where verl has them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl_cli.profile.fields import (
 
 
 def bounds(threshold: float | str) -> tuple[float, float]:
-    """The bounds of a band "0.5_5.0"; of a number, 0 and that number."""
+    """The two bounds of a band like "0.5_5.0". A plain number x means (0, x)."""
     if isinstance(threshold, str):
         low, high = map(float, threshold.split("_"))
         return low, high
@@ -41,7 +41,7 @@ def _rising(band: str) -> str:
 
 
 Band = Annotated[str, Field(pattern=r"^\d+(\.\d+)?_\d+(\.\d+)?$", examples=["0.5_5.0"]), AfterValidator(_rising)]
-"""Two bounds of a ratio."""
+"""A lower and an upper bound of a ratio."""
 Rejection = Literal[
     "token_k1",
     "token_k2",
@@ -63,78 +63,78 @@ class AlgorithmSection(Section):
     """Advantages, loss, and corrections for stale data."""
 
     adv_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"] = "grpo"
-    """How rewards become advantages: `grpo` compares a response with its group, `rloo` with the others of its group,
-    `reinforce_plus_plus` with the optimizer step's responses, its `_baseline` first with its group; `gae` compares each token
-    with what the critic expects ([critic])."""
+    """How rewards become advantages. `grpo` compares a response with its group, `rloo` with the other responses of its group,
+    `reinforce_plus_plus` with all responses of the optimizer step; `reinforce_plus_plus_baseline` subtracts the group's mean first.
+    `gae` compares each token with the critic's prediction ([critic])."""
     normalize_advantages: bool = True
-    """`grpo`: divide by the group's standard deviation; `gae`: shift and scale the optimizer step's advantages to mean 0 and
+    """`grpo`: divide by the group's standard deviation. `gae`: shift and scale the optimizer step's advantages to mean 0 and
     standard deviation 1."""
     gamma: Share = 1.0
-    """`gae`: what a reward is worth one sampled token earlier."""
+    """`gae`: discount factor per sampled token."""
     lam: Ratio = 1.0
-    """`gae`: 1 trusts rewards alone (advantage = return - value), 0 the critic's next value."""
+    """`gae`: 1 relies on the rewards alone (advantage = return - value), 0 on the critic's next value."""
     use_kl_loss: bool = False
-    """Add kl_loss_coef * KL(theta, reference) to the loss. The reference ([ref]) is one more model in the trainer, or
-    has processes of its own (placement.tasks)."""
+    """Add kl_loss_coef * KL(theta, reference) to the loss. The reference ([ref]) is an additional model in the trainer's processes,
+    or has its own processes (placement.tasks)."""
     kl_loss_coef: NonNegativeFloat = 0.001
-    """`use_kl_loss`: its weight; 0 only measures the divergence (`ref/kl`)."""
+    """`use_kl_loss`: weight of the KL term. 0 only measures the divergence (`ref/kl`)."""
     kl_loss_type: Kl = "low_var_kl"
-    """`use_kl_loss`: the estimate. `k3` and `low_var_kl` (k3 within limits) are never negative; `k2` has the divergence's gradient
-    on average; `k1` has none on average."""
+    """`use_kl_loss`: the KL estimator. `k3` and `low_var_kl` (k3, clamped) are never negative. On average, the gradient of `k2` is
+    that of the divergence and the gradient of `k1` is zero."""
     use_kl_in_reward: bool = False
-    """Take kl_coef * KL(sampler, reference) from the reward: with `gae` from each token's, else from the response's as a sum."""
+    """Subtract kl_coef * KL(sampler, reference) from the reward: per token with `gae`, otherwise summed over the response."""
     kl_penalty: Kl = "k1"
-    """`use_kl_in_reward`: the estimate."""
+    """`use_kl_in_reward`: the KL estimator."""
     kl_coef: NonNegativeFloat = 0.001
-    """`use_kl_in_reward`: its weight."""
+    """`use_kl_in_reward`: weight of the KL term."""
     filter_groups: bool = False
-    """DAPO's dynamic sampling: groups in which all rewards are equal are dropped, and another prompt takes the place."""
+    """DAPO's dynamic sampling: a group in which all rewards are equal is dropped, and another prompt takes its place."""
     max_num_gen_batches: PositiveInt = 10
-    """`filter_groups`: the run stops after so many times R groups in a row with equal rewards."""
+    """`filter_groups`: the run stops after max_num_gen_batches * R groups in a row with equal rewards."""
     overlong_buffer_tokens: PositiveInt | None = None
-    """DAPO's overlong shaping: within that many tokens of rollout.max_response_tokens the reward falls in a straight line. For
-    tasks of one turn."""
+    """DAPO's overlong shaping: the reward falls linearly over the last overlong_buffer_tokens before rollout.max_response_tokens.
+    Single-turn tasks only."""
     overlong_penalty_factor: PositiveFloat = 1.0
-    """What a response of rollout.max_response_tokens loses by overlong_buffer_tokens."""
+    """`overlong_buffer_tokens`: the penalty of a response with rollout.max_response_tokens."""
     mask_truncated: bool = False
-    """Responses that a limit cut off, of tokens or of turns, count in their group's mean, but are not trained."""
+    """Do not train on responses cut off by a token or turn limit. They still count in their group's mean."""
     loss_mode: str = "vanilla"
-    """The policy's loss: `vanilla` (PPO's clipped ratio), `gspo`, `cispo`, `dppo`, `sapo` or `reinforce`. Packages add others as
-    entry points `asyncrl.losses`."""
+    """The policy's loss: `vanilla` (PPO's clipped ratio), `gspo`, `cispo`, `dppo`, `sapo` or `reinforce`. Packages can add others
+    through the entry point group `asyncrl.losses`."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    """How token losses become the optimizer step's: their mean, or a mean over trajectories of their sums, their means, or their
-    sums / rollout.max_response_tokens (Dr.GRPO). The papers of gspo and sapo use seq-mean-token-mean."""
+    """How the token losses of an optimizer step are aggregated: their mean, or the mean over trajectories of their sum, their mean,
+    or their sum / rollout.max_response_tokens (Dr.GRPO). The GSPO and SAPO papers use seq-mean-token-mean."""
     clip_ratio_low: PositiveFloat = 0.2
-    """eps_low of the clipped ratio. `gspo`: about 3e-4; `dppo`: largest fall of a token's probability, about 0.15."""
+    """eps_low of the clipped ratio. `gspo`: about 3e-4. `dppo`: largest decrease of a token's probability, about 0.15."""
     clip_ratio_high: PositiveFloat = 0.28
-    """eps_high of the clipped ratio. `gspo`: about 4e-4; `dppo`: largest rise of a token's probability, about 0.15."""
+    """eps_high of the clipped ratio. `gspo`: about 4e-4. `dppo`: largest increase of a token's probability, about 0.15."""
     clip_ratio_c: AboveOne | None = None
-    """`vanilla`: dual clip. A token with a negative advantage loses at most this times its size; verl's default is 3."""
+    """`vanilla`: dual clip. The loss of a token with advantage A < 0 is at most clip_ratio_c * |A|. verl's default is 3."""
     sapo_tau_pos: PositiveFloat = 1.0
     """`sapo`: steepness of the gate for positive advantages."""
     sapo_tau_neg: PositiveFloat = 1.05
     """`sapo`: steepness of the gate for negative advantages."""
     old_logprobs: Literal["rollout", "recompute", "loglinear"] = "rollout"
-    """The proximal policy: `rollout` takes the sampler's logprobs (w = 1), `recompute` those of the window's first weights,
-    `loglinear` estimates them between sampler and current weights by the token's age, without a pass."""
+    """The proximal policy. `rollout` takes the sampler's logprobs (w = 1). `recompute` those of the window's first weights.
+    `loglinear` interpolates between sampler and current weights by the token's age, without a forward pass."""
     rollout_is: Literal["none", "token", "sequence", "geometric"] = "token"
-    """Importance weights w of the loss: of each token, of its whole sequence, or the sequence's geometric mean."""
+    """Importance weights w of the loss: per token, the product over the sequence, or the sequence's geometric mean."""
     rollout_is_threshold: AtLeastOne | Band | None = None
-    """Weights above it are cut to it (2.0 is usual), or with a band like "0.5_5.0" those outside are 0 (IcePop).
-    (TOML reads 0.5_5 without quotes as the number 0.55.)"""
+    """A number truncates weights at it (2.0 is usual); a band like "0.5_5.0" sets weights outside it to 0 (IcePop). Quote a band:
+    TOML reads 0.5_5 without quotes as the number 0.55."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the optimizer step's tokens."""
     rollout_rs: Rejection | None = None
-    """Tokens, or whole sequences, that are not trained because prox and mu differ too much there. With L = log w: k1 = -L,
-    k2 = L*L/2, k3 = w - 1 - L, of each token or as the sequence's sum, mean or maximum. Where w is 1, r takes its place."""
+    """Reject tokens, or whole sequences, where prox and mu differ too much. With L = log w: k1 = -L, k2 = L*L/2, k3 = w - 1 - L,
+    per token, or as the sum, mean or maximum over the sequence. Where w is 1, r is used in its place."""
     rollout_rs_threshold: PositiveFloat | Band | None = None
-    """Largest k2 or k3; for k1 a band of the ratio like "0.5_2.0", or its upper bound alone (1/x is the lower one then)."""
+    """The largest k2 or k3 that is kept. For k1: a band of the ratio like "0.5_2.0", or its upper bound x (the lower is 1/x)."""
     warn_effective_ratio: Ratio = 0.5
-    """A smaller `correction/effective_ratio` (mean of five train steps) is warned of, once until it has recovered; 0: never."""
+    """Warn when `correction/effective_ratio` (mean of five train steps) falls below this, once until it recovers. 0: never."""
     warn_kl: PositiveFloat = 0.1
-    """A larger `correction/kl` (sampler to policy, nats per token) is warned of likewise."""
+    """Warn likewise when `correction/kl` (sampler to policy, nats per token) rises above this."""
     warn_ref_kl: PositiveFloat = 1.0
-    """A larger `ref/kl` (policy to reference, nats per token) is warned of likewise."""
+    """Warn likewise when `ref/kl` (policy to reference, nats per token) rises above this."""
 
     @property
     def has_reference(self) -> bool:
@@ -146,37 +146,37 @@ class AlgorithmSection(Section):
 
 
 class RefSection(Section):
-    """The reference: a frozen model that the policy is compared with. There is one only if `algorithm.use_kl_loss` or
-    `use_kl_in_reward` asks for it."""
+    """The reference: a frozen model that the policy is compared with. It exists only with `algorithm.use_kl_loss` or
+    `use_kl_in_reward`."""
 
     path: PathText | None = None
-    """A local Hugging Face directory or a hub name, with the policy's vocabulary; the run's initial weights if not given."""
+    """A local Hugging Face directory or a hub name, with the policy's vocabulary. Default: the run's initial weights."""
 
 
 class CriticSection(Section):
-    """The critic of `algorithm.adv_estimator = "gae"`: a transformer with a linear head, which learns what each response will earn.
-    Betas, weight decay and schedule are the trainer's."""
+    """The critic of `algorithm.adv_estimator = "gae"`: a transformer with a linear head that learns to predict each response's
+    reward. Betas, weight decay and schedule are the trainer's."""
 
     path: PathText | None = None
-    """A local Hugging Face directory or a hub name, with the policy's vocabulary, from which the transformer begins; the policy's
-    initial weights if not given. The head begins at zero."""
+    """Initial weights of the transformer: a local Hugging Face directory or a hub name, with the policy's vocabulary. Default: the
+    policy's initial weights. The head starts at zero."""
     lr: PositiveFloat | None = None
-    """Peak learning rate of AdamW; trainer.lr if not given."""
+    """Peak learning rate of AdamW. Default: trainer.lr."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
     cliprange_value: PositiveFloat = 0.5
-    """How far a value may go from that at the train step's start before the larger of both losses counts."""
+    """Value clipping, around the value at the train step's start; the larger of the clipped and unclipped losses counts."""
     head_start_steps: NonNegativeInt = 0
-    """Optimizer steps at the run's beginning in which only the critic learns (verl's `critic_warmup`)."""
+    """Optimizer steps at the start of the run that train only the critic (verl's `critic_warmup`)."""
 
 
 class RewardModelSection(Section):
-    """The reward model: a sequence classifier that scores finished responses, and those of evals, in processes of its own (`reward`
-    in `placement.tasks`). Its score is the first logit, of the conversation in its own chat template; without a template, of prompt
-    and response end to end. For tasks of one turn."""
+    """The reward model: a sequence classifier with its own processes (`reward` in `placement.tasks`). It scores finished responses,
+    of training and of evals. The score is the first logit for the conversation in the model's own chat template or, without a
+    template, for prompt and response concatenated. Single-turn tasks only."""
 
     path: PathText | None = None
-    """A local Hugging Face directory or a hub name; no reward model if not given. Alone it gives the whole reward; what a
-    `task.reward` that you name gives is added."""
+    """A local Hugging Face directory or a hub name. Default: no reward model. Its score is the whole reward, unless you set
+    `task.reward`: then that reward is added."""
     weight: PositiveFloat = 1.0
-    """How many times its score counts."""
+    """Factor of the score in the reward."""

@@ -1,11 +1,11 @@
 """The numbers that follow from a profile: groups, windows, the admission budget, the staleness bound, the mode, time limits.
 
     R = require_batches * B        groups per train step
-    W = K * R                      groups per window, that is between two weight syncs
-    budget = floor((1 + eta) * W)  groups admitted per window, running and finished ones included
+    W = K * R                      groups per window, that is, between two weight syncs
+    budget = floor((1 + eta) * W)  groups admitted per window, including running and finished ones
     bound = max_staleness, by default ceil(eta)
 
-All of it is exact: eta is a decimal, so (1 + 0.15) * 100 is 115 and not 114.
+The arithmetic is exact: eta is a decimal, so (1 + 0.15) * 100 is 115 and not 114.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl_cli.profile.schema import Interrupt, Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The schedule of one run. Groups are the unit of all sizes; B, R and K are the letters of docs/admission.md."""
+    """The schedule of one run. All sizes are in groups. B, R and K are the symbols of docs/admission.md."""
 
     mini_batch_groups: int
     """B"""
@@ -33,7 +33,7 @@ class Schedule:
     """W"""
     eta: Decimal
     budget_groups: int
-    """Groups admitted per window, at most."""
+    """The most groups admitted per window."""
     max_staleness: int
     """Strict bound in versions, if `on_stale` is `wait`."""
     train_steps: int
@@ -41,7 +41,7 @@ class Schedule:
     groups: int
     """Groups trained by the whole run."""
     syncs: int
-    """Weight syncs: one at the end of each window, the last one for the final eval."""
+    """Number of weight syncs: one at the end of each window. The last one is for the final eval."""
     last_window_groups: int
     mode: str
 
@@ -77,7 +77,7 @@ def window_groups_of(profile: Profile) -> int:
 
 
 def groups_ahead(profile: Profile) -> int:
-    """Groups beyond the W of a window that may be generated in it, at most: what eta lets run ahead, in whole groups."""
+    """How many groups may be generated ahead of a window's own W groups: eta * W, rounded down."""
     return math.floor(Fraction(profile.async_training.staleness_threshold) * window_groups_of(profile))
 
 
@@ -88,12 +88,12 @@ def staleness_bound(profile: Profile) -> int:
 
 
 def least_trajectories(profile: Profile) -> int:
-    """How many trajectories of a group need a reward, so that it can be trained: two, to be compared, if it has as many."""
+    """How many trajectories of a group need a reward before it can be trained: two, to be compared, or one if `rollout.n` is 1."""
     return min(2, profile.rollout.n)
 
 
 def mode_of(profile: Profile) -> str:
-    """The mode's name follows from (colocate, K, eta, partial_rollout) and is declared nowhere."""
+    """The mode's name. It follows from (colocate, K, eta, partial_rollout); no key declares it."""
     training = profile.async_training
     if profile.placement.colocate:
         return "colocate"
@@ -107,7 +107,7 @@ def mode_of(profile: Profile) -> str:
 
 
 def train_steps_of(profile: Profile) -> int:
-    """The run's length in train steps, whichever way it was given."""
+    """The run's length in train steps, whichever key gives it."""
     steps, groups = profile.run.train_steps, profile.run.total_rollout_steps
     step_groups = profile.async_training.require_batches * profile.trainer.ppo_mini_batch_size
     if groups is None:
@@ -131,9 +131,9 @@ def train_steps_of(profile: Profile) -> int:
 
 
 def tensor_parallel_size(profile: Profile, device: str) -> int:
-    """The number of processes that share one model: one per GPU of a worker; on CPUs as many as the profile asks for, else 1.
+    """The number of processes that share one model: one per GPU of a worker; on CPUs, as many as the profile asks for, or 1.
 
-    Raises ConfigError if the profile asks for another number than the worker has GPUs.
+    Raises ConfigError if the profile asks for a number that differs from the worker's number of GPUs.
     """
     asked, gpus = profile.rollout.tensor_parallel_size, profile.placement.gpus_per_rollout_worker
     if device == "cpu":
@@ -148,19 +148,19 @@ def tensor_parallel_size(profile: Profile, device: str) -> int:
 
 
 def max_context_tokens(profile: Profile) -> int:
-    """The longest token sequence that an engine or the trainer meets."""
+    """The longest token sequence that an engine or the trainer can receive."""
     return profile.env.max_context_tokens or profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
 
 
 STALL_MARGIN_S = 60.0
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}
-"""By `model.dtype`. In bfloat16, trainer and worker both round logits between 8 and 16 to sixteenths, and round in every layer."""
+"""By `model.dtype`. In bfloat16, both trainer and worker round in every layer, and logits between 8 and 16 to sixteenths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """A profile with what the loop derives from it. `load_timeout_s`: how long a worker may take to receive and load a version,
-    draining not included."""
+    """A profile, with the settings that the loop derives from it. `load_timeout_s`: how long a worker may take to receive and load
+    a version, without draining."""
 
     profile: Profile
     schedule: Schedule
@@ -174,7 +174,7 @@ class LoopSettings:
 
     @property
     def interrupt(self) -> Interrupt:
-        """What a load does to a worker's running rollouts: without partial rollouts they finish first."""
+        """What a load does to a worker's running rollouts. Without partial rollouts, they finish first."""
         return (self.profile.rollout.interrupt or "keep-kv") if self.profile.async_training.partial_rollout else "drain"
 
     @property
@@ -184,12 +184,12 @@ class LoopSettings:
 
     @property
     def _silence_s(self) -> float:
-        """How long a worker that works may make no token: in its engine, or because all of its trajectories wait for tools."""
+        """How long a healthy worker may produce no token: its engine is busy, or all of its trajectories wait for tools."""
         return max(self.profile.rollout.call_timeout_s, self.profile.env.tool_timeout_s)
 
     @property
     def stall_timeout_s(self) -> float:
-        """The watchdog's limit. It is longer than that of any single call or load, whose own error says more."""
+        """The watchdog's limit. It is longer than the limit of any single call or load, whose own error says more."""
         profile = self.profile
         if profile.run.stall_timeout_s is not None:
             return profile.run.stall_timeout_s
@@ -200,7 +200,7 @@ class LoopSettings:
         return self.profile.weights.max_logprob_diff or MAX_LOGPROB_DIFF[self.profile.model.dtype]
 
     def ends_window(self, step: int) -> bool:
-        """Whether the window ends with train step `step` (counted from 1); the run's last step ends one too."""
+        """Whether a window ends with train step `step` (counted from 1). The run's last step always ends one."""
         return step % self.schedule.window_steps == 0 or step == self.schedule.train_steps
 
     def window_after(self, step: int) -> tuple[int, int]:

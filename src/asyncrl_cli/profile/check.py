@@ -1,6 +1,6 @@
-"""Checks of a profile's keys against each other. Every refusal names the conflicting values and a way out.
+"""Checks of a profile's keys against each other. Every error names the conflicting values and a way out.
 
-The schema checks the type and range of each key by itself.
+The schema checks the type and range of each single key.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
 ENGINE = "rollout.engine"
 ENGINE_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
-"""Keys of [rollout] that only some engines know."""
+"""Keys of [rollout] that only some engines support."""
 
 
 def _engine_clashes(kind: Any) -> Iterator[Clash]:
-    """What an engine cannot do, as its `EngineKind` says. Engines are looked up by name: this module imports none."""
+    """What an engine does not support, according to its `EngineKind`. Engines are looked up by name: this module imports none."""
     for key in (f"rollout.{key}" for key in ENGINE_KEYS if key not in kind.keys):
         knows = next(name for name in ENGINES if key.removeprefix("rollout.") in engine_kind(name).keys)
         hint = f"--set rollout.engine={knows}, or leave {key} out"
-        yield Clash({key: given, ENGINE: given}, "this engine does not know the key", hint)
+        yield Clash({key: given, ENGINE: given}, "this engine does not support the key", hint)
     for transport in (transport for transport in DIRECT_TRANSPORTS if transport not in kind.direct_transports):
         able = next(name for name in ENGINES if transport in engine_kind(name).direct_transports)
         yield Clash(
             {TRANSPORT: transport, ENGINE: given},
-            "the bytes go into an engine's own processes on a GPU, and it has none that take them",
+            "this engine has no processes on a GPU that can receive weights directly",
             f"--set rollout.engine={able}, or --set weights.transport=object-store",
         )
     if not kind.loads_in_place:
         able = next(name for name in ENGINES if engine_kind(name).loads_in_place)
         yield Clash(
             {DUAL_BUFFER: False, ENGINE: given, TRANSPORT: lambda transport: not direct(transport)},
-            "it reads new weights from memory that holds all of a version at once, so there is always a second buffer",
+            "this engine reads new weights from memory that holds a whole version, so there is always a second buffer",
             f"--set weights.dual_buffer=true, or rollout.engine={able}",
         )
 
 
 def check(profile: Profile) -> list[str]:
-    """Check a whole profile. Returns the warnings; raises one ConfigError for all conflicts."""
+    """Check a whole profile. Returns the warnings. Raises one ConfigError for all conflicts."""
     values = values_of(profile)
     clashes, conflicts = [*CLASHES], list[ConfigError]()
     try:
@@ -95,19 +95,19 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
     if training.max_staleness is not None and training.max_staleness < least:
         yield ConfigError(
             f"async_training.max_staleness = {training.max_staleness} is less than ceil(staleness_threshold) = "
-            f"ceil({training.staleness_threshold}) = {least}: groups admitted that far ahead are that old when they are trained",
+            f"ceil({training.staleness_threshold}) = {least}: groups admitted that far ahead are this old when they are trained",
             hint=f"--set async_training.max_staleness={least}, or a smaller async_training.staleness_threshold",
         )
     if training.partial_rollout and (too_small := _too_small_eta(profile)):
         yield ConfigError(
-            f"{PARTIAL} = true with {too_small}: nothing is running at a weight sync, so no rollout can be partial",
+            f"{PARTIAL} = true with {too_small}: no rollout is running at a weight sync, so none can be partial",
             hint=f"--set {ETA}={_least_eta(profile)} or more, or {PARTIAL.rpartition('.')[2]}=false",
         )
     spread = nodes.asked_workers(profile) or 1 if rollout.placement == "response" else 1
     if rollout.slots * spread < rollout.n:
         where = f" on {spread} workers" if spread > 1 else ""
         yield ConfigError(
-            f"rollout.slots = {rollout.slots}{where} is less than rollout.n = {rollout.n}: a group never finds room",
+            f"rollout.slots = {rollout.slots}{where} is less than rollout.n = {rollout.n}: no group ever fits",
             hint=f"--set rollout.slots={-(-rollout.n // spread)} or more",
         )
 
@@ -118,26 +118,26 @@ def _limits(profile: Profile) -> Iterator[ConfigError]:
     if context is not None and context <= prompt:
         yield ConfigError(
             f"env.max_context_tokens = {context} is not more than rollout.max_prompt_tokens = {prompt}: the longest prompt leaves "
-            "no token for an answer",
+            "no room for a response",
             hint=f"--set env.max_context_tokens={prompt + rollout.max_response_tokens}, or leave it out",
         )
     if env.tool_timeout_s > env.episode_timeout_s:
         yield ConfigError(
             f"env.tool_timeout_s = {env.tool_timeout_s:g} is more than env.episode_timeout_s = {env.episode_timeout_s:g}: an "
-            "episode would end before its tool's limit names the tool",
+            "episode would end before the tool's timeout could name the tool",
             hint=f"--set env.episode_timeout_s={env.tool_timeout_s:g} or more",
         )
     buffer = profile.algorithm.overlong_buffer_tokens
     if buffer is not None and buffer >= rollout.max_response_tokens:
         yield ConfigError(
             f"algorithm.overlong_buffer_tokens = {buffer} is not less than rollout.max_response_tokens = "
-            f"{rollout.max_response_tokens}: every response would be punished for its length",
+            f"{rollout.max_response_tokens}: every response would be penalized for its length",
             hint=f"--set algorithm.overlong_buffer_tokens={max(rollout.max_response_tokens // 4, 1)}",
         )
 
 
 def _too_small_eta(profile: Profile) -> str:
-    """Says that an eta above 0 is so small that it comes to no whole group; "" if it is not."""
+    """A text that says so if eta is above 0 but too small for one whole group ahead; otherwise ""."""
     eta, window = profile.async_training.staleness_threshold, window_groups_of(profile)
     if eta == 0 or groups_ahead(profile):
         return ""
@@ -145,13 +145,13 @@ def _too_small_eta(profile: Profile) -> str:
 
 
 def _least_eta(profile: Profile) -> str:
-    """The smallest eta that comes to a group ahead, rounded up."""
+    """The smallest eta that admits one group ahead, rounded up."""
     least = (Decimal(1) / window_groups_of(profile)).quantize(Decimal("0.00001"), ROUND_CEILING)
     return str(least).rstrip("0").rstrip(".")
 
 
 def _warnings(profile: Profile) -> Iterator[str]:
-    """What is allowed, but probably not meant."""
+    """Settings that are allowed, but probably a mistake."""
     rollout, schedule = profile.rollout, Schedule.of(profile)
     for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
         if value != off:
@@ -167,13 +167,13 @@ def _warnings(profile: Profile) -> Iterator[str]:
     stall_s, call_s = profile.run.stall_timeout_s, rollout.call_timeout_s
     if stall_s is not None and stall_s <= call_s:
         yield (
-            f"run.stall_timeout_s = {stall_s:g} is not longer than rollout.call_timeout_s = {call_s:g}: where all wait for a call "
-            "that hangs, the run ends as a stall before the call's own limit names it or restarts its worker"
+            f"run.stall_timeout_s = {stall_s:g} is not longer than rollout.call_timeout_s = {call_s:g}: if everything waits for a "
+            "hanging call, the run ends as a stall before the call's own timeout can name it or restart its worker"
         )
     if profile.task.train_prompts is not None and profile.task.train_prompts < schedule.step_groups:
         yield (
             f"task.train_prompts = {profile.task.train_prompts} is less than R = {schedule.step_groups}: "
-            "one train step holds the same prompt more than once"
+            "one train step contains the same prompt more than once"
         )
     if profile.trainer.warmup_steps >= schedule.optimizer_steps:
         yield (

@@ -1,4 +1,4 @@
-"""Combinations of keys that make no sense, as a table: each with the reason and a way out."""
+"""A table of key combinations that are refused, each with the reason and a way out."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _ends_in(*ends: str) -> Callable[[str | None], bool]:
 
 
 def _unused(keys: str, where: Mapping[str, object], because: str, hint: str) -> Iterator[Clash]:
-    """Keys that do nothing `where` other keys have these values: each is refused unless it has its default."""
+    """Keys that have no effect `where` other keys have these values. Each is refused unless it has its default."""
     defaults = values_of(Profile())
     for key in keys.split():
         yield Clash({key: _other_than(defaults[key]), **where}, because, f"{hint}, or leave {key} out")
@@ -70,7 +70,7 @@ TRANSPORT, DUAL_BUFFER = "weights.transport", "weights.dual_buffer"
 CLASHES = (
     Clash(
         {PARTIAL: True, ETA: 0},
-        "nothing is running at a weight sync, so no rollout can be partial",
+        "no rollout is running at a weight sync, so none can be partial",
         "--set async_training.staleness_threshold=0.5, or partial_rollout=false",
     ),
     Clash(
@@ -80,7 +80,7 @@ CLASHES = (
     ),
     Clash(
         {"async_training.max_staleness": _positive, ETA: 0},
-        "nothing is generated ahead, so nothing may be stale",
+        "nothing is generated ahead, so nothing can be stale",
         "--set async_training.max_staleness=0, or a staleness_threshold above 0",
     ),
     Clash(
@@ -95,14 +95,14 @@ CLASHES = (
     ),
     Clash(
         {COLOCATE: True, "rollout.min_workers": given},
-        "each worker shares its resources with a rank of the trainer, and the trainer needs all of its ranks",
+        "each worker shares its resources with a trainer rank, and the trainer needs all of its ranks",
         "leave rollout.min_workers out, or placement.colocate=false",
     ),
     *(
         Clash(
             {"async_training.use_rollout_log_probs": alias, "algorithm.old_logprobs": _other_than(name)},
             "they are two names for the same setting and disagree",
-            'give one of the two (true is "rollout", false is "recompute")',
+            'give one of the two (true means "rollout", false means "recompute")',
         )
         for alias, name in ((True, "rollout"), (False, "recompute"))
     ),
@@ -120,39 +120,39 @@ CLASHES = (
     *(
         Clash(
             {"algorithm.rollout_is_batch_normalize": True, OLD_LOGPROBS: wrong},
-            "the mean weight of an optimizer step is needed before its first loss, when only a recomputed prox is there",
+            "it needs the mean weight of an optimizer step before the first loss, which only a recomputed prox gives",
             "--set algorithm.old_logprobs=recompute, or algorithm.rollout_is_batch_normalize=false",
         )
         for wrong in ("rollout", "loglinear")
     ),
     Clash(
         {"algorithm.rollout_is_batch_normalize": True, LOSS: "reinforce"},
-        "its weights are of the policy in training, which is not known before its first loss",
+        "this loss's weights depend on the policy in training, so their mean is not known before the first loss",
         "--set algorithm.loss_mode=vanilla, or algorithm.rollout_is_batch_normalize=false",
     ),
     Clash(
         {"algorithm.rollout_rs": given, "algorithm.rollout_rs_threshold": None},
-        "nothing says what is too far",
+        "the rule needs a threshold",
         '--set algorithm.rollout_rs_threshold=0.01 (k2, k3), or "0.5_2.0" (k1)',
     ),
     Clash(
         {"algorithm.rollout_rs": None, "algorithm.rollout_rs_threshold": given},
-        "nothing is judged by it",
+        "no rule uses the threshold",
         "--set algorithm.rollout_rs=seq_mean_k3, or leave algorithm.rollout_rs_threshold out",
     ),
     Clash(
         {"algorithm.rollout_rs": _ends_in("k1"), "algorithm.rollout_rs_threshold": lambda x: isinstance(x, float) and x <= 1},
-        "k1 keeps ratios between 1/x and x, and there are none",
+        "k1 keeps ratios between 1/x and x, so x must be above 1",
         '--set algorithm.rollout_rs_threshold=2.0, or "0.5_2.0"',
     ),
     Clash(
         {"algorithm.rollout_rs": _ends_in("k2", "k3"), "algorithm.rollout_rs_threshold": lambda band: isinstance(band, str)},
-        "k2 and k3 are never negative, so they have an upper bound only",
+        "k2 and k3 are never negative, so they only have an upper bound",
         "--set algorithm.rollout_rs_threshold=0.01, or a k1 rule",
     ),
     Clash(
         {"algorithm.clip_ratio_c": given, LOSS: _other_than("vanilla")},
-        "only the loss vanilla has a dual clip",
+        "only loss_mode vanilla has a dual clip",
         "--set algorithm.loss_mode=vanilla, or leave algorithm.clip_ratio_c out",
     ),
     Clash(
@@ -164,7 +164,7 @@ CLASHES = (
     *_unused(
         "critic.path critic.lr critic.grad_clip critic.cliprange_value critic.head_start_steps algorithm.gamma algorithm.lam",
         {ADVANTAGES: _other_than("gae")},
-        "only gae has a critic, and advantages of single tokens",
+        "only gae has a critic and per-token advantages",
         "--set algorithm.adv_estimator=gae",
     ),
     *_unused(
@@ -187,22 +187,22 @@ CLASHES = (
     ),
     Clash(
         {ADVANTAGES: lambda name: name not in ("gae", "reinforce_plus_plus"), "rollout.n": 1},
-        "a response is compared with the others of its group, and there are none",
+        "a response is compared with the others of its group, but a group of one has no others",
         "--set rollout.n=8, or algorithm.adv_estimator=gae",
     ),
     Clash(
         {"algorithm.filter_groups": True, "rollout.n": 1},
-        "all rewards of a group of one are equal, so every group would be left out",
+        "all rewards of a group of one are equal, so every group would be dropped",
         "--set algorithm.filter_groups=false, or rollout.n=8",
     ),
     Clash(
         {KL_REWARD: True, "algorithm.mask_truncated": True, ADVANTAGES: _other_than("gae")},
-        "a group's responses are compared by reward less their KL, and those left out of training have none",
-        "--set algorithm.use_kl_loss=true in its place, or algorithm.mask_truncated=false",
+        "a group's responses are compared by reward minus KL, and masked responses have no KL",
+        "--set algorithm.use_kl_loss=true instead, or algorithm.mask_truncated=false",
     ),
     Clash(
         {"eval.samples_per_prompt": _other_than(1), "eval.temperature": 0},
-        "greedy samples of a prompt are all the same",
+        "all greedy samples of a prompt are the same",
         "--set eval.samples_per_prompt=1, or an eval.temperature above 0",
     ),
     *(
@@ -221,7 +221,7 @@ CLASHES = (
             ),
             Clash(
                 {agent: is_given, "rollout.hold_slots": False},
-                "an agent may ask the model at any time, so its trajectory keeps its slot",
+                "an agent may call the model at any time, so its trajectory keeps its slot",
                 "--set rollout.hold_slots=true",
             ),
         )
@@ -238,46 +238,46 @@ CLASHES = (
     ),
     Clash(
         {TRANSPORT: direct, "placement.device": _other_than("cuda")},
-        "the bytes go from GPU memory to GPU memory",
+        "this transport copies between GPU memories",
         "--set placement.device=cuda, or --set weights.transport=object-store",
     ),
     *_unused(
         "rollout.nnodes rollout.n_gpus_per_node placement.rollout_strategy placement.rollout_labels placement.disjoint_nodes",
         {COLOCATE: True},
-        "rollout workers are where the trainer's ranks are",
+        "colocated rollout workers run where the trainer's ranks are",
         "--set placement.colocate=false",
     ),
     *(
         Clash(
             {f"placement.{role}_strategy": _other_than("pack"), f"{role}.n_gpus_per_node": given},
-            "so many GPUs of each node already say how they are spread",
+            "the number of GPUs per node already determines the placement",
             f"leave placement.{role}_strategy out",
         )
         for role in ("trainer", "rollout")
     ),
     Clash(
         {"placement.gpu_bundles": True, "placement.device": _other_than("cpu")},
-        "they are logical GPUs, for a rehearsal on CPUs",
+        "the bundles claim logical GPUs, for a rehearsal on CPUs",
         "--set placement.device=cpu, or leave placement.gpu_bundles out",
     ),
     Clash(
         {TRANSPORT: "nccl", COLOCATE: True},
-        "NCCL connects GPUs, and the trainer and its rollout worker share one",
+        "NCCL connects different GPUs, but a trainer rank and its rollout worker share one",
         "--set weights.transport=ipc, or --set placement.colocate=false",
     ),
     Clash(
         {TRANSPORT: "ipc", COLOCATE: False},
-        "only a process that computes on the same GPU can map the trainer's GPU memory",
+        "only a process on the same GPU can map the trainer's GPU memory",
         "--profile colocate --set placement.device=cuda, or --set weights.transport=nccl",
     ),
     Clash(
         {DUAL_BUFFER: False, TRANSPORT: direct},
-        "the bytes come within the load, so there is no second buffer to do without",
+        "weights arrive during the load, so there is no second buffer to switch off",
         "--set weights.dual_buffer=true, or --set weights.transport=object-store",
     ),
     Clash(
         {"weights.probe_sequences": 0, TRANSPORT: direct},
-        "no fingerprint is compared on a GPU, so wrong weights would go unnoticed",
+        "fingerprints are not compared on GPUs, so without probes wrong weights would go unnoticed",
         "--set weights.probe_sequences=4, or --set weights.transport=object-store",
     ),
     *_unused(
@@ -288,17 +288,17 @@ CLASHES = (
     ),
     Clash(
         {"lora.sync": "adapter", TRANSPORT: direct},
-        "the bytes go into the engine's own processes, which have no base model to merge adapters into",
+        "weights go directly to the engine's processes, which have no base model to merge adapters into",
         "--set lora.sync=merged, or weights.transport=object-store",
     ),
     Clash(
         {"lora.sync": "adapter", "weights.keep_versions": _other_than(0)},
-        "versions are kept as whole models, and rank 0 makes none",
+        "versions are kept as whole models, but rank 0 does not assemble them",
         "--set lora.sync=merged, or leave weights.keep_versions out; `asyncrl export` merges checkpoints",
     ),
     Clash(
         {DUAL_BUFFER: False, TRANSPORT: "disk"},
-        "what is read from files takes memory until it is loaded, so it is a second buffer",
+        "weights read from files stay in memory until they are loaded, so there is always a second buffer",
         "--set weights.dual_buffer=true, or weights.transport=object-store",
     ),
 )

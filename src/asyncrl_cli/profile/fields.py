@@ -1,6 +1,6 @@
-"""Types of a profile's values, and the base of its sections.
+"""Types of a profile's values, and the base class of its sections.
 
-Types are strict: "8" is not an integer, 1 is not a boolean. Eta is a decimal: the one that its float is written as.
+Types are strict: "8" is not an integer, 1 is not a boolean. Eta is an exact decimal: 0.15 is 15/100.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from asyncrl_cli.paths import is_path
 
 
 def _exact(value: Any) -> Any:
-    """Integers and floats become the decimal that they are written as; validation refuses anything else."""
+    """Turn an integer or a float into the decimal that it is written as. Validation refuses anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Decimal(str(value))
     return value
@@ -22,18 +22,18 @@ def _exact(value: Any) -> Any:
 
 def _path(text: str) -> str:
     if not is_path(text):
-        raise ValueError("no file system takes this as a path")
+        raise ValueError("it is not a valid path on any file system")
     return text
 
 
 LABEL = r"^!?(in\([\w.-]+(, ?[\w.-]+)*\)|[\w.-]+)$"
-"""A value, or `in(a, b)`, and `!` before either for none of them."""
+"""A value or `in(a, b)`; a leading `!` negates either."""
 MOST, MOST_PROCESSES, MOST_DECIMALS = 10**9, 4096, 12
-"""Upper limits, to catch typing errors: of steps, tokens, sizes and seconds; of processes; of decimal places of eta."""
+"""Upper limits, to catch typing errors: for steps, tokens, sizes and seconds; for processes; for decimal places of eta."""
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
-"""Workers, ranks or devices: each of them is planned one by one, so the limit is lower."""
+"""A number of workers, ranks or devices. They are planned one by one, so the limit is lower."""
 PositiveFloat = Annotated[float, Field(gt=0, le=MOST)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST)]
 AtLeastOne = Annotated[float, Field(ge=1, le=MOST)]
@@ -49,16 +49,16 @@ Eta = Annotated[
     WithJsonSchema({"type": "number", "minimum": 0, "maximum": 100, "multipleOf": f"1e-{MOST_DECIMALS}"}),
 ]
 ARRAY = Field(strict=False)
-"""Of a tuple: it may be given as TOML's array, a list."""
+"""For a tuple: accept a list, which is what TOML's arrays become."""
 Betas = Annotated[tuple[Ratio, Ratio], ARRAY]
 Strings = Annotated[tuple[str, ...], ARRAY]
 Params = dict[str, Any]
 Labels = dict[str, Annotated[str, Field(pattern=LABEL)]]
-"""Selectors of nodes by Ray's labels."""
+"""Selects nodes by Ray labels."""
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, strict, no unknown keys, field docstrings become descriptions."""
+    """Base class of every section: frozen, strict, no unknown keys. Field docstrings become descriptions."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -1,6 +1,6 @@
-"""The JSON Schema of a profile's file, for editors and for taplo: what `Profile` validates, with the keys that only files have.
+"""The JSON Schema of a profile file, for editors and for taplo: the schema of `Profile`, and the keys that only files have.
 
-A shipped profile names it in its first line, `#:schema ./profile.schema.json`; `asyncrl schema profile` prints it.
+`asyncrl schema profile` prints it. Shipped profiles name it in their first line, `#:schema ./profile.schema.json`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 from asyncrl_cli.profile.schema import Profile
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-EXTENDS = {"type": "string", "description": "The profile below this one: its name, or a path relative to this file."}
+EXTENDS = {"type": "string", "description": "The profile that this one extends: its name, or a path relative to this file."}
 SCHEMAS, DEFINITIONS = ("properties", "$defs"), "$defs"
-"""Keywords whose values are schemas by name: a name there is no keyword."""
+"""Keywords whose values map names to schemas. These names are not keywords."""
 
 
 def profile_schema() -> dict[str, Any]:
@@ -23,7 +23,7 @@ def profile_schema() -> dict[str, Any]:
 
 
 def tidied(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of pydantic's without what means nothing in TOML or to an editor: null, titles, and defaults of whole tables."""
+    """A pydantic schema without the parts that are useless in TOML or to an editor: null, titles, and defaults of whole tables."""
     kept: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in SCHEMAS:
@@ -41,7 +41,7 @@ def tidied(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """A decimal's default is text in pydantic's schema."""
+    """Pydantic's schema has a decimal's default as text: turn it into a number."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

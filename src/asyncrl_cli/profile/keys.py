@@ -1,4 +1,4 @@
-"""A profile's keys, dotted like `run.seed`: their names, tables flattened to them, validation, and what each key expects."""
+"""A profile's dotted keys, like `run.seed`: their names, flattening tables to them, validation, and what each key expects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sections() -> Mapping[str, type[Section]]:
 
 @cache
 def keys() -> Mapping[str, str]:
-    """Every dotted key with its one line of help, in the order of the schema."""
+    """Every dotted key with its help on one line, in the order of the schema."""
     return {
         f"{section}.{key}": " ".join((field.description or "").split())
         for section, kind in sections().items()
@@ -37,12 +37,12 @@ def keys() -> Mapping[str, str]:
 
 
 def values_of(profile: Profile) -> dict[str, Any]:
-    """Every key's value."""
+    """Every key with its value."""
     return {f"{section}.{name}": value for section in sections() for name, value in getattr(profile, section)}
 
 
 def entries_of(profile: Profile) -> dict[str, Any]:
-    """Every key's value. The entries of `task.params`, if it has any, take the place of that table."""
+    """Every key with its value. If `task.params` has entries, they replace that table."""
     found: dict[str, Any] = {}
     for key, value in values_of(profile).items():
         is_params = key == PARAMS and value
@@ -51,7 +51,7 @@ def entries_of(profile: Profile) -> dict[str, Any]:
 
 
 def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Nested tables as values by dotted key. Raises one ConfigError for all unknown keys, with the nearest known key as a hint."""
+    """Flatten nested tables to values by dotted key. Raises one ConfigError for all unknown keys; hints name the nearest keys."""
     flat: dict[str, Any] = {}
     problems: list[ConfigError] = []
     for section, table in content.items():
@@ -80,8 +80,8 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _section(name: str, table: Any) -> str | None:
-    """The section that was meant by an unknown one without another trainer's keys: its name is near, or begins so, or it alone has
-    most of the table's keys."""
+    """The section that an unknown one probably means, if it has no keys of another trainer: the one with a similar name, whose name
+    begins with this one, or the only one that has most of the table's keys."""
     if not isinstance(table, Mapping) or not table or any(map(foreign, islice(_leaves(name, table), MOST_PROBLEMS))):
         return None
     shared = {own: sum(f"{own}.{key}" in keys() for key in islice(table, MOST_PROBLEMS)) for own in sections()}
@@ -91,14 +91,14 @@ def _section(name: str, table: Any) -> str | None:
 
 
 def _meant(key: str, value: Any) -> Iterator[str]:
-    """The keys in an unknown key's table that are another trainer's or named as ours; the key itself if there are none."""
+    """The keys in an unknown key's table that belong to another trainer or have names of ours; the key itself if there are none."""
     leaves = islice(_leaves(key, value), MOST_PROBLEMS + 1)
     yield from [leaf for leaf in leaves if foreign(leaf) or _joined(leaf) or leaf.rpartition(".")[2] in _last_parts()] or [key]
 
 
 def _joined(key: str) -> str | None:
-    """The key that was meant by one with a dot too many: placement.rollout_labels by `placement.rollout.label`, and
-    placement.trainer_workers by `trainer.workers`."""
+    """The key that one with a misplaced dot means: placement.rollout_labels for `placement.rollout.label`, and
+    placement.trainer_workers for `trainer.workers`."""
     if (placed := f"placement.{key.replace('.', '_')}") in keys():
         return placed
     section, _, name = key.partition(".")
@@ -116,7 +116,7 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 
 def foreign(key: str) -> Row | None:
-    """The row of another trainer's key, unless a key of ours has just this name."""
+    """The row for another trainer's key; None if a key of ours has exactly this name."""
     return None if key in _last_parts() else counterpart(key)
 
 
@@ -135,7 +135,7 @@ def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
 
 
 def validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Profile:
-    """The profile of values by key, its name and purpose among them. Raises all type and range errors as one ConfigError."""
+    """Make the profile from values by key, including name and purpose. Raises one ConfigError for all type and range errors."""
     nested: dict[str, Any] = {}
     params: dict[str, Any] = {}
     for key, value in values.items():
@@ -162,14 +162,14 @@ def _wrong_value(key: str, value: Any, origin: str) -> ConfigError:
 
 
 def _type_hint(key: str, value: Any, origin: str) -> str:
-    meaning = f"what it is: {keys().get(key, 'one line of text')}"
+    meaning = f"its meaning: {keys().get(key, 'one line of text')}"
     if len(shortened(value)) >= LONGEST_ECHO:
         return meaning
     choices = [choice for option in _options(key) for choice in _choices(option)]
     kinds = {option["type"] for option in _options(key) if not _choices(option)}
     if isinstance(value, str):
         if kinds - {"string"} and parse_value(value) != value:
-            return f"leave the quotes out: {key} = {value}"
+            return f"remove the quotes: {key} = {value}"
         return did_you_mean(value, choices, meaning, '"{}"'.format)
     if kinds == {"string"}:
         return f"quote it: --set '{key}=\"{value}\"'" if origin == "--set" else f'quote it: {key} = "{value}"'
@@ -177,18 +177,18 @@ def _type_hint(key: str, value: Any, origin: str) -> str:
 
 
 def expected(key: str) -> str:
-    """What a value of `key` has to be, in words: `an integer of at least 1`."""
+    """What a value of `key` must be, in words: `an integer of at least 1`."""
     return " or ".join(map(_describe, _options(key)))
 
 
 def choices(key: str) -> list[str]:
-    """The values of a key that has only so many, as TOML or as text; empty for any other."""
+    """The values of a key that has a fixed list of them, as TOML or as text; empty for any other key."""
     named = [choice for option in _options(key) for choice in _choices(option)]
     return named + (["true", "false"] if any(option.get("type") == "boolean" for option in _options(key)) else [])
 
 
 def _options(key: str) -> list[dict[str, Any]]:
-    """The kinds of value that `key` takes, as JSON schemas."""
+    """The kinds of value that `key` accepts, as JSON schemas."""
     section, _, name = key.partition(".")
     if not name:
         return [{"type": "string"}]

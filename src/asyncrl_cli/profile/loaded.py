@@ -3,10 +3,9 @@
     defaults  <  profile chain (`extends`)  <  ASYNCRL_SECTION__KEY  <  --set  <  flags
 
 A layer is a flat table of dotted keys. A higher layer replaces the values of lower ones key by key. Some keys also clear
-other keys of lower layers (`CLEARS`), which no longer apply: a run has one length, and a new task source has its own
-parameters.
+keys of lower layers that no longer apply (`CLEARS`): a run has one length, and a new task source has its own parameters.
 
-What was loaded is written as `config.resolved.json` (every value with its origin), and as TOML for people:
+The result is written as `config.resolved.json` (every value with its origin), and as TOML for people:
 
     {"schema_version": 1, "profile": {"run": {"train_steps": 200, ...}, ...}, "origins": {"run.seed": "--set", ...}}
 
@@ -54,7 +53,7 @@ CLEARS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Values by dotted key, all from `origin`, except where `origins` names another for a key."""
+    """Values by dotted key. They come from `origin`, unless `origins` names another origin for a key."""
 
     origin: str
     values: Mapping[str, Any]
@@ -63,7 +62,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A validated profile, its warnings, and the origin of every value by dotted key, including entries of `task.params`."""
+    """A validated profile, its warnings, and every value's origin by dotted key, including entries of `task.params`."""
 
     profile: Profile
     origins: Mapping[str, str]
@@ -77,11 +76,11 @@ def load(
     environ: Mapping[str, str] | None = None,
     layers: Sequence[Layer] = (),
 ) -> Loaded:
-    """Read the profile NAME or FILE and lay environment, `--set a.b=c` and flags (dotted keys) over it.
+    """Read the profile NAME or FILE and apply environment, `--set a.b=c` and flags (dotted keys) on top of it.
 
-    `layers` lie right above the files, the lowest first; a workload sets its keys for all profiles this way.
+    `layers` apply directly on top of the files, lowest first; a workload uses them to set its keys for all profiles.
 
-    Raises ConfigError for anything wrong in any layer.
+    Raises ConfigError for any mistake in any layer.
     """
     files = chain(reference)
     stack = [
@@ -102,9 +101,9 @@ def load(
 
 
 def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge layers, the lowest first. Returns values and origins by dotted key.
+    """Merge layers, lowest first. Returns values and origins by dotted key.
 
-    verl's use_rollout_log_probs sets algorithm.old_logprobs, unless a layer sets that directly.
+    verl's use_rollout_log_probs sets algorithm.old_logprobs, unless a layer sets the latter directly.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -126,10 +125,10 @@ def file_layer(file: ProfileFile) -> Layer:
 
 
 def _place_code(values: dict[str, Any], origins: dict[str, str], directories: Mapping[str, Path]) -> None:
-    """Set task.import_path, unless a layer has, to the directory of the file that names a module beside it.
+    """Set task.import_path, unless a layer did, to the directory of the profile file that names a module next to it.
 
-    `directories`: of each file, by its origin. Other layers mean the working directory. Raises ConfigError if one directory cannot
-    serve all.
+    `directories`: each file's directory, by its origin. In other layers a module is in the working directory. Raises ConfigError if
+    the modules are in different directories.
     """
     if IMPORT_PATH in values:
         return
@@ -146,25 +145,25 @@ def _place_code(values: dict[str, Any], origins: dict[str, str], directories: Ma
         if place != directory and (key in beside or has_module(directory, module)):
             one, other = (f'{name} = "{shortened(values[name])}"' for name in (first, key))
             raise ConfigError(
-                f"{one} means a module in {directory}, and {other} one in {place}: task.import_path is one directory",
-                hint="put the modules into one directory, and name it: --set task.import_path=DIR",
+                f"{one} names a module in {directory}, but {other} one in {place}: task.import_path is one directory",
+                hint="put the modules into one directory and name it: --set task.import_path=DIR",
             )
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """The layer of ASYNCRL_SECTION__KEY variables. Any other name with the prefix is an error, lest a misspelt one be ignored."""
+    """The layer of ASYNCRL_SECTION__KEY variables. Any other name with the prefix is an error, so that no typo is ignored."""
     ours = (name for name in environ if name.upper().startswith(ENV_PREFIX))
     names = {name[len(ENV_PREFIX) :].lower().replace("__", "."): name for name in ours}
     problems = []
     for key in islice((key for key in names if key not in keys() and not key.startswith(f"{PARAMS}.")), MOST_PROBLEMS + 1):
-        otherwise = "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS"
+        otherwise = "names are ASYNCRL_SECTION__KEY, e.g. ASYNCRL_RUN__TRAIN_STEPS"
         row = foreign(key)
         hint = row.hint if row else did_you_mean(key, keys(), otherwise, _env_name)
         problems.append(ConfigError(f"environment: unknown name {shortened(names[key])}", hint=hint))
     for key in names:
         above = next((names[other] for other in names if key.startswith(f"{other}.")), None)
         if above is not None:  # pydantic-settings would ignore the longer name
-            problems.append(ConfigError(f"environment: {above} is given beside {names[key]}", hint="put both into one table"))
+            problems.append(ConfigError(f"environment: {above} is given beside {names[key]}", hint="put both in one table"))
     if problems:
         raise combine(problems)
     tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
@@ -189,7 +188,7 @@ def _env_name(key: str) -> str:
 
 
 def set_layer(sets: Sequence[str]) -> Layer:
-    """The layer of `--set a.b=c`; if a key is set several times, the last one counts."""
+    """The layer of `--set a.b=c`. If a key is set several times, the last one wins."""
     values: dict[str, Any] = {}
     problems: list[ConfigError] = []
     for text in sets:
@@ -238,12 +237,12 @@ def to_document(profile: Profile, origins: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_document(path: Path) -> Loaded:
-    """Raises RefusedError unless `path` is a document of this schema version that describes a profile."""
+    """Read `config.resolved.json`. Raises RefusedError if it has another schema version or does not describe a profile."""
     return from_document(load_json(path, dict[str, Any], hint="take another checkpoint"), where=str(path))
 
 
 def from_document(document: Mapping[str, Any], *, where: str = "config.resolved.json") -> Loaded:
-    """Raises RefusedError if the document is of another schema version or does not describe a profile."""
+    """Raises RefusedError if the document has another schema version or does not describe a profile."""
     version = document.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RefusedError(
@@ -273,11 +272,11 @@ def _loaded(tables: Mapping[str, Any], origins: Mapping[str, str]) -> Loaded:
 
 
 def to_toml(profile: Profile, origins: Mapping[str, str], *, only_given: bool = True, with_origins: bool = False) -> str:
-    """A self-contained profile file: the values that some layer gave, or (`only_given=False`) every value that is set."""
+    """A self-contained profile file with the values that some layer gave or, with `only_given=False`, every value that is set."""
     tables: dict[str, list[str]] = {section: [] for section in sections()}
     for key, value in entries_of(profile).items():
         section, _, name = key.partition(".")
-        if key.startswith(f"{PARAMS}."):  # an older run did not record its origin
+        if key.startswith(f"{PARAMS}."):  # older runs did not record its origin
             name, origin = f"params.{toml_key(key.removeprefix(f'{PARAMS}.'))}", origins.get(key, "unknown")
         else:
             origin = origins.get(key, DEFAULT)

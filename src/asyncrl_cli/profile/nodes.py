@@ -1,4 +1,4 @@
-"""How many nodes a role takes, and how many GPUs of each: verl's and SkyRL's way of giving counts."""
+"""The number of nodes of a role and of GPUs per node: the way in which verl and SkyRL give counts."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from asyncrl_cli.profile.schema import Profile, TrainerSection
 
 
 class Shape(NamedTuple):
-    """A role has `gpus` of each of `nodes` nodes."""
+    """A role uses `gpus` GPUs on each of `nodes` nodes."""
 
     nodes: int
     gpus: int
 
 
 def shape_of(section: TrainerSection | RolloutSection) -> Shape | None:
-    """None if the section does not say it: the role's processes are then on any nodes."""
+    """The section's shape. None if it has none: the role's processes may then be on any nodes."""
     return None if section.n_gpus_per_node is None else Shape(section.nnodes or 1, section.n_gpus_per_node)
 
 
 def asked_ranks(profile: Profile) -> int | None:
-    """The number of trainer ranks, if the profile gives it in any way."""
+    """The number of trainer ranks; None if no key gives it."""
     shape = shape_of(profile.trainer)
     return profile.placement.trainer_workers if shape is None else shape.nodes * shape.gpus
 
 
 def asked_workers(profile: Profile) -> int | None:
-    """The number of rollout workers, if the profile gives it in any way."""
+    """The number of rollout workers; None if no key gives it."""
     shape = shape_of(profile.rollout)
     if shape is None:
         return profile.rollout.workers
@@ -37,7 +37,7 @@ def asked_workers(profile: Profile) -> int | None:
 
 
 def conflicts(profile: Profile) -> Iterator[ConfigError]:
-    """What is wrong with the shapes, each by itself and beside the counts."""
+    """Errors in the shapes, and contradictions between shapes and counts."""
     each = profile.placement.gpus_per_rollout_worker
     counts = {
         "trainer": ("placement.trainer_workers", profile.placement.trainer_workers, asked_ranks(profile)),
@@ -49,18 +49,18 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
         if shape is None:
             if section.nnodes is not None:
                 yield ConfigError(
-                    f"{name}.nnodes = {section.nnodes}, and no {name}.n_gpus_per_node: nothing says how many GPUs of each",
-                    hint=f"--set {name}.n_gpus_per_node=N, with as many as a node has for it; `asyncrl plan` says what fits",
+                    f"{name}.nnodes = {section.nnodes} without {name}.n_gpus_per_node: the number of GPUs per node is missing",
+                    hint=f"--set {name}.n_gpus_per_node=N; `asyncrl plan` says what fits",
                 )
             continue
         if name == "rollout" and shape.gpus % each:
             yield ConfigError(
-                f"rollout.n_gpus_per_node = {shape.gpus}, and placement.gpus_per_rollout_worker = {each}: the GPUs of a worker are "
-                "on one node",
+                f"rollout.n_gpus_per_node = {shape.gpus} is not a multiple of placement.gpus_per_rollout_worker = {each}: the GPUs "
+                "of a worker are on one node",
                 hint=f"--set rollout.n_gpus_per_node={max(shape.gpus // each, 1) * each}",
             )
         elif given not in (None, asked):
             yield ConfigError(
-                f"{name}.nnodes = {shape.nodes} with {name}.n_gpus_per_node = {shape.gpus} come to {asked}, and {key} = {given}",
-                hint=f"leave {key} out, or the other two",
+                f"{name}.nnodes = {shape.nodes} with {name}.n_gpus_per_node = {shape.gpus} means {asked}, but {key} = {given}",
+                hint=f"leave out {key}, or the other two",
             )

@@ -1,6 +1,6 @@
-"""Keys of other trainers, and those that stand for them here, which are the hints of unknown keys.
+"""Keys of other trainers and their counterparts here, for the hints of unknown keys.
 
-They are the tables of docs/coming-from.md, a page that comes with asyncrl:
+They are read from the tables of docs/coming-from.md, a page that comes with asyncrl:
 
     ## verl
     | there | here | what differs |
@@ -8,7 +8,7 @@ They are the tables of docs/coming-from.md, a page that comes with asyncrl:
     | `data.val_files` | `eval.sets`, `task.eval_path` | sets by name; or one file in place of the held-out prompts |
     | `data.gen_batch_size` | | groups are always admitted one by one |
 
-A key whose last part is the same in both, with the same meaning, is in none of them: the nearest known key is named anyway.
+Keys with the same last part and the same meaning in both are not listed: the hint names the nearest known key anyway.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from asyncrl_cli.profile.toml_files import shipped_directory
 
 HEADER = "\n| there | here | what differs |\n|---|---|---|\n"
 OTHERS = "Other names"
-"""The section of names that are no trainer's."""
+"""The section of names that belong to no trainer."""
 
 
 class Row(NamedTuple):
-    """A key of another trainer, our keys in its place, and what differs between them or why there is none. `peer`: the trainer."""
+    """A key of the trainer `peer`, our keys that replace it, and a note: what differs, or why we have no such key."""
 
     peer: str
     theirs: str
@@ -60,8 +60,8 @@ def rows() -> tuple[Row, ...]:
 
 
 def counterpart(key: str) -> Row | None:
-    """The row of a key, which may have fewer parts than in the table (`test_freq`) or more, and Hydra's `+` or dashes. Of several
-    rows the one with most parts in common, then the first."""
+    """The row for a key. The key may have fewer parts than in the table (`test_freq`) or more, and Hydra's `+` or dashes. Among
+    several rows, the one with the most parts in common, then the first."""
     parts = key.lstrip("+~-").replace("-", "_").split(".")
     best, most = None, 0
     for row in rows():

@@ -1,7 +1,7 @@
 """`asyncrl resume --set`: a resumed run may compute elsewhere and with other numbers of workers, but it stays the same run.
 
-What may change says where and how the run computes, what it writes, and how long it waits. What its checkpoint holds (weights,
-groups, their deadlines) was made under the other keys: each is refused with that reason.
+Keys may change if they say where and how the run computes, what it writes, or how long it waits. All other keys determined what
+the checkpoint holds (weights, groups, their deadlines), so changing them is refused with that reason.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MAY_CHANGE = frozenset({
     *("env.tool_timeout_s", "env.episode_timeout_s", "eval.every_versions", "eval.timeout_s"),
     *("task.reward_timeout_s", "task.reward_workers", "task.max_failed_ratio", "task.python"),
 })  # fmt: skip
-"""Keys, and sections of which every key may change but those in `FIXED`."""
+"""Keys that may change, and sections in which every key may change except those in `FIXED`."""
 FIXED = {
-    "placement.colocate": "the checkpoint's groups were admitted for trainer and workers that take turns, or that do not",
+    "placement.colocate": "it decided how the checkpoint's groups were admitted",
     "run": "prompts, windows and the learning rate's schedule follow from it",
     "model": "the checkpoint's weights are that model's",
     "lora": "the checkpoint's weights are those of its adapters",
@@ -38,12 +38,12 @@ FIXED = {
     "async_training": "the checkpoint's groups were admitted under it, and their deadlines follow from it",
     "eval": "later evals could not be compared with earlier ones",
 }
-"""Why a key, or the rest of a section, stays as it is."""
+"""Why a key, or the rest of a section, cannot change."""
 ELSE = "the steps before the checkpoint were trained with it"
 
 
 def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
-    """The profile of a resumed run, changed by `--set`s. ConfigError for keys that must stay, and for any other mistake in them."""
+    """The profile of a resumed run, changed by `--set`. Raises ConfigError for keys that cannot change or for other mistakes."""
     if not sets:
         return loaded
     before, layer = loaded.profile, set_layer(sets)

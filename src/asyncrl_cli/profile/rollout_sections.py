@@ -1,5 +1,5 @@
-"""The keys of `[rollout]`, `[env]`, `[async_training]` and `[weights]`: who generates, within which limits, how far ahead, and how
-new weights get there."""
+"""The keys of `[rollout]`, `[env]`, `[async_training]` and `[weights]`: how responses are generated, within which limits, how far
+ahead of the trainer, and how new weights reach the rollout workers."""
 
 from __future__ import annotations
 
@@ -25,131 +25,129 @@ class RolloutSection(Section):
     """Rollout workers and sampling."""
 
     engine: str = "transformers"
-    """The inference engine in each rollout worker: `transformers`, `vllm`, or one that an installed package adds."""
+    """The inference engine of each rollout worker: `transformers`, `vllm`, or one that an installed package adds."""
     workers: Processes | None = None
-    """Rollout workers; if not given, what `placement` yields (1 on a CPU)."""
+    """Number of rollout workers. Default: as many as `placement` yields (1 on a CPU)."""
     nnodes: Processes | None = None
-    """Nodes of the rollout workers; 1 if not given."""
+    """Number of nodes for the rollout workers, default 1."""
     n_gpus_per_node: Processes | None = None
-    """GPUs of rollout workers on each of their nodes, in place of rollout.workers or a ratio."""
+    """GPUs for rollout workers on each of these nodes. Replaces rollout.workers or a ratio."""
     slots: PositiveInt = 64
-    """Sequences that one worker generates at once."""
+    """How many sequences one worker generates at once."""
     n: Processes = 8
     """Trajectories per prompt: the size of a group. One is enough for `gae` and `reinforce_plus_plus`."""
     placement: Literal["response", "group"] = "response"
-    """response: each response of a group goes to the worker with the newest weights and the most room, so that a group may run on
-    several workers at once; group: all of a group's responses run on one worker."""
+    """`response`: each response of a group goes to the worker with the newest weights and the most room, so a group may run on
+    several workers at once. `group`: all responses of a group run on one worker."""
     prefetch_groups: NonNegativeInt = 0
-    """Groups admitted beyond the free slots, to wait in the engines' queues."""
+    """How many groups are admitted beyond the free slots. They wait in the engines' queues."""
     hold_slots: bool = True
-    """What becomes of a trajectory's slot while it waits for a tool. true: it keeps the slot, and goes on at once; false: another
-    response may start there meanwhile, and the trajectory queues for a slot when it goes on, which is worth it where tools are slow
-    and slots few. Agents (`task.agent`) keep theirs in any case."""
+    """What happens to a trajectory's slot while it waits for a tool. true: the trajectory keeps the slot and continues at once.
+    false: another response may use the slot meanwhile, and the trajectory queues for a slot afterwards; useful if tools are slow
+    and slots are few. Agents (`task.agent`) always keep their slots."""
     max_prompt_tokens: PositiveInt = 256
-    """Longest prompt, in tokens; a task with a longer one is refused before the run starts."""
+    """Longest prompt, in tokens. A task with a longer prompt is refused before the run starts."""
     max_response_tokens: PositiveInt = 256
-    """Longest response, of one turn."""
+    """Longest response, in tokens of one turn."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer applies the same."""
+    """Sampling temperature. The trainer applies the same temperature."""
     top_p: Share = 1.0
-    """Nucleus sampling; below 1 the trained distribution is not the sampled one, and asyncrl warns."""
+    """Nucleus sampling. Below 1 the trained distribution is not the sampled one, and asyncrl warns."""
     top_k: NonNegativeInt = 0
-    """Top-k sampling; 0 is off; above 0 asyncrl warns."""
+    """Top-k sampling. 0: off. Above 0 asyncrl warns, as with top_p."""
     stop: Strings = ()
     """Strings that end a response."""
     interrupt: Literal["keep-kv", "recompute-kv"] | None = None
-    """With partial_rollout: what happens to the KV cache at a weight load; keep-kv if not given."""
+    """With partial_rollout: what happens to the KV cache at a weight load. Default: keep-kv."""
     tensor_parallel_size: Processes | None = None
-    """vllm: processes that share one model. On GPUs always one per GPU of the worker (`placement.gpus_per_rollout_worker`);
-    on CPUs 1 if not given."""
+    """vllm: number of processes that share one model. On GPUs always one per GPU of the worker
+    (`placement.gpus_per_rollout_worker`); on CPUs 1 by default."""
     gpu_memory_utilization: Share | None = None
-    """vllm: share of a GPU's memory for weights and KV cache; if not given, vLLM's own default, or 0.5 where a trainer shares
-    the GPU (colocate). On CPUs: share of the machine's memory; if not given, the cache is as large as the slots need."""
+    """vllm: share of a GPU's memory for weights and KV cache. Default: vLLM's own, or 0.5 if a trainer shares the GPU (colocate).
+    On CPUs: share of the machine's memory; by default the cache is as large as the slots need."""
     max_model_len: PositiveInt | None = None
-    """vllm: longest sequence; env.max_context_tokens if not given."""
+    """vllm: longest sequence. Default: env.max_context_tokens."""
     enforce_eager: bool | None = None
-    """vllm: no compilation and no CUDA graphs; if not given, true on CPUs (compilation takes a minute) and false on GPUs."""
+    """vllm: no compilation and no CUDA graphs. Default: true on CPUs (compilation takes a minute) and false on GPUs."""
     engine_args: Params = Field(default_factory=dict)
-    """vllm: further arguments of its `AsyncEngineArgs`, by its own names."""
+    """vllm: additional arguments of `AsyncEngineArgs`, under vLLM's names."""
     call_timeout_s: PositiveFloat = 600.0
-    """Longest silence of a rollout worker that has work: a worker that makes no token for this long counts as lost, unless it
-    computes rewards or loads weights, which have limits of their own. A group may take longer, queueing included. This is also
-    the limit of a train step, and of calls that a worker answers at once."""
+    """A rollout worker with work that produces no token for this long counts as lost, unless it computes rewards or loads weights,
+    which have their own timeouts. A group as a whole may take longer. This is also the timeout of a train step, and of calls that
+    a worker answers at once."""
     max_restarts: NonNegativeInt = 0
-    """How often each worker may be restarted after a failure (its process or its engine died, or it was silent for too long);
-    at 0 the first failure ends the run. A resumed run counts from zero."""
+    """How often each worker may be restarted after a failure (its process or engine died, or it was silent for too long). With 0
+    the first failure ends the run. A resumed run counts from zero."""
     min_workers: Processes | None = None
-    """With how many workers the run goes on when others have no restart left, or no room (`placement.timeout_s`): these come back
-    when there is room. By default the run needs all of its workers."""
+    """The run continues with at least this many workers when others have no restart left or find no room (`placement.timeout_s`).
+    Those without room come back when there is room. Default: all workers."""
 
 
 class EnvSection(Section):
-    """Limits of an episode, which may have many turns and tools."""
+    """Limits of an episode, which may have many turns and tool calls."""
 
     tool_timeout_s: PositiveFloat = 60.0
-    """Seconds that a tool call, an environment's `reset` or its reward may take, or an agent without awaiting. What takes longer is
-    killed with its process, and its trajectory counts as failed (`tool-timeout`; `environment` for a reset, `reward` for a reward).
-    Importing the environment's module may take as long, at least 30 s; an agent's, at least 10 s."""
+    """Seconds that a tool call, an environment's `reset` or its reward may take, and that an agent may run without awaiting. After
+    that the process is killed and the trajectory counts as failed (`tool-timeout`; `environment` for a reset, `reward` for a
+    reward). Importing the module may take as long: at least 30 s for an environment, at least 10 s for an agent."""
     max_turns: PositiveInt = 16
-    """Responses of one episode. After the last one the episode ends, with the reward for what it has reached, and counts as
-    truncated."""
+    """Most responses in one episode. After the last one the episode ends with the reward earned so far and counts as truncated."""
     episode_timeout_s: PositiveFloat = 600.0
-    """Seconds from an episode's start to its end, waiting for a slot included. A longer one counts as failed
+    """Seconds from an episode's start to its end, including waits for a slot. A longer episode counts as failed
     (`episode-timeout`)."""
     max_context_tokens: PositiveInt | None = None
-    """Longest token sequence of an episode: prompt, responses and all that tools and environment add. An episode that fills it
-    ends as truncated. rollout.max_prompt_tokens + rollout.max_response_tokens if not given, which suits one turn."""
+    """Longest token sequence of an episode: prompt, responses, and everything that tools and environment add. An episode that fills
+    it ends as truncated. Default: rollout.max_prompt_tokens + rollout.max_response_tokens, which is enough for one turn."""
 
 
 class AsyncTrainingSection(Section):
-    """The asynchronous schedule; verl's `async_training` names."""
+    """The asynchronous schedule, with the names of verl's `async_training`."""
 
     trigger_parameter_sync_step: PositiveInt = 1
     """K: train steps between two weight syncs."""
     staleness_threshold: Eta = Decimal(0)
-    """eta: groups admitted ahead, as a share of a window's groups."""
+    """eta: how many groups are admitted ahead, as a share of a window's groups."""
     require_batches: PositiveInt = 1
-    """Mini-batches per train step: R = require_batches * ppo_mini_batch_size groups; the seed decides which group is in which."""
+    """Mini-batches per train step: R = require_batches * ppo_mini_batch_size groups. The seed decides which group is in which."""
     partial_rollout: bool = False
-    """Running rollouts are frozen at a weight sync and go on with the new weights."""
+    """Freeze running rollouts at a weight sync and continue them with the new weights."""
     max_staleness: NonNegativeInt | None = None
-    """Strict bound, in versions, on the staleness of any trained token; ceil(eta) if not given, never less."""
+    """Strict bound, in versions, on the staleness of any trained token. Default, and minimum: ceil(eta)."""
     on_stale: Literal["wait", "accept", "drop", "requeue"] = "wait"
-    """What happens to a group that would pass the bound; with `wait` no group ever does."""
+    """What happens to a group that would exceed max_staleness. With `wait` no group ever does."""
     max_requeues: NonNegativeInt = 2
-    """How often one prompt is requeued for staleness."""
+    """How often one prompt may be requeued because its group is too stale."""
     on_exhausted: Literal["fail", "drop"] = "drop"
-    """What happens to a prompt that is stale again after `max_requeues` requeues."""
+    """What happens to a prompt whose group is too stale again after `max_requeues` requeues."""
     use_rollout_log_probs: bool | None = None
-    """verl's name for algorithm.old_logprobs: true is "rollout", false is "recompute"."""
+    """verl's name for algorithm.old_logprobs: true means "rollout", false means "recompute"."""
 
 
 class WeightsSection(Section):
     """How published weights reach the rollout workers."""
 
     transport: Literal["object-store", "disk", "nccl", "ipc"] = "object-store"
-    """How a version travels to the workers: `object-store`: as buckets in Ray objects; `disk`: as safetensors files below the
-    run's directory, which all nodes must share; `nccl`: from the trainer's GPU to the GPUs of vLLM; `ipc`: within the one GPU
-    that the trainer and vLLM share (colocate)."""
+    """How a version travels to the workers. `object-store`: in buckets, as Ray objects. `disk`: as safetensors files in the run's
+    directory, which all nodes must share. `nccl`: from the trainer's GPU to vLLM's GPUs. `ipc`: within the GPU that trainer and
+    vLLM share (colocate)."""
     gather_bucket_size_mb: PositiveInt = 2048
-    """Bucket size on the trainer's side."""
+    """Size in MiB of the trainer's buckets."""
     load_bucket_size_mb: PositiveInt = 128
-    """nccl, ipc: size of the buffers on the GPUs at both ends that a version passes through."""
+    """`nccl`, `ipc`: size in MiB of the GPU buffers at both ends of a transfer."""
     mode: Literal["async", "sync"] = "async"
-    """async: the trainer goes on as soon as its weights are gathered; sync: once every rollout worker holds them."""
+    """When the trainer continues. `async`: once its weights are gathered. `sync`: once all rollout workers have loaded them."""
     overlap: bool = True
-    """Overlap the buckets: send one while the next is gathered, copy one while the next arrives; false: one phase after
-    the other."""
+    """Overlap the buckets: send one while the next is gathered, copy one while the next arrives. false: no overlap."""
     dual_buffer: bool = True
-    """Rollout workers receive the next version into a second buffer while they generate, and stop only to swap; false: no second
-    buffer, so generation stands still while weights arrive."""
+    """Rollout workers receive the next version into a second buffer while they generate, and stop only to swap. false: there is no
+    second buffer, so generation stops while weights arrive."""
     probe_sequences: NonNegativeInt = 4
-    """Fixed sequences scored by trainer and worker after each load; 0 turns the check off."""
+    """Number of fixed sequences that trainer and worker both score after each load, as a check. 0: no check."""
     max_logprob_diff: PositiveFloat | None = None
-    """Mean absolute difference of the probes' logprobs above which a load raises a warning, however it compares with the
-    version before; if not given, 0.001 with model.dtype = "float32" and 0.1 with "bfloat16"."""
+    """A load warns if the mean absolute difference of the probes' logprobs is larger, whatever it was for the version before.
+    Default: 0.001 with model.dtype = "float32", 0.1 with "bfloat16"."""
     keep_versions: NonNegativeInt | Literal["all"] = 0
-    """Published versions kept on disk (safetensors), for audits."""
+    """How many published versions to keep on disk (safetensors), for audits."""
     timeout_s: PositiveFloat = 300.0
-    """Longest time a gather, a send or a load may take; likewise a checkpoint's snapshot, write or read, and a dump
-    of samples. `nccl`, `ipc`: of connecting with a worker and of each transfer within a load; waits for others come on top."""
+    """Longest time for a gather, a send or a load, for a checkpoint's snapshot, write or read, and for a dump of samples. `nccl`,
+    `ipc`: for connecting to a worker, and for each transfer of a load; waiting for other workers' loads is not included."""

@@ -1,4 +1,4 @@
-"""The keys of a profile. A field's docstring is its help, its schema description and its reference: written once.
+"""The keys of a profile. A field's docstring is also its help, its schema description and its entry in the reference.
 
 `[rollout]`, `[env]`, `[async_training]` and `[weights]` are in rollout_sections.py; `[algorithm]`, `[ref]`, `[critic]` and
 `[reward_model]` in algorithm_section.py.
@@ -30,34 +30,35 @@ from asyncrl_cli.profile.fields import (
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, EnvSection, RolloutSection, WeightsSection
 
 Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
-"""What a weight load does to a worker's running rollouts: they finish first, or freeze and keep or rebuild their KV cache."""
+"""What a weight load does to a worker's running rollouts: they finish first (drain), or they freeze and then keep their KV cache
+or rebuild it."""
 VERIFIERS = "verifiers:"
 ActivationCheckpointing = Literal["none", "selective", "full"]
 DIRECT_TRANSPORTS = ("nccl", "ipc")
-"""Values of `weights.transport` that copy from GPU memory to GPU memory during a worker's load."""
+"""Values of `weights.transport` that copy between GPU memories during a worker's load."""
 PROBE_TOKENS = 32
-"""Length of a probe (`weights.probe_sequences`): enough to exercise every layer and position encoding, at next to no cost."""
+"""Length of a probe (`weights.probe_sequences`): long enough to exercise every layer and the position encoding, and cheap."""
 
 
 class RunSection(Section):
     """How long the run is and how it ends."""
 
     name: str | None = None
-    """Directory of the run below the runs directory; made from profile and time if not given."""
+    """Name of the run, and of its directory in the runs directory. Default: made from profile and time."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of prompts, sampling and initial weights."""
     train_steps: PositiveInt | None = None
     """Length of the run in train steps."""
     total_rollout_steps: PositiveInt | None = None
-    """Length of the run in trained groups (verl's meaning); a multiple of require_batches * ppo_mini_batch_size."""
+    """Length of the run in trained groups, as in verl; a multiple of require_batches * ppo_mini_batch_size."""
     stop_grace_s: PositiveFloat = 60.0
-    """Seconds a stop may take to finish the train step and write a checkpoint."""
+    """Seconds that a stop may take to finish the train step and write a checkpoint."""
     ship: Strings = ()
-    """Files and directories in the working directory that `asyncrl submit` takes along, as `["data/*.parquet", "helpers.py"]`; the
-    modules that a key names as `module:name` go along by themselves."""
+    """Files and directories in the working directory that `asyncrl submit` uploads, e.g. `["data/*.parquet", "helpers.py"]`.
+    Modules that a key names as `module:name` are uploaded anyway."""
     stall_timeout_s: PositiveFloat | None = None
-    """Seconds without any progress after which the watchdog fails the run and names who waits for whom. If not given, one minute
-    more than the longest limit of any single wait, so that a hanging call meets its own limit first, which names the call and
+    """Seconds without any progress after which the watchdog fails the run and names who waits for whom. Default: one minute more
+    than the longest timeout of any single wait, so that a hanging call hits its own timeout first, which names the call and
     restarts its worker."""
 
 
@@ -66,71 +67,71 @@ class ModelSection(Section):
 
     path: PathText = "builtin:tiny"
     """A local Hugging Face directory, a hub name, or `builtin:tiny`: a small Qwen3 warm-started on the task's demonstrations.
-    `builtin:untaught` is one that writes noise to any task, for rehearsals without a network."""
+    `builtin:untaught` is a small model that answers any task with noise, for rehearsals without a network."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the rollout engine and of the trainer's forward pass (master weights stay float32). Most CPUs have no
-    instructions for bfloat16 and are several times slower with it: `asyncrl doctor` says which yours has."""
+    """Dtype of the rollout engine and of the trainer's forward pass; master weights stay float32. Most CPUs have no bfloat16
+    instructions and are several times slower with it: `asyncrl doctor` shows what yours has."""
     trust_remote_code: bool = False
-    """Let a hub model run code of its own."""
+    """Allow a hub model to run its own code."""
     warm_start_steps: NonNegativeInt = 300
     """builtin:tiny: supervised steps on demonstrations before RL begins."""
     warm_start_label_noise: Ratio = 0.48
-    """builtin:tiny: share of flawed demonstrations; sets the starting reward."""
+    """builtin:tiny: share of demonstrations with a mistake, which determines the initial reward."""
     cache_dir: PathText | None = None
-    """Where built models are kept; the user's cache directory if not given."""
+    """Directory for models that asyncrl builds. Default: the user's cache directory."""
 
 
 class TaskSection(Section):
     """Prompts and their rewards."""
 
     source: PathText = "reasoning-gym:number_sorting"
-    """`reasoning-gym:<dataset>`, `jsonl:<path>`, `parquet:<path>` (several files by a pattern: `train-*.parquet`), a task of
-    many turns that comes with asyncrl (`builtin:calculator` or `builtin:guess`), or `verifiers:<environment>`: an environment made
-    with the package verifiers, which brings its own prompts and rewards (docs/agents.md)."""
+    """`reasoning-gym:<dataset>`, `jsonl:<path>`, `parquet:<path>` (a pattern such as `train-*.parquet` names several files), a
+    multi-turn task that comes with asyncrl (`builtin:calculator` or `builtin:guess`), or `verifiers:<environment>`: an environment
+    of the package verifiers, with its own prompts and rewards (docs/agents.md)."""
     params: Params = Field(default_factory=dict)
-    """Parameters of the reasoning-gym dataset, of the builtin task, or of the environment's `load_environment`; a layer that sets
-    `source` discards those of lower layers."""
+    """Parameters of the reasoning-gym dataset, of the builtin task, or of the environment's `load_environment`. A layer that sets
+    `source` discards the parameters of lower layers."""
     python: PathText | None = None
-    """Python that has the package verifiers and the environment of `source`, if it is not the one that runs asyncrl:
-    `/path/to/venv/bin/python`, 3.11 or newer, on every machine of a cluster."""
+    """Python interpreter with the package verifiers and the environment of `source`, e.g. `/path/to/venv/bin/python`: 3.11 or
+    newer, at this path on every machine of a cluster. Default: the one that runs asyncrl."""
     adapter: Literal["auto", "plain", "worked"] = "auto"
-    """How a dataset item becomes a prompt: `plain` is its question; `worked` is the compact form with demonstrations
-    that write their working first; `auto` takes `worked` if the source has that form and the model is builtin:tiny."""
+    """How a dataset item becomes a prompt. `plain`: its question. `worked`: a compact form, whose demonstrations write out the
+    working before the answer. `auto`: `worked` if the source has that form and the model is builtin:tiny, otherwise `plain`."""
     train_prompts: PositiveInt | None = None
-    """Number of training prompts: made by reasoning-gym (4096 if not given) or by a builtin task (2048), or taken from a file's
-    beginning (all if not given)."""
+    """Number of training prompts, generated by reasoning-gym (default 4096) or a builtin task (default 2048), or read from the
+    beginning of a file (default: all)."""
     prompt_key: str = "prompt"
-    """Column of the prompt in a file: text, or a list of messages with `role` and `content`. `column.field` is a field in it."""
+    """A file's column with the prompt: text, or a list of messages with `role` and `content`. `column.field` names a field."""
     answer_key: str = "answer"
-    """Column of the answer in a file, or a field in it: `reward_model.ground_truth` in verl's files."""
+    """A file's column with the answer, or a field of a column: `reward_model.ground_truth` in verl's files."""
     eval_path: PathText | None = None
-    """File of eval prompts; without one, `eval.prompts` items are held out of the source."""
+    """File of eval prompts. Default: `eval.prompts` items of the source are held out."""
     environment: str = "auto"
-    """The episode that a prompt starts: `one-turn` is one response and its reward; `module:Class` is a class of yours with tools,
-    in the convention of TRL's environment_factory. Packages add others as entry points `asyncrl.environments`. `auto` is the
-    builtin task's own, and one-turn for other sources."""
+    """The episode that a prompt starts. `one-turn`: one response and its reward. `module:Class`: your own class with tools, in the
+    convention of TRL's environment_factory. `auto`: the builtin task's own environment, one-turn for other sources. Packages can
+    add others through the entry point group `asyncrl.environments`."""
     agent: str | None = None
-    """`module:function`, an `async def episode(client, item)` that plays each prompt through an OpenAI client and returns the
-    reward, instead of an environment (docs/agents.md)."""
+    """`module:function`: used instead of an environment. An `async def episode(client, item)` that plays each prompt through an
+    OpenAI client and returns the reward (docs/agents.md)."""
     reward: str = "auto"
-    """`dataset` (its own verifier, which may forgive: number_sorting's accepts numbers 1 off), `exact-match`, `math-verify`,
-    `module:function` (in TRL's signature, if the environment is a class of yours), or `none`. `auto` is the class's `get_reward`,
-    `none` beside a reward model, `dataset` for reasoning-gym, and `exact-match` for files and for the worked form."""
+    """`dataset` (the dataset's own verifier, which may be lenient: number_sorting's accepts numbers that are off by 1),
+    `exact-match`, `math-verify`, `module:function` (in TRL's signature if the environment is your own class), or `none`. `auto`:
+    the class's `get_reward`, `none` with a reward model, `dataset` for reasoning-gym, `exact-match` for files and `worked`."""
     reward_timeout_s: PositiveFloat = 10.0
-    """Seconds one reward may take before its trajectory counts as failed; importing its module may take as long, at least 10 s."""
+    """Seconds after which a reward's trajectory counts as failed. Importing the reward's module may take as long, at least 10 s."""
     reward_workers: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Processes per rollout worker that compute rewards; if not given, half of its machine's cores, at most 4. With an async
-    reward function each process awaits up to 128 rewards at once."""
+    """Processes per rollout worker that compute rewards. Default: half of the machine's cores, at most 4. With an async reward
+    function, each process awaits up to 128 rewards at once."""
     import_path: PathText | None = None
-    """Directory from which the modules of `reward`, `environment` and `agent` are imported, if they are there; else they are looked
-    up in the working directory, and among what is installed. By default it is that of the profile's file, in a chain of the file
-    that names the module; two such directories are refused. A name from `--set` or the environment means the working directory."""
+    """Directory of the modules of `reward`, `environment` and `agent`. Modules that are not there are imported from the working
+    directory or from installed packages. Default: the directory of the profile file that names the module; for a module named by
+    `--set` or the environment, the working directory. Modules in two different directories are refused."""
     max_failed_ratio: Ratio = 0.1
-    """Share of failed trajectories (reward raised or hung, prompt too long) above which the run fails."""
+    """The run fails if a larger share of trajectories fails (the reward raised or hung, or the prompt was too long)."""
 
     @property
     def has_agent(self) -> bool:
-        """Whether episodes are played over an OpenAI client: by `agent`, or by an environment of the package verifiers."""
+        """Whether episodes use an OpenAI client: those of `agent` and of environments of the package verifiers do."""
         return self.agent is not None or self.source.startswith(VERIFIERS)
 
 
@@ -140,22 +141,21 @@ class TrainerSection(Section):
     ppo_mini_batch_size: PositiveInt = 16
     """B: groups per optimizer step, over all ranks."""
     nnodes: Processes | None = None
-    """Nodes of the trainer; 1 if not given. Colocated, they are the rollout's, too."""
+    """Number of nodes for the trainer, default 1. With placement.colocate, the rollout workers use the same nodes."""
     n_gpus_per_node: Processes | None = None
-    """GPUs, and so ranks, on each of its nodes, in place of placement.trainer_workers or a ratio."""
+    """GPUs, and therefore ranks, on each of these nodes. Replaces placement.trainer_workers or a ratio."""
     max_tokens_per_microbatch: PositiveInt = 8192
-    """Token budget of one forward/backward on one rank, with padding where rows have it."""
+    """Token budget of one forward and backward pass on one rank, including any padding."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """What a layer's backward pass computes again instead of keeping it: nothing; all but its matrix products and attention
-    (`selective`: about half of the memory, little time); or all from the layer's input (`full`: a third more time). Long
-    responses of large models need `full`: `asyncrl plan` shows the memory."""
+    """What the backward pass of a layer recomputes instead of keeping it. `none`: nothing. `selective`: all but matrix products and
+    attention (about half of the memory, little extra time). `full`: everything, from the layer's input (a third more time). Large
+    models with long responses need `full`: `asyncrl plan` shows the memory."""
     sequence_parallel_size: Processes = 1
-    """Ranks that divide the tokens of each trajectory (Ulysses): neighbours have the same trajectories, a microbatch has up to
-    `max_tokens_per_microbatch` tokens of each, and attention's heads are exchanged between them. For responses too long for one
-    GPU; must divide the trainer ranks and the model's attention heads."""
+    """Number of neighbouring ranks that share the tokens of each trajectory (Ulysses), for responses too long for one GPU. A
+    microbatch has up to `max_tokens_per_microbatch` tokens per rank; attention exchanges tokens for heads. Must divide the number
+    of trainer ranks and the model's attention heads."""
     offload_optimizer: bool = False
-    """AdamW's moments wait on the host between optimizer steps, for the price of two copies per step. On CPUs they are there
-    anyway."""
+    """Keep AdamW's moments in host memory between optimizer steps, at the cost of two copies per step. No effect on CPUs."""
     lr: PositiveFloat = 2e-4
     """Peak learning rate of AdamW."""
     betas: Betas = (0.9, 0.99)
@@ -167,132 +167,132 @@ class TrainerSection(Section):
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate after the warm-up; zero would be reached one step after the run's last optimizer step."""
+    """Decay of the learning rate after the warm-up. It would reach zero one step after the run's last optimizer step."""
     max_skipped_steps: NonNegativeInt = 3
-    """How many optimizer steps in a row may be skipped because their gradient is not finite; one more ends the run, with a
+    """How many optimizer steps in a row may be skipped because their gradient is not finite. One more ends the run with a
     checkpoint. A resumed run counts from zero."""
     meeting_timeout_s: PositiveFloat = 120.0
-    """Longest wait of the ranks for each other before they load the model. Missing ones are named, with their nodes."""
+    """How long the ranks wait for each other before they load the model. The error names missing ranks and their nodes."""
 
 
 Task = Literal["train", "prox", "ref", "critic", "reward", "rollout"]
-"""What processes can be for: training, the old-logprob pass, the reference's logprobs, the critic's values, the reward model,
+"""What a process can do: training, the old-logprob pass, the reference's logprobs, the critic's values, the reward model's scores,
 generation."""
 
 
 class LoraSection(Section):
-    """LoRA: adapters are trained in place of all weights (docs/algorithms.md)."""
+    """LoRA: train adapters instead of all weights (docs/algorithms.md)."""
 
     rank: NonNegativeInt = 0
-    """Rank of the adapters (r); 0: no adapters, all weights are trained."""
+    """Rank of the adapters (r). 0: no adapters, all weights are trained."""
     alpha: PositiveFloat = 16.0
-    """An adapter's product counts alpha / rank times."""
+    """An adapter's product is scaled by alpha / rank."""
     target_modules: Strings = ()
-    """Linear layers that get one, by the last part of their name, as `["q_proj", "v_proj"]`; all but the head if not given."""
+    """Linear layers that get an adapter, by the last part of their name, e.g. `["q_proj", "v_proj"]`. Default: all but the head."""
     sync: Literal["merged", "adapter"] = "merged"
-    """What a weight sync sends: whole weights with the adapters merged in, or the adapters alone, which each rollout worker merges
-    into the base model's files (a small part of the bytes; each node reads the files at each sync)."""
+    """What a weight sync sends. `merged`: the whole model with the adapters merged in. `adapter`: only the adapters, far fewer
+    bytes; each rollout worker merges them into the base model's files, which it reads at each sync."""
 
 
 Strategy = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
 
 class PlacementSection(Section):
-    """Which resources the roles get."""
+    """Which resources trainer and rollout workers get."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if the Ray cluster has GPUs, else cpu."""
+    """`auto`: cuda if the Ray cluster has GPUs, otherwise cpu."""
     gpu_bundles: bool = False
-    """With `device = "cpu"`: count and place ranks and workers as on GPUs, in bundles that claim Ray's logical GPUs, but compute on
-    CPUs. A rehearsal of a profile for GPUs; a session on this machine then has as many logical GPUs as the job asks for."""
+    """With `device = "cpu"`: rehearse a profile for GPUs. Ranks and workers are counted and placed as on GPUs, in bundles that
+    claim Ray's logical GPUs, but compute on CPUs. A local session gets as many logical GPUs as the job asks for."""
     colocate: bool = False
-    """Trainer and rollout share all resources in turns (the baseline)."""
+    """Trainer and rollout take turns on all resources (the baseline)."""
     trainer_workers: Processes | None = None
-    """Trainer ranks, one device each; from `gpus` and `ratio` if not given."""
+    """Trainer ranks, one device each. Default: from `gpus` and `ratio`."""
     gpus: Processes | None = None
-    """GPUs of the whole job; all of the cluster's if not given."""
+    """GPUs of the whole job. Default: all GPUs of the cluster."""
     ratio: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$", examples=["1:1"])] = "1:1"
-    """trainer : rollout share of `gpus`."""
+    """How `gpus` are divided, as trainer:rollout."""
     tasks: Annotated[tuple[Annotated[tuple[Task, ...], ARRAY], ...], ARRAY] | None = None
-    """Which tasks share resources, as [["train", "prox"], ["ref"], ["critic"], ["rollout"]]; what is not named is done by the
-    trainer. `ref` (the reference's logprobs), `prox` (the old-logprob pass), `critic` (values, and its own training) and `reward`
-    (the reward model, never the trainer's) may each be alone: its processes score finished groups while others are trained."""
+    """Which tasks share resources, e.g. [["train", "prox"], ["ref"], ["critic"], ["rollout"]]. Tasks that are not listed run in the
+    trainer. `ref` (the reference's logprobs), `prox` (the old-logprob pass), `critic` (values, and the critic's training) and
+    `reward` (the reward model, never in the trainer) may have a list of their own: separate processes, which score finished groups
+    while others are trained."""
     ratios: Annotated[tuple[Processes, ...], ARRAY] | None = None
-    """The share of `gpus` of each of `tasks`, in place of `ratio`, as [2, 1, 1]; on CPUs the number of processes of each, 1 if not
-    given."""
+    """The share of `gpus` of each list of `tasks`, e.g. [2, 1, 1]; replaces `ratio`. On CPUs its number of processes, default 1."""
     gpus_per_rollout_worker: Processes = 1
     """GPUs of one rollout worker (tensor parallel size)."""
     cpus_per_worker: Processes = 1
     """CPU cores (and compute threads) of each trainer rank and rollout worker."""
     trainer_strategy: Strategy = "pack"
-    """How the trainer's ranks are spread over nodes: `pack`: on few; `spread`: on many; `strict_pack`: all on one; `strict_spread`:
-    each on another. With trainer.n_gpus_per_node that says it."""
+    """How the trainer's ranks are placed on nodes: on few (`pack`) or many (`spread`), all on one (`strict_pack`), or each on a
+    different one (`strict_spread`). Not with trainer.n_gpus_per_node, which determines the placement."""
     rollout_strategy: Strategy = "pack"
-    """Likewise of rollout workers; the GPUs of one worker are on one node in any case."""
+    """The same for rollout workers. The GPUs of one worker are always on one node."""
     trainer_labels: Labels = Field(default_factory=dict)
     """Labels that the trainer's nodes must have, in Ray's syntax: `{"ray.io/accelerator-type" = "in(H100, H200)", zone = "!b"}`."""
     rollout_labels: Labels = Field(default_factory=dict)
     """Labels that the rollout workers' nodes must have."""
     disjoint_nodes: bool = False
-    """Trainer and rollout workers share no node."""
+    """Never place trainer ranks and rollout workers on the same node."""
     autoscaler: bool = False
-    """The cluster has an autoscaler: a job that does not fit its nodes waits for others, instead of being refused at once."""
+    """The cluster has an autoscaler: a job that does not fit the present nodes waits for new ones instead of being refused."""
     timeout_s: PositiveFloat = 60.0
-    """Longest wait for room on the cluster. An autoscaler may need minutes."""
+    """How long to wait for room on the cluster. An autoscaler may need minutes."""
 
 
 class CheckpointSection(Section):
-    """When checkpoints are written and how many stay."""
+    """When checkpoints are written and how many are kept."""
 
     every_steps: NonNegativeInt = 50
-    """Train steps between checkpoints; 0: only at step 0, at the last step and at a stop."""
+    """Train steps between checkpoints. 0: only at step 0, at the last step and at a stop."""
     keep: PositiveInt = 3
-    """Newest checkpoints kept."""
+    """How many of the newest checkpoints to keep."""
 
 
 class EvalSection(Section):
     """Held-out evaluation on the rollout workers."""
 
     every_versions: NonNegativeInt = 50
-    """Versions between evals. Version 0 and the last one are always scored; 0: only those two."""
+    """Versions between evals. Version 0 and the last version are always scored. 0: only those two."""
     prompts: NonNegativeInt = 512
-    """Held-out prompts per eval, never among the training prompts; 0: no eval."""
+    """Held-out prompts per eval, never used for training. 0: no held-out prompts."""
     sets: dict[str, PathText] = Field(default_factory=dict)
-    """Further sets by name, each all prompts of a file: `{aime = "parquet:aime.parquet", math = "jsonl:math.jsonl"}`. Columns and
-    reward are the task's. Training prompts that are in a set are left out."""
+    """Additional eval sets by name, each with all prompts of a file: `{aime = "parquet:aime.parquet", math = "jsonl:math.jsonl"}`.
+    Columns and reward are the task's. Prompts of a set are removed from the training prompts."""
     samples_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Trajectories per prompt: their mean is mean@n, and with more than one there are best@2, best@4, ... best@n."""
+    """Trajectories per prompt. Their mean is mean@n; with more than one there are also best@2, best@4, ... best@n."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature of the eval; 0 is greedy."""
     timeout_s: PositiveFloat = 300.0
-    """Longest time of an eval; one that takes longer gives no result."""
+    """An eval that takes longer gives no result."""
 
 
 class LoggingSection(Section):
-    """What is written beside metrics.jsonl and events.jsonl."""
+    """What is written besides metrics.jsonl and events.jsonl."""
 
     samples_every_steps: NonNegativeInt = 20
-    """Dump trajectories of every so many train steps, the first and the last, for `asyncrl samples` and the report; 0 is off."""
+    """Train steps between dumps of trajectories for `asyncrl samples` and the report; also dumped: the first and last. 0: off."""
     samples_per_step: NonNegativeInt = 16
-    """Trajectories of a dumped step, group by group; 0 dumps all, but not what probability the trainer gives to their tokens."""
+    """Trajectories per dumped step, group by group. 0: all, but without the trainer's probabilities of their tokens."""
     samples_max_mb: PositiveInt = 256
-    """Largest size of the run's dumps: the oldest are deleted. One dump takes an eighth of it at most."""
+    """Largest size of all dumps of the run; the oldest are deleted. One dump takes at most an eighth of it."""
     trace_sequences: bool = False
-    """Record for `asyncrl trace` when each sequence was in which slot: some 50 bytes each in timeline.jsonl, 256 MB at most."""
+    """Record which sequence was in which slot when, for `asyncrl trace`: about 50 bytes each in timeline.jsonl, at most 256 MB."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases mode."""
     wandb_project: str = "asyncrl"
-    """Weights & Biases project, and MLflow experiment."""
+    """Name of the Weights & Biases project and of the MLflow experiment."""
     tensorboard: bool = False
-    """Write TensorBoard's files to `tensorboard/` in the run's directory. Needs the extra `tensorboard`."""
+    """Write TensorBoard files to `tensorboard/` in the run's directory. Needs the extra `tensorboard`."""
     mlflow_uri: str | None = None
-    """MLflow's tracking server or store, as `http://host:5000`. Needs the extra `mlflow`."""
+    """MLflow tracking server or store, e.g. `http://host:5000`. Needs the extra `mlflow`."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Serve the run's gauges for Prometheus on this port of the loopback interface; `asyncrl init grafana` has a dashboard."""
+    """Serve the run's gauges for Prometheus on this port of the loopback interface. `asyncrl init grafana` writes a dashboard."""
 
 
 class Profile(Section):
-    """A run, fully described. Made by `profile.loaded.load`, never by hand."""
+    """The complete description of a run. Made by `profile.loaded.load`, never by hand."""
 
     name: str = "custom"
     """Name of the profile."""
@@ -319,9 +319,9 @@ class Profile(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one process of a role computes, which a job's plan adds to the profile. The role has `workers` processes, each with
-    `device` and `threads`; `model_dir` holds the model, whose weights are `version`. `ref_dir` and `critic_dir` hold the first
-    weights of these models, if they are not those of `model_dir`; `reward_model_dir` holds the reward model, if there is one."""
+    """Where one process of a role computes. A job's plan adds this to the profile. The role has `workers` processes, each with
+    `device` and `threads`. `model_dir` holds the model, with the weights of `version`. `ref_dir` and `critic_dir` hold the initial
+    weights of these models if they differ from `model_dir`; `reward_model_dir` holds the reward model, if there is one."""
 
     model_dir: str
     ref_dir: str = ""

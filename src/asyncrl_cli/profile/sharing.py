@@ -1,4 +1,4 @@
-"""Which tasks share resources (`placement.tasks`), and how many each list of them gets (`placement.ratios`)."""
+"""Which tasks share resources (`placement.tasks`), and how much each list of tasks gets (`placement.ratios`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from asyncrl_cli.profile.toml_files import toml_value
 
 TRAIN, PROX, REF, CRITIC, REWARD, ROLLOUT = "train", "prox", "ref", "critic", "reward", "rollout"
 SCORERS = (REF, PROX, REWARD, CRITIC)
-"""Tasks that can have processes of their own, which score finished groups while others are trained."""
+"""Tasks that can have their own processes, which score finished groups while others are trained."""
 KEY, RATIOS = "placement.tasks", "placement.ratios"
 
 
 def tasks_apart(profile: Profile) -> tuple[str, ...]:
-    """The scorers that have processes of their own. The reward model always has."""
+    """The scorers with their own processes. The reward model always has its own."""
     alone = [sharing[0] for sharing in profile.placement.tasks or () if len(sharing) == 1]
     implied = [REWARD] if profile.reward_model.path is not None else []
     return tuple(dict.fromkeys(task for task in (*alone, *implied) if task in SCORERS))
@@ -28,7 +28,7 @@ def is_apart(profile: Profile, task: str) -> bool:
 
 
 def share_of(profile: Profile, task: str) -> int | None:
-    """What `placement.ratios` gives the task and those that it shares with; None without ratios, or if it is not named."""
+    """The share that `placement.ratios` gives to the task's list. None without ratios, or if no list names the task."""
     tasks, ratios = profile.placement.tasks, profile.placement.ratios
     if tasks is None or ratios is None:
         return None
@@ -36,16 +36,16 @@ def share_of(profile: Profile, task: str) -> int | None:
 
 
 def conflicts(profile: Profile) -> Iterator[ConfigError]:
-    """What is wrong with `placement.tasks` and `placement.ratios`."""
+    """Errors in `placement.tasks` and `placement.ratios`."""
     placement = profile.placement
     tasks, ratios = placement.tasks, placement.ratios
     if placement.colocate and tasks is None and tasks_apart(profile):
-        because = "trainer and rollout workers take turns on all resources, and it needs some of its own"
+        because = "trainer and rollout workers take turns on all resources, but the reward model needs its own"
         yield ConfigError(f"placement.colocate = true with a reward model: {because}", hint="--set placement.colocate=false")
     if tasks is None:
         if ratios is not None:
             yield ConfigError(
-                f"{RATIOS} = {toml_value(ratios)}, and no {KEY}: nothing says of what", hint="give both, or placement.ratio"
+                f"{RATIOS} = {toml_value(ratios)} without {KEY}: the ratios have no tasks", hint="give both, or placement.ratio"
             )
         return
     shown = f"{KEY} = {toml_value(tasks)}"
@@ -62,11 +62,11 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
     yield from _without_use(profile, shown)
     if placement.colocate:
         yield ConfigError(
-            f"{shown} with placement.colocate = true: everything shares all resources there", hint="leave one of the two out"
+            f"{shown} with placement.colocate = true, where everything shares all resources", hint="leave one of the two out"
         )
     if ratios is not None and len(ratios) != len(tasks):
         hint = "one number for each list of placement.tasks, in their order"
-        yield ConfigError(f"{RATIOS} = {toml_value(ratios)} are {len(ratios)} numbers for {len(tasks)} lists of tasks", hint=hint)
+        yield ConfigError(f"{RATIOS} = {toml_value(ratios)} has {len(ratios)} numbers for {len(tasks)} lists of tasks", hint=hint)
     if ratios is not None and placement.ratio != "1:1":
         yield ConfigError(
             f'{RATIOS} with placement.ratio = "{placement.ratio}": both say who gets what', hint="leave placement.ratio out"
@@ -74,7 +74,7 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
 
 
 def _wrong_lists(profile: Profile, shown: str) -> Iterator[ConfigError]:
-    """Tasks that cannot be where they are."""
+    """Errors for tasks that cannot share a list."""
     for sharing in profile.placement.tasks or ():
         others = [task for task in sharing if task != ROLLOUT]
         if ROLLOUT in sharing and others:
@@ -89,7 +89,7 @@ def _wrong_lists(profile: Profile, shown: str) -> Iterator[ConfigError]:
 
 
 def _without_use(profile: Profile, shown: str) -> Iterator[ConfigError]:
-    """Tasks apart that there are none of, or that cannot be done there."""
+    """Errors for tasks with their own processes that the profile does not need, or that cannot run there."""
     algorithm, weights = profile.algorithm, profile.weights
     if is_apart(profile, REF) and not algorithm.has_reference:
         hint = "--set algorithm.use_kl_loss=true (or use_kl_in_reward), or leave ref out"
@@ -97,7 +97,7 @@ def _without_use(profile: Profile, shown: str) -> Iterator[ConfigError]:
     if is_apart(profile, CRITIC) and not algorithm.has_critic:
         yield ConfigError(f"{shown}: nothing asks for values", hint="--set algorithm.adv_estimator=gae, or leave critic out")
     elif is_apart(profile, CRITIC) and algorithm.use_kl_in_reward and not is_apart(profile, REF):
-        because = "the critic's returns need the reference's logprobs, which the trainer would keep to itself"
+        because = "the critic's returns need the reference's logprobs, which only the trainer would have"
         yield ConfigError(f"{shown} with algorithm.use_kl_in_reward = true: {because}", hint="give ref a list of its own, too")
     if REWARD in tasks_apart(profile) and profile.reward_model.path is None:
         yield ConfigError(f"{shown}: there is no reward model", hint="--set reward_model.path=..., or leave reward out")
@@ -105,13 +105,13 @@ def _without_use(profile: Profile, shown: str) -> Iterator[ConfigError]:
         return
     if algorithm.old_logprobs != "recompute":
         hint = "--set algorithm.old_logprobs=recompute, or leave prox out"
-        yield ConfigError(f'{shown}: algorithm.old_logprobs = "{algorithm.old_logprobs}" has no pass for it', hint=hint)
+        yield ConfigError(f'{shown}: algorithm.old_logprobs = "{algorithm.old_logprobs}" has no such pass', hint=hint)
     if weights.transport in DIRECT_TRANSPORTS:
-        because = "versions go from the trainer's GPU memory into that of rollout workers, and reach nobody else"
+        because = "versions go directly from the trainer's GPU memory to that of rollout workers, and nowhere else"
         hint = "--set weights.transport=object-store, or name prox beside train"
         yield ConfigError(f'{shown} with weights.transport = "{weights.transport}": {because}', hint=hint)
     if profile.lora.rank and profile.model.dtype == "bfloat16":
-        because = "prox would compute with merged weights, which bfloat16 rounds by more than adapters change them"
+        because = "prox would use merged weights, where rounding to bfloat16 is larger than the adapters' change"
         hint = "name prox beside train, or --set model.dtype=float32"
         yield ConfigError(f"{shown} with lora.rank = {profile.lora.rank} in bfloat16: {because}", hint=hint)
 

@@ -1,7 +1,7 @@
 """Read and write TOML within limits, find profile files, and follow their chain of `extends`.
 
-A profile is asked for by NAME (one that asyncrl ships) or by FILE (a path, or anything that ends in `.toml`); a path in
-`extends` is relative to the file that contains it. `A+B` asks for two, one over the other.
+A profile is given by NAME (one that asyncrl ships) or by FILE (a path, or anything that ends in `.toml`). A path in
+`extends` is relative to the file that contains it. `A+B` lays profile B over profile A.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from asyncrl_cli.paths import expand
 from asyncrl_cli.safe_files import MIB, decapitalized, nesting, read_text, reason
 
 MAX_BYTES, MAX_DEPTH = MIB, 32
-"""Limits of one file: its bytes, and the depth of its tables."""
+"""Limits for one file: its size, and the depth of its tables."""
 LONGEST_ECHO = 200
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises ConfigError with file and line."""
+    """Read a TOML file. Raises ConfigError that names file and line."""
     try:
         return parse_toml(read_text(path, max_bytes=MAX_BYTES))
     except tomli.TOMLDecodeError as error:
@@ -35,7 +35,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises TOMLDecodeError, or ValueError for a number that Python cannot hold or too deep tables."""
+    """Parse TOML. Raises TOMLDecodeError, or ValueError for a number that Python cannot hold or for tables that are too deep."""
     try:
         content = tomli.loads(text, parse_float=_float)
         is_deep = nesting(content) > MAX_DEPTH + 1  # of which the last may be numbers and text
@@ -49,12 +49,12 @@ def parse_toml(text: str) -> dict[str, Any]:
 def _float(text: str) -> float:
     value = float(text)
     if not value and text.lower().partition("e")[0].strip("+-0._"):
-        raise ValueError(f"{shortened(text)} is too small a number: it would be 0")
+        raise ValueError(f"{shortened(text)} is too small: it would become 0")
     return value
 
 
 def parse_value(text: str) -> Any:
-    """Parse `text` as a TOML value; text that is not TOML is returned as it is. Raises ConfigError past a limit."""
+    """Parse `text` as a TOML value. Text that is not TOML is returned unchanged. Raises ConfigError if it exceeds a limit."""
     try:
         parsed = parse_toml(f"value = {text}")
     except tomli.TOMLDecodeError:
@@ -67,13 +67,13 @@ def parse_value(text: str) -> Any:
 
 
 def toml_key(name: str) -> str:
-    """A key as TOML writes it: without quotes where that is possible."""
+    """A key as TOML, without quotes where possible."""
     bare = name.isascii() and name.replace("-", "_").isidentifier()
     return name if bare else toml_value(name)
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it."""
+    """A value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -86,7 +86,7 @@ def toml_value(value: Any) -> str:
 
 
 def shortened(value: Any) -> str:
-    """A value as an error shows it: only the beginning of a long one."""
+    """A value as an error message shows it: a long one is cut."""
     if isinstance(value, int) and value.bit_length() > 256:
         return "a very long number"
     text = str(value)
@@ -119,12 +119,12 @@ class ProfileFile:
 
 
 def shipped_directory(kind: str) -> Path:
-    """`profiles`, `templates` or `docs`: inside the wheel, which has one page of docs, or at the top of a source checkout."""
+    """The directory `profiles`, `templates` or `docs`: inside the wheel (which has one page of docs), or in a source checkout."""
     assert kind in ("profiles", "templates", "docs")
     for directory in (_PACKAGE / f"_{kind}", _PACKAGE.parents[1] / kind):
         if directory.is_dir():
             return directory
-    raise ConfigError(f"this installation of asyncrl has no {kind}", hint="install asyncrl-cli again")
+    raise ConfigError(f"this installation of asyncrl has no {kind}", hint="reinstall asyncrl-cli")
 
 
 def shipped_profiles() -> dict[str, Path]:
@@ -147,7 +147,7 @@ def is_file_reference(reference: str) -> bool:
 
 
 def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
-    """The path of the profile NAME or FILE. An error begins with `asked_by`, which says where the reference was given."""
+    """The path of the profile NAME or FILE. Errors begin with `asked_by`, which says where the reference was given."""
     if is_file_reference(reference):
         path = relative_to / expand(reference)
         if os.path.isfile(path):
@@ -167,7 +167,7 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
 
 
 def chain(reference: str) -> list[ProfileFile]:
-    """The profile and all that it extends, the most basic one first. `A+B` is A, with B and what only B extends laid over it."""
+    """The profile and all profiles that it extends, the lowest first. `A+B`: A's chain, then the files that only B's chain has."""
     if "+" not in reference or os.path.isfile(expand(reference)):
         return _chain(reference)
     chains = [_chain(part) for part in reference.split("+")]
@@ -187,7 +187,7 @@ def _chain(reference: str) -> list[ProfileFile]:
             circle = " -> ".join(map(str, [*paths, path]))
             raise ConfigError(f"{paths[-1]}: `extends` forms a cycle: {circle}", hint='end the chain at `extends = "base"`')
         if len(files) == MAX_CHAIN:
-            raise ConfigError(f"{paths[0]}: extends goes on for more than {MAX_CHAIN} files", hint='end it at `extends = "base"`')
+            raise ConfigError(f"{paths[0]}: `extends` chains more than {MAX_CHAIN} files", hint='end it at `extends = "base"`')
         content = read(path)
         files.append(ProfileFile(name=path.stem, path=path, content=content))
         if "extends" not in content:
