@@ -1,5 +1,5 @@
-"""What a rollout produces: trajectories. They travel from a rollout worker to the trainer ranks, never through the driver, and a
-run may dump those of a train step as JSON lines (`samples/step-000040.jsonl`).
+"""Trajectories, the product of rollouts. They travel from a rollout worker to the trainer ranks, never through the driver. A run
+may dump those of a train step as JSON lines (`samples/step-000040.jsonl`).
 
 Legend: T = all tokens of a segment, prompt and response together.
 """
@@ -46,7 +46,7 @@ class Segment:
 
     @classmethod
     def of(cls, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> Segment:
-        """Of lists; a token was sampled if it has a version."""
+        """A segment from lists. A token counts as sampled if it has a version."""
         versions_T = np.array(versions, dtype=np.int32)
         return cls(
             tokens_T=np.array(tokens, dtype=np.int32),
@@ -58,8 +58,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One or more segments that share a reward; several where the context was rewritten. `turn_rewards`: what the reward is made
-    of, if the environment says so."""
+    """One or more segments that share a reward; several if the context was rewritten. `turn_rewards`: the parts of the reward, if
+    the environment reports them."""
 
     segments: tuple[Segment, ...]
     reward: float
@@ -69,7 +69,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPayload:
-    """The trajectories of one prompt, or those of one part of its group; same order as in `GroupResult` or `PartResult`."""
+    """The trajectories of a group or of one part of it, in the order of its `GroupResult` or `PartResult`."""
 
     uid: str
     epoch: int
@@ -78,7 +78,7 @@ class GroupPayload:
 
 
 def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
-    """Whole groups, in order. The parts of a group come one after the other, in the order of their numbers."""
+    """Join parts into whole groups, in order. The parts of a group must be adjacent, in the order of their numbers."""
     whole = []
     for (uid, epoch, attempt), own in groupby(parts, key=lambda part: (part.uid, part.epoch, part.attempt)):
         trajectories = tuple(chain.from_iterable(part.trajectories for part in own))
@@ -87,8 +87,8 @@ def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
 
 
 def overlaid(groups: Iterable[tuple[str, int, int]], parts: Iterable[GroupPayload]) -> list[GroupPayload]:
-    """The groups (uid, epoch, attempt), each with the trajectories of its parts at their responses' indices. A part has no segments
-    at the indices of others."""
+    """The given groups (uid, epoch, attempt), each with the trajectories of its parts at their indices. A part has trajectories
+    without segments at the indices of other parts."""
     found: dict[tuple[str, int, int], list[GroupPayload]] = {}
     for part in parts:
         found.setdefault((part.uid, part.epoch, part.attempt), []).append(part)
@@ -102,13 +102,13 @@ def _overlaid(parts: Sequence[GroupPayload]) -> GroupPayload:
 
 
 def is_dump_step(step: int, every_steps: int, last_step: int) -> bool:
-    """Whether `logging.samples_every_steps` asks for this step: the run's first and last do, too; 0 is never."""
+    """Whether `logging.samples_every_steps` covers this step. The run's first and last steps always count; 0 means never."""
     return every_steps > 0 and (step % every_steps == 0 or step in (1, last_step))
 
 
 def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]:
-    """Which groups of a step to dump, and how many trajectories of each: groups at random, until they have `most` trajectories; all
-    for 0. `sizes`: the groups' trajectories. Groups come in the order in which they finished, so the first ones would be short."""
+    """Which groups of a step to dump, and how many trajectories of each. Picks groups at random until they have `most`
+    trajectories (0: all), because the first to finish would be short. `sizes`: each group's number of trajectories."""
     if not most:
         return dict(enumerate(sizes))
     chosen, room = {}, most
@@ -120,9 +120,9 @@ def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
-    """A group to dump. `advantages` of its first trajectories, which are dumped; None where unknown or not trained.
-    `rewards`: theirs, if a reward model has added to those in the payload. `logprobs`: by trajectory, of its sampled tokens by the
-    trainer's weights as the step began, all segments end to end. `answer`: the reference answer, if the task has one."""
+    """A group to dump. `advantages`: one for each trajectory to dump (the first ones); None where unknown or not trained.
+    `rewards`: set if a reward model has added to those in the payload. `logprobs`: per trajectory, of its sampled tokens under the
+    trainer's weights at the beginning of the step, all segments end to end. `answer`: the reference answer, if the task has one."""
 
     payload: GroupPayload
     advantages: Sequence[float | None]
@@ -134,20 +134,20 @@ class SampledGroup:
 def dump_samples(
     directory: Path, step: int, groups: Sequence[SampledGroup], *, window: int, decode: Decode, max_bytes: float = math.inf
 ) -> Path:
-    """Write one JSON line per trajectory of `step`, atomically: its whole text, and the part that the policy sampled.
+    """Atomically write one JSON line per trajectory of `step`: its whole text, and the part that the policy sampled.
 
     Arrays cover all tokens of all segments, end to end; `segment_lengths` says where each segment ends, `pieces` has the text of
-    each token. `spans` tells the trajectory as people read it, turn by turn: what the model said, and what it was told.
+    each token. `spans` has the text turn by turn: what the model generated, and what it was given.
 
-    `max_bytes`: of all dumps in the directory. This one takes an eighth at most, the rest of its trajectories is left out; then the
-    oldest dumps are deleted.
+    `max_bytes` limits all dumps in the directory. This one takes an eighth of it at most and leaves further trajectories out. Then
+    the oldest dumps are deleted.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{step:06d}.jsonl"
     room = max_bytes / 8
     with appearing_file(path) as temporary, temporary.open("wb") as file:
         for line in _lines(groups, step, window, decode):
-            # A lone surrogate, which some tokenizers decode to, becomes \\udxxx: JSON's own way to write it.
+            # Some tokenizers decode to lone surrogates. These become \\udxxx, as JSON writes them.
             encoded = f"{line}\n".encode(errors="backslashreplace")
             if (room := room - len(encoded)) < 0:
                 break
@@ -209,14 +209,14 @@ def _line(group: SampledGroup, index: int, advantage: float | None, decode: Deco
 
 
 def _shortest(values_T: NDArray[np.float32]) -> list[float]:
-    """The shortest decimals that are these numbers as float32: half as long as those of float64."""
+    """The shortest decimals that denote these float32 values: half as long as their float64 decimals."""
     return [float(str(value)) for value in values_T]
 
 
 def pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """The text of each token. Tokens that are a character only together have it at their last one.
+    """The text of each token. If several tokens make up one character, the last of them has it.
 
-    A token is decoded behind the one before it, because some tokenizers drop a text's first space.
+    Each token is decoded together with the one before it, because some tokenizers drop the first space of a text.
     """
     texts: list[str] = []
     begin, known, before = 0, 0, ""
@@ -232,6 +232,6 @@ def pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
 
 
 def _spans(segment: Segment, number: int, decode: Decode) -> Iterator[dict[str, Any]]:
-    """The stretches of a segment that the model sampled, and those between them."""
+    """The stretches of a segment that the model sampled, and those in between."""
     for is_sampled, pairs in groupby(zip(segment.mask_T.tolist(), segment.tokens_T.tolist(), strict=True), key=itemgetter(0)):
         yield {"segment": number, "by": "model" if is_sampled else "environment", "text": decode([token for _, token in pairs])}
