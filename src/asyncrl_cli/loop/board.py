@@ -26,7 +26,7 @@ from asyncrl_cli.profile.sharing import CRITIC, REWARD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeFrom:
-    """What a checkpoint holds for the loop: its state and the payload handles of its finished groups, in order."""
+    """What a checkpoint holds for the loop: its state, and the payload handles in the order that `Groups.restore` expects."""
 
     loop_state: Mapping[str, Any]
     payloads: Sequence[Any]

@@ -40,8 +40,8 @@ closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by
 needs only groups that are already admitted: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a
 load, which waits for a publish and, under `drain`, for running groups). Responses of a failed worker are placed before any new
 group. They need slots on workers whose weights are as new as those of the rest of the group; every load adds such slots. A failed
-worker is restarted (worker_tasks.py) while it has restarts left; after that, its failure stops the run in good order. A failed
-trainer or separate critic fails the run at once.
+worker is restarted (worker_tasks.py) while it has restarts left. After that its failure stops the run in good order, unless the
+run can continue without it (`rollout.min_workers`). A failed trainer or separate critic fails the run at once.
 """
 
 from __future__ import annotations

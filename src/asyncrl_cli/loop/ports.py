@@ -178,7 +178,7 @@ class RolloutWorker(Protocol):
         """Interrupt, copy the prefetched weights in, resume, score the probes. If it fails, the old version stays."""
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        """Generate one answer per item beside the running groups and reward it."""
+        """Generate and reward the request's tries, beside the running groups."""
 
     async def abort_evals(self) -> None:
         """Stop the running `evaluate` calls. They soon return what they have."""

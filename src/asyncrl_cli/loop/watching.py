@@ -17,8 +17,8 @@ ENDED = ("done", "failed", "stopped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One line of events.jsonl. `name` is a ledger state or one of: replaced, published, loaded, checkpointed, failed, resumed,
-    warning, eval, lost, away, restarted, tools_again. `fields` are further JSON values."""
+    """One line of events.jsonl. `name` is a ledger stage or one of: replaced, scored, published, loaded, checkpointed, failed,
+    resumed, warning, eval, lost, away, restarted, tools_again. `fields` are further JSON values."""
 
     time_s: float
     name: str
@@ -58,7 +58,7 @@ class StepRecord:
     of *all* reports since the previous step, by executor, already mapped to the driver's clock; the same for `stays`, if they are
     recorded. `ended_s` is on the driver's clock. `sync`: `WeightSync.summary`. `filtered`: the reward of each group dropped for
     equal rewards since the previous step; None if the filter is off.
-    `restarts` of workers and `failures` of trajectories (by kind) count from the run's beginning.
+    `restarts` and `failures` (of trajectories, by kind) count from the beginning of the run.
     """
 
     step: int
