@@ -120,9 +120,9 @@ def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
-    """A group to dump. `advantages`: one per trajectory to dump, None if unknown or not trained. `rewards`: theirs, if a reward model
-    has added to those in the payload. `logprobs`: per trajectory, the logprobs of its sampled tokens under the trainer's weights
-    at the step's start, segments concatenated. `answer`: the reference answer, if the task has one."""
+    """A group to dump. `advantages`: one per trajectory to dump, None if unknown or not trained. `rewards`: theirs, if a reward
+    model has added to those in the payload. `logprobs`: per trajectory, the logprobs of its sampled tokens under the trainer's
+    weights at the step's start, segments concatenated. `answer`: the reference answer, if the task has one."""
 
     payload: GroupPayload
     advantages: Sequence[float | None]
@@ -134,20 +134,20 @@ class SampledGroup:
 def dump_samples(
     directory: Path, step: int, groups: Sequence[SampledGroup], *, window: int, decode: Decode, max_bytes: float = math.inf
 ) -> Path:
-    """Write one JSON line per trajectory of `step`, atomically: its whole text, and the part that the policy sampled.
+    """Atomically write one JSON line per trajectory of `step`: its whole text, and the part that the policy sampled.
 
     Arrays cover all tokens of all segments, end to end; `segment_lengths` says where each segment ends, `pieces` has the text of
-    each token. `spans` tells the trajectory as people read it, turn by turn: what the model said, and what it was told.
+    each token. `spans` has the text turn by turn: what the model generated, and what it was given.
 
-    `max_bytes`: of all dumps in the directory. This one takes an eighth at most, the rest of its trajectories is left out; then the
-    oldest dumps are deleted.
+    `max_bytes` limits all dumps in the directory. This one takes an eighth of it at most and leaves further trajectories out. Then
+    the oldest dumps are deleted.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{step:06d}.jsonl"
     room = max_bytes / 8
     with appearing_file(path) as temporary, temporary.open("wb") as file:
         for line in _lines(groups, step, window, decode):
-            # A lone surrogate, which some tokenizers decode to, becomes \\udxxx: JSON's own way to write it.
+            # Some tokenizers decode to lone surrogates. These become \\udxxx, as JSON writes them.
             encoded = f"{line}\n".encode(errors="backslashreplace")
             if (room := room - len(encoded)) < 0:
                 break
@@ -232,6 +232,6 @@ def pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
 
 
 def _spans(segment: Segment, number: int, decode: Decode) -> Iterator[dict[str, Any]]:
-    """The stretches of a segment that the model sampled, and those between them."""
+    """The stretches of a segment that the model sampled, and those in between."""
     for is_sampled, pairs in groupby(zip(segment.mask_T.tolist(), segment.tokens_T.tolist(), strict=True), key=itemgetter(0)):
         yield {"segment": number, "by": "model" if is_sampled else "environment", "text": decode([token for _, token in pairs])}

@@ -61,7 +61,7 @@ DAMAGES = [
     (lambda directory: (directory / "manifest.json").write_text("{"), "manifest.json cannot be read"),
     (
         lambda directory: (directory / "manifest.json").write_text('{"format": "hf"}'),
-        "not that of an asyncrl checkpoint",
+        "not the manifest of an asyncrl checkpoint",
     ),
     (lambda directory: (directory / "rank-0.bin").unlink(), "rank-0.bin is missing"),
     (lambda directory: (directory / "loop_state.json").write_text("{}"), "loop_state.json has 2 bytes"),

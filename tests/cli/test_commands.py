@@ -193,7 +193,7 @@ def test_a_train_that_is_refused_leaves_nothing(
     Path("runs/.first-detached.out").write_text("what it said", encoding="utf-8")
     capsys.readouterr()
     assert run(["status", "first"]) == 2
-    assert "if it ended while it started, runs/.first-detached.out says why" in " ".join(capsys.readouterr().err.split())
+    assert "if it failed to start, runs/.first-detached.out says why" in " ".join(capsys.readouterr().err.split())
 
 
 def test_doctor_names_versions_and_engines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

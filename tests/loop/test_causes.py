@@ -23,7 +23,7 @@ from tests.marks import one_in
 ENDED = ("done", "stopped", "failed")
 NUM_SEEDS, CHUNK_SEEDS = 100, 2
 TOOL = r"waits for a tool of (\S+)/\d+ \(\d+ s so far\)(?: and \d+ more)?"
-FINISHES = rf"(rollout-\d+) finishes (\d+) responses(?: \({TOOL}\))? before it (loads version \d+)"
+FINISHES = rf"(rollout-\d+) is finishing (\d+) responses(?: \({TOOL}\))? before it loads (version \d+)"
 
 
 class Watching(Invariants):
@@ -38,7 +38,7 @@ class Watching(Invariants):
     def note(self, text: str) -> None:
         super().note(text)
         if found := re.match(r"(rollout-\d+) (prefetches|loads) version (\d+)", text):
-            self.doing[found[1]] = f"{found[1]} {'receives' if found[2] == 'prefetches' else 'loads'} version {found[3]}"
+            self.doing[found[1]] = f"{found[1]} is {'receiving' if found[2] == 'prefetches' else 'loading'} version {found[3]}"
         elif found := re.match(r"(?:loaded|lost) .*'worker': '(rollout-\d+)'", text):
             self.doing.pop(found[1], None)
 
@@ -66,17 +66,17 @@ class Watching(Invariants):
         used = [(sum(book.unfinished.values()) + book.eval_sequences, book.slots) for book in workers.values() if not book.down]
         slots = sum(book.slots for book in workers.values() if not book.down)
         evals = sum(book.eval_sequences for book in workers.values())
-        if found := re.fullmatch(r"the eval of version (\d+) holds (rollout-\d+) for \d+ s so far", claim):
+        if found := re.fullmatch(r"the eval of version (\d+) has held (rollout-\d+) for \d+ s", claim):
             book = workers[found[2]]
             holds = (book.eval_sequences > 0 or not book.unfinished) and book.version == int(found[1]) < books.version
         elif found := re.fullmatch(FINISHES, claim):
-            holds = self.doing.get(found[1]) == f"{found[1]} {found[4]}"
+            holds = self.doing.get(found[1]) == f"{found[1]} is loading {found[4]}"
             with_slot, left = sum(workers[found[1]].unfinished.values()), int(found[2])
             holds = holds and (left == with_slot if self.settings.profile.rollout.hold_slots else left >= with_slot)
             holds = holds and (found[3] is None or found[3] in map(str, books.live))
-        elif found := re.fullmatch(r"(rollout-\d+) (?:receives|loads) version \d+", claim):
+        elif found := re.fullmatch(r"(rollout-\d+) is (?:receiving|loading) version \d+", claim):
             holds = self.doing.get(found[1]) == claim
-        elif found := re.fullmatch(r"(rollout-\d+) is restarted(?: \(\d of \d\))?", claim):
+        elif found := re.fullmatch(r"(rollout-\d+) is being restarted(?: \(\d of \d\))?", claim):
             holds = workers[found[1]].down and not workers[found[1]].away
         elif found := re.fullmatch(r"(rollout-\d+) is away", claim):
             holds = workers[found[1]].away
@@ -86,14 +86,14 @@ class Watching(Invariants):
             holds = self.published < int(found[1]) <= max(books.version, self.published + 1)  # the next is being gathered
         elif found := re.fullmatch(r"(\d+) of (\d+) in use", claim):
             holds = (sum(min(pair) for pair in used), slots) == (int(found[1]), int(found[2]))
-        elif found := re.fullmatch(r"(\d+) sequences queue", claim):
+        elif found := re.fullmatch(r"(\d+) sequences queued", claim):
             holds = sum(max(0, running - own) for running, own in used) == int(found[1])
         elif found := re.fullmatch(r"(\d+) by the eval of version (\d+)", claim):
             holds = evals == int(found[1])
         elif found := re.fullmatch(r"all (\d+) groups of the window have started", claim):
             holds = len(books.untaken) + books.taken_in_window >= books.budget == int(found[1])
         else:
-            known = ("the run stops", "every group of the run has started", f"version {books.version + 1} opens the next")
+            known = ("the run is stopping", "every group of the run has started", f"version {books.version + 1} opens the next")
             holds = claim in known or re.fullmatch(r"\d+ more", claim)
         self.check(bool(holds), "causes", f"it is not so that {claim!r}; really: {self.doing}, {workers}")
 
@@ -130,7 +130,7 @@ def test_an_eval_that_holds_the_only_worker_is_what_the_feed_and_the_trainer_wai
     assert len(held) > 10
     for tick in held:
         version = tick.worker_versions["rollout-0"]
-        assert re.fullmatch(rf"the eval of version {version} holds rollout-0 for \d+ s so far", tick.admission_cause)
+        assert re.fullmatch(rf"the eval of version {version} has held rollout-0 for \d+ s", tick.admission_cause)
         assert tick.reports["feed"].waiting_for == f"admission: deadlines ({tick.admission_cause})"
         if tick.ledger["training"] == 0:
             assert tick.reports["trainer-0"].waiting_for.endswith(f"admission waits: deadlines; {tick.admission_cause}")

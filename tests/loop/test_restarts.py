@@ -79,7 +79,7 @@ def test_a_snapshot_says_which_restart_of_which_worker_and_that_admission_waits_
     assert {tuple(sorted(tick.restarting.items())) for tick in gone} == {(("rollout-0", "1 of 3"), ("rollout-1", "1 of 3"))}
     assert {tick.admission for tick in gone} == {"restart"}
     assert {tick.reports["feed"].waiting_for for tick in gone} == {
-        "admission: restart (rollout-0 is restarted (1 of 3), rollout-1 is restarted (1 of 3))"
+        "admission: restart (rollout-0 is being restarted (1 of 3), rollout-1 is being restarted (1 of 3))"
     }
     others = [tick for tick in ran.recorder.ticks if tick.time_s < 2.9 or tick.time_s > 24]
     assert {tuple(tick.restarting) for tick in others} == {()}
@@ -101,7 +101,7 @@ def test_many_calls_that_fail_together_are_one_failure():
         {"worker": "rollout-1", "error": "rollout-1 failed: simulated death at 3 s", "restarts_left": 0}
     ]
     assert [event.fields for event in restarted] == [{"worker": "rollout-1", "restart_s": 5.0, "restarts_left": 0}]
-    message = "rollout-1 failed: simulated death at 3 s; it is restarted (1 of rollout.max_restarts = 1)"
+    message = "rollout-1 failed: simulated death at 3 s; restarting it (1 of rollout.max_restarts = 1)"
     assert [event.fields["message"] for event in warnings] == [message]
     assert [record.restarts for record in ran.recorder.steps if record.ended_s > 3.0] == [1] * (12 - before(ran, 3.0))
 
@@ -278,7 +278,7 @@ def test_without_restarts_the_first_failure_ends_the_run():
     assert str(ran.error) == "rollout-1 failed: simulated death at 3 s"
     assert not ran.recorder.named("lost")
     assert [event.fields["message"] for event in ran.recorder.named("warning")] == [
-        "rollout-1 is not replaced: rollout.max_restarts = 0"
+        "rollout-1 is not restarted: rollout.max_restarts = 0"
     ]
 
 

@@ -92,7 +92,7 @@ def test_who_does_not_load_is_named_after_a_bounded_wait() -> None:
     ran = run_sync("stale-samples", faults=Faults([stuck]), sync_timeout_s=20.0)
     assert isinstance(ran.error, StallError)
     assert str(ran.error) == (
-        "nothing has moved for 20 s, and the trainer waits for every worker to load version 2: rollout-1 receives version 2"
+        "nothing has moved for 20 s, and the trainer waits for every worker to load version 2: rollout-1 is receiving version 2"
     )
     assert ran.checkpoints.cuts[-1][0].step == len(ran.recorder.steps) == 4
 

@@ -109,7 +109,7 @@ def restarting(status):
     reward = executors[1] | lost | {"name": "reward-0", "role": "reward", "gauges": {}}
     versions = {name: held for name, held in status["versions"].items() if name != "rollout-0"}
     changed = {"executors": [*executors, reward], "versions": versions, "restarting": {"rollout-0": "2 of 3"}}
-    return status | changed | {"admission": status["admission"] | {"closed_by": "restart", "cause": "rollout-0 is restarted"}}
+    return status | changed | {"admission": status["admission"] | {"closed_by": "restart", "cause": "rollout-0 is being restarted"}}
 
 
 def test_a_worker_that_is_restarted_is_not_shown_as_failed(restarting):
@@ -119,7 +119,7 @@ def test_a_worker_that_is_restarted_is_not_shown_as_failed(restarting):
     assert not {"v-1", "v118", "sequences"} & set(row.split())
     assert next(line for line in lines if line.startswith("reward-0")).split()[1] == "restarting"
     assert next(line for line in lines if line.startswith("rollouter")).endswith("restarting (2 of 3)")
-    assert any("admission  waits: restart (rollout-0 is restarted)" in line for line in lines)
+    assert any("admission  waits: restart (rollout-0 is being restarted)" in line for line in lines)
     assert not any("failed" in line for line in lines)
     assert "left" not in lines[1].split()  # nobody knows when it ends
 

@@ -54,7 +54,7 @@ def test_another_process_reads_the_same_bytes_and_cannot_change_them() -> None:
 def test_a_buffer_of_another_size_or_a_tensor_outside_of_it_is_refused() -> None:
     shared = SharedWeights(pack(example(), 2**20))
     told = shared.describe({"a"})
-    with pytest.raises(ValueError, match="announced were"):
+    with pytest.raises(ValueError, match="129 were announced"):
         attached(told["path"], told["num_bytes"] + 1)
     with pytest.raises(ValueError, match="a ends at byte"):
         views(attached(told["path"], told["num_bytes"]), [("a", "float32", [1000], 0)])
@@ -115,7 +115,7 @@ def test_each_bucket_is_held_against_the_free_memory_before_it_is_allocated(monk
     monkeypatch.setattr(held_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=next(free)))
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     before = open_files()
-    with pytest.raises(AsyncrlError, match=r"beside the 0 MiB that have arrived, 0 MiB are free"):
+    with pytest.raises(AsyncrlError, match=r"beside the 0 MiB that have arrived, but only 0 MiB are free"):
         SharedWeights(pack(example(), 1))
     assert asked == [(0, 24)]
     assert open_files() == before

@@ -1,7 +1,7 @@
-"""Finds runs and checkpoints by a name or a path from the command line; reads a run's last status, and takes and tests its lock.
+"""Finds runs and checkpoints by a name or a path from the command line, reads a run's last status, and takes and tests its lock.
 
-Two drivers never write to the same run: a driver holds an exclusive flock on `<run>/lock`, which the kernel releases when the
-process ends, also by SIGKILL.
+Two drivers never write to the same run: each holds an exclusive flock on `<run>/lock`, which the kernel releases when the process
+ends, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_LOCK_BYTES = 1000
 
 
 def find_run(argument: str, runs_dir: Path) -> Path:
-    """The directory of a run, given by name or path. Raises ConfigError if there is none."""
+    """The directory of the run with this name or path. Raises ConfigError if there is none."""
     for candidate in (runs_dir / argument, Path(argument)):
         if _is_run(candidate):
             return candidate.resolve()
@@ -33,21 +33,21 @@ def find_run(argument: str, runs_dir: Path) -> Path:
 
 
 def detached_output(run_dir: Path) -> Path:
-    """What a detached driver says until its run has begun; beside the directory, which a failed start does not leave."""
+    """Where a detached driver writes until its run has begun: beside the run's directory, which a failed start removes."""
     return run_dir.with_name(f".{run_dir.name}-detached.out")
 
 
 def failed_start(run_dir: Path) -> Path:
-    """Where the logs of a run are that failed while it started."""
+    """Where the logs of a run are kept if its start failed."""
     return run_dir.with_name(f".{run_dir.name}-failed-start")
 
 
 def _why_not(run_dir: Path) -> str:
-    """A hint about a run that has left no directory, if a start of it has left anything else."""
+    """A hint for a run that has no directory but has left output of a failed start."""
     if not run_dir.name:
         return ""
     told = (path for path in (detached_output(run_dir), failed_start(run_dir)) if os.path.exists(path))
-    return next((f"if it ended while it started, {path} says why" for path in told), "")
+    return next((f"if it failed to start, {path} says why" for path in told), "")
 
 
 def run_names(runs_dir: Path) -> list[str]:
@@ -77,7 +77,7 @@ def last_status(run_dir: Path) -> Mapping[str, Any]:
 def take_lock(run_dir: Path) -> TextIO | None:
     """Lock a run until the returned file is closed; None, without waiting, if another process holds the lock.
 
-    RefusedError if the lock file cannot be opened or is not a regular file.
+    Raises RefusedError if the lock file cannot be opened or is not a regular file.
     """
     path = run_dir / LOCK
     try:
@@ -85,7 +85,7 @@ def take_lock(run_dir: Path) -> TextIO | None:
             open_regular(path).close()
         file = path.open("a+", encoding="utf-8")
     except (OSError, UnsafeFile) as error:
-        raise RefusedError(f"{path} cannot be locked: {reason(error)}", hint="is the directory yours to write?") from None
+        raise RefusedError(f"{path} cannot be locked: {reason(error)}", hint="check that you may write to the directory") from None
     with contextlib.ExitStack() as closing:
         closing.enter_context(file)
         if not _flock(file, fcntl.LOCK_EX):
@@ -98,7 +98,7 @@ def take_lock(run_dir: Path) -> TextIO | None:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a live driver holds the run. Tests with a shared lock, so that simultaneous tests do not see each other."""
+    """Whether a live driver holds the run. Tests with a shared lock, so that simultaneous tests do not block each other."""
     try:
         file = open_regular(run_dir / LOCK)
     except (OSError, UnsafeFile):  # a lock that is missing or not a regular file cannot be held
@@ -116,7 +116,7 @@ def holder(run_dir: Path) -> str:
 
 
 def refuse_ended(checkpoint: Checkpoint) -> None:
-    """Raises RefusedError if this is the last checkpoint of a run that is done: there is nothing to continue."""
+    """Raises RefusedError if this is the last checkpoint of a finished run, which has nothing left to train."""
     known = last_status(checkpoint.directory.parent.parent)
     if known.get("phase") == "done" and checkpoint.step == known.get("train_steps"):
         raise RefusedError(
@@ -129,8 +129,8 @@ def resolve(argument: str, runs_dir: Path) -> Path:
     """The checkpoint that an argument CHECKPOINT|RUN names. Raises what `find_run_or_checkpoint` does, and RefusedError for a run
     without checkpoints.
 
-    For a run it is the newest checkpoint, even if damaged: `load_checkpoint` then refuses it and names an intact one, so that
-    nobody resumes from an older state without knowing it.
+    For a run, this is the newest checkpoint, even if it is damaged: `load_checkpoint` then refuses it and names an intact one, so
+    that nobody resumes from an older state unknowingly.
     """
     found = find_run_or_checkpoint(argument, runs_dir)
     if not has_checkpoints(found):
@@ -148,7 +148,7 @@ def resolve(argument: str, runs_dir: Path) -> Path:
 
 
 def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
-    """The directory of a run, given by name or path, or of a checkpoint.
+    """The directory of a run, given by name or path, or of a checkpoint, given by path.
 
     Raises ConfigError if there is no such directory, RefusedError if the directory is neither a run nor a checkpoint.
     """
@@ -171,7 +171,7 @@ def has_checkpoints(directory: Path) -> bool:
 
 
 def _flock(file: IO[Any], kind: int) -> bool:
-    """False if another process holds it."""
+    """Lock the file without waiting. False if another process holds it."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, kind | fcntl.LOCK_NB)
         return True

@@ -1,4 +1,4 @@
-"""Saves untrained groups in a checkpoint, and what running ones have so far: arrays end to end in one safetensors file, segment
+"""Saves the tokens of untrained groups, running ones included, in a checkpoint: arrays end to end in one safetensors file, segment
 lengths in a JSON file.
 
 payloads.safetensors    tokens, logprobs, versions, mask: every segment of every trajectory, one after the other
@@ -52,7 +52,7 @@ class _Structure(TypedDict):
 
 
 def write_payloads(directory: Path, payloads: Sequence[GroupPayload]) -> None:
-    """Write the groups in the order given; there may be none. The checkpoint store hashes and flushes the files later."""
+    """Write the groups (perhaps none) in the given order. The checkpoint store hashes and flushes the files later."""
     segments = [segment for group in payloads for trajectory in group.trajectories for segment in trajectory.segments]
     arrays = {
         name: np.concatenate([np.zeros(0, dtype), *(getattr(segment, f"{name}_T") for segment in segments)]).astype(dtype)
@@ -66,7 +66,7 @@ def write_payloads(directory: Path, payloads: Sequence[GroupPayload]) -> None:
 
 
 def read_payloads(directory: Path) -> tuple[GroupPayload, ...]:
-    """The groups in the order written. Raises RefusedError if the files do not fit together."""
+    """Read the groups in the order written. Raises RefusedError if the two files do not fit each other."""
     groups = load_json(directory / STRUCTURE, _Structure, hint=WAY_OUT)["groups"]
     arrays = _read_arrays(directory / ARRAYS)
     lengths = [length for group in groups for trajectory in group["trajectories"] for length in trajectory["segment_lengths"]]

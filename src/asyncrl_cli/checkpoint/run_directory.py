@@ -1,4 +1,4 @@
-"""The directory of a run: made once, locked by one driver, with a log directory per attempt.
+"""The directory of a run: created once, locked by one driver, with a log directory per attempt.
 
 runs/<name>/
   lock  stop  profile.toml  config.resolved.json  status.json  metrics.jsonl  events.jsonl
@@ -27,7 +27,7 @@ STOP_REQUEST = "stop"
 STARTING = "starting"
 """The phase in status.json until the loop runs."""
 UNENDED = STARTING, "running", "stopping"
-"""The phases in which a run that was killed stays."""
+"""The phases that status.json may show after a run was killed."""
 START_FILES = {
     LOCK,
     STOP_REQUEST,
@@ -43,7 +43,7 @@ START_FILES = {
     "agent.json",
     "weights",
 }
-"""What the start of a run writes. A directory with anything else in it is never replaced."""
+"""What the start of a run writes. A directory that holds anything else is never replaced."""
 
 
 class RunDirectory:
@@ -66,10 +66,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, runs_dir: Path, name: str, *, profile_toml: str, resolved: Mapping[str, Any]) -> RunDirectory:
-        """Make `runs_dir/name` and lock it. `resolved` is the whole configuration with origins, as JSON.
+        """Make `runs_dir/name` and lock it. `resolved` is the whole configuration with the origin of each value, as JSON.
 
-        A run of that name that was killed before it began is replaced, since it holds nothing of value. Raises ConfigError if
-        `name` is not valid as a directory name, RefusedError if there is such a run already.
+        Replaces a run of that name that was killed before it began, since it holds nothing of value. Raises ConfigError if
+        `name` is not valid as a directory name, RefusedError if that run exists.
         """
         check_name(name)
         path = runs_dir / name
@@ -123,12 +123,12 @@ class RunDirectory:
         return max((int(number) for number in numbers if number.isdigit()), default=0)
 
     def stop_requests(self) -> int:
-        """How many stop requests this attempt has had: 1 ends it in order, 2 aborts it."""
+        """How many stop requests this attempt has had: one stops it in good order, two abort it."""
         return _requests_in(self.path / STOP_REQUEST)
 
     def remove(self, *, keep_logs: bool = False) -> Path | None:
-        """Delete the directory of a run that never began, so that its name is free, and the directory of runs if that was made for
-        it and is empty. Returns where the run's logs are, if kept."""
+        """Delete the directory of a run that never began, which frees its name. Also delete the directory of runs if it was made
+        for this run and is empty. Returns where the run's logs are, if kept."""
         kept = failed_start(self.path) if keep_logs else None
         if kept is not None:
             shutil.rmtree(kept, ignore_errors=True)
@@ -144,7 +144,7 @@ class RunDirectory:
             self._lock.close()
 
     def _take(self) -> None:
-        """Lock the run and make missing folders. RefusedError if another process holds the lock."""
+        """Lock the run and make missing folders. Raises RefusedError if another process holds the lock."""
         self._lock = take_lock(self.path)
         if self._lock is None:
             raise RefusedError(
@@ -156,7 +156,7 @@ class RunDirectory:
 
 
 def request_stop(run_dir: Path) -> int:
-    """Ask the driver of a run to stop (from any process). Returns how many requests this attempt has had, this one included."""
+    """Ask the driver of a run to stop, from any process. Returns the number of requests to this attempt, including this one."""
     path = run_dir / STOP_REQUEST
     _requests_in(path)
     with path.open("a", encoding="utf-8") as file:
@@ -170,21 +170,21 @@ def _requests_in(path: Path) -> int:
     except FileNotFoundError:
         return 0
     except (OSError, UnsafeFile) as error:
-        raise RefusedError(f"{path} cannot be read: {reason(error)}", hint="remove it: it only holds requests to stop") from None
+        raise RefusedError(f"{path} cannot be read: {reason(error)}", hint="remove it: it holds only requests to stop") from None
 
 
 def check_free(runs_dir: Path, name: str) -> None:
-    """Raises what `RunDirectory.create` would, before anything has been started."""
+    """Raises the errors of `RunDirectory.create` before anything has been started."""
     check_name(name)
     if (runs_dir / name).exists() and not never_began(runs_dir / name):
         raise _in_use(runs_dir / name)
 
 
 def never_began(run_dir: Path) -> bool:
-    """Whether this is the directory of a run that was killed while it started: unlocked, and nothing was trained."""
+    """Whether this is the directory of a run that was killed during its start: it is unlocked, and nothing was trained."""
     if not (run_dir / LOCK).is_file() or is_locked(run_dir):
         return False
-    status = last_status(run_dir)  # the loop's first status has the phase `starting`, too, but no `doing`
+    status = last_status(run_dir)  # the loop's first status also has the phase `starting`, but no `doing`
     if os.path.lexists(run_dir / "status.json") and not (status.get("phase") == STARTING and "doing" in status):
         return False
     if any((run_dir / "checkpoints").glob("*")):
@@ -194,7 +194,7 @@ def never_began(run_dir: Path) -> bool:
 
 def clear_lost(run_dir: Path) -> Path | None:
     """Delete the directory of a run that was killed before its first checkpoint: there is nothing to resume. Returns where its logs
-    are kept; None, and changes nothing, if it is not such a run."""
+    are kept. If it is not such a run, changes nothing and returns None."""
     if last_status(run_dir).get("phase") not in UNENDED or (lock := take_lock(run_dir)) is None:
         return None
     with lock:
@@ -210,7 +210,7 @@ def _in_use(path: Path) -> RefusedError:
 
 
 def fresh_name(profile: str, runs_dir: Path) -> str:
-    """A name for a run without --name: profile and local time, with a number if that is taken."""
+    """A name for a run without --name: the profile and the local time, with a number if that name is taken."""
     stem = f"{stem_of(profile)}-{time.strftime('%Y%m%d-%H%M%S')}"
     name, number = stem, 1
     while (runs_dir / name).exists():
@@ -220,5 +220,5 @@ def fresh_name(profile: str, runs_dir: Path) -> str:
 
 
 def stem_of(profile: str) -> str:
-    """A profile's name as the beginning of a run's: with `-` for what cannot be in one."""
+    """A profile's name as the beginning of a run's name, with `-` for characters that a run's name cannot have."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", profile).strip("-.") or "run"

@@ -1,4 +1,4 @@
-"""Seals checkpoints with a manifest, verifies them byte by byte, and reads them back.
+"""Seals checkpoints with a manifest, verifies every byte, and reads them back.
 
 The manifest has the size and checksum of every file. A directory without a manifest is not a checkpoint.
 """
@@ -83,7 +83,7 @@ def read_manifest(directory: Path) -> Manifest:
     except (OSError, ValueError) as error:
         raise Damaged(f"{MANIFEST} cannot be read ({reason(error)})") from None
     if content.get("kind") != "asyncrl-checkpoint":
-        raise Damaged(f"{MANIFEST} is not that of an asyncrl checkpoint")
+        raise Damaged(f"{MANIFEST} is not the manifest of an asyncrl checkpoint")
     if content.get("schema_version") != 1:
         raise Damaged(f"{MANIFEST} has schema_version {content.get('schema_version')}, not 1")
     if content.pop("self_sha256", None) != _digest(content):
@@ -100,7 +100,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def damage(directory: Path, manifest: Manifest) -> list[str]:
-    """Compare every file with the manifest; one sentence per file that is wrong."""
+    """Compare every file with the manifest. Returns one sentence per damaged file."""
     wrong = []
     for name, expected in manifest["files"].items():
         try:
@@ -127,7 +127,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A whole checkpoint, read back. `directory` also holds what the trainer wrote."""
+    """A complete checkpoint, read back. `directory` also holds what the trainer wrote."""
 
     directory: Path
     step: int
@@ -168,8 +168,8 @@ def checkpoints_in(directory: Path) -> list[Path]:
 def load_checkpoint(directory: Path, command: str = "resume") -> Checkpoint:
     """Verify a checkpoint and read the loop's part of it.
 
-    Raises RefusedError if it is damaged, of another schema or no asyncrl checkpoint; the hint names the newest intact one, as
-    `asyncrl COMMAND` takes it.
+    Raises RefusedError if it is damaged, has another schema or is no asyncrl checkpoint. The hint names the newest intact one as an
+    argument of `asyncrl COMMAND`.
     """
     try:
         return _read(directory)
@@ -181,7 +181,7 @@ def load_checkpoint(directory: Path, command: str = "resume") -> Checkpoint:
 
 
 def newest_intact(directory: Path) -> Path | None:
-    """The newest whole checkpoint in a `checkpoints/` directory, verified byte by byte."""
+    """The newest intact checkpoint in a `checkpoints/` directory, with every byte verified."""
     for path in checkpoints_in(directory):
         with contextlib.suppress(Damaged):
             return _read(path).directory
@@ -189,7 +189,7 @@ def newest_intact(directory: Path) -> Path | None:
 
 
 def sealed_checkpoints(directory: Path) -> list[Path]:
-    """Directories with a valid manifest, newest first. Others of such a name must not be linked or deleted."""
+    """Checkpoints with a valid manifest, newest first. Other directories with such names must be neither linked nor deleted."""
     sealed = []
     for path in checkpoints_in(directory):
         with contextlib.suppress(Damaged):

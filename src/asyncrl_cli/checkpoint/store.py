@@ -1,11 +1,11 @@
-"""Writes the checkpoints of one run beside training, seals them, links the latest, and removes old ones.
+"""Writes the checkpoints of one run during training, seals them, links the latest, and removes old ones.
 
     checkpoints/
       .writing-step-000040/   being written: trainer state first, then loop state and profile, then the manifest
-      step-000040/            renamed once it is complete on the disk
+      step-000040/            renamed once it is complete on disk
       latest -> step-000040
 
-The invariant: at every instant, also after a SIGKILL, the newest directory with a valid manifest is a complete checkpoint.
+The invariant: at every instant, even after a SIGKILL, the newest directory with a valid manifest is a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LATEST = "latest"
 
 
 class CheckpointStore:
-    """Implements `loop.ports.CheckpointWriter` for the run in `run_dir`; the newest `keep` checkpoints stay.
+    """Implements `loop.ports.CheckpointWriter` for the run in `run_dir`; keeps the newest `keep` checkpoints.
 
     `write_trainer(directory, cut)` writes the trainer's part: its state and the payloads.
     """
@@ -53,7 +53,7 @@ class CheckpointStore:
     async def write(self, cut: Cut) -> Path:
         """Write a checkpoint: the trainer's part first, the manifest last.
 
-        On any failure, raises and leaves older checkpoints unchanged.
+        A failed write raises, and leaves older checkpoints unchanged.
         """
         working = self.directory / f".writing-{step_name(cut.step)}"
         try:
@@ -72,7 +72,7 @@ class CheckpointStore:
     def abandon_newer(self, step: int) -> list[Path]:
         """Rename checkpoints later than `step` to `abandoned-...`, before a resume at `step` from which the run may diverge.
 
-        Otherwise, after an early crash, the next resume would take one of them as the newest."""
+        Otherwise, if this attempt crashes early, the next resume would take one of them for the newest."""
         moved = []
         for directory in checkpoints_in(self.directory):
             if step_of(directory) > step:

@@ -6,26 +6,26 @@ Three rules have to agree before a group starts:
     window      running + finished + taken_in_window < floor((1 + eta) * W)    bounds the work ahead
     deadlines   every untaken group can still be taken in time                 bounds staleness, strictly
 
-A group's deadline is the last version in which it may be trained: the oldest version of the workers that hold its responses, plus
-`max_staleness`. With `takes_left` groups still to be taken in this window and W in each later one, a set of untaken groups
-can be served in time exactly if (earliest deadline first) for every d >= 0
+A group's deadline is the last version in which it may be trained: the oldest version of the workers that generate its responses,
+plus `max_staleness`. With `takes_left` groups still to be taken in this window and W in each later one, a set of untaken groups
+can be taken in time, earliest deadline first, if and only if for every d >= 0
 
     number of untaken groups with a deadline <= version + d   <=   takes_left + d * W        (*)
 
-Admission checks (*) with the candidate, a take checks (*) without the taken group. Both are needed: checking takes
-alone lets admission fill the future with groups that cannot all be served, and the trainer waits forever.
+Admission checks (*) with the candidate added; a take checks (*) with the taken group removed. Both are needed: if only takes were
+checked, admission could start groups that cannot all be taken in time, and the trainer would wait forever.
 
-Beyond what (*) demands, a group waits for a lagging worker's load, which gives it a window more, if either holds:
+Beyond (*), a group that would start on a lagging worker waits for that worker's load, which gives it one more window, if either
 
-    rushed      it would be due in the window that has begun already
-    short       weights travel fast (`fleet.Travel`): few slots idle until they arrive
+    rushed      it would be due in the current window, or
+    short       weights travel fast (`fleet.Travel`), so few slots idle until they arrive
 
-Responses whose worker has died are placed before any new group, on workers that are new enough for their group's deadline: they
-have their place in the window and in (*) already.
+Responses whose worker has died are placed before any new group, on workers with weights new enough for their group's deadline.
+They already have their place in the window and in (*).
 
 Worked example: W = 2, version 5, nothing taken. Untaken deadlines are [5, 6, 6]. A finished group with deadline 6 may be
-taken: [5, 6] remain, with one group due now and one take left. A second group with deadline 6 may not: [5] would be due with no
-take left. So the trainer waits for the urgent group, and only for that one.
+taken: [5, 6] remain, with one group due now and one take left. A second group with deadline 6 may not: [5] would remain, due now
+with no take left. So the trainer waits for the urgent group, and only for that one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Closed(StrEnum):
 
 
 def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int, window_groups: int) -> bool:
-    """Inequality (*) of the module's docstring; `deadlines` counts untaken groups per deadline."""
+    """Inequality (*) in the module's docstring. `deadlines` counts untaken groups per deadline."""
     due = 0
     for deadline in sorted(deadlines):
         due += deadlines[deadline]
@@ -63,7 +63,7 @@ def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int
 
 
 class Admission:
-    """Decides from the fleet (where there is room) and the ledger (what is under way), and updates both; nothing here waits.
+    """Decides from the fleet (where there is room) and the ledger (what is under way), and updates both. Nothing here waits.
 
     If `async_training.on_stale` is not "wait", inequality (*) is off, and `publish` returns the late groups. In colocate mode no
     group starts before all workers hold the newest version: otherwise the first worker to load would get all groups.
@@ -86,7 +86,7 @@ class Admission:
         self._max_staleness = schedule.max_staleness
         self._on_stale = settings.profile.async_training.on_stale
         self.scorers: tuple[str, ...] = ()
-        """Whose columns a finished group needs before it can be taken."""
+        """The scorers whose columns a finished group needs before it can be taken."""
         self._n = rollout.n
         self._mixes = settings.interrupt != "drain"
         self._together = settings.profile.placement.colocate
@@ -97,7 +97,7 @@ class Admission:
 
     @property
     def window_size(self) -> int:
-        """Groups of the current window: W, or what is left of the run in its last window."""
+        """Groups of the current window: W, or fewer in the last window of a run."""
         consumed_before = self.trained_groups + len(self.ledger.training) - self.taken_in_window
         return min(self.window_groups, self._total_groups - consumed_before)
 
@@ -106,22 +106,22 @@ class Admission:
         return self.window_size - self.taken_in_window
 
     def closed(self) -> Closed:
-        """Why no group can start now, `Closed.OPEN` if one can."""
+        """Why no group can start now; `Closed.OPEN` if one can."""
         return self._choose()[1]
 
     def is_open(self) -> bool:
         return self._choose()[0] is not None
 
     def choose(self) -> Placement | None:
-        """Where the next responses start, None if closed: those of the first group in `unplaced`, or else a new group's."""
+        """Where the next responses start: those of the first group in `unplaced`, else those of a new group. None if closed."""
         return self._choose()[0]
 
     def first_lost(self) -> Attempt | None:
-        """The first group in `unplaced`: its responses are placed next."""
+        """The first group in `unplaced`, whose responses are placed next."""
         return next(iter(self.unplaced.values())) if self.unplaced else None
 
     def refused(self) -> list[WorkerSlots]:
-        """The workers that the next responses would start on, were it not for deadlines."""
+        """The workers on which the next responses would start if deadlines allowed it."""
         placement = self._with_room(self.first_lost())
         return [self.workers[name] for name in placement.responses] if placement is not None else []
 
@@ -131,7 +131,7 @@ class Admission:
         return self._place(attempt, placement)
 
     def place_again(self, attempt: Attempt, placement: Placement) -> list[Part]:
-        """Place what was lost. The deadline rises if all that is left is newer."""
+        """Place what was lost. The deadline rises if all remaining parts are newer."""
         placed = self._place(attempt, placement)
         del self.unplaced[attempt.key]
         oldest = min([part.version for part in attempt.parts.values()])
@@ -142,8 +142,8 @@ class Admission:
         return version + self._max_staleness
 
     def slots_freed(self, worker: str, counts: Mapping[PartKey, int]) -> None:
-        """Free the slots of responses that need none now. Fewer than before are those that go on after a tool: they may exceed the
-        worker's slots, and queue."""
+        """Free the slots of responses that need none now. A count falls when responses continue after a tool: these may exceed the
+        worker's slots, and then queue."""
         slots = self.workers[worker]
         changed, slots.told = counts.items() ^ slots.told.items(), counts
         for key in {key for key, _ in changed} & slots.unfinished.keys():
@@ -163,7 +163,7 @@ class Admission:
         self.note_unplaced()
 
     def note_unplaced(self) -> None:
-        """Responses of running groups have to be placed again."""
+        """Find the running groups with responses that have to be placed again."""
         self.unplaced = {key: attempt for key, attempt in self.ledger.running.items() if attempt.unplaced}
 
     def leave(self, attempt: Attempt, to: Stage, reason: str = "") -> None:
@@ -176,8 +176,8 @@ class Admission:
     def takeable(self, num_groups: int, *, unscored: bool = False) -> list[Attempt]:
         """Up to `num_groups` finished groups that may be taken together in this window, in finish order where (*) allows.
 
-        A group that lacks a scorer's column is left out, as if it were still running; with `unscored` it is not. One pass is
-        enough: a take never increases the slack of (*) at any deadline, so a refused deadline stays refused.
+        A group that lacks a scorer's column is left out, as if it were still running, unless `unscored`. One pass is enough: a take
+        never increases the slack of (*) at any deadline, so a refused deadline stays refused.
         """
         takes_left, chosen = self.takes_left, list[Attempt]()
         if takes_left <= 0:
@@ -207,7 +207,7 @@ class Admission:
         assert self.taken_in_window <= self.window_size
 
     def publish(self) -> list[Attempt]:
-        """Raise the version and begin a window. Returns untaken groups whose deadline has passed (none under "wait")."""
+        """Raise the version and begin a window. Returns the untaken groups whose deadline has passed (none under "wait")."""
         self.version += 1
         self.taken_in_window = 0
         self.fleet.weights_set_out()
@@ -227,10 +227,10 @@ class Admission:
         return placed
 
     def _should_wait(self, version: int, deadline: int) -> bool:
-        """Whether `version` lags, and a group had better start after the load of a newer one, which makes it due a window later.
+        """Whether `version` lags and a group should rather start after the load of a newer one, which makes it due a window later.
 
         At the end of the window in which a group is due, the trainer waits for its longest response. A group that starts now uses
-        up a window of its slack, unless it ends before the weights arrive anyway, as most do where these travel for long.
+        up one window of its slack, unless it ends before the new weights arrive. Where weights travel for long, most groups do.
         """
         lags = version < self.version
         return self._on_stale != "accept" and lags and (deadline <= self.version or self.fleet.travel.is_short)
@@ -270,7 +270,7 @@ class Admission:
         return Closed.WINDOW if untaken_groups + self.taken_in_window >= self.budget else Closed.OPEN
 
     def _may_start(self, placement: Placement) -> bool:
-        """Whether a new group, placed so, can be trained in time beside all others. (One with older weights could not either.)"""
+        """Whether a new group with this placement can be trained in time beside all others. (Older weights are no better.)"""
         untaken, deadline = self.ledger.deadlines.copy(), self.deadline_from(placement.version)
         untaken[deadline] += 1
         return not self._should_wait(placement.version, deadline) and self._in_time(untaken, self.takes_left)

@@ -6,8 +6,8 @@
                   +--> dropped <----+    for good: failed, stale, equal rewards
                   +--> requeued <---+    ends this attempt; the prompt starts again as a new one
 
-While an attempt runs, each of its n responses is in a part or waits to be placed again. A part is the responses of one attempt that
-were placed on one worker together; the attempt has run when every part has its result and no response waits.
+While an attempt runs, each of its n responses is in a part or waits to be placed again. A part is a set of responses of one attempt
+that were placed on one worker together. The attempt ends when every part has its result and no response waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncrl_cli.safe_files import Count, Finite
 
 
 class Stage(StrEnum):
-    """Where an attempt is."""
+    """The stage of an attempt."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -46,7 +46,7 @@ class AttemptKey(NamedTuple):
 
 
 class PartKey(NamedTuple):
-    """Names a part: its attempt, and its number in the order in which the attempt's parts were placed. Never used twice."""
+    """Names a part: its attempt, and its number in the order in which the attempt's parts were placed. Numbers are never reused."""
 
     attempt: AttemptKey
     number: Count
@@ -65,8 +65,8 @@ class Prompt:
 
 
 class Kept(NamedTuple):
-    """A response of a running group in a checkpoint: sampled tokens per version, ascending by version. A resumed run goes on from
-    these, or (`is_whole`) only computes the reward."""
+    """A response of a running group in a checkpoint: sampled tokens per version, ascending by version. A resumed run continues the
+    response or, if `is_whole`, only computes its reward."""
 
     version_tokens: Annotated[tuple[tuple[Count, Count], ...], Len(1)]
     is_whole: bool = False
@@ -80,7 +80,7 @@ class Kept(NamedTuple):
         return self.version_tokens[0][0]
 
     def goes_on(self, version: int, *, mixes: bool, at_once: bool) -> bool:
-        """Whether it may go on with weights of `version`. `mixes`: a response may have tokens of several versions. `at_once`: it
+        """Whether it may continue with weights of `version`. `mixes`: a response may have tokens of several versions. `at_once`: it
         gets a slot now. A load could overtake it in a queue, because a drain waits only for running responses."""
         return self.is_whole or mixes or (at_once and self.version_tokens[-1][0] == version)
 
@@ -97,9 +97,9 @@ class TrajectoryMeta:
     """What the driver knows of a trajectory: enough for advantages, balancing and every metric.
 
     Checkpoints hold it unchanged. `version_tokens` counts sampled tokens per version, ascending by version: `((3, 17), (4, 5))`.
-    `model_score`: what the reward model, if there is one, has added to `reward`, before its weight; not in checkpoints.
-    `num_turns`: answers of the model; `num_forks`: contexts that the chat template rewrote; `tool_s`: waiting for the environment
-    between turns; `facts`: the environment's own figures.
+    `model_score`: the reward model's score, if there is one; `reward` includes it times its weight; not in checkpoints.
+    `num_turns`: answers of the model; `num_forks`: contexts that the chat template rewrote; `tool_s`: time spent waiting for the
+    environment between turns; `facts`: the environment's own figures.
     """
 
     prompt_tokens: Count
@@ -114,12 +114,12 @@ class TrajectoryMeta:
     model_score: Finite | None = None
 
     def judged(self, score: float, weight: float) -> TrajectoryMeta:
-        """With what a reward model adds to its reward."""
+        """A copy with a reward model's score added to its reward."""
         return replace(self, reward=self.reward + weight * score, model_score=score)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit ended it, of tokens or of turns."""
+        """Whether it ended at a limit of tokens or turns."""
         return self.finish_reason in ("length", "max_turns")
 
     @property
@@ -137,9 +137,9 @@ class TrajectoryMeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """What responses have become. Failed trajectories are not in `trajectories`; `failures` says why, one each.
+    """What became of a set of responses. A failed one is not in `trajectories`; `failures` has its reason.
 
-    Checkpoints hold it unchanged, but for the payload, which they store separately.
+    Checkpoints hold it unchanged, except for the payload, which they store separately.
     """
 
     trajectories: tuple[TrajectoryMeta, ...]
@@ -161,7 +161,7 @@ class PartResult(_Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult(_Result):
-    """A finished group: the results of its parts end to end. `payload` is a tuple of the parts' payloads, in the same order."""
+    """A finished group: the results of its parts, end to end. `payload` is a tuple of the parts' payloads, in the same order."""
 
     key: AttemptKey
 
@@ -178,8 +178,8 @@ class GroupResult(_Result):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Part:
-    """Responses of one attempt that were placed on one worker together. `version`: the oldest that their tokens may have, which is
-    the worker's at that time, or that of a token that one of them `goes_on` from (by index). `result`: once it has ended."""
+    """Responses of one attempt that were placed on one worker together. `goes_on`: the kept tokens that they continue from, by
+    index. `version`: the oldest version that their tokens may have, kept ones included. `result`: None until the part has ended."""
 
     key: PartKey
     indices: tuple[int, ...]
@@ -194,11 +194,11 @@ class Attempt:
     """All that the loop knows about one try. Only the ledger changes its stage and its deadline.
 
     `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may be trained. `parts`:
-    by number; a part that was lost with its worker is removed. `unplaced`: the responses that have to be placed, by index: all at
-    the start, later those of lost parts, and in a resumed run those that had not ended. `kept`: what unplaced responses go on
-    from, by index, with the handle `so_far` of the tokens. `result` is set from the stage `finished` on. `columns`: handles of what
-    scorers have computed for it since, by scorer (of `reward` the scores themselves). No checkpoint has these, nor the parts of a
-    finished group.
+    by number; a part that was lost with its worker is removed. `unplaced`: indices of the responses that have to be placed: all at
+    the start, later those of lost parts, and in a resumed run those that had not ended. `kept`: what unplaced responses continue
+    from, by index; `so_far` is the handle of those tokens. `result` is set from the stage `finished` on. `columns`: handles of what
+    scorers have computed for it since, by scorer (for `reward`, the scores themselves). Checkpoints hold neither columns nor the
+    parts of a finished group.
     """
 
     prompt: Prompt
@@ -219,7 +219,7 @@ class Attempt:
         self.key = AttemptKey(self.prompt.uid, self.prompt.epoch, self.number)
 
     def place(self, num_responses: int, worker: str, version: int, *, free_slots: int, mixes: bool = True) -> Part:
-        """Make a part of the first unplaced responses. They go on from what was kept of them, if that may be (`Kept.goes_on`). The
+        """Make a part of the first unplaced responses. They continue from their kept tokens where `Kept.goes_on` allows it. The
         first `free_slots` of them start at once."""
         indices, self.unplaced = self.unplaced[:num_responses], self.unplaced[num_responses:]
         kept = {index: self.kept.pop(index) for index in indices if index in self.kept}
@@ -242,7 +242,7 @@ class Attempt:
         return [part.result for part in self.parts.values() if part.result is not None]
 
     def ended_tokens(self) -> int:
-        """The tokens of the group, or of those of its parts that have ended, and those that were kept for unplaced responses."""
+        """The tokens of the group (before it has finished: of its ended parts), plus the tokens kept for unplaced responses."""
         ended = [self.result] if self.result is not None else self.ended_parts()
         return sum(part.response_tokens for part in ended) + sum(so_far.tokens for so_far in self.kept.values())
 

@@ -1,4 +1,4 @@
-"""Figures of training that should stay within a band, and what to do where one leaves it."""
+"""Training metrics that should stay within a band, and advice for when one leaves it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIGNALS = (
         "correction/kl",
         "warn_kl",
         "above",
-        "the policy is far from what sampled its data; lower async_training.staleness_threshold or trainer.lr, and see "
+        "the policy is far from the one that sampled its data; lower async_training.staleness_threshold or trainer.lr, and see "
         "algorithm.rollout_is and rollout_rs",
     ),
     (
@@ -31,15 +31,15 @@ SIGNALS = (
         "the policy is far from its reference; raise algorithm.kl_loss_coef or kl_coef, or lower trainer.lr",
     ),
 )
-"""(metric, key of [algorithm], the side of that limit that is warned of, advice)."""
+"""(metric, key of its limit in [algorithm], the side of the limit that causes a warning, advice)."""
 MEAN_STEPS = 5
-"""A signal is the mean over the last so many train steps that measured it: a single step may leave its band by chance."""
+"""A signal is the mean over this many train steps that measured it: a single step may leave its band by chance."""
 FLAT_STEPS = 5
-"""Train steps in a row with one and the same reward everywhere: less may be chance, with few and small groups."""
+"""Train steps in a row with one and the same reward everywhere. With few and small groups, fewer steps may be chance."""
 
 
 class Bands:
-    """Tells of each signal once, until it is back within its band."""
+    """Warns of each signal once, until it is back within its band."""
 
     def __init__(self, algorithm: AlgorithmSection) -> None:
         self._algorithm = algorithm
@@ -48,16 +48,16 @@ class Bands:
         self._num_flat = 0
 
     def flat(self, rewards: Collection[float]) -> Iterator[str]:
-        """A warning when `FLAT_STEPS` train steps in a row have rewarded all their trajectories alike."""
+        """A warning when all trajectories of `FLAT_STEPS` train steps in a row have the same reward."""
         self._num_flat = self._num_flat + 1 if len(set(rewards)) == 1 else 0
         if self._num_flat == FLAT_STEPS:
             yield (
                 f"all trajectories of the last {FLAT_STEPS} train steps have the reward {next(iter(rewards)):g}, which teaches "
-                "nothing; `asyncrl samples RUN` shows what was answered"
+                "nothing; `asyncrl samples RUN` shows the responses"
             )
 
     def left(self, figures: Mapping[str, Any]) -> Iterator[str]:
-        """A warning for each signal that leaves its band with this step's figures; one that was not measured stays as it was."""
+        """A warning for each signal that leaves its band with this step's figures. Signals that were not measured do not change."""
         for name, key, side, advice in SIGNALS:
             if (figure := figures.get(name)) is None:
                 continue

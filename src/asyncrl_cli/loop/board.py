@@ -26,7 +26,7 @@ from asyncrl_cli.profile.sharing import CRITIC, REWARD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeFrom:
-    """What a checkpoint holds for the loop: its state and the payload handles of its finished groups, in order."""
+    """What a checkpoint holds for the loop: its state, and the payload handles in the order that `Groups.restore` expects."""
 
     loop_state: Mapping[str, Any]
     payloads: Sequence[Any]
@@ -34,7 +34,7 @@ class ResumeFrom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The ports that a run is wired to. `eval_sets`: items by name, the held-out split's is ""."""
+    """The ports that a run is wired to. `eval_sets`: items by set name; "" is the held-out split."""
 
     feed: Feed
     trainer: Trainer
@@ -71,14 +71,14 @@ class Board:
         self.phase = "starting"
         self.checkpoint = ""
         self.last_cut: int | None = None
-        """The step of the last checkpoint: of one that was begun, or of the one that the run was resumed from."""
+        """The step of the last checkpoint that was begun, or of the one that the run was resumed from."""
         self.stopping = False
         self.failure: AsyncrlError | None = None
         self.restarts = 0
         self.restarting: dict[str, str] = {}
         """Workers and scorers without a process, by name, and the number of the restart under way: "1 of 3"."""
         self.away: dict[str, str] = {}
-        """Workers that the run goes on without, by name, and why."""
+        """Workers that the run continues without, by name, and why."""
         self.trainer_call: tuple[State, str] | None = None
         """What the loop has asked the trainer to do, as a state and its reason; None while it asks for nothing."""
         self.is_lent = False
@@ -92,7 +92,7 @@ class Board:
         return asyncio.get_running_loop().time()
 
     def event(self, name: str, *, key: AttemptKey | None = None, **fields: Any) -> None:
-        """Tell the observers; `version` and `step` default to the run's."""
+        """Notify the observers. `version` and `step` default to the run's."""
         event = Event(
             time_s=self.time_before_s + self.now_s(),
             name=name,
@@ -105,7 +105,7 @@ class Board:
             observer.event(event)
 
     def scorer_reported(self, name: str, report: ExecutorReport) -> None:
-        """Take in a scorer's report, with the number of groups that wait for it."""
+        """Record a scorer's report, with the number of groups that wait for it."""
         waiting = {"waiting_groups": float(len(self.groups.unscored(name)))}
         self.reports.add(replace(report, gauges=report.gauges | waiting), self.now_s(), name)
 
@@ -121,9 +121,9 @@ class Board:
             observer.step(record)
 
     async def guarded(self, work: Callable[[], Awaitable[None]], on_lost: Callable[[ExecutorLost], None] | None = None) -> None:
-        """Run a part of the loop. An AsyncrlError stops the run in good order, unless it is a worker's loss that `on_lost` handles.
+        """Run a part of the loop. An AsyncrlError stops the run in good order, unless `on_lost` handles it as an executor's loss.
 
-        `work` is a function and is called only here: a task that is cancelled before it begins leaves no coroutine unawaited.
+        `work` is a function that is called only here, so a task that is cancelled before it begins leaves no unawaited coroutine.
         """
         try:
             await work()

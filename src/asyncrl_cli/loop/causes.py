@@ -1,8 +1,8 @@
 """Snapshots of the run, and the causes of its waits in words: why admission is closed, why a worker lacks the newest weights, and
 which groups the trainer waits for.
 
-Admission knows only the rule that closes it (`Closed`). The cause is what some executor is doing at the moment: these functions
-find it in the state that the loop itself acts on.
+Admission knows only the rule that closes it (`Closed`). The cause is whatever some executor is doing at that moment. These
+functions find it in the same state that the loop acts on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SHOWN_WORKERS = 2
 
 
 def snapshot(board: Board) -> Snapshot:
-    """The run now. Executors report late, or not at all during a long step: where the loop itself knows an executor's state and
-    wait, these replace the reported ones. Times in states are always the executor's own."""
+    """The run now. Executors report late, or not at all during a long step. So where the loop itself knows what an executor does
+    and waits for, that replaces what was reported. Times in states are always the executor's own."""
     admission, running_eval, has_ended = board.admission, board.evaluator.running, board.phase in ENDED
     closed, cause = closing(board)
     return Snapshot(
@@ -45,7 +45,7 @@ def snapshot(board: Board) -> Snapshot:
 
 
 def _as_known(board: Board, report: ExecutorReport, closed: str) -> ExecutorReport:
-    """The report with what the loop knows better. `closed`: the rule that keeps admission closed."""
+    """The report, corrected by what the loop itself knows. `closed`: the rule that keeps admission closed."""
     if board.phase in ENDED:
         return report
     if report.role == "trainer":
@@ -65,9 +65,9 @@ def _as_known(board: Board, report: ExecutorReport, closed: str) -> ExecutorRepo
 
 
 def closing(board: Board) -> tuple[str, str]:
-    """The rule that keeps admission closed, and its cause now, in words; both "" if admission is open.
+    """The rule that keeps admission closed, and its present cause in words; both "" if admission is open.
 
-    The rule is admission's own, but "restart" if no worker has a process: admission counts such workers as loading.
+    The rule is `Admission.closed()`, except that it is "restart" if no worker has a process (admission counts those as loading).
     """
     admission = board.admission
     closed = admission.closed()
@@ -75,7 +75,7 @@ def closing(board: Board) -> tuple[str, str]:
         case Closed.OPEN:
             cause = ""
         case Closed.STOPPING:
-            cause = "the run stops"
+            cause = "the run is stopping"
         case Closed.END:
             cause = "every group of the run has started"
         case Closed.WINDOW:
@@ -86,7 +86,7 @@ def closing(board: Board) -> tuple[str, str]:
             asleep = [worker for worker in admission.workers.values() if worker.loading]
             cause = _some([_slots_in_use(board), *lags(board, asleep)])
         case Closed.DEADLINES:
-            # Only lagging workers can be the cause: for those with the newest weights the window's budget closes first.
+            # Only lagging workers can be the cause: on workers with the newest weights the window's budget closes first.
             cause = _some(lags(board, admission.refused()))
     return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value, cause
 
@@ -109,16 +109,16 @@ def groups_wait(board: Board) -> str:
 
 
 def scores_wait(board: Board) -> str:
-    """What is missing while the trainer waits for scorers: enough groups have finished."""
+    """What is missing while the trainer waits for scorers. (Enough groups have finished.)"""
     needed, finished = board.schedule.step_groups, len(board.ledger.finished)
     queues = {scorer.name: len(board.groups.unscored(scorer.name)) for scorer in board.scorers}
-    restarts = {name: f", which is restarted ({number})" for name, number in board.restarting.items()}
+    restarts = {name: f", which is being restarted ({number})" for name, number in board.restarting.items()}
     waits = _some(f"{queue} wait for {name}{restarts.get(name, '')}" for name, queue in queues.items() if queue)
     return f"{needed} scored groups: {len(board.admission.takeable(needed))} takeable; of {finished} finished, {waits}"
 
 
 def window_wait(board: Board) -> str:
-    """Colocate: what is missing before the trainer gets the resources: the whole window's groups, evals to end, workers to load."""
+    """Colocate: what the trainer waits for before it gets the resources: first the window's groups, then evals and loads."""
     ledger, needed = board.ledger, board.admission.window_size
     finished = len(ledger.finished)
     if finished < needed:
@@ -127,7 +127,7 @@ def window_wait(board: Board) -> str:
 
 
 def lags(board: Board, workers: Iterable[WorkerSlots] | None = None) -> list[str]:
-    """Why each of `workers` (default: all) cannot generate with the newest weights; those that can are left out."""
+    """Why `workers` (default: all that are present) cannot generate with the newest weights. Those that can are left out."""
     asked = board.admission.fleet.present() if workers is None else workers
     return [lag for worker in asked if (lag := _lag(board, worker))]
 
@@ -138,13 +138,13 @@ def _lag(board: Board, worker: WorkerSlots) -> str:
     if worker.away:
         return f"{name} is away"
     if worker.down:
-        return f"{name} is restarted" + (f" ({board.restarting[name]})" if name in board.restarting else "")
+        return f"{name} is being restarted" + (f" ({board.restarting[name]})" if name in board.restarting else "")
     if begun is not None and not worker.received:
-        return f"{name} receives version {begun}"
+        return f"{name} is receiving version {begun}"
     if begun is not None and board.settings.interrupt == "drain" and (left := _unfinished(board, worker)):
-        return f"{name} finishes {left} before it loads version {begun}"
+        return f"{name} is finishing {left} before it loads version {begun}"
     if begun is not None:
-        return f"{name} loads version {begun}"
+        return f"{name} is loading version {begun}"
     if worker.version >= board.version:
         return ""
     if name in board.evaluator.held_s:
@@ -155,7 +155,7 @@ def _lag(board: Board, worker: WorkerSlots) -> str:
 
 
 def _unfinished(board: Board, worker: WorkerSlots) -> str:
-    """The responses that a drain waits for, and what they wait for if none of them runs; "" if there are none."""
+    """The responses that a drain waits for, and what these wait for if none of them runs; "" if there are none."""
     report = board.reports.latest.get(worker.name)
     without_slot = 0 if report is None or board.profile.rollout.hold_slots else report.gauges.get("waiting_trajectories", 0)
     left = worker.unfinished_sequences + int(without_slot)
@@ -164,12 +164,12 @@ def _unfinished(board: Board, worker: WorkerSlots) -> str:
 
 
 def _tools(report: ExecutorReport | None) -> str:
-    """What a worker waits for whose trajectories all wait for tools; "" for any other."""
+    """What the worker waits for if all its trajectories wait for tools; "" otherwise."""
     return f"waits for {report.waiting_for}" if report is not None and report.state is State.WAITING else ""
 
 
 def older_loads(board: Board) -> str:
-    """What is missing before one more version may be published: what every worker that receives or loads one is doing."""
+    """What the trainer waits for before it may publish one more version: what each worker with an unfinished load is doing."""
     begun = [worker for worker in board.admission.workers.values() if worker.begun is not None]
     return f"workers to finish older loads: {', '.join(lags(board, begun))}"
 
@@ -180,14 +180,14 @@ def restarts(board: Board) -> str:
 
 
 def eval_holds(board: Board) -> list[str]:
-    """For every worker that an eval runs on: which eval holds it, and for how long so far."""
+    """For every worker that an eval runs on: which eval holds it, and for how long it has done so."""
     return [_hold(board, name) for name in board.evaluator.held_s]
 
 
 def _hold(board: Board, name: str) -> str:
     running = board.evaluator.running
     assert running is not None
-    return f"the eval of version {running.version} holds {name} for {board.evaluator.held_s[name]:.0f} s so far"
+    return f"the eval of version {running.version} has held {name} for {board.evaluator.held_s[name]:.0f} s"
 
 
 def _slots_in_use(board: Board) -> str:
@@ -196,17 +196,17 @@ def _slots_in_use(board: Board) -> str:
     running = board.evaluator.running
     by_eval = f", {evals} by the eval of version {running.version}" if running is not None and evals else ""
     in_use, queued = sum(min(worker.used, worker.slots) for worker in up), sum(max(0, worker.used - worker.slots) for worker in up)
-    return f"{in_use} of {sum(worker.slots for worker in up)} in use" + (f", {queued} sequences queue" if queued else "") + by_eval
+    return f"{in_use} of {sum(worker.slots for worker in up)} in use" + (f", {queued} sequences queued" if queued else "") + by_eval
 
 
 def _with_admission(board: Board, *texts: str) -> str:
-    """`texts`, then the rule that keeps admission closed (the feed's wait has its cause), and the workers that an eval holds."""
+    """`texts`, then the rule that keeps admission closed (the feed's wait names its cause), then the workers that an eval holds."""
     closed = closing(board)[0]
     return "; ".join(filter(None, [*texts, closed and f"admission waits: {closed}", _some(eval_holds(board))]))
 
 
 def _some(reasons: Iterable[str]) -> str:
-    """The first few different reasons, and how many more there are; "" for none."""
+    """The first few distinct reasons, and how many more there are; "" for none."""
     different = list(dict.fromkeys(reasons))
     more = [f"{len(different) - _SHOWN_WORKERS} more"] if len(different) > _SHOWN_WORKERS else []
     return ", ".join([*different[:_SHOWN_WORKERS], *more])

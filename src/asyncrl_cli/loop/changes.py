@@ -1,4 +1,4 @@
-"""The one way in which parts of the loop wait for each other: every wait has a name and is bounded."""
+"""How parts of the loop wait for each other. There is no other way: every wait has a name and is bounded."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 class Change(Enum):
-    """Kinds of change. Only waits that depend on the changed kind check their condition again."""
+    """Kinds of change. A change wakes only the waits that depend on its kind."""
 
     SLOTS = "slots"
-    """Sequences of running groups or of an eval ended and freed slots."""
+    """Sequences of a running group or of an eval ended and freed slots."""
     GROUPS = "groups"
     """A group finished or was dropped."""
     PUBLISHED = "published"
     """A new version is ready for the workers."""
     LOADED = "loaded"
-    """A worker has loaded a version, or has ended its part of that version's eval."""
+    """A worker has loaded a version, or has finished its part of that version's eval."""
     RUN = "run"
-    """Anything else, such as a stop: every wait checks its condition."""
+    """Anything else, such as a stop. Every wait checks its condition."""
 
 
 class Changes:
@@ -37,9 +37,9 @@ class Changes:
     def __init__(self) -> None:
         self.waits: dict[str, str | Callable[[], str]] = {}
         self.progress = 0
-        """Rises with every `notify`, and with every report of a worker that has made tokens."""
+        """Rises with every `notify`, and with every worker's report that shows new tokens."""
         self._sleepers: dict[Change, dict[asyncio.Future[None], Callable[[], Any]]] = {change: {} for change in Change}
-        """What each waiting task sleeps on, and its condition, by the kind of change that may wake it; oldest wait first."""
+        """By kind of change: the future that each waiting task sleeps on, and the task's condition; oldest wait first."""
 
     def notify(self, changed: Change = Change.RUN) -> None:
         """The state has changed: wake the tasks whose condition depends on this kind of change and now holds, oldest wait first."""
@@ -56,10 +56,10 @@ class Changes:
         concerned: tuple[Change, ...] = tuple(Change),
         still_s: float | None = None,
     ) -> T:
-        """Wait until `condition()` holds, and return what it found; it is checked after every `notify` of `Change.RUN` or of one of
+        """Wait until `condition()` is true, and return its value. Checks it after every `notify` of `Change.RUN` or of a kind in
         `concerned`.
 
-        `who` and `what` name the wait. Raises StallError once nothing in the whole run has moved for `still_s` seconds.
+        `who` and `what` name the wait. Raises StallError if nothing in the whole run moves for `still_s` seconds.
         """
         while not (found := condition()):
             progress = self.progress
@@ -94,5 +94,5 @@ class Changes:
             self.waits.pop(who, None)
 
     def named(self) -> dict[str, str]:
-        """Who waits for what, now."""
+        """Who waits for what right now."""
         return {who: what if isinstance(what, str) else what() for who, what in self.waits.items()}

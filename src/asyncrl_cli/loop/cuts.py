@@ -1,11 +1,11 @@
 """Checkpoints of the loop: a cut between an optimizer step and the next take, written beside training.
 
-The trainer's state is copied to the host (which stalls training), the workers say what their running responses have so far, the
-loop's state is frozen in one turn of the event loop, and a background task writes it all. One write at a time: the next cut waits
-for the last. If a response ends or begins between a worker's answer and the freeze, the loop's own state counts.
+First the trainer's state is copied to the host, which stalls training. Then the workers report the tokens of their running
+responses, the loop's state is frozen in one turn of the event loop, and a background task writes it all. There is one write at a
+time: the next cut waits for it. If a response begins or ends between a worker's report and the freeze, the loop's own state counts.
 
-What can be derived from the rest is not written. A checkpoint's files can be undamaged and still hold a state that no loop has
-written: contradictions that could break the resumed run hours later are refused here.
+What can be derived is not written. Undamaged files may still hold a state that no loop has written, so a resume refuses
+contradictions that could break it hours later.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Checkpointer:
         self._writing: asyncio.Task[None] | None = None
 
     async def cut(self) -> None:
-        """Freeze a checkpoint and begin to write it, unless this step has one. Nothing may be in training."""
+        """Freeze a checkpoint and begin to write it, unless this step already has one. Nothing may be in training."""
         board = self._board
         if board.checkpoints is None or board.last_cut == board.step:
             return
@@ -70,7 +70,7 @@ class Checkpointer:
         self._writing = self._tasks.create_task(self._write(board.checkpoints, cut), name=f"checkpoint {board.step}")
 
     async def _so_far(self) -> list[SoFar]:
-        """What the running responses have, of every worker that answers."""
+        """The tokens of the running responses so far, from every worker that answers."""
         workers = self._board.admission.workers
         asked = [worker for worker in self._board.workers if workers[worker.name].unfinished and not workers[worker.name].down]
         with self._board.changes.waiting("trainer (checkpoint)", "what running responses have so far"):
@@ -81,7 +81,7 @@ class Checkpointer:
         try:
             return await worker.so_far()
         except AsyncrlError as error:
-            if board.failure is None:  # else this is the worker's own, or tells nothing new
+            if board.failure is None:  # else the run already has its cause, perhaps this very error
                 why = error.cause if isinstance(error, ExecutorFailed) else error
                 board.warn(f"the running responses of {worker.name} are not in the checkpoint of step {board.step}: {why}")
             return SoFar(rest_tokens=board.reports.running_tokens(worker.name))
@@ -100,7 +100,7 @@ class Checkpointer:
 
 
 def freeze(board: Board, so_far: Sequence[SoFar] = ()) -> Cut:
-    """The loop's state as JSON, and handles of the arrays that belong to it. Nothing may be in training."""
+    """The loop's state as JSON, and the handles of the arrays that belong to it. Nothing may be in training."""
     assert not board.ledger.training, "a cut lies between two train steps"
     evals_ended: list[Any] = [asdict(summary) for summary in board.evaluator.ended]
     groups = board.groups.state({key: kept for found in so_far for key, kept in found.kept.items()})
@@ -163,20 +163,20 @@ def read_state(content: Mapping[str, Any], settings: LoopSettings) -> LoopState:
 
 
 def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
-    """What contradicts the settings or the step: a cut lies between two train steps, so version, window and trained groups follow
+    """Contradictions to the settings or the step. A cut lies between two train steps, so version, window and trained groups follow
     from the step."""
     step, groups, schedule = state["step"], state["groups"], settings.schedule
     version, taken = settings.window_after(step)
     if step > schedule.train_steps:
         yield f"step {step} of {schedule.train_steps}"
     if (state["last_eval_version"] or 0) > version:
-        yield f"last_eval_version is {state['last_eval_version']}, of version {version}"
+        yield f"last_eval_version is {state['last_eval_version']}, but the version is {version}"
     trained = groups["ledger"]["ended"].get(Stage.TRAINED, 0)
     if trained != step * schedule.step_groups:
         yield f"{trained} groups are trained at step {step}, not {step * schedule.step_groups}"
     live, admitted = len(groups["finished"]) + len(groups["running"]), groups["ledger"]["admitted_total"]
     if admitted != (accounted := live + sum(groups["ledger"]["ended"].values())):
-        yield f"admitted_total is {admitted}, accounted for {accounted}"
+        yield f"admitted_total is {admitted}, but the stages add up to {accounted}"
     if live + trained > schedule.groups:
         yield f"there are more groups than the {schedule.groups} of the run"
     yield from _wrong_prompts(groups)
@@ -193,7 +193,7 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
 
 
 def _wrong_prompts(groups: GroupsState) -> Iterator[str]:
-    """Names a prompt that occurs more than once."""
+    """A prompt that occurs more than once."""
     tries = [*groups["running"], *groups["again"], *(entry["try"] for entry in groups["finished"])]
     prompts = Counter(entry["key"][:2] for entry in tries)
     if prompts.total() != len(prompts):
@@ -201,7 +201,7 @@ def _wrong_prompts(groups: GroupsState) -> Iterator[str]:
 
 
 def _wrong_running(entry: RunningState, version: int, settings: LoopSettings) -> Iterator[str]:
-    """What would keep a running group from going on."""
+    """What would keep a running group from continuing."""
     ended, kept, prompt = entry.get("ended", []), entry.get("kept", {}), f"running prompt {entry['key'].uid:.40}"
     indices = [*chain.from_iterable(part["indices"] for part in ended), *kept]
     all_indices = set(range(settings.profile.rollout.n))
@@ -225,7 +225,7 @@ def _wrong_group(entry: FinishedState, version: int, profile: Profile) -> Iterat
     result, least, most = entry["result"], least_trajectories(profile), profile.rollout.n
     prompt, trajectories = f"prompt {result.key.uid:.40}", result.trajectories
     if entry["try"]["key"] != result.key:
-        yield f"the result of {prompt} is that of another attempt"
+        yield f"the result of {prompt} belongs to another attempt"
     if not least <= len(trajectories) <= most:
         yield f"{prompt} has {len(trajectories)} trajectories, not {least} to {most}"
     yield from _wrong_versions(prompt, trajectories, version)

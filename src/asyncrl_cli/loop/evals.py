@@ -1,7 +1,7 @@
 """Evals: each scores one version on the eval sets' prompts, on the workers that hold that version.
 
-A worker that has loaded a version whose eval is due helps until no tries are left; its next load waits until then. Evals
-take slots but no window budget. If a worker's process dies, its tries go back to the queue. Each set has a result of its own:
+A worker that has loaded a version whose eval is due works on the eval until no tries are left; its next load waits until then.
+Evals take slots but no window budget. If a worker's process dies, its tries go back into the queue. Each set has its own result:
 mean@n and best@N.
 """
 
@@ -23,8 +23,8 @@ from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.profile.schema import Profile
 
 _CALLS_IN_FLIGHT = 4
-"""Eval calls per worker at once. Each takes an eighth of the worker's slots (a quarter when nothing else will run), so that one
-call's longest responses do not leave the eval's share of the slots empty."""
+"""Concurrent eval calls per worker. Each takes an eighth of the worker's slots (a quarter when nothing else will run), so that the
+longest responses of one call do not leave the eval's whole share of the slots empty."""
 
 
 class Evaluator:
@@ -38,13 +38,13 @@ class Evaluator:
         event: Callable[..., None],
         judge: Scorer | None = None,
     ) -> None:
-        """Call inside the running event loop. `event(name, **fields)` tells the run's observers; `judge` adds to rewards."""
+        """Call inside the running event loop. `event(name, **fields)` notifies the observers; `judge` is the reward model."""
         samples = range(profile.eval.samples_per_prompt)
         self.tries = [EvalTry(item, name, sample) for name, items in sets.items() for item in items for sample in samples]
         self.last_version: int | None = None
         self.running: _Eval | None = None
         self.ended: list[EvalSummary] = []
-        """Results that are in no step's record yet."""
+        """Results that no step's record contains yet."""
         self._profile, self._judge = profile, judge
         self._changes = changes
         self._event = event
@@ -54,7 +54,7 @@ class Evaluator:
 
     @property
     def held_s(self) -> dict[str, float]:
-        """Seconds for which the running eval has held each of its workers, whose next load waits."""
+        """For each worker of the running eval: the seconds for which the eval has held it. Its next load waits."""
         return {} if self.running is None else {name: self._now() - since_s for name, since_s in self.running.helpers.items()}
 
     @property
@@ -69,7 +69,7 @@ class Evaluator:
         return version == 0 or is_last or 0 < every_versions <= version - (self.last_version or 0)
 
     async def work(self, worker: RolloutWorker, slots: WorkerSlots, *, is_last: bool) -> None:
-        """Start or help the eval of `slots.version`, if it is due. Called by a worker's sync loop after each load."""
+        """Start or join the eval of `slots.version`, if it is due. A worker's sync loop calls this after each load."""
         if self.running is None and self.due(slots.version, is_last):
             self.running = _Eval(slots.version, self.tries, self._now())
             self._version_before, self.last_version = self.last_version, slots.version
@@ -93,8 +93,8 @@ class Evaluator:
     def worker_lost(self) -> int | None:
         """Call when a worker's process is gone and its eval calls have ended, which puts their tries back into the queue.
 
-        If no other worker helps, the eval is given up, and due again on the next version that a worker loads. Returns the version
-        of an eval that is given up, else None.
+        If no other worker works on the eval, it is given up and becomes due again with the next version that a worker loads.
+        Returns the version of an eval that was given up, else None.
         """
         current = self.running
         if current is None or current.helpers:
@@ -121,8 +121,8 @@ class Evaluator:
             current.ended += zip(tries, outcomes, strict=True)
 
     async def _judged(self, judge: Scorer, tries: Sequence[EvalTry], result: EvalResult) -> list[EvalOutcome]:
-        """The outcomes with the reward model's scores. If it is lost meanwhile, these trajectories have failed: it is restarted, or
-        ends the run, by itself (scorers.py)."""
+        """The outcomes, with the reward model's scores added. If the reward model is lost meanwhile, these trajectories count as
+        failed; scorers.py restarts it or stops the run."""
         played = [(entry.item, meta) for entry, meta in zip(tries, result.outcomes, strict=True) if not isinstance(meta, Failure)]
         try:
             scores = iter(await judge.judge(result, [item for item, _ in played]) if played else ())
@@ -143,7 +143,7 @@ class Evaluator:
         self._changes.notify()
 
     def _tell(self, current: _Eval, name: str) -> None:
-        """Tell the observers what the eval found on the set `name`."""
+        """Notify the observers of the eval's result on the set `name`."""
         ended = [(entry, outcome) for entry, outcome in current.ended if entry.eval_set == name]
         failures = [outcome for _, outcome in ended if isinstance(outcome, Failure)]
         summary = summary_of(ended, version=current.version, eval_s=self._now() - current.started_s)
@@ -166,7 +166,7 @@ class _Eval:
         self.queue = deque(tries)
         self.started_s = started_s
         self.helpers: dict[str, float] = {}
-        """The workers that the eval runs on, and since when."""
+        """By worker that the eval runs on: since when it does."""
         self.timed_out = False
         self.ended: list[tuple[EvalTry, EvalOutcome]] = []
 
@@ -175,7 +175,7 @@ class _Eval:
 
 
 def summary_of(ended: Sequence[tuple[EvalTry, EvalOutcome]], *, version: int, eval_s: float) -> EvalSummary | None:
-    """The summary of one set's trajectories; None if none of them has a score."""
+    """Summarise the trajectories of one set; None if none of them has a score."""
     scored = [(entry, outcome) for entry, outcome in ended if isinstance(outcome, TrajectoryMeta)]
     if not scored:
         return None
@@ -198,7 +198,7 @@ def summary_of(ended: Sequence[tuple[EvalTry, EvalOutcome]], *, version: int, ev
 
 
 def _best(rewards: Sequence[Sequence[float]], samples: int) -> Iterator[tuple[int, float]]:
-    """(N, best@N) for N = 2, 4, ... below `samples`, and for `samples` itself. A prompt counts where it has N scored samples."""
+    """(N, best@N) for N = 2, 4, ... below `samples`, and for `samples` itself. A prompt counts only if it has N scored samples."""
     sizes = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
     for size in [*sizes, samples] if samples > 1 else ():
         if enough := [best_of(own, size) for own in rewards if len(own) >= size]:
@@ -206,11 +206,11 @@ def _best(rewards: Sequence[Sequence[float]], samples: int) -> Iterator[tuple[in
 
 
 def best_of(rewards: Sequence[float], size: int) -> float:
-    """The expected best of `size` samples of a prompt, estimated without bias from at least as many.
+    """The expected best of `size` samples of a prompt: an unbiased estimate from at least as many samples.
 
-    It is the mean of the best over all choices of `size` different samples, exactly; for rewards of 0 and 1 the estimator of
+    It is the exact mean of the best over all choices of `size` different samples. For rewards of 0 and 1 it is the estimator of
     pass@k (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1). verl draws 1,000 times with replacement
-    instead, so that one sample may count twice: its best@N is lower on average.
+    instead, so one sample may count twice: its best@N is lower on average.
     """
     ways = comb(len(rewards), size)
     return sum(reward * (comb(rank, size - 1) / ways) for rank, reward in enumerate(sorted(rewards)))

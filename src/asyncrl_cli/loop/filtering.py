@@ -1,8 +1,8 @@
 """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups whose trajectories all have the same reward are not trained.
 
 Their advantages would be 0 under every estimator that compares a response with its group. Such a group is dropped when it finishes,
-which frees its place in the window: another prompt starts there, under all rules of admission. What is compared is the task's
-reward (verl's `filter_groups.metric = "acc"`), without `algorithm.overlong_buffer_tokens`.
+which frees its place in the window: another prompt starts there, under all rules of admission. The filter compares the task's
+reward (verl's `filter_groups.metric = "acc"`), without the penalty of `algorithm.overlong_buffer_tokens`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.profile.arithmetic import LoopSettings
 
 REASON = "equal rewards"
-"""Why the ledger says that such a group is dropped."""
+"""The ledger's reason for dropping such a group."""
 
 
 class GroupFilter:
-    """Judges finished groups. `rewards`: of each group left out since they were last taken, the reward of its trajectories."""
+    """Judges finished groups. `rewards`: the common reward of each group dropped since the last `take_rewards`."""
 
     def __init__(self, settings: LoopSettings) -> None:
         algorithm = settings.profile.algorithm
@@ -27,7 +27,7 @@ class GroupFilter:
         self._in_a_row = 0
 
     def leaves_out(self, result: GroupResult) -> bool:
-        """Whether the group is to be dropped; counts it, if so."""
+        """Whether the group should be dropped. Counts it if so."""
         rewards = {trajectory.reward for trajectory in result.trajectories}
         if not self.is_on or len(rewards) > 1:
             self._in_a_row = 0
@@ -37,17 +37,17 @@ class GroupFilter:
         return True
 
     def check(self) -> None:
-        """Raises AsyncrlError if too many groups in a row were left out. A resumed run counts from zero."""
+        """Raises AsyncrlError if too many groups in a row were dropped. A resumed run counts from zero."""
         most = self._num_batches * self._step_groups
         if self._in_a_row > most:
             raise AsyncrlError(
                 f"each of the last {self._in_a_row} groups had equal rewards (the last one: {self.rewards[-1]:g}), more than "
                 f"algorithm.max_num_gen_batches = {self._num_batches} times R = {self._step_groups}: nothing is left to train",
-                hint="take prompts that the model solves now and then (too easy and too hard ones have equal rewards), or a larger "
+                hint="choose prompts that the model solves now and then (too easy and too hard ones give equal rewards), or raise "
                 "rollout.n or algorithm.max_num_gen_batches",
             )
 
     def take_rewards(self) -> tuple[float, ...]:
-        """`rewards`, which begin anew."""
+        """Return `rewards` and clear them."""
         taken, self.rewards = tuple(self.rewards), []
         return taken

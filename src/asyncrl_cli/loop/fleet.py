@@ -1,5 +1,5 @@
-"""What the loop knows about each rollout worker: its sequence slots, its weights, and the version on its way to it; and where the
-next responses would be placed.
+"""What the loop knows about each rollout worker (its sequence slots, its weights, the version on its way to it), and where the next
+responses would be placed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 from asyncrl_cli.loop.attempts import PartKey
 
 _TRAVEL_KEPT = 0.8
-"""What the counts of all workers' last loads weigh once every worker has had one more."""
+"""The weight of all workers' last loads once every worker has had one more load."""
 Room = tuple[int, int, int]
-"""How many units there is room for: in slots, if no worker were loading; in slots; in slots and queues. A unit is what is placed
-together: one response, or a whole group. (A plain tuple: one is made at every change.)"""
+"""How many units there is room for: in slots if no worker were loading; in slots now; in slots and queues now. A unit is placed as
+a whole: one response or one group. (A plain tuple, because every change makes one.)"""
 
 
 class Placement(NamedTuple):
-    """How many responses would start on which worker, and the oldest version that one of these workers holds."""
+    """How many responses would start on each worker, and the oldest version that one of these workers holds."""
 
     responses: Mapping[str, int]
     version: int
@@ -29,12 +29,12 @@ class Placement(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerSlots:
-    """One worker. `unfinished` counts the responses of each running part that need a slot; evals take slots too. `told`: the last
-    counts of those that need none.
+    """One worker. `unfinished` counts the responses of each running part that need a slot; evals take slots too. `told`: the
+    worker's last report of those that need none.
 
-    `version`: the published version that it holds, -1 for none; `begun`: the version that it receives or loads; `received`:
+    `version`: the published version that it holds, -1 for none; `begun`: the version that it is receiving or loading; `received`:
     whether that one has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room; `away`:
-    and nobody waits for another. `room` and `rank`: kept up to date by its `fleet`, which is told of every change.
+    it is down and the run does not wait for it. `room` and `rank` are kept up to date by `fleet`, which learns of every change.
     """
 
     name: str
@@ -69,18 +69,18 @@ class WorkerSlots:
         self.fleet.update(self)
 
     def change_evals(self, sequences: int) -> None:
-        """Count sequences that an eval began (or, negative, ended)."""
+        """Count sequences that an eval began or, if negative, ended."""
         self.eval_sequences += sequences
         self.fleet.update(self)
 
     def begin_prefetch(self, version: int) -> None:
-        """That version is about to be sent to the worker, which generates on meanwhile if it holds weights already."""
+        """The version is about to be sent to the worker, which meanwhile keeps generating if it already holds weights."""
         self.begun = version
         if not self.loading:
             self.fleet.travel.set_out(self.name, self.unfinished)
 
     def begin_load(self) -> None:
-        """The version `begun` has arrived: nothing starts on the worker until the load has ended."""
+        """The version `begun` has arrived. Nothing starts on the worker until the load has ended."""
         self.received = self.loading = True
         self.fleet.update(self)
         self.fleet.travel.arrived(self.name, self.unfinished)
@@ -95,7 +95,7 @@ class WorkerSlots:
         self.fleet.travel.lost(self.name)
 
     def set_down(self, is_down: bool) -> None:
-        """The worker's process is gone, or (false) a new one has replaced it, which loads before anything starts on it."""
+        """The worker's process is gone or, if false, was replaced by a new one, which loads before anything starts on it."""
         self.down, self.loading, self.away = is_down, True, False
         self.fleet.update(self)
 
@@ -103,13 +103,13 @@ class WorkerSlots:
 class Travel:
     """How long new weights are on their way to the workers, in the one unit that admission knows: responses that end meanwhile.
 
-        version rises, or the worker turns to it ──set_out──> published, sent (the worker generates on) ──arrived──> loaded
+        version rises or prefetch begins ──set_out──> published, sent (the worker keeps generating) ──arrived──> loaded
 
-    `set_out` keeps what runs on the worker, `arrived` counts how much of it has ended since. A travel is short if fewer than half
-    of the responses that ran at its beginning have ended; all loads count together, with less weight the older they are.
+    `set_out` records what runs on the worker; `arrived` counts how much of it has ended since. Travel is short if fewer than half
+    of the responses that ran when the weights set out have ended. All loads count together; older ones weigh less.
 
-    Worked example: two workers have 4 and 6 responses running when version 3 sets out for them; by its arrival 1 and 2 have ended,
-    3 of 10: the travel is short. Had nothing run at all, it would not be: responses that all end within a window need no slack.
+    Worked example: two workers have 4 and 6 responses running when version 3 sets out for them; when it arrives, 1 and 2
+    have ended: 3 of 10, so travel is short. Had nothing run, it would not be: responses that end within a window need no slack.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -117,10 +117,10 @@ class Travel:
         self._ran_before: dict[str, dict[PartKey, int]] = {}
         self._ran = self._ended = 0.0
         self.is_short = True
-        """Whether weights arrive before half of the responses that run have ended. Before the first arrival nobody knows."""
+        """Whether weights arrive before half of the running responses have ended. True until the first arrival shows otherwise."""
 
     def set_out(self, worker: str, unfinished: Mapping[PartKey, int]) -> None:
-        """A version sets out for the worker, if none is on its way there already."""
+        """A version sets out for the worker, unless one is already on its way there."""
         if worker not in self._ran_before:
             self._ran_before[worker] = dict(unfinished)
 
@@ -143,11 +143,11 @@ class Travel:
 class Fleet:
     """All workers, and where the next responses would be placed.
 
-    Room is summed, and workers are ranked, as they change: what a placement costs hardly depends on the number of workers.
+    Sums of room and ranks of workers are updated at every change, so a placement costs hardly more with more workers.
     """
 
     def __init__(self, workers: Iterable[WorkerSlots], *, unit: int, queue_sequences: int) -> None:
-        """`unit` responses are placed together. At most `queue_sequences` may wait in each worker's queue."""
+        """`unit` responses are placed together. At most `queue_sequences` may wait in a worker's queue."""
         self.by_name = {worker.name: worker for worker in workers}
         self.travel = Travel(len(self.by_name))
         self._unit = unit
@@ -161,7 +161,7 @@ class Fleet:
             self.update(worker)
 
     def update(self, worker: WorkerSlots) -> None:
-        """Keep the sums: the worker's sequences have changed, or its process, or a load has begun or ended."""
+        """Update sums and ranks. Call it after a change of the worker's sequences or process, and when a load begins or ends."""
         free, unit, awake = worker.slots - worker.unfinished_sequences - worker.eval_sequences, self._unit, not worker.loading
         up = free // unit if free > 0 and not worker.down else 0
         slots = up if awake else 0
@@ -185,7 +185,7 @@ class Fleet:
         worker.rank = rank
 
     def weights_set_out(self) -> None:
-        """A new version exists: from now on it is on its way to every worker that loads no older one."""
+        """A new version exists. From now on it is on its way to every worker that is not loading an older one."""
         for worker in self.by_name.values():
             if not worker.loading:
                 self.travel.set_out(worker.name, worker.unfinished)
@@ -195,11 +195,11 @@ class Fleet:
         return not all(worker.loading for worker in self.by_name.values())
 
     def is_whole(self) -> bool:
-        """Whether every worker has a process, but those that are away."""
+        """Whether every worker that is not away has a process."""
         return not any(worker.down for worker in self.present())
 
     def present(self) -> list[WorkerSlots]:
-        """The workers that the run waits for."""
+        """The workers that are not away: the run waits for these."""
         return [worker for worker in self.by_name.values() if not worker.away]
 
     def is_gone(self) -> bool:
@@ -211,10 +211,10 @@ class Fleet:
         return all(worker.version == version and not worker.loading for worker in self.present())
 
     def placement(self, num_responses: int, at_least: int = -1) -> Placement | None:
-        """Where that many responses would be placed, on workers of version `at_least` or newer; None if they find no room.
+        """Where that many responses would be placed, on workers of version `at_least` or newer; None if there is no room.
 
-        Unit by unit, each goes to the newest weights, then to the most room (then to the first worker). Room means free slots; room
-        in queues counts only if the free slots of all workers, also of loading ones, are too few.
+        Each unit goes to the newest weights; among those to the most room, then to the first worker. Room means free slots. Room
+        in queues counts only if the free slots of all workers, including loading ones, are too few.
         """
         needed = -(-num_responses // self._unit)
         up, in_slots, in_queues = self._room
@@ -232,7 +232,7 @@ class Fleet:
 
     def _best(self, needed: int, queue: int, at_least: int) -> list[tuple[int, int, int, str]]:
         """At most `needed` workers that have room for a unit, best first: (-version, -room in sequences, place, name). A placement
-        needs no more: one by one, the units reach the workers in this order."""
+        needs no more, because its units reach the workers in this order."""
         best: list[tuple[int, int, int, str]] = []
         for version, free in sorted(self._ranks):
             if queue - free >= self._unit and -version >= at_least:
@@ -242,7 +242,7 @@ class Fleet:
         return best
 
     def _fill(self, ranked: list[tuple[int, int, int, str]], needed: int) -> list[str]:
-        """The workers of one version that take the next units, at most `needed`. `ranked` is changed."""
+        """The workers of one version that take the next units, at most `needed`. Changes `ranked`."""
         taking: list[str] = []
         while ranked and len(taking) < needed:
             version, room, place, name = ranked[0]

@@ -44,8 +44,8 @@ class EndedState(TypedDict):
 
 
 class RunningState(TryState):
-    """A running group. `kept`: by index, the responses that go on from what they had. Checkpoints up to 2026-11 have none of the
-    keys below: their groups start again."""
+    """A running group. `kept`: by index, the responses that continue from the tokens that they had. Checkpoints up to 2026-11 have
+    none of the keys below: their groups start again."""
 
     deadline: NotRequired[Count]
     num_parts: NotRequired[Count]
@@ -57,7 +57,7 @@ FinishedState = TypedDict("FinishedState", {"deadline": Count, "try": TryState, 
 
 
 class GroupsState(TypedDict):
-    """The groups' part of a checkpoint. `trajectories`: how many in all, and how many failed; `again`: requeued, not started."""
+    """The groups' part of a checkpoint. `trajectories`: how many in all, how many failed. `again`: requeued, not yet started."""
 
     tokens_discarded: Count
     tokens_trained: Count
@@ -72,7 +72,7 @@ class GroupsState(TypedDict):
 
 class Groups:
     def __init__(self, settings: LoopSettings, admission: Admission, feed: Feed, event: Callable[..., None]) -> None:
-        """`event(stage, key=key, **fields)` tells the run's observers."""
+        """`event(stage, key=key, **fields)` notifies the run's observers."""
         self.admission = admission
         self.ledger = admission.ledger
         self.filter = GroupFilter(settings)
@@ -81,7 +81,7 @@ class Groups:
         self.failures: Counter[str] = Counter()
         """Failed trajectories so far, by kind."""
         self.is_learning = False
-        """A critic apart learns from the groups that were taken last: it scores no others yet."""
+        """A separate critic is still learning from the groups that were taken last. It scores no others until then."""
         self._profile, self._step_groups = settings.profile, settings.schedule.step_groups
         self._feed = feed
         self._event = event
@@ -90,7 +90,7 @@ class Groups:
         self._failed_trajectories = 0
 
     def start(self) -> list[tuple[str, PartRequest]]:
-        """Admit the next prompt, or place again what was lost with a worker: which worker should generate what; empty if closed."""
+        """Admit the next prompt, or place again what was lost with a worker. Returns (worker, request) pairs, none if closed."""
         placement = self.admission.choose()
         if placement is None:
             return []
@@ -116,8 +116,8 @@ class Groups:
         return parts
 
     def parts_ended(self, results: Sequence[PartResult]) -> bool:
-        """Take in a worker's results; true if a group has ended with them. The tokens of groups that were given up in the meantime
-        count as discarded."""
+        """Record a worker's results. Returns true if a group has ended with them. The tokens of groups that were given up in the
+        meantime count as discarded."""
         attempts = [attempt for result in results if (attempt := self._end_part(result)) is not None]
         whole = [attempt for attempt in dict.fromkeys(attempts) if not (attempt.unplaced or attempt.running_parts())]
         for attempt in whole:
@@ -125,7 +125,7 @@ class Groups:
         return bool(whole)
 
     def _end_part(self, result: PartResult) -> Attempt | None:
-        """Returns the attempt if it still runs with this part."""
+        """Record one result. Returns its attempt; None if the attempt no longer has this part."""
         self.tokens_discarded += result.failed_tokens
         attempt = self.ledger.running.get(result.key.attempt)
         part = attempt.parts.get(result.key.number) if attempt is not None else None
@@ -149,25 +149,25 @@ class Groups:
         self._tell(attempt)
 
     def _drop(self, attempt: Attempt, reason: str, tokens: int) -> None:
-        """A group that is not worth training."""
+        """Drop a group that is not worth training."""
         self.tokens_discarded += tokens
         self._end(attempt, Stage.DROPPED, reason)
         self.filter.check()
 
     def takeable(self, num_groups: int, *, unscored: bool = False) -> bool:
-        """Whether so many groups can be taken now or (`unscored`) could be if every finished group were scored."""
+        """Whether `num_groups` can be taken now or, with `unscored`, could be if every finished group were scored."""
         enough = len(self.ledger.finished) >= num_groups
         return enough and len(self.admission.takeable(num_groups, unscored=unscored)) == num_groups
 
     def may_score(self, scorer: str) -> bool:
-        """Whether there are groups without that scorer's column, and it may compute it: not the critic while it learns."""
+        """Whether that scorer has groups to score, and may do so: the critic may not while it learns."""
         return bool(self.unscored(scorer)) and not (scorer == CRITIC and self.is_learning)
 
     def unscored(self, scorer: str) -> list[Attempt]:
-        """The finished groups without that scorer's column: those that could be taken now, then the others, as they finished.
+        """The finished groups without that scorer's column: first those that could be taken now, then the others, in finish order.
 
-        `prox` is of the weights that the window begins with: its groups are those that the window still takes. The critic is
-        another one after every train step: its groups are those that the next one takes.
+        `prox` scores with the weights that the window begins with, so only the groups that this window can still take count. The
+        critic changes with every train step, so only the groups that the next step takes count.
         """
         if scorer in (PROX, CRITIC):
             most = self.admission.takes_left if scorer == PROX else self._step_groups
@@ -180,7 +180,7 @@ class Groups:
         return sorted(missing, key=lambda attempt: attempt not in first)
 
     def scored(self, scorer: str, columns: Mapping[AttemptKey, Any]) -> None:
-        """Take in a scorer's columns. A group that was given up meanwhile needs none. Rewards may leave a group out."""
+        """Record a scorer's columns, except for groups that were given up meanwhile. A group may be dropped for its new rewards."""
         for key, column in columns.items():
             if (attempt := self.ledger.finished.get(key)) is None:
                 continue
@@ -190,7 +190,7 @@ class Groups:
                 self._drop(attempt, REASON, result.response_tokens)
 
     def columns_lost(self, scorer: str) -> None:
-        """Forget a scorer's columns of groups that wait to be taken."""
+        """Discard a scorer's columns of the groups that wait to be taken."""
         for attempt in self.ledger.finished.values():
             attempt.columns.pop(scorer, None)
 
@@ -200,7 +200,7 @@ class Groups:
         return {key: {name: attempt.columns[name] for name in names} for key, attempt in self.ledger.training.items()}
 
     def _rewarded(self, attempt: Attempt) -> GroupResult:
-        """The group with what the reward model adds to its rewards, if there is one."""
+        """The group, with the reward model's scores (if there is one) added to its rewards."""
         result, weight = attempt.outcome(), self._profile.reward_model.weight
         scores = attempt.columns.get(REWARD, (None,) * len(result.trajectories))
         trajectories = tuple(
@@ -214,7 +214,7 @@ class Groups:
         for attempt in attempts:
             self.admission.take(attempt)
             self._tell(attempt)
-        self.columns_lost(CRITIC)  # another train step, with another critic
+        self.columns_lost(CRITIC)  # the next train step has a newer critic
         self.is_learning = CRITIC in self.admission.scorers
         return tuple(self._rewarded(attempt) for attempt in attempts)
 
@@ -229,7 +229,7 @@ class Groups:
     def publish(self) -> list[tuple[str, AttemptKey]]:
         """Raise the version, and give up groups past their deadline if `on_stale` says so. Returns (worker, group) to abort."""
         late, training = self.admission.publish(), self._profile.async_training
-        self.columns_lost(PROX)  # another window, with other weights at its beginning
+        self.columns_lost(PROX)  # the next window begins with newer weights
         if training.on_stale not in ("drop", "requeue"):
             return []
         aborts = dict.fromkeys((part.worker, attempt.key) for attempt in late for part in attempt.running_parts())
@@ -244,8 +244,8 @@ class Groups:
         return list(aborts)
 
     def state(self, kept: Mapping[PartKey, Mapping[int, Kept]]) -> GroupsState:
-        """Everything as JSON, except payloads, the prompts' items and what follows from the run's step. `kept`: what running parts
-        had a moment ago."""
+        """Everything as JSON, except payloads, the prompts' items and what follows from the run's step. `kept`: what the running
+        parts had a moment ago."""
         return {
             "tokens_discarded": self.tokens_discarded,
             "tokens_trained": self.tokens_trained,
@@ -259,14 +259,14 @@ class Groups:
         }
 
     def payloads(self) -> tuple[tuple[Any, ...], ...]:
-        """Handles of all arrays that are here, in the order of `state`: each finished group's parts, then each ended part."""
+        """The handles of all arrays held here, in the order of `state`: each finished group's parts, then each ended part."""
         finished = [attempt.outcome().payload for attempt in self.ledger.finished.values()]
         ended = [(part.payload,) for attempt in self.ledger.running.values() for part in attempt.ended_parts()]
         return (*finished, *ended)
 
     def restore(self, state: GroupsState, payloads: Iterable[tuple[Any, ...]], lost_tokens: int) -> None:
-        """Continue from `state`. What ran at the cut has to be placed again, as if all workers had been lost; responses go on from
-        what was kept of them, and `lost_tokens` count as discarded. `payloads`: those of `Groups.payloads`, then of kept groups."""
+        """Continue from `state`. What ran at the cut is placed again, as if all workers had been lost. Responses continue from
+        their kept tokens; `lost_tokens` count as discarded. `payloads`: those of `Groups.payloads`, then those of kept groups."""
         self.tokens_discarded = state["tokens_discarded"] + lost_tokens
         self.tokens_trained = state["tokens_trained"]
         self._trajectories, self._failed_trajectories = state["trajectories"]
@@ -285,7 +285,7 @@ class Groups:
         self._again.extend(self._decode(entry) for entry in state["again"])
 
     def arrays_lost(self, worker: str) -> None:
-        """The worker's node is gone, and with it the arrays of parts that had ended there: these responses are made again."""
+        """The worker's node is gone, and with it the arrays of parts that had ended there. Their responses are generated again."""
         for attempt in [*self.ledger.finished.values()]:
             if any(part.worker == worker for part in attempt.parts.values()):
                 self.tokens_discarded += attempt.ended_tokens()
@@ -301,7 +301,7 @@ class Groups:
     def _give_up(self, attempt: Attempt) -> None:
         """A group has passed its deadline: requeue its prompt, or drop it for good.
 
-        A prompt that fails the run is requeued too: the failed run's last checkpoint must hold no late group.
+        A prompt that fails the run is requeued as well: the failed run's last checkpoint must not hold a late group.
         """
         training = self._profile.async_training
         self.tokens_discarded += attempt.ended_tokens()
@@ -318,7 +318,7 @@ class Groups:
         self._tell(attempt, reason=reason)
 
     def _tell(self, attempt: Attempt, **fields: Any) -> None:
-        """Tell the observers that the attempt is in another stage."""
+        """Notify the observers that the attempt has entered another stage."""
         self._event(attempt.stage.value, key=attempt.key, **fields)
 
     def _count_failures(self, result: GroupResult) -> None:
@@ -332,7 +332,7 @@ class Groups:
             raise AsyncrlError(
                 f"{self._failed_trajectories} of {self._trajectories} trajectories failed, more than task.max_failed_ratio = "
                 f"{most} allows; the last one: {result.failures[-1].text if result.failures else 'an earlier one'}",
-                hint="mend the reward, environment or agent (the run's log has every failure), or raise task.max_failed_ratio",
+                hint="fix the reward, environment or agent (the run's log has every failure), or raise task.max_failed_ratio",
             )
 
     def _seed(self, key: AttemptKey) -> int:
@@ -361,7 +361,7 @@ def _encode(attempt: Attempt) -> TryState:
 
 
 def _encode_running(attempt: Attempt, kept: Mapping[PartKey, Mapping[int, Kept]]) -> RunningState:
-    """A part that runs has what `kept` says of it, and nothing if it began since then."""
+    """`kept` has what running parts had; a part that began later has nothing yet."""
     running = [kept.get(part.key, {}) for part in attempt.running_parts()]
     ended: list[Any] = [
         {"indices": part.indices, "version": part.version, "result": asdict(replace(part.result, payload=None))}

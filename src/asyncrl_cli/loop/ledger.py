@@ -30,7 +30,7 @@ class LedgerState(TypedDict):
 
 
 class Ledger:
-    """Live attempts by stage, in order of arrival; ended attempts only as totals, and reasons for the untrained ones."""
+    """Live attempts by stage, in order of arrival. Ended attempts are kept as totals only, with reasons for the untrained ones."""
 
     def __init__(self) -> None:
         self.admitted_total = 0
@@ -40,7 +40,7 @@ class Ledger:
         self.finished: dict[AttemptKey, Attempt] = {}
         self.training: dict[AttemptKey, Attempt] = {}
         self.deadlines: Counter[int] = Counter()
-        """The number of attempts per deadline, among those that no train step has taken yet."""
+        """The number of untaken attempts per deadline."""
         self._live = {Stage.RUNNING: self.running, Stage.FINISHED: self.finished, Stage.TRAINING: self.training}
 
     def admit(self, attempt: Attempt) -> None:
@@ -65,7 +65,7 @@ class Ledger:
         self.check()
 
     def set_deadline(self, attempt: Attempt, deadline: int) -> None:
-        """The deadline of a running attempt rises: responses with the oldest weights were lost."""
+        """Raise the deadline of a running attempt, whose responses with the oldest weights were lost."""
         assert deadline >= attempt.deadline, f"{attempt.key}: the deadline {attempt.deadline} cannot fall to {deadline}"
         self._count_deadline(attempt, -1)
         attempt.deadline = deadline

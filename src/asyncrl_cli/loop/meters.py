@@ -1,4 +1,4 @@
-"""Meters of rollout workers and scorers, real or simulated: they integrate states and running sequences where these run."""
+"""Meters of executors, real or simulated. Each integrates times in states and running sequences in the executor's own process."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from asyncrl_cli.profile.schema import Interrupt
 DEBOUNCE_S = 0.1
 POLL_S = 1.0
 MAX_STAYS = 10_000
-"""How many stays are kept until they are taken, the newest ones: a driver that does not ask must not fill the worker's memory."""
+"""At most this many untaken stays are kept, the newest: a driver that does not ask must not fill the worker's memory."""
 
 
 class RolloutMeter:
     """How one rollout worker spends its time. Call it from the event loop, at every change.
 
-    busy                at least one sequence runs (also those that a drain waits for)
+    busy                at least one sequence runs (including those that a drain waits for)
     waiting for tools   none runs, and at least one trajectory waits for its environment between two turns
     starved             neither
-    loading             an interrupt and the load itself; with `drain` only once nothing runs or waits any more
+    loading             an interrupt and the load itself; with `drain`, only once nothing runs or waits any more
     paused              colocate: the trainer has the resources
     """
 
@@ -37,7 +37,7 @@ class RolloutMeter:
         self._since_s = now()
         self._running = 0
         self._waiting: dict[str, tuple[str, float]] = {}
-        """By trajectory, the one that has waited longest first: what it waits for, and since when."""
+        """By trajectory, longest wait first: what it waits for, and since when."""
         self._interrupt: Interrupt | None = None
         self._is_paused = False
         self._num_evals = 0
@@ -49,7 +49,7 @@ class RolloutMeter:
         self._settle()
 
     def waiting(self, trajectory: str, for_what: str) -> None:
-        """The trajectory has made a turn and waits for `for_what`, like a tool's name; "" when it waits no more."""
+        """The trajectory has ended a turn and waits for `for_what`, such as a tool; "" when it no longer waits."""
         self._advance()
         if for_what:
             self._waiting[trajectory] = (for_what, self._now())
@@ -88,10 +88,10 @@ class RolloutMeter:
         gauges: Mapping[str, float] | None = None,
         stays: tuple[Stay, ...] = (),
     ) -> ExecutorReport:
-        """The worker's report. `sums` and `gauges`: further figures that the engine counts, by name. `stays`: of its sequences."""
+        """The worker's report. `sums` and `gauges`: further figures of the engine, by name. `stays`: those of its sequences."""
         self._advance()
         if self._waiting:
-            self._settle()  # for how long has changed
+            self._settle()  # the text says how long it has waited
         if "waiting_trajectory_s" in self._clock.sums:
             self._clock.gauges["waiting_trajectories"] = len(self._waiting)
         self._clock.sums |= {"sampled_tokens": sampled_tokens, "decode_steps": decode_steps, **(sums or {})}
@@ -104,7 +104,7 @@ class RolloutMeter:
         return self._clock.report(stays)
 
     def _advance(self) -> None:
-        """Add the time since the last change to the sums, under what held during it."""
+        """Add the time since the last change to the sums. Call it before a change: the time counts under the old state."""
         now_s = self._now()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         is_busy = self._clock.state is State.BUSY
@@ -132,14 +132,14 @@ class RolloutMeter:
             self._on_change()
 
     def _longest(self) -> str:
-        """What the trajectory waits for that has waited longest, and how many others wait."""
+        """What the longest-waiting trajectory waits for, and how many others wait."""
         trajectory, (for_what, since_s) = next(iter(self._waiting.items()))
         others = f" and {len(self._waiting) - 1} more" if len(self._waiting) > 1 else ""
         return f"{for_what} of {trajectory} ({self._now() - since_s:.0f} s so far){others}"
 
 
 class SlotStays:
-    """Records the stays of an engine's sequences. Slots in use are numbered from 0: a sequence gets the lowest free one."""
+    """Records the stays of an engine's sequences. Slots are numbered from 0; a sequence gets the lowest free one."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -165,7 +165,7 @@ class SlotStays:
         self._ended.append(Stay(slot, sequence, start_s, self._now()))
 
     def take(self) -> tuple[Stay, ...]:
-        """The stays that have ended since the last call, in the order of their ends."""
+        """The stays that have ended since the last call, in the order in which they ended."""
         taken = tuple(self._ended)
         self._ended.clear()
         return taken
@@ -197,8 +197,8 @@ class MeteredRewards:
 
 
 class CallMeter:
-    """How the trainer or a scorer spends its time: in the state of the call that it answers, else starved: it waits for `input`.
-    Thread-safe: calls and reports may have two threads."""
+    """How the trainer or a scorer spends its time. During a call it is in that call's state; between calls it is starved and waits
+    for `input`. Thread-safe: calls and reports may come from two threads."""
 
     def __init__(self, name: str, role: str, input: str, now: Callable[[], float]) -> None:
         self._clock = StateClock(name, role, input, now)
@@ -227,7 +227,7 @@ class CallMeter:
 
 
 class LongPoll:
-    """Counts changes, and answers a poll at the next change: at the earliest `rest_s` after the last answer, at the latest `poll_s`
+    """Counts changes, and answers a poll at the next change: no earlier than `rest_s` after the last answer, no later than `poll_s`
     after the poll began. One caller at a time."""
 
     def __init__(self, rest_s: float = DEBOUNCE_S, poll_s: float = POLL_S) -> None:
@@ -240,14 +240,14 @@ class LongPoll:
         self._sleeper: asyncio.Future[None] | None = None
 
     def note(self, *, is_urgent: bool = False) -> None:
-        """Count a change. `is_urgent` ends the rest: nothing else will change soon that could share the answer."""
+        """Count a change. An urgent one ends the rest at once: no further change is expected soon that could share the answer."""
         self.count += 1
         self._is_urgent |= is_urgent
         if is_urgent or not self._is_resting:
             self._wake()
 
     async def after(self, seen: int) -> int:
-        """Wait for a change since `seen` or the end of the poll, then for the rest. Returns the count."""
+        """Wait for a change since `seen` or for the end of the poll, then for the end of the rest. Returns the count."""
         loop = asyncio.get_running_loop()
         if self.count == seen:
             await self._sleep(self._poll_s, is_rest=False)
@@ -258,7 +258,7 @@ class LongPoll:
         return self.count
 
     async def _sleep(self, at_most_s: float, *, is_rest: bool) -> None:
-        """Sleep until a change is noted, `at_most_s` seconds; only an urgent change ends a rest."""
+        """Sleep until a change is noted, for at most `at_most_s` seconds. Only an urgent change ends a rest."""
         loop = asyncio.get_running_loop()
         self._is_resting, self._sleeper = is_rest, loop.create_future()
         timer = loop.call_later(at_most_s, self._wake)

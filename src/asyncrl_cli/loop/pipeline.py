@@ -12,8 +12,8 @@
     admit              prompts               admission open                         follow (slots, a drop), sync (a load, or
                                                                                     the end of an eval, which runs there and
                                                                                     frees slots), training (a publish)
-    follow (a worker)  results, progress     the worker's next change               the worker, one second at most. One that has
-                       -                                                            work and makes no token for
+    follow (a worker)  results, progress     the worker's next change               the worker, within one second. One that has
+                       -                                                            work but makes no token for
                        -                                                            rollout.call_timeout_s is lost
     restart (a worker) a dead worker         a fresh one; colocate: also the lease  the worker's start, bounded; training
     sync (a worker)    the newest version    a version newer than the worker's      publish; then the worker's prefetch,
@@ -21,27 +21,27 @@
     scorer             finished groups       a group that it has not scored         follow; then the scorer's call,
                        -                                                            rollout.call_timeout_s
                        -                     prox: the window's version             publish; then its load, weights.timeout_s
-                       -                     critic: to have learned from the last  its call, which training makes beside the
-                       -                     train step                             trainer's, rollout.call_timeout_s
+                       -                     critic: to have learned from the last  its learn call, beside the trainer's,
+                       -                     train step                             rollout.call_timeout_s
     training           R finished groups     R takeable groups                      follow; colocate: also the eval's end
                        -                     their columns                          scorer
-                       -                     after each step: a critic apart        the critic, rollout.call_timeout_s
+                       -                     after each step: a separate critic     the critic, rollout.call_timeout_s
                        -                     colocate: every worker to hand over    the workers, rollout.call_timeout_s; a stop
-                       -                     one older version in loading at most   sync (before a gather)
+                       -                     at most one older version loading      sync (before a gather)
                        -                     weights.mode = "sync": all workers to  sync (every worker's load)
-                                             hold what was just published
+                                             hold the newest version
                        -                     the previous checkpoint written        checkpoint
     publish            gathered buckets      the trainer's publish                  the trainer, weights.timeout_s
     checkpoint         a cut                 the writer                             disk, weights.timeout_s
     tick               -                     one second                             the clock
 
-Why there is no deadlock: training waits for groups and loads; groups run on workers whatever training does; admission is
+Why there is no deadlock: training waits for groups and loads. Groups run on workers whatever training does. Admission is
 closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window (reopened by training's publish, which
-needs only groups that are admitted already: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a
-load, which waits for a publish and, under `drain`, for running groups). Responses whose worker has failed are placed before any new
-group; they need slots of workers as new as the rest of their group, which every load adds. A worker that fails is restarted
-(worker_tasks.py) while it has restarts left; without any, the failure stops the run in good order. A failed trainer, or
-critic apart, fails the run at once.
+needs only groups that are already admitted: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a
+load, which waits for a publish and, under `drain`, for running groups). Responses of a failed worker are placed before any new
+group. They need slots on workers whose weights are as new as those of the rest of the group; every load adds such slots. A failed
+worker is restarted (worker_tasks.py) while it has restarts left. After that its failure stops the run in good order, unless the
+run can continue without it (`rollout.min_workers`). A failed trainer or separate critic fails the run at once.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _TICK_S = 1.0
 
 
 class Pipeline:
-    """One run of the loop. `await run()` returns after the last version was loaded and scored."""
+    """One run of the loop. `await run()` returns once the last version is loaded and scored."""
 
     def __init__(self, settings: LoopSettings, world: World) -> None:
         """Call inside the running event loop: its clock is the run's."""
@@ -132,7 +132,7 @@ class Pipeline:
             if board.stopping:
                 stop_s = stop_s if stop_s is not None else board.now_s()
                 if board.now_s() - stop_s > (grace_s := board.profile.run.stop_grace_s):
-                    hint = "resume from the last checkpoint; a larger run.stop_grace_s leaves a stop more time"
+                    hint = "resume from the last checkpoint; a larger run.stop_grace_s gives a stop more time"
                     raise board.failure or StallError(f"the stop took longer than run.stop_grace_s = {grace_s:g}", hint=hint)
             await asyncio.sleep(_TICK_S)
 
@@ -143,5 +143,5 @@ class Pipeline:
         states = [f"{name} is {report.state}" for name, report in board.reports.latest.items()]
         return StallError(
             f"nothing moved for run.stall_timeout_s = {self.board.settings.stall_timeout_s:g}: {'; '.join(waits + states)}",
-            hint="the run's log has the last thing that each executor said",
+            hint="the run's log has the last messages of each executor",
         )

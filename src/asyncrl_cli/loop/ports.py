@@ -1,8 +1,8 @@
-"""The ports of the loop: what the loop asks of the outside world, and the values that are exchanged.
+"""The ports of the loop: what the loop asks of the outside world, and the values that it exchanges with it.
 
 Adapters implement the Protocols: `job/` on Ray actors, `simulate/` on a virtual clock. Every call may raise
-`ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. (There is none on `evaluate` and the
-drain of a `load`, which take as long as the responses: the loop sees from `progress` whether the worker still works.)
+`ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. (`evaluate` and the
+drain of a `load` have none, because they take as long as the responses: `progress` shows whether the worker still works.)
 Values are small: token payloads stay behind the opaque `payload` / `handle` fields, which the loop passes on and never opens.
 """
 
@@ -23,10 +23,10 @@ LoadVerdict = Literal["loaded", "not loaded", "unclear"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRequest:
-    """Generate and reward some responses of a group, by their index in it (ascending).
+    """Generate and reward some responses of a group. `indices` are their places in the group, ascending.
 
     `seed` is the group's: response i uses the i-th number that it yields, so its sampling does not depend on where it runs.
-    `goes_on`: what responses of a resumed group go on from, by index; `so_far` is the handle of the tokens.
+    `goes_on`: in a resumed group, what each response continues from, by index; `so_far` is the handle of those tokens.
     """
 
     key: PartKey
@@ -47,7 +47,7 @@ class EvalTry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """Play `tries` with the weights of `version`; part of one eval."""
+    """Generate and score `tries` with the weights of `version`. One eval makes many such requests."""
 
     version: int
     tries: tuple[EvalTry, ...]
@@ -59,7 +59,7 @@ EvalOutcome = TrajectoryMeta | Failure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """`outcomes`: of the request's tries, in their order. `payload`: handle of the tokens of those that have not failed."""
+    """`outcomes`: one per try of the request, in order. `payload`: handle of the tokens of the tries that have not failed."""
 
     outcomes: tuple[EvalOutcome, ...]
     payload: Any = field(default=None, compare=False)
@@ -67,11 +67,11 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What changed on a worker. `seen` goes into the next call.
+    """What changed on a worker. Pass `seen` to the next call.
 
     `freed_slots`: how many responses of each running part need no slot now, because they have ended or (`rollout.hold_slots =
-    false`) wait for their environment; parts without any are left out. `ended`: the results of the parts that have ended, each in
-    one answer only.
+    false`) wait for their environment; parts with no such response are left out. `ended`: the results of parts that have ended;
+    each result is returned once.
     """
 
     seen: int
@@ -82,8 +82,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoFar:
-    """What the running parts of a worker have so far. `kept`: by part and index, the responses that a resumed run can go on with;
-    `rest_tokens`: of those that would start again; `handle`: of the tokens."""
+    """What the running parts of a worker have generated so far. `kept`: the responses that a resumed run can continue, by part and
+    index; `handle`: the handle of their tokens. `rest_tokens`: the number of tokens of all others, which would start again."""
 
     kept: Mapping[PartKey, Mapping[int, Kept]] = field(default_factory=dict)
     rest_tokens: int = 0
@@ -103,8 +103,8 @@ class Published:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """One worker's load. `pause_s`: how long no sequence ran; `send_s`: the part of it in which weights were fetched (0 with a
-    second buffer, which is filled before); `logprob_abs_diff`: trainer against worker on the probe sequences, if scored; `verdict`
-    and `loaded_share`: where the worker's logprobs lie between those of the version before and of this one, if both were known
+    second buffer, which is filled beforehand); `logprob_abs_diff`: trainer against worker on the probe sequences, if scored;
+    `verdict` and `loaded_share`: where the worker's logprobs lie between the previous version's and this one's, if both are known
     (weights/versions.py)."""
 
     version: int
@@ -118,8 +118,8 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The R groups of one train step, in take order. `window` is the version they are trained in. `columns`: handles of what
-    scorers have computed for each group, by scorer."""
+    """The R groups of one train step, in take order. `window` is the number of the window that trains them. `columns`: per group,
+    the handles of what scorers have computed for it, by scorer."""
 
     step: int
     window: int
@@ -131,11 +131,11 @@ class TrainBatch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
     """What a train step reports. Seconds are the trainer's, or one rank's: `train_s`, and `column_s` for the columns that were
-    computed before training, by name (`old_logprob`, `ref`, `values`). `tokens` (sampled tokens trained, also by skipped steps) and
-    `metrics` are of all ranks; `metrics` are typed and finite, and go into the step's line unchanged.
+    computed before training, by name (`old_logprob`, `ref`, `values`). `tokens` (sampled tokens trained, including those of skipped
+    steps) and `metrics` cover all ranks; `metrics` are typed and finite, and go into the step's line unchanged.
 
-    `skipped_steps`: its optimizer steps that were skipped because the gradient was not finite; metrics that this spoils are
-    absent. `skipped_in_a_row`: how many of the run's latest optimizer steps in a row were skipped, across train steps."""
+    `skipped_steps`: how many of its optimizer steps were skipped because the gradient was not finite; metrics that this spoils are
+    absent. `skipped_in_a_row`: how many of the run's latest optimizer steps were skipped without a break, across train steps."""
 
     train_s: float
     tokens: int
@@ -152,25 +152,25 @@ class RolloutWorker(Protocol):
     slots: int
 
     def submit(self, request: PartRequest) -> None:
-        """Begin a part, which runs to its end through any number of weight loads; `progress` brings its result. Returns at once; if
-        the worker has failed, `progress` says so."""
+        """Start a part and return at once. The part runs through any number of weight loads; `progress` returns its result. If the
+        worker has failed, `progress` raises the error."""
 
     async def so_far(self) -> SoFar:
-        """What its running parts have, for a checkpoint; answered within seconds or not at all."""
+        """Return what the running parts have generated, for a checkpoint. Answers within seconds or fails."""
 
     async def abort(self, key: AttemptKey) -> None:
-        """Stop all parts of a group; their results come soon after, without trajectories. Unknown keys are ignored."""
+        """Stop all parts of a group. `progress` soon returns their results, without trajectories. Unknown keys are ignored."""
 
     async def progress(self, seen: int) -> Progress:
         """Return when something changed since `seen` (at most every 100 ms), or after one second at the latest.
 
-        The loop always has one of these calls under way, so an adapter may send requests and results of parts along with it.
+        The loop always has one of these calls in flight, so an adapter may send requests and results of parts along with it.
         """
 
     async def prefetch(self, published: Published) -> float:
         """Receive and check the buckets into the second buffer while generation goes on. Returns seconds.
 
-        A version that is not newer than what the worker holds, or has received, is refused. Without a second buffer
+        Refuses a version that is not newer than the one that the worker holds or has received. Without a second buffer
         (`weights.dual_buffer = false`) the buckets are only noted, and `load` fetches them.
         """
 
@@ -178,10 +178,10 @@ class RolloutWorker(Protocol):
         """Interrupt, copy the prefetched weights in, resume, score the probes. If it fails, the old version stays."""
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        """Generate one answer per item beside the running groups and reward it."""
+        """Generate and reward the request's tries, beside the running groups."""
 
     async def abort_evals(self) -> None:
-        """Stop what `evaluate` runs; its calls return soon after, with what they have."""
+        """Stop the running `evaluate` calls. They soon return what they have."""
 
     async def pause(self) -> None:
         """Colocate: give the resources to the trainer (nothing is running)."""
@@ -190,43 +190,43 @@ class RolloutWorker(Protocol):
         """Colocate: take the resources back."""
 
     async def node_is_gone(self) -> bool:
-        """Whether this worker, which was lost, was lost with its node, and with it the arrays of all parts that had ended there."""
+        """After the loss of this worker: whether its node is gone too, and with it the arrays of all parts that had ended there."""
 
     async def restart(self) -> None:
-        """End this worker for good and start another in its place: same name and slots, nothing runs, nothing is paused.
+        """End this worker for good and start another in its place: same name and slots, nothing running, nothing paused.
 
-        Calls to the old worker fail. The new one holds initial weights, which the loop replaces before it asks for anything. Raises
-        NoRoom if there is no place for it; it may be called again later.
+        Calls to the old worker fail. The new one holds initial weights, which the loop replaces before it asks for anything else.
+        Raises NoRoom if the cluster has no place for it; the call may be repeated later.
         """
 
 
 class Scorer(Protocol):
-    """All processes of one scorer as one. It computes a number for every sampled token of finished groups, its column, while others
-    are trained; `reward` a number for every trajectory. `load`, `judge` and `learn` are asked of one scorer each.
+    """All processes of one scorer as one. While other groups are trained, it computes its column: a number for every sampled token
+    of finished groups (`reward`: for every trajectory). `load`, `judge` and `learn` are each called on one kind of scorer only.
 
-    What a critic has learned is in the trainer's checkpoints, and is lost with its process: it is never restarted.
+    A critic is never restarted: what it has learned is saved in the trainer's checkpoints only, and is lost with its process.
 
-    `name` is the executor's and the column's: `ref`, `prox`, `critic`, `reward`. `call_tokens`: how many tokens, of prompts and
-    responses, fill it.
+    `name` names both executor and column: `ref`, `prox`, `critic`, `reward`. `call_tokens`: how many tokens of prompts and
+    responses fill one call.
     """
 
     name: str
     call_tokens: int
 
     async def load(self, published: Published) -> None:
-        """`prox`: take a version's weights; it scores with these from now on. The weights of others never change."""
+        """`prox` only: load a version's weights and score with them from now on. (Those of `ref` and `reward` never change.)"""
 
     async def score(
         self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Any], ExecutorReport]:
-        """Handles of the groups' columns, in order; of `reward` the scores themselves, a tuple per group. `items`: the groups'
-        prompts."""
+        """Return handles of the groups' columns, in order; `reward` returns the scores themselves, a tuple per group. `items`: the
+        groups' prompts."""
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-        """`reward`: the scores of an eval's trajectories that have not failed, in their order. `items`: their prompts."""
+        """`reward` only: score the trajectories of an eval that have not failed, in order. `items`: their prompts."""
 
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
-        """`critic`: its optimizer steps on the groups that the trainer trains. It scores with what it has learned from then on."""
+        """`critic` only: make its optimizer steps on the groups that the trainer trains. Later scores use the updated critic."""
 
     async def report(self) -> ExecutorReport: ...
 
@@ -241,13 +241,13 @@ class Trainer(Protocol):
         """`require_batches` optimizer steps on the groups of one train step."""
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
-        """Copy the full parameters into host buckets as `version` and score the probes; stalls training. Returns seconds, too."""
+        """Copy the full parameters into host buckets as `version` and score the probes; stalls training. Returns its seconds."""
 
     async def publish(self, version: int) -> Published:
         """Hand out the gathered buckets; runs beside training."""
 
     async def snapshot(self, step: int) -> None:
-        """Copy what a checkpoint needs to the host, also of a critic apart (stalls training)."""
+        """Copy what a checkpoint needs to the host, including a separate critic's state (stalls training)."""
 
     async def report(self) -> ExecutorReport: ...
 
@@ -258,7 +258,7 @@ class Feed(Protocol):
     def next(self) -> Prompt: ...
 
     def find(self, uid: str, epoch: int) -> Prompt:
-        """A prompt that `next` returned earlier, in this run or in the one resumed. Raises RefusedError for an unknown uid."""
+        """Return a prompt that `next` returned earlier, in this run or the one it resumes. RefusedError for an unknown uid."""
 
     def state(self) -> dict[str, Any]:
         """The feed's position as JSON: `restore` continues after exactly the prompts that `next` has returned."""
@@ -267,8 +267,8 @@ class Feed(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """Writes a cut as a directory, with the trainer's snapshot of its step. Called once at a time, beside training; raises on
-    failure."""
+    """Writes a cut and the trainer's snapshot of that step as a directory. The loop makes one call at a time, beside training; a
+    failed write raises."""
 
     async def write(self, cut: Cut) -> Path: ...
 
@@ -277,9 +277,9 @@ class CheckpointWriter(Protocol):
 class Cut:
     """The run between an optimizer step and the next take, frozen in one turn of the event loop.
 
-    `loop_state` is JSON, with all that the driver knows of the untrained groups. Handles are pinned until written. `payloads`: of
-    each finished group's parts, then of each ended part of a running group, in the same order. `kept`: the running groups with
-    responses that a resumed run goes on with, whose tokens are among those of `so_far`.
+    `loop_state` is JSON, with all that the driver knows of the untrained groups. Handles are pinned until written. `payloads`:
+    those of each finished group's parts, then those of each ended part of a running group, in the same order. `kept`: the running
+    groups with responses that a resumed run continues; the tokens of these are among those of `so_far`.
     """
 
     step: int

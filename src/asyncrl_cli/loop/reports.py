@@ -24,8 +24,8 @@ class _Process(Enum):
 @dataclass(slots=True, kw_only=True)
 class _Executor:
     """`report` is the newest, with the sums of `base` added: what earlier processes counted, minus what should not count. `spans`
-    and `stays` have not been taken yet and are on the driver's clock, which is `offset_s` ahead of the executor's. What was before
-    `from_s` does not count: the run, or the process that reports now, was starting."""
+    and `stays` have not been taken yet and are on the driver's clock, which is `offset_s` ahead of the executor's. Time before
+    `from_s` does not count: the run or the present process was starting."""
 
     report: ExecutorReport
     worker: str
@@ -37,13 +37,13 @@ class _Executor:
     process: _Process = _Process.NEW
 
     def begin(self, report: ExecutorReport, arrived_s: float) -> None:
-        """Prepare for the first report of a process, which has all spans so far, unless it has overtaken an earlier one."""
+        """Prepare for the first report of a process. It has all spans so far, unless it has overtaken an earlier report."""
         self.process, self.offset_s = _Process.UP, arrived_s - report.now_s
         base = self._without_start(self.report, report)
         self.base = base if base.state_s else None
 
     def overtaken(self, report: ExecutorReport) -> None:
-        """Take in a report that a later one has overtaken. The later one's sums include its sums, but not its spans and stays."""
+        """Record a report that a later one has overtaken. The later one includes its sums, but not its spans and stays."""
         nothing = replace(self.report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in self.report.sums else {})
         base = self._without_start(self.base or nothing, report)
         self.base = base if base.state_s else None
@@ -52,7 +52,7 @@ class _Executor:
         self.spans.sort(key=lambda span: span.start_s)
 
     def _without_start(self, sums: ExecutorReport, report: ExecutorReport) -> ExecutorReport:
-        """`sums` less the time that the spans of `report` have before `from_s`."""
+        """`sums` minus the time of the spans of `report` before `from_s`."""
         for span in report.spans:
             early_s = min(span.end_s + self.offset_s, self.from_s) - (span.start_s + self.offset_s)
             if early_s > 0:
@@ -75,7 +75,7 @@ class _Executor:
         ]
 
     def fail_until(self, now_s: float) -> None:
-        """Count the time without a process, up to now, as failed."""
+        """Count the time without a process up to now as failed."""
         report, ended_s = self.report, self.report.now_s + self.offset_s
         down_s = now_s - ended_s
         if down_s <= 0:
@@ -88,15 +88,15 @@ class _Executor:
 
 
 class ReportBook:
-    """Collects reports, and hands out spans up to the moment that every executor has reported.
+    """Collects reports, and hands out spans up to the latest time that the reports of all executors cover.
 
-    Executors have clocks of their own. A report made at `now_s` arrives later, so `arrival - now_s` bounds the difference of the
+    Executors have their own clocks. A report made at `now_s` arrives later, so `arrival - now_s` bounds the difference of the
     clocks from above; the smallest one seen so far is the best estimate (Cristian's algorithm, one way).
 
-    Executors start before the loop does, and wait for each other: their time before `began_s` is not counted.
+    Executors start before the loop and wait for each other, so their time before `began_s` does not count.
 
-    A restarted worker counts from zero. Here its sums continue and never fall: what the old process counted, plus the time
-    without a process (state `failed`, idle), plus what the new one counts from then on.
+    A restarted process counts from zero. Here an executor's sums continue and never fall: what the old process counted, plus the
+    time without a process (state `failed`, idle), plus what the new one counts.
     """
 
     def __init__(self, began_s: float = float("-inf")) -> None:
@@ -108,7 +108,7 @@ class ReportBook:
         return {name: executor.report for name, executor in self._executors.items()}
 
     def add(self, report: ExecutorReport, arrived_s: float, worker: str = "") -> bool:
-        """Take in a report of an executor in the process of `worker`; true if it has made tokens since its last report."""
+        """Record a report of an executor in the process of `worker`. True if it has made tokens since its last report."""
         executor = self._executors.get(report.name)
         if executor is None:
             nothing = replace(report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in report.sums else {})
@@ -123,7 +123,7 @@ class ReportBook:
         return _has_made_tokens(previous, executor.report)
 
     def lost(self, worker: str, now_s: float) -> int:
-        """The worker's process is gone: its executors count as failed from now on. Returns the tokens of what was running there."""
+        """The worker's process is gone: its executors count as failed from now on. Returns the tokens of what ran there."""
         running_tokens = self.running_tokens(worker)
         for executor in self._of(worker):
             report = executor.report
@@ -134,7 +134,7 @@ class ReportBook:
         return running_tokens
 
     def running_tokens(self, worker: str) -> int:
-        """Tokens of what runs in the worker's process, as last reported."""
+        """Tokens of the sequences that run in the worker's process, as last reported."""
         return int(sum(executor.report.gauges.get("running_tokens", 0) for executor in self._of(worker)))
 
     def advance_lost(self, now_s: float) -> None:
@@ -143,7 +143,7 @@ class ReportBook:
                 executor.fail_until(now_s)
 
     def returned(self, worker: str, now_s: float) -> None:
-        """The worker has a process again, from which its executors' next reports come."""
+        """The worker has a new process, which makes the next reports of its executors."""
         self.advance_lost(now_s)
         for executor in self._of(worker):
             executor.process, executor.from_s = _Process.NEW, executor.report.now_s + executor.offset_s
@@ -155,7 +155,7 @@ class ReportBook:
             executor.report = replace(executor.report, state=state, waiting_for="")
 
     def take_spans(self) -> dict[str, tuple[Span, ...]]:
-        """Spans up to the moment that every executor has reported; what came later is kept for the next call."""
+        """Spans up to the latest time that the reports of all executors cover. Later ones are kept for the next call."""
         if not self._executors:
             return {}
         until_s = min(executor.report.now_s + executor.offset_s for executor in self._executors.values())
@@ -168,7 +168,7 @@ class ReportBook:
         return taken
 
     def take_stays(self) -> dict[str, tuple[Stay, ...]]:
-        """The stays that were reported since the last call, by executor; those without any are left out."""
+        """The stays reported since the last call, by executor. Executors without any are left out."""
         taken = {name: tuple(executor.stays) for name, executor in self._executors.items() if executor.stays}
         for name in taken:
             self._executors[name].stays.clear()
@@ -179,7 +179,7 @@ class ReportBook:
 
 
 def _plus(report: ExecutorReport, state: State, seconds: float, *, is_idle: bool = True) -> ExecutorReport:
-    """`report` with more time in `state`, which is idle time too for executors that count it."""
+    """`report` with more time in `state`. Executors that count idle time count it as idle too, if `is_idle`."""
     sums = _sum({"idle_s": seconds}, report.sums) if is_idle and "idle_s" in report.sums else report.sums
     return replace(report, state_s=_sum({state: seconds}, report.state_s), sums=sums)
 
@@ -201,5 +201,5 @@ def _sum(few: Mapping[K, float], many: Mapping[K, float]) -> dict[K, float]:
 
 
 def _has_made_tokens(previous: ExecutorReport, report: ExecutorReport) -> bool:
-    """Compares only sums of tokens: sums of seconds also grow while the executor waits."""
+    """Only sums of tokens are compared: sums of seconds also grow while the executor waits."""
     return any(amount != previous.sums.get(name) for name, amount in report.sums.items() if name.endswith("_tokens"))

@@ -2,9 +2,9 @@
 
     failed ──> down: tasks that wait for it are cancelled, what it had is taken back ──> restart ──> its tasks begin again
 
-However many of its calls fail at once, that is one failure: the first one makes the executor `down`, and while it is down further
-failures are ignored. Without a restart left, the failure ends the run in good order (`Board.stop`), unless enough others are there:
-then the executor is away. If it is away for lack of room, a new process is asked for every `LOOK_EVERY_S` seconds.
+Any number of calls that fail at once count as one failure: the first one makes the executor `down`, and while it is down, further
+failures are ignored. If no restart is left, the failure stops the run in good order (`Board.stop`), unless the run can go on with
+the other workers: then the executor is away. If it is away for lack of room, the loop asks for it every `LOOK_EVERY_S` seconds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from asyncrl_cli.loop.ports import RolloutWorker, Scorer
 
 RESTARTS_KEY = "rollout.max_restarts"
 LOOK_EVERY_S = 10.0
-"""How often somebody looks for room for an executor that is away."""
+"""How often the loop looks for room for an executor that is away."""
 
 
 class RestartableTasks(ABC):
-    """The tasks of one executor. A fresh process is asked for once the tasks of the old one have ended."""
+    """The tasks of one executor. A new process is started once the tasks of the old one have ended."""
 
     def __init__(self, board: Board, executor: RolloutWorker | Scorer, tasks: asyncio.TaskGroup) -> None:
         self.is_down = False
@@ -41,20 +41,20 @@ class RestartableTasks(ABC):
         """Start the tasks that follow the executor's process for as long as it lives."""
 
     def _set_down(self, is_down: bool) -> None:
-        """The process is gone, or (false) a new one has taken its place."""
+        """The process is gone or, if false, a new one has taken its place."""
         self.is_down = is_down
 
     def _can_be_away(self) -> bool:
-        """Whether the run may go on without the executor."""
+        """Whether the run may continue without the executor."""
         return False
 
     @abstractmethod
     def _lose(self) -> None:
-        """Take back what the process was doing; its tasks may still run."""
+        """Take back the work of the lost process. Its tasks may still run."""
 
     @abstractmethod
     def _give_back(self) -> None:
-        """Take back what its tasks were doing, which have ended."""
+        """Take back the work of its tasks, which have ended by now."""
 
     def spawn(self, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
         """Start a task that waits for the executor; the loss of its process cancels it."""
@@ -68,13 +68,13 @@ class RestartableTasks(ABC):
             task.cancel()
 
     def _lost(self, error: ExecutorLost) -> None:
-        """A call failed: restart the executor, or stop the run with that error if no restart is left."""
+        """A call failed. Restart the executor if a restart is left; else let it be away, or stop the run with that error."""
         board, name = self._board, self._executor.name
         if self.is_down:
             return
         if not self._restarts_left and not self._can_be_away():
             if not board.profile.rollout.max_restarts and not board.stopping:
-                board.warn(f"{name} is not replaced: {RESTARTS_KEY} = 0")
+                board.warn(f"{name} is not restarted: {RESTARTS_KEY} = 0")
             board.stop(error)
             return
         self._set_down(True)
@@ -100,19 +100,19 @@ class RestartableTasks(ABC):
         left, allowed = self._restarts_left, board.profile.rollout.max_restarts
         board.restarting[name] = f"{allowed - left} of {allowed}"
         board.event("lost", worker=name, error=str(error), restarts_left=left)
-        board.warn(f"{str(error).rstrip('.')}; it is restarted ({allowed - left} of {RESTARTS_KEY} = {allowed})")
+        board.warn(f"{str(error).rstrip('.')}; restarting it ({allowed - left} of {RESTARTS_KEY} = {allowed})")
 
     def _go_away(self, error: ExecutorFailed, why: str) -> None:
         board, name = self._board, self._executor.name
         board.restarting.pop(name, None)
         if name not in board.away:
             board.event("away", worker=name, error=str(error), why=why)
-            board.warn(f"{str(error).rstrip('.')}; the run goes on without it: {why}")
+            board.warn(f"{str(error).rstrip('.')}; the run continues without it: {why}")
         board.away[name] = why
         board.changes.notify()
 
     async def _restart(self, ending: list[asyncio.Task[None]]) -> None:
-        """Replace a lost process. Waits for its cancelled tasks, which end at once, then for its start, which the port bounds."""
+        """Replace a lost process. Waits for its cancelled tasks, which end at once, then for a new start, bounded by the port."""
         board, name = self._board, self._executor.name
         if ending:
             await asyncio.wait(ending)
@@ -129,8 +129,8 @@ class RestartableTasks(ABC):
         board.changes.notify()
 
     async def _replace(self) -> bool:
-        """Start a new process; a failed start is tried again while restarts are left, and one without room for as long as the run
-        can do without the executor. False at a stop, and if the executor stays away."""
+        """Start a new process. A failed start is retried while restarts are left; one that found no room, for as long as the run
+        can do without the executor. Returns false at a stop, or if the executor stays away."""
         board, who = self._board, f"{self._executor.name} (restart)"
         while True:
             lender = "the trainer to give the resources back"

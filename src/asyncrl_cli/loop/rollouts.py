@@ -1,5 +1,5 @@
-"""The rollout side of the loop, as the trainer's side needs it: admitting groups, handing over the resources, and publishing new
-weights to the workers. The workers' own tasks are in worker_tasks.py.
+"""The rollout side of the loop, as the training side sees it: admitting groups, handing over resources, and publishing new weights
+to the workers. The workers' own tasks are in worker_tasks.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl_cli.loop.worker_tasks import WorkerTasks
 
 class Rollouts:
     def __init__(self, board: Board, tasks: asyncio.TaskGroup) -> None:
-        """Starts to admit groups, and the tasks of every worker."""
+        """Start admitting groups, and start the tasks of every worker."""
         self._board = board
         self._workers = {worker.name: WorkerTasks(board, worker, tasks) for worker in board.workers}
         self._admitting = tasks.create_task(board.guarded(self._admit), name="admit")
@@ -38,9 +38,9 @@ class Rollouts:
                 tasks.spawn(partial(tasks.worker.abort, key), f"abort of {key}")
 
     async def hand_over(self, *, to_trainer: bool) -> None:
-        """Colocate: hand the resources to the trainer or back. A worker that is down is not asked; it restarts later.
+        """Colocate: hand the resources to the trainer, or back to the workers. Skips workers that are down; they restart later.
 
-        A stop ends the wait: no step follows that needs the resources, and a worker that hangs must not delay the stop.
+        A stop ends the wait: no later step needs the resources, and a worker that hangs must not delay the stop.
         """
         board = self._board
         board.is_lent = True
@@ -62,7 +62,7 @@ class Rollouts:
         board.changes.notify()
 
     async def _admit(self) -> None:
-        """Start groups while admission is open, and wait while it is closed; freed slots, loads and publishes reopen it."""
+        """Start groups while admission is open, and wait while it is closed. Freed slots, loads and publishes reopen it."""
         board, clock = self._board, self._board.feed_clock
         while True:
             clock.enter(State.BUSY)
@@ -89,7 +89,7 @@ class Publishing:
         await self._held_by_all()
 
     async def end_window(self) -> None:
-        """Gather the weights and raise the version; workers receive it beside the next step."""
+        """Gather the weights and raise the version. Workers receive it during the next step."""
         board = self._board
         with self._times.spending("gather"):
             await self._room_to_publish()
@@ -102,14 +102,14 @@ class Publishing:
             board.stop(error)
         if board.profile.placement.colocate and not board.stopping:  # after a stop nothing starts, and a hung worker would delay it
             await self._rollouts.hand_over(to_trainer=False)
-        if board.sync.room:  # without room at a stop, workers keep their version: a resume publishes first
+        if board.sync.room:  # no room after a stop: workers keep their version, and a resume publishes first
             self._publish_beside(gather_s)
         board.changes.notify()
         with self._times.waiting("gather"):
             await self._held_by_all()
 
     async def finish(self) -> None:
-        """Wait until every worker holds the last version and its eval has ended (also in a run resumed at its last step)."""
+        """Wait until every worker holds the last version and its eval has ended. A run resumed at its last step does this, too."""
         board = self._board
         board.phase = "evaluating"
         evaluator = board.evaluator
@@ -127,14 +127,14 @@ class Publishing:
             await self._until(ended, "trainer (last version)", missing, still_s)
 
     async def _gather(self, version: int) -> float:
-        """Returns its seconds. The report counts even where these do not: it has the spans since the last one."""
+        """Returns the seconds of the gather. Its report always counts: it has the spans since the last one."""
         with self._board.calling_trainer(State.SYNCING, f"version {version} to be gathered"):
             gather_s, report = await self._board.trainer.gather(version)
         self._board.reports.add(report, self._board.now_s())
         return gather_s
 
     async def _room_to_publish(self) -> None:
-        """Keep at most two published versions: wait for the last publish, and for loads while workers have begun two."""
+        """Keep at most two published versions: wait for the last publish to end, and for loads while workers have begun two."""
         board, who = self._board, "trainer (gather)"
         if self._publishing is not None:
             with board.changes.waiting(who, f"version {board.version} to be published"):
@@ -147,7 +147,7 @@ class Publishing:
             board.stop(error)
 
     async def _held_by_all(self) -> None:
-        """weights.mode = "sync": waits until every worker has loaded the version that was just published."""
+        """weights.mode = "sync": wait until every worker has loaded the version that was just published."""
         board = self._board
         if board.profile.weights.mode == "async":
             return
@@ -164,8 +164,8 @@ class Publishing:
         return self._board.admission.fleet.are_current(self._board.version)
 
     async def _until(self, condition: Callable[[], bool], who: str, what: Callable[[], str], still_s: float) -> None:
-        """Wait for a condition on all workers, or for a stop. Raises StallError when nothing has moved for `still_s` while all of
-        them were up; a restart has a limit of its own."""
+        """Wait for a condition on all workers, or for a stop. Raises StallError if nothing has moved for `still_s` while all of
+        them were up; restarts have their own limit."""
         board, fleet = self._board, self._board.admission.fleet
 
         def ended() -> bool:

@@ -1,23 +1,23 @@
-"""The scorers of a run: each computes a column for every finished group, in the order in which groups can be taken, while others
-are trained.
+"""The scorers of a run. While other groups are trained, each scorer computes a column for every finished group, in the order in
+which groups can be taken.
 
     finished ──> [unscored] ──score──> takeable ──> training
 
-A finished group stays `finished` in the ledger while it is scored, and a take leaves it out as if it were still running: slots,
-window and deadlines (admission.py) know nothing of scorers. Columns are in no checkpoint, and none is lost for good: groups are
-scored again if their scorer dies before they are taken, or if a run resumes with them.
+A group stays `finished` in the ledger while it is scored, and takes skip it as if it were still running. The rules on slots,
+window and deadlines (admission.py) know nothing of scorers. Checkpoints hold no columns: if a scorer dies before its groups are
+taken, or a run resumes with finished groups, these are scored again.
 
-    ref      the reference's logprobs: never change
-    reward   the reward model's scores: never change, and become part of the rewards when the group is taken
-    prox     logprobs by the weights that the window begins with: loaded as soon as they are published; only groups that this window
-             can still take are scored, and a column does not outlive its window
-    critic   values by the critic that all train steps before have made: of the groups that the next step takes, once the critic has
-             learned from the last one (which it does while the policy is trained), and no column outlives a take
+    ref      logprobs of the reference policy. They never change.
+    reward   scores of the reward model. They never change, and are added to the rewards when the group is taken.
+    prox     logprobs under the weights that the window begins with, loaded as soon as these are published. Only groups that this
+             window can still take are scored. A column is valid for its window only.
+    critic   values of the critic after all earlier train steps. It learns from a step while the policy is trained on it; then it
+             scores the groups that the next step takes. A column is valid until the next take only.
 
-A critic's state is nowhere else: its loss fails the run at once, as a trainer's does, and a resume goes on from a checkpoint.
+The state of a critic exists only in its process: its loss fails the run at once, as a trainer's does; resume from a checkpoint.
 
-A call takes as many groups as fill the scorer, so that a slow scorer is used well. It takes no more than a train step needs,
-because the trainer may be waiting for those. There is one call at a time.
+A call has enough groups to fill the scorer, so that a slow scorer is used well. It has no more than a train step needs, because
+the trainer may be waiting for those. There is one call at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScorerTasks(RestartableTasks):
         super().__init__(board, scorer, tasks)
         self.scorer = scorer
         self._held = -1
-        """`prox`: the version of its weights."""
+        """`prox` only: the version of its weights."""
 
     def begin(self) -> None:
         self.spawn(self._score, f"columns of {self.scorer.name}")
@@ -52,7 +52,7 @@ class ScorerTasks(RestartableTasks):
         super()._lost(error)
 
     def _lose(self) -> None:
-        """Its columns may be lost with its node: these groups are scored again. Rewards are values, and stay."""
+        """Its columns may be lost with its node, so their groups are scored again. Rewards are held by value, and stay."""
         self._held = -1
         if self.scorer.name != REWARD:
             self._board.groups.columns_lost(self.scorer.name)
@@ -77,7 +77,7 @@ class ScorerTasks(RestartableTasks):
             board.changes.notify(Change.GROUPS)
 
     def _age(self) -> int:
-        """It rises where columns of groups that have not been taken are of no use any more."""
+        """A number that rises whenever the columns of untaken groups become useless."""
         admission = self._board.admission
         taken_groups = admission.trained_groups + len(admission.ledger.training)
         return {PROX: admission.version, CRITIC: taken_groups}.get(self.scorer.name, 0)
@@ -99,7 +99,7 @@ class ScorerTasks(RestartableTasks):
         self._held = newest.version
 
     def _next_call(self) -> list[Attempt]:
-        """The first unscored groups: as many as fill the scorer, at least one, at most those of a train step."""
+        """The first unscored groups: as many as fill the scorer, at least one, at most as many as a train step takes."""
         chosen, tokens, num_groups = list[Attempt](), 0, self._board.schedule.step_groups
         for attempt in self._board.groups.unscored(self.scorer.name)[:num_groups]:
             tokens += sum(meta.prompt_tokens + meta.response_tokens for meta in attempt.outcome().trajectories)
@@ -109,7 +109,7 @@ class ScorerTasks(RestartableTasks):
         return chosen
 
     async def _follow(self) -> None:
-        """Collects a report a second, and notices a scorer that dies while it has nothing to do."""
+        """Fetch a report every second, which also detects a scorer that dies while it has nothing to do."""
         while True:
             self._board.scorer_reported(self.scorer.name, await self.scorer.report())
             await asyncio.sleep(_REPORT_S)

@@ -18,7 +18,7 @@ class State(StrEnum):
     STARVED = "starved"
     BUSY = "busy"
     WAITING = "waiting for tools"
-    """A rollout worker: nothing runs, because its trajectories wait for their environments between turns."""
+    """Rollout workers only: nothing runs, because all trajectories wait for their environments between turns."""
     BLOCKED = "blocked"
     LOADING = "loading"
     SYNCING = "syncing"
@@ -37,8 +37,8 @@ class Span:
 
 
 class Stay(NamedTuple):
-    """A sequence in a slot of an engine, in seconds of the executor's own clock; one with several turns has a stay for each. It is
-    recorded if `logging.trace_sequences` asks for it."""
+    """A sequence's time in a slot of an engine, in seconds of the executor's own clock. A trajectory with several turns has one
+    stay per turn. Recorded if `logging.trace_sequences` is set."""
 
     slot: int
     sequence: str
@@ -50,11 +50,11 @@ class Stay(NamedTuple):
 class ExecutorReport:
     """An executor's report on itself. All sums are cumulative since the executor started, so a lost report loses nothing.
 
-    `now_s` is the executor's clock when the report was made: from it the driver maps spans to its own clock.
-    `spans` are the stays that ended since the previous report, plus the current one up to `now_s`.
+    `now_s` is the executor's clock when the report was made; the driver uses it to map spans to its own clock.
+    `spans` are those that ended since the previous report, plus the current one up to `now_s`.
     `sums` are role-specific cumulative figures, e.g. `running_sequence_s`, `idle_s`, `sampled_tokens`, `trained_tokens`.
     `gauges` are momentary figures, e.g. `running_sequences`, `slots`, `version`.
-    `stays` of sequences in slots that ended since the previous report, if they are recorded.
+    `stays` are those that ended since the previous report, if they are recorded.
     """
 
     name: str
@@ -89,7 +89,7 @@ class StateClock:
         self._spans: list[Span] = []
 
     def enter(self, state: State, waiting_for: str = "") -> None:
-        """Leave the current state and enter `state`; `waiting_for` says what or whom the executor waits for."""
+        """Enter `state`. `waiting_for` says what or whom the executor waits for in it."""
         if state is not self.state:
             self._close(self._now())
             self.state = state
@@ -120,7 +120,7 @@ class StateClock:
 
 
 class StepTimes:
-    """Divides the time of a train step into parts. `eval_s()`: seconds during which an eval ran, so far."""
+    """Divides the time of a train step into parts. `eval_s()` returns the seconds for which evals have run so far."""
 
     def __init__(self, now: Callable[[], float], eval_s: Callable[[], float]) -> None:
         self._now = now
@@ -129,7 +129,7 @@ class StepTimes:
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def begin(self) -> None:
-        """Begin the first step now. Parts that were added before count towards it."""
+        """Begin the first step now. Parts added before this call count towards it."""
         self._began_s = self._now()
 
     def add(self, part: str, seconds: float) -> None:
@@ -145,7 +145,7 @@ class StepTimes:
 
     @contextmanager
     def waiting(self, part: str) -> Iterator[None]:
-        """Like `spending`, but time in which an eval ran counts as the part `eval`."""
+        """Like `spending`, but time during which an eval ran counts as the part `eval`."""
         eval_began_s, began_s = self._eval_s(), self._now()
         try:
             yield

@@ -25,7 +25,7 @@ class Training:
         self._board = board
         self._tasks = tasks
         self._learning: asyncio.Task[TrainReport] | None = None
-        """What the critic apart learns from the last train step."""
+        """The separate critic's learning from the last train step."""
         self._rollouts = rollouts
         self._checkpointer = checkpointer
         self._times = StepTimes(board.now_s, lambda: board.evaluator.active_s)
@@ -34,7 +34,7 @@ class Training:
         self._bands = Bands(board.profile.algorithm)
 
     async def run(self) -> None:
-        """Train until the last step or a stop; ends with the weights published and every checkpoint written."""
+        """Train until the last step or a stop. Returns once the weights are published and every checkpoint is written."""
         board, train_steps = self._board, self._board.schedule.train_steps
         await self._publishing.first()
         board.phase = "running"
@@ -61,7 +61,7 @@ class Training:
             if board.scorers:
                 await self._scored()
             if board.stopping or not board.scorers or board.groups.takeable(num_groups):
-                break  # else the reward model has left groups out
+                break  # else groups were dropped for their reward model scores
         if self._needs_resources and not board.stopping:
             await self._rollouts.hand_over(to_trainer=True)
         if board.stopping:
@@ -71,7 +71,7 @@ class Training:
         return groups
 
     async def _scored(self) -> None:
-        """Wait until R groups can be taken that have every scorer's column, or so many have not finished any more."""
+        """Wait until R groups with every scorer's column can be taken, or until dropped groups leave fewer than R finished."""
         board, num_groups = self._board, self._board.schedule.step_groups
 
         def ended() -> bool:
@@ -82,7 +82,7 @@ class Training:
 
     @property
     def _needs_resources(self) -> bool:
-        """Whether the trainer has yet to get the resources: colocate, at the beginning of a window."""
+        """Colocate: whether the trainer has yet to get the resources, at the beginning of a window."""
         return self._board.profile.placement.colocate and self._step_in_window == 0
 
     @property
@@ -100,7 +100,7 @@ class Training:
         return causes.window_wait(self._board) if self._needs_resources else causes.groups_wait(self._board)
 
     def _warn_of_stale(self, groups: Sequence[GroupResult]) -> None:
-        """on_stale = "accept" lets groups pass the bound; a warning says so, once per window."""
+        """on_stale = "accept" lets groups exceed the staleness bound. Warn of it once per window."""
         board, bound = self._board, self._board.schedule.max_staleness
         stale = [group for group in groups if min(meta.oldest for meta in group.trajectories) < board.version - bound]
         if stale and self._warned_in != board.version:
@@ -135,7 +135,7 @@ class Training:
         return report
 
     async def _learn(self, critic: Scorer, batch: TrainBatch) -> TrainReport:
-        """Let the critic apart learn, beside the policy. It scores the groups of the next step once that has ended."""
+        """Let the separate critic learn beside the policy. Only then does it score the groups of the next step."""
         board = self._board
         with board.changes.waiting(f"{critic.name} (learning)", f"what it learns in step {batch.step}"):
             report, executor_report = await critic.learn(batch)
@@ -145,7 +145,7 @@ class Training:
         return report
 
     async def _with_critic(self, report: TrainReport) -> TrainReport:
-        """The step's report, with what a critic apart tells of it."""
+        """The step's report, with a separate critic's metrics added."""
         if self._learning is None:
             return report
         board, name = self._board, "trainer (critic)"
@@ -155,7 +155,7 @@ class Training:
         return replace(report, metrics={**report.metrics, **learned.metrics})
 
     def _warn_of_skipped(self, report: TrainReport, who: str, rate_key: str) -> None:
-        """A step without a finite gradient leaves weights and optimizer as they were. Its groups count as trained all the same:
+        """An optimizer step without a finite gradient leaves weights and optimizer as they were. Its groups still count as trained:
         they were consumed, and training them again would very likely fail the same way."""
         board, limit = self._board, self._board.profile.trainer.max_skipped_steps
         if report.skipped_steps:
@@ -171,9 +171,9 @@ class Training:
             )
 
     async def _close_step(self, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
-        """Publish where a window ends, write the step's line, then checkpoint where it is due.
+        """Publish if a window ends, write the step's line, then write a checkpoint if one is due.
 
-        In this order the checkpoint's counters include this step's; the stall that it causes is part of the next step's time.
+        In this order the checkpoint's counters include this step; the stall that it causes is part of the next step's time.
         """
         board, window = self._board, self._board.version
         if board.settings.ends_window(board.step):

@@ -1,7 +1,7 @@
 """Measured values, each with its own way to merge, so that no code guesses a reduction from a metric's name.
 
-A value is measured in one train step. `merge` joins it with the next step's, over a window or over the run. `value` is
-what a metrics line shows; None means that nothing was measured, and the key stays absent.
+A value is measured in one train step. `merge` combines it with the next step's, over a window or over the run. A metrics line
+shows `value`; None means that nothing was measured, and the line leaves the key out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Value(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The newest figure replaces older ones: versions, and totals that are added up elsewhere."""
+    """The newest figure replaces older ones. For versions, and for totals that are added up elsewhere."""
 
     value: float | int | None
 
@@ -89,7 +89,7 @@ class Spread(_Added):
 
 @dataclass(frozen=True, slots=True)
 class Overlap(_Added):
-    """Time when both sides are busy / busy time of the side that was busy for less. Absent while one side was never busy."""
+    """The time in which both sides are busy, as a share of the shorter busy time. Absent while one side was never busy."""
 
     both_s: float
     trainer_s: float
@@ -117,7 +117,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """The distribution within one step: of m entries, entry i has the share i / (m - 1) of the step's values at or below it."""
+    """The distribution within one step. With m entries, a share i / (m - 1) of the step's values is at or below entry i."""
 
     points: tuple[int, ...]
 
@@ -138,7 +138,7 @@ KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Last, Sum, Ma
 
 
 def merge_into(totals: dict[str, Value], values: Mapping[str, Value]) -> None:
-    """Join `values` to `totals`, key by key. A total of another kind, from a checkpoint that does not fit, is replaced."""
+    """Merge `values` into `totals`, key by key. Replaces a total of another kind (from a checkpoint that does not fit)."""
     for key, value in values.items():
         totals[key] = totals[key].merge(value) if type(totals.get(key)) is type(value) else value
 

@@ -17,8 +17,8 @@ ENDED = ("done", "failed", "stopped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One line of events.jsonl. `name` is a ledger state or one of: replaced, published, loaded, checkpointed, failed, resumed,
-    warning, eval, lost, away, restarted, tools_again. `fields` are further JSON values."""
+    """One line of events.jsonl. `name` is a ledger stage or one of: replaced, scored, published, loaded, checkpointed, failed,
+    resumed, warning, eval, lost, away, restarted, tools_again. `fields` are further JSON values."""
 
     time_s: float
     name: str
@@ -30,11 +30,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSummary:
-    """What one eval found on one set ("": the held-out split). Checkpoints hold it unchanged.
+    """The result of one eval on one set ("" is the held-out split). Checkpoints hold it unchanged.
 
     `reward_mean`: mean over prompts of the mean of their scored samples, verl's `mean@n`; `best`: (N, mean over prompts of the best
     of N samples) for N = 2, 4, ... `num_prompts`: those with a scored sample. `num_failed`: samples without a score, which no
-    mean counts. `truncated_ratio`: share of the scored samples that did not end by themselves. `eval_s`: of all sets together.
+    mean includes. `truncated_ratio`: share of the scored samples that did not end by themselves. `eval_s`: for all sets together.
     """
 
     version: Count
@@ -53,13 +53,12 @@ class EvalSummary:
 class StepRecord:
     """All facts of one train step, from which observers make metrics (docs/metrics.md).
 
-    `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other; where they took time also wait_scores,
+    `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other; also, if they took time, wait_scores,
     and ref and values (columns that the trainer computed). `reports`: the newest report of each executor, by name. `spans`: those
-    of *all* reports since the previous step, by executor, already mapped to the driver's clock; so are the `stays` of sequences
-    in slots, if they are recorded. `ended_s` is the driver's clock. `sync`:
-    `WeightSync.summary`. `filtered`: the reward of each group that was left out since the previous step for equal rewards; None if
-    none ever is.
-    `restarts` of workers and `failures` of trajectories (by kind) count from the run's beginning.
+    of *all* reports since the previous step, by executor, already mapped to the driver's clock; the same for `stays`, if they are
+    recorded. `ended_s` is on the driver's clock. `sync`: `WeightSync.summary`. `filtered`: the reward of each group dropped for
+    equal rewards since the previous step; None if the filter is off.
+    `restarts` and `failures` (of trajectories, by kind) count from the beginning of the run.
     """
 
     step: int
@@ -90,8 +89,8 @@ class Snapshot:
     ("" if open): stopping, end, window, restart, loading, slots, deadlines; `admission_cause`: the cause, in words.
     `window_taken`, `window_groups` (W) and `window_budget` are numbers of groups. `reports`: states and waits as the loop knows
     them now (causes.py). `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
-    process at the moment, by name, with "1 of 3": the first of the three restarts that each worker may have, or with why the run
-    goes on without it.
+    process at the moment, by name, with "1 of 3" (the first of the three restarts that each worker may have) or with the reason why
+    the run continues without it.
     """
 
     phase: str
@@ -124,7 +123,7 @@ class Observer:
         """Another second has passed."""
 
     def state(self) -> dict[str, Any]:
-        """JSON for the checkpoint, from which `restore` continues."""
+        """State for the checkpoint, as JSON. `restore` continues from it."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The versions on their way to the rollout workers. They are sent while a worker generates, and loaded worker by worker.
+"""The versions on their way to the rollout workers. A version is sent while a worker generates, and loaded worker by worker.
 
     trainer --gather--> publish --offer--> [newest] --prefetch--> worker's second buffer --load--> worker generates
 
@@ -20,21 +20,20 @@ class WeightSync:
     def __init__(self, workers: Collection[WorkerSlots]) -> None:
         self.newest: Published | None = None
         self.withdrawn = -1
-        """The last version that was published, and given up for a newer one before every worker began it."""
+        """The last version that was published but given up for a newer one before every worker had begun it."""
         self.summary: dict[str, float | int | None] = {}
-        """The last version that every worker has loaded or skipped, with maxima over the workers that loaded it. `bytes` are what
-        each was sent; `gather_s` is None if the version came from a checkpoint, `loaded_share` is the share farthest from 1, and
-        `unclear_loads` counts loads whose probes could not tell the version from the one before. Empty before the first such
-        version."""
+        """The last version that every worker has loaded or skipped, with maxima over the workers that loaded it. `bytes`: sent to
+        each. `gather_s`: None if the version came from a checkpoint. `loaded_share`: the one farthest from 1. `unclear_loads`: the
+        number of loads whose probes could not tell the version from the previous one. Empty before the first such version."""
         self._summarised = -1
         self._workers = workers
         self._costs: dict[int, tuple[float | None, int | None]] = {}
-        """By version: the seconds of its gather, and the bytes that each worker is sent."""
+        """By version: the seconds of its gather, and the bytes sent to each worker."""
         self._reports: dict[int, list[LoadReport]] = {}
 
     @property
     def begun(self) -> dict[str, int]:
-        """The version that each worker receives or loads, by worker; idle workers are left out."""
+        """The version that each worker is receiving or loading, by worker. Other workers are left out."""
         return {worker.name: worker.begun for worker in self._workers if worker.begun is not None}
 
     @property
@@ -43,8 +42,8 @@ class WeightSync:
         return len(set(self.begun.values())) < 2
 
     def reserve(self) -> None:
-        """Call before a newer version is gathered. While an older version is being loaded, no worker may begin the one in between:
-        that would make three versions."""
+        """Call before a newer version is gathered. While an older version is being loaded, withdraw the one in between, unless a
+        worker has begun it: there would be three versions."""
         begun = self.begun.values()
         if begun and self.newest is not None and self.newest.version not in begun:
             self.withdrawn, self.newest = self.newest.version, None
@@ -55,8 +54,8 @@ class WeightSync:
         self._costs[published.version] = gather_s, published.num_bytes or None
 
     def wanted(self, worker: WorkerSlots) -> Published | None:
-        """The version that the worker should begin now, if any. After a restart it loads the newest version again, whose handle is
-        kept here, or waits for the one that is about to be offered (`reserve`)."""
+        """The version that the worker should begin now, if any. After a restart it loads the newest version again (its handle
+        is kept here), or waits for the one that is about to be offered (`reserve`)."""
         return self.newest if self.newest is not None and self.newest.version > worker.version else None
 
     def loaded(self, report: LoadReport) -> None:

@@ -1,13 +1,13 @@
-"""The tasks that wait for one rollout worker: for its progress, which brings its results, its weights and its restart.
+"""The tasks that wait for one rollout worker: for its progress (with its results), its loads of weights and its restarts.
 
-A failure of the worker restarts it, or ends the run in good order (`Board.stop`): the trainer finishes its step and checkpoints.
+If the worker fails, it is restarted, or the run stops in good order (`Board.stop`): the trainer finishes its step and checkpoints.
 
-    failed ──> down: admission closed to it, tasks that wait for it are cancelled ──> its responses are placed again, and its eval's
+    failed ──> down: nothing is placed on it, tasks that wait for it are cancelled ──> its responses and eval tries go elsewhere
         ──> (colocate: the trainer gives the resources back) ──> restart ──> load of the newest version ──> responses
 
-What is the same for every executor is in restarting.py. Nothing is trained twice, because the calls to the old process are
-cancelled before its responses start again; parts that had come back by then keep their results. Nothing starts on the new process
-before it has loaded weights: until then the worker is `loading`.
+restarting.py has what is the same for every executor. Nothing is trained twice, because the calls to the old process are cancelled
+before its responses start again; parts whose results had arrived by then keep them. Nothing starts on the new process before it has
+loaded weights: until then the worker is `loading`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class WorkerTasks(RestartableTasks):
         self.spawn(self._keep_in_sync, f"sync of {self.worker.name}")
 
     async def _follow(self) -> None:
-        """Takes in results, frees the slots of sequences that have ended, collects reports, and notices a worker that stands still.
+        """Record results, free the slots of ended sequences, collect reports, and detect a worker that is stuck.
 
-        Engine and rewards have no time limit: the last is the only one.
+        Engine and rewards have no other time limit.
         """
         board, name, seen, warned = self._board, self.worker.name, 0, False
         moved_s = board.now_s()
@@ -58,7 +58,7 @@ class WorkerTasks(RestartableTasks):
                 raise self._stands_still()
 
     def _take_in(self, progress: Progress) -> bool:
-        """Freed slots, then results. True if there is more room now. Too many failures stop the run, but not these tasks."""
+        """Free slots, then record results. True if there is more room now. Too many failures stop the run, but not these tasks."""
         board, room, has_ended = self._board, self.slots.room, False
         board.admission.slots_freed(self.worker.name, progress.freed_slots)
         try:
@@ -73,8 +73,8 @@ class WorkerTasks(RestartableTasks):
         return freed
 
     def _may_rest(self, progress: Progress) -> bool:
-        """Whether silence is fine: nothing runs, or it waits for rewards or tools, or is frozen by a load: all of these have
-        limits of their own."""
+        """Whether it is fine that no token was made: nothing runs, or it waits for rewards or tools, or a load has frozen it. Each
+        of these has its own time limit."""
         is_frozen = self.slots.loading and self._board.settings.interrupt != "drain"
         is_scoring = any(report.role == "reward" and report.state is State.BUSY for report in progress.reports)
         has_tools = any(report.state is State.WAITING for report in progress.reports)
@@ -86,7 +86,7 @@ class WorkerTasks(RestartableTasks):
         running = f"{num_groups} groups" + (" and an eval" if slots.eval_sequences else "")
         return ExecutorLost(
             f"it is stuck: {running} are running on it, and it made no token for {CALL_KEY} = {limit_s:g} s",
-            hint=f"its log may say why; if its first token only needs longer, --set {CALL_KEY}=...",
+            hint=f"its log may say why; if its first token just takes longer, --set {CALL_KEY}=...",
             executor=self.worker.name,
         )
 
@@ -120,7 +120,7 @@ class WorkerTasks(RestartableTasks):
         self.slots.begin_load()
         report = await self.worker.load(published.version, board.settings.interrupt)
         self.slots.end_load(published.version)
-        report = replace(report, send_s=send_s + report.send_s)  # plus what was fetched within the load
+        report = replace(report, send_s=send_s + report.send_s)  # plus what was fetched during the load
         board.sync.loaded(report)
         board.event("loaded", worker=name, **asdict(report))
         if doubt := self._doubt(report):
@@ -128,7 +128,7 @@ class WorkerTasks(RestartableTasks):
         board.changes.notify(Change.LOADED)
 
     def _doubt(self, report: LoadReport) -> str:
-        """Why the probes suggest that the worker does not compute with the loaded version; "" without such a sign."""
+        """Why the probes suggest that the worker does not compute with the loaded version; "" if they do not."""
         diff, limit = report.logprob_abs_diff, self._board.settings.max_logprob_diff
         if diff is not None and not diff <= limit:
             return f"mean logprob difference {diff:.2e}, above weights.max_logprob_diff = {limit:g}"
@@ -142,7 +142,7 @@ class WorkerTasks(RestartableTasks):
         self.slots.set_down(is_down)
 
     def _can_be_away(self) -> bool:
-        """Others that are being restarted count: they come back, or ask this in their turn."""
+        """Other workers that are being restarted count: they will come back, or ask this themselves."""
         least, workers = self._board.profile.rollout.min_workers, self._board.admission.workers.values()
         return least is not None and sum(not worker.away for worker in workers if worker is not self.slots) >= least
 
@@ -159,11 +159,11 @@ class WorkerTasks(RestartableTasks):
             is_gone = await self.worker.node_is_gone()
         if is_gone:
             board.groups.arrays_lost(name)
-            board.warn(f"the node of {name} is gone: responses that had ended there are made again")
+            board.warn(f"the node of {name} is gone: responses that had ended there are generated again")
         await super()._restart(ending)
 
     def _give_back(self) -> None:
-        """Have the eval prompts of the lost process scored by others. Its responses were taken back at once (`_lose`)."""
+        """Let other workers score the eval tries of the lost process. Its responses were taken back earlier (`_lose`)."""
         board, name = self._board, self.worker.name
         self.slots.forget_weights()
         version = board.evaluator.worker_lost()

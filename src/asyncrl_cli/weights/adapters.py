@@ -1,10 +1,10 @@
-"""LoRA's adapters on their way to the workers: merged by rank 0, or sent alone and merged by each worker (`lora.sync = "adapter"`).
+"""LoRA adapters on their way to the workers: merged by rank 0, or sent alone and merged by each worker (`lora.sync = "adapter"`).
 
     rank 0   A and B of each layer, float32 -> buckets
     worker   BaseFiles.whole(buckets): the base model's files and the adapters -> buckets of whole weights -> engine, as ever
 
-A worker reads the base model's files anew for each version, tensor by tensor, and holds no copy of it. What it makes is what rank 0
-would have sent, so engines and probes need not know of it.
+For each version, a worker reads the base model's files again, tensor by tensor, and keeps no copy. The result is what rank 0 would
+have sent, so engines and probes need not know of adapters.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asyncrl_cli.weights.buckets import Bucket, Packing, Spec, dtype_name, plan_
 from asyncrl_cli.weights.model_files import tensor_files
 
 ADAPTER = ".lora_"
-"""In the name of every adapter's parameter, and of no other."""
+"""Part of the name of every adapter parameter, and of no other parameter."""
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Of A and B, beside the weight of that name."""
+    """The names of the parameters A and B of a weight."""
     stem = weight.removesuffix(".weight") + ADAPTER
     return f"{stem}A.weight", f"{stem}B.weight"
 
@@ -42,10 +42,10 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float)
 
 
 class BaseFiles:
-    """The files of the base model that a worker's engine began with."""
+    """The files of the base model with which a worker's engine started."""
 
     def __init__(self, profile: Profile, model_dir: Path) -> None:
-        """ConfigError if tensors have other names or shapes in the model's files than in memory, or if files lack some."""
+        """Raises ConfigError if tensors have other names or shapes in the model's files than in memory, or are missing there."""
         self._scale = scale_of(profile.lora)
         form = SavedForm(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code))
         required, known, files = form.required, form.known, tensor_files(model_dir)
@@ -63,8 +63,8 @@ class BaseFiles:
         }
 
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """All weights, a bucket per tensor, once all adapters have arrived. Buckets of whole weights pass through: another trainer
-        sends them, by the gateway. ValueError if an adapter belongs to no weight."""
+        """Yield all weights, a bucket per tensor, once all adapters have arrived. Buckets of whole weights, which another trainer
+        may send through the gateway, pass unchanged. Raises ValueError if an adapter belongs to no weight."""
         arriving = iter(buckets)
         first = next(arriving, None)
         if first is None:
@@ -77,9 +77,9 @@ class BaseFiles:
     def _merged(self, adapters: Mapping[str, torch.Tensor]) -> Iterator[Bucket]:
         own = {name for weight in self._files for name in adapter_names(weight)}
         if foreign := sorted(adapters.keys() - own):
-            raise ValueError(f"adapters came for weights that the base model does not have: {first_names(foreign)}")
+            raise ValueError(f"adapters arrived for weights that the base model does not have: {first_names(foreign)}")
         for name, path in self._files.items():
-            with safe_open(path, framework="pt") as file:  # for each tensor, because what was read stays mapped until then
+            with safe_open(path, framework="pt") as file:  # per tensor: pages that were read stay mapped while it is open
                 weight, (a, b) = file.get_tensor(name), adapter_names(name)
             if a in adapters:
                 weight = merged(weight, adapters[a], adapters[b], self._scale)

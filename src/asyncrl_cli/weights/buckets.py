@@ -1,4 +1,4 @@
-"""Buckets: flat host buffers in which full parameters travel, their layout, and the fingerprints that verify them.
+"""Buckets: flat host buffers that carry full parameters, their layout, and the fingerprints that verify them.
 
     trainer   plan_layout(specs) -> Packing.put(name, tensor)... -> Packing.seal_bucket(i) -> Bucket   (gather, publish)
     worker    verified(buckets, manifest) -> unpack(bucket)...                                       (prefetch, load)
@@ -25,7 +25,7 @@ from asyncrl_cli.weights.versions import Manifest
 
 BYTES_PER_MB = 2**20
 ALIGNMENT_BYTES = 64
-"""Every tensor starts at a multiple of this, so that it can be viewed in place whatever its dtype."""
+"""Every tensor starts at a multiple of this, so that it can be viewed in place with any dtype."""
 
 
 class DamagedWeights(AsyncrlError):
@@ -34,7 +34,7 @@ class DamagedWeights(AsyncrlError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A tensor that will travel: its full shape, its dtype on the wire (torch's name for it), and its other names."""
+    """A tensor to send: its full shape, its dtype on the wire (torch's name for it), and its other names."""
 
     name: str
     dtype: str
@@ -75,11 +75,11 @@ class Bucket:
 
     @cached_property
     def fingerprint(self) -> int:
-        """xxh3_64 of `data`, computed at the first use and cached."""
+        """xxh3_64 of `data`, computed at first use and cached."""
         return fingerprint(self.data)
 
     def read(self) -> Bucket:
-        """A bucket that is here already is its own ref."""
+        """Return the bucket itself: a bucket in this process is its own ref."""
         return self
 
 
@@ -94,7 +94,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[tuple[Entry, ...]]:
-    """Lay out tensors in buckets in the given order. A tensor that is larger than a bucket gets one of its own."""
+    """Lay out tensors in buckets in the given order. A tensor that is larger than a bucket gets its own bucket."""
     if bucket_size_bytes < 1:
         raise ValueError(f"bucket size is {bucket_size_bytes} bytes: it must be positive")
     layout: list[list[Entry]] = []
@@ -122,9 +122,9 @@ class Packing:
         return sum(len(bucket.data) for bucket in self.buckets)
 
     def put(self, name: str, tensor: torch.Tensor) -> int | None:
-        """Copy a full tensor of any device and dtype to its place, cast to the dtype on the wire.
+        """Copy a full tensor from any device, with any dtype, to its place, cast to the dtype on the wire.
 
-        Returns the index of its bucket if that bucket is now full (nothing writes to it from then on), else None.
+        Returns the index of its bucket if that bucket is now full (nothing writes to it any more), else None.
         """
         index, entry = self._places[name]
         assert tuple(tensor.shape) == entry.spec.shape, f"{name}: {tuple(tensor.shape)} != {entry.spec.shape}"
@@ -140,7 +140,7 @@ class Packing:
         """A filled bucket with its fingerprint. May be called in any thread, while other buckets are still being filled."""
         assert not self._missing[index], f"never put: {sorted(self._missing[index])}"
         bucket = self.buckets[index]
-        _ = bucket.fingerprint  # computed here, in the thread that sends
+        _ = bucket.fingerprint  # compute it here, in the thread that sends
         return bucket
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -152,8 +152,8 @@ class Packing:
 def unpack(bucket: Bucket, *, copy: bool = False) -> dict[str, torch.Tensor]:
     """Tensors of a bucket by name; aliases map to the same tensor object.
 
-    Unless `copy`, they are views of the bucket and must not be written to: an object store's memory is read-only, and a write
-    there ends the process.
+    Unless `copy`, they are views of the bucket and must not be written to: the memory of an object store is read-only, and a write
+    to it kills the process.
     """
     tensors: dict[str, torch.Tensor] = {}
     for entry in bucket.entries:
@@ -167,9 +167,9 @@ def fingerprint(data: NDArray[np.uint8]) -> int:
 
 
 def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
-    """Yield the buckets as they arrive, each after its fingerprint was compared with the manifest's.
+    """Yield the buckets as they arrive, each once its fingerprint has been compared with the manifest's.
 
-    The version is known to be whole only after the last bucket: load nothing before that.
+    Only after the last bucket is the version known to be complete. Load nothing before that.
 
     Raises:
         DamagedWeights: if a bucket differs or the number of buckets is wrong; the message names the version and the bucket.
@@ -201,7 +201,7 @@ def parameter_dtype(specs: Iterable[Spec]) -> str | None:
 
 
 def view_of(data: NDArray[np.uint8], entry: Entry) -> torch.Tensor:
-    """The tensor of an entry, in the memory of its buffer."""
+    """The tensor of an entry, as a view of its buffer."""
     if entry.spec.num_bytes == 0:
         return torch.empty(entry.spec.shape, dtype=torch_dtype(entry.spec.dtype))
     with warnings.catch_warnings():

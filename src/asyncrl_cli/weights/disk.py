@@ -1,12 +1,12 @@
 """Versions on disk, as ordinary Hugging Face directories: for `weights.transport = "disk"`, for `weights.keep_versions`, and for
-workers that are told to load one by its path.
+workers that are asked to load a version from a path.
 
     <root>/version-000012/   model*.safetensors, one file per bucket; config, tokenizer: transformers and vLLM open it
                              manifest.json: {"schema_version": 1, "version": 12, "files": {"model.safetensors": FINGERPRINT}}
 
-A version is written under a hidden name and then renamed, so it appears whole or not at all. With the transport, a worker compares
-what it reads with the fingerprints of buckets that the driver sends. By path, `manifest.json` says what the files are. Any other
-trainer may write it, too: FINGERPRINT is xxh3_64 of the file in 16 hex digits, as `xxhsum -H3` computes it.
+A version is written under a hidden name and then renamed, so it appears whole or not at all. With the transport, a worker checks
+what it reads against the bucket fingerprints that the driver sends. When loading from a path, it checks the files against
+`manifest.json`. Other trainers may write this file, too: FINGERPRINT is the file's xxh3_64 in 16 hex digits, as in `xxhsum -H3`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def kept_versions(root: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketFile:
-    """A bucket's ref: its file once the version is finished, and the layout of the tensors in it."""
+    """A bucket's ref: the file that it will have once the version is finished, and the layout of the tensors in it."""
 
     path: Path
     entries: tuple[Entry, ...]
@@ -79,7 +79,7 @@ class BucketFile:
                         raise self._refused(f"{entry.spec.name} has another shape or dtype than was published")
                     view_of(data, entry).copy_(tensor)
         except FileNotFoundError:
-            raise self._refused("it is not there (is the run directory the same on all nodes?)") from None
+            raise self._refused("it is missing (is the run directory the same on all nodes?)") from None
         except (SafetensorError, OSError) as error:
             raise self._refused(f"it cannot be read: {error}") from error
         return Bucket(data=data, entries=self.entries)
@@ -92,7 +92,7 @@ class BucketFile:
 class DiskSender(Sender):
     """Rank 0's end. `root` must be the same directory on all nodes; configuration and tokenizer are copied from `model_dir`.
 
-    With `durable`, files are flushed to the disk before a version appears; without, a version may be damaged after a power cut.
+    With `durable`, files are flushed to disk before a version appears; otherwise a power cut may leave a damaged version.
     """
 
     def __init__(self, root: Path, model_dir: Path, *, durable: bool = False) -> None:
@@ -142,7 +142,7 @@ class DiskSender(Sender):
             without = "keep_versions=0" if self._durable else "transport=object-store"
             raise AsyncrlError(
                 f"a version cannot be written to {self._root}: {error}",
-                hint=f"look at its free space and permissions, or --set weights.{without}",
+                hint=f"check its free space and permissions, or --set weights.{without}",
             ) from error
 
 
@@ -173,9 +173,9 @@ def write_manifest(directory: Path, version: int) -> None:
 
 
 def read_version(directory: Path) -> tuple[Manifest, list[Bucket]]:
-    """A version and its buckets, one per file, for `Loader.prefetch`. Blocks; takes the memory of the whole version.
+    """Read a version and its buckets, one per file, for `Loader.prefetch`. Blocks, and holds the whole version in memory.
 
-    Raises RefusedError for a manifest that cannot be used, DamagedWeights for a file that is missing, unreadable or another one.
+    Raises RefusedError for an unusable manifest, DamagedWeights for a file that is missing, unreadable or has another fingerprint.
     """
     told = load_json(directory / MANIFEST, OnDisk, hint="it names the version and a fingerprint for each weight file")
     if told.schema_version != SCHEMA_VERSION or not told.files or any(Path(name).name != name for name in told.files):
@@ -191,7 +191,7 @@ def _bucket(path: Path, fingerprint: str) -> Bucket:
     try:
         content = path.read_bytes()
         if (found := _fingerprint(content)) != fingerprint:
-            raise DamagedWeights(f"{path} has the fingerprint {found}, its manifest says {fingerprint}")
+            raise DamagedWeights(f"{path} has the fingerprint {found}, but its manifest says {fingerprint}")
         return _packed(load_tensors(content))
     except (OSError, SafetensorError, ValueError) as error:
         raise DamagedWeights(f"{path} cannot be read: {error}") from error

@@ -1,21 +1,21 @@
 """Holds the bytes of published versions in memory: on a rollout worker until its engine loads them, or on rank 0.
 
-`object-store` and `disk`: the worker has the bytes, in memory that its engine's processes map.
+`object-store` and `disk`: the worker holds the bytes, in memory that its engine's processes map.
 
     worker   SharedWeights(buckets) -> anonymous file (memfd), one flat buffer ──> describe(): path, size, tensors
     engine   attached(path, num_bytes) -> the same pages, copied on write ──> views(...) -> the model's own loaders
 
-The file has no name: processes of the same user can open it through /proc. It does not count against the size of /dev/shm, and it
-disappears when the last process that maps it ends, even if that process is killed.
+The file has no name; processes of the same user open it through /proc. It does not count against the size of /dev/shm, and it
+disappears when the last process that maps it ends, even by SIGKILL.
 
-`nccl` and `ipc`: rank 0 has the bytes, which go from its GPU straight into vLLM's processes.
+`nccl` and `ipc`: rank 0 holds the bytes, which go from its GPU straight into vLLM's processes.
 
     rank 0   keeps the gathered buckets (HeldVersions); a bucket's ref is only its layout
-    driver   carries (manifest, layouts), and tells rank 0 at each gather which versions are still wanted
+    driver   carries (manifest, layouts); at each gather, tells rank 0 which versions are still needed
     worker   prefetch: keeps the layouts (AnnouncedWeights). load: pauses its engine, then asks rank 0 for the bytes (RankZero)
     rank 0   sends that version to that worker, in a thread beside training: engines/vllm/{nccl,ipc}.py
 
-The worker asks because only the worker knows when its engine has paused. So rank 0 keeps nothing ready on its GPU, and no transfer
+The worker asks, because only it knows when its engine has paused. So rank 0 prepares nothing on its GPU in advance, and no transfer
 waits for a worker that drains.
 """
 
@@ -85,8 +85,8 @@ class SharedWeights(dict[str, torch.Tensor]):
         self._entries += [replace(entry, offset_bytes=begin_bytes + entry.offset_bytes) for entry in bucket.entries]
 
     def _grow(self, num_bytes: int) -> None:
-        """Grow the file to at least that size and allocate its pages. Raises AsyncrlError if memory is short; the kernel would not
-        refuse but kill processes."""
+        """Grow the file to at least that size and allocate its pages. Raises AsyncrlError if memory is short: the kernel would kill
+        processes rather than refuse."""
         missing = num_bytes - self.num_bytes
         if missing <= 0:
             return
@@ -94,7 +94,7 @@ class SharedWeights(dict[str, torch.Tensor]):
         if missing > available:
             held = f" beside the {self.num_bytes / 2**20:.0f} MiB that have arrived" if self.num_bytes else ""
             raise AsyncrlError(
-                f"received weights take {missing / 2**20:.0f} MiB of memory{held}, {available / 2**20:.0f} MiB are free",
+                f"received weights take {missing / 2**20:.0f} MiB of memory{held}, but only {available / 2**20:.0f} MiB are free",
                 hint="a rollout worker holds the next version's weights in memory beside the engine: give the machine more",
             )
         os.posix_fallocate(self._descriptor, self.num_bytes, missing)
@@ -102,15 +102,15 @@ class SharedWeights(dict[str, torch.Tensor]):
 
 
 def attached(path: str, num_bytes: int) -> NDArray[np.uint8]:
-    """Map another process's buffer. Writes copy the page and stay private. ValueError if the file has another size."""
+    """Map another process's buffer. Writes copy the page and stay private. Raises ValueError if the file has another size."""
     data = np.memmap(path, dtype=np.uint8, mode="c")
     if len(data) != num_bytes:
-        raise ValueError(f"shared weights at {path} have {len(data)} bytes, announced were {num_bytes}")
+        raise ValueError(f"shared weights at {path} have {len(data)} bytes, but {num_bytes} were announced")
     return data
 
 
 def views(data: NDArray[np.uint8], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that `SharedWeights.describe` describes. ValueError if one lies outside the buffer."""
+    """Views of the tensors from `SharedWeights.describe`. Raises ValueError if one lies outside the buffer."""
     found = []
     for name, dtype, shape, offset_bytes in tensors:
         entry = Entry(spec=Spec(name=name, dtype=dtype, shape=tuple(shape)), offset_bytes=offset_bytes)
@@ -150,7 +150,7 @@ class HeldVersions(Sender):
         """(name for vLLM, tensor in host memory) for each of `names` (first name -> name for vLLM), in the layouts' order.
 
         Raises:
-            ValueError: before the first tensor, if the version is not held or lacks one of the names.
+            ValueError: before the first tensor is read, if the version is not held or lacks one of the names.
         """
         with self._lock:
             buckets = list(self._buckets.get(version, ()))
@@ -164,7 +164,7 @@ class HeldVersions(Sender):
 
 
 class AnnouncedWeights(dict[str, torch.Tensor]):
-    """A version known by its layouts only: maps all names, aliases too, to meta tensors of the right shape and dtype."""
+    """A version of which only the layouts are known: maps all names, with aliases, to meta tensors of the right shape and dtype."""
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
         self.specs: tuple[Spec, ...] = tuple(entry.spec for layout in layouts for entry in layout)

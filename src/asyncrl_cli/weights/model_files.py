@@ -24,8 +24,8 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def copy_model_files(model_dir: Path, target: Path, dtype: str | None = None) -> None:
-    """Copy everything but weights to an existing directory. `dtype`: of the weights that will be written there; it is set in the
-    copied configuration, because transformers and vLLM open weights in the dtype named there."""
+    """Copy everything but weights to an existing directory. `dtype` is that of the weights to be written there. It is set in the
+    copied configuration, because transformers and vLLM open weights with the dtype that it names."""
     for path in sorted(model_dir.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(path, target / path.name)
@@ -36,7 +36,7 @@ def copy_model_files(model_dir: Path, target: Path, dtype: str | None = None) ->
 
 
 def keep_model_files(model_dir: Path, run_dir: Path) -> None:
-    """Make the run's copy of the model files, if it is not there yet."""
+    """Make the run's copy of the model files, unless it exists."""
     if not (run_dir / RUN_COPY).exists():
         working = run_dir / f".{RUN_COPY}.tmp"
         shutil.rmtree(working, ignore_errors=True)
@@ -46,7 +46,7 @@ def keep_model_files(model_dir: Path, run_dir: Path) -> None:
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """Which weight file holds each tensor. The directory has been checked (models/inspection.py)."""
+    """Which weight file holds each tensor. The directory must have been checked before (models/inspection.py)."""
     index = directory / f"{WEIGHTS}.index.json"
     if index.exists():
         return {name: directory / file for name, file in load_json(index, dict[str, Any])["weight_map"].items()}
@@ -54,7 +54,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str) -> None:
-    """Write a safetensors file with its directory's permissions. (By default safetensors makes it readable for its owner only.)"""
+    """Write a safetensors file with its directory's permissions. (By default, safetensors lets only the owner read it.)"""
     from safetensors.torch import save_file
 
     with naming(path):
@@ -68,14 +68,14 @@ def weight_file(index: int, num_files: int) -> str:
 
 
 def write_index(directory: Path, file_of: Mapping[str, str], num_bytes: int) -> None:
-    """Write the index, which says in which file each tensor lies. With a single file there is no index."""
+    """Write the index, which names the file of each tensor. A single file needs no index."""
     if len(set(file_of.values())) > 1:
         content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
         (directory / f"{WEIGHTS}.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The configuration with `dtype` (under the key that transformers writes) at the top and in each part that names a dtype."""
+    """The configuration with `dtype`, under the key that transformers writes, at the top and in each part that names a dtype."""
     parts = {key: _with_dtype(value, dtype) if _says_dtype(value) else value for key, value in config.items()}
     return {**{key: value for key, value in parts.items() if key not in DTYPE_KEYS}, "dtype": dtype}
 

@@ -2,7 +2,7 @@
 
     rank 0   begin(version) -> put(bucket) -> ref ... -> finish(manifest)     a Sender; `keep` ends older versions
     driver   carries (manifest, refs) to every worker
-    worker   ref -> bucket ..., and `buckets.verified` compares fingerprints
+    worker   ref -> bucket ..., and `buckets.verified` checks fingerprints
 
 The Sender of `object-store` is in job/transports.py (its refs are Ray's), of `disk` in disk.py, of `nccl` and `ipc` in held.py.
 """
@@ -19,19 +19,19 @@ if TYPE_CHECKING:  # it needs torch
 
 
 class Sender(Protocol):
-    """Rank 0's end of a transport. One version at a time, one call at a time, in any thread."""
+    """Rank 0's end of a transport. Handles one version and one call at a time; calls may come from any thread."""
 
     def begin(self, version: int, num_buckets: int) -> None:
-        """Start a version. Discards one that was not finished."""
+        """Start a version. Discards an unfinished one."""
 
     def put(self, bucket: Bucket) -> Any:
-        """Returns a ref with which workers get this bucket once the version is finished. Call it in the layout's order."""
+        """Send a bucket, in the order of the layout. Returns a ref with which workers get it once the version is finished."""
 
     def finish(self, manifest: Manifest) -> None:
         """Complete the version after its last bucket."""
 
     def keep(self, wanted: Collection[int]) -> None:
-        """Drop all versions but `wanted`: no worker will ask for another one."""
+        """Drop all versions except `wanted`: no worker will ask for any other."""
 
 
 def send(sender: Sender, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Any]:

@@ -1,19 +1,19 @@
-"""The description of a version on its way to the workers, the bounds of the waits for it, and the probes that verify a load.
+"""The description of a version on its way to the workers, the time limits of the waits for it, and the probes that verify a load.
 
-This module does not import torch, because the driver uses it, too.
+This module does not import torch, because the driver imports it.
 
-The waits of `nccl` and `ipc` are bounded. Each wait is longer than those inside it: the innermost fails first, and its
-error is the most precise.
+The waits of `nccl` and `ipc` are bounded. Each has a longer limit than the waits inside it, so the innermost fails first, with the
+most precise error.
 
     rank 0     a meeting, a transfer: T = `weights.timeout_s`.  a turn: T for each worker of the job
     worker     a meeting, a transfer by nccl: T + WORKER_MARGIN_S, by ipc: T.  a call to rank 0's actor: rank 0's + CALL_MARGIN_S
     driver     a meeting: T + DRIVER_MARGIN_S.  a load: a turn + T + DRIVER_MARGIN_S, after a drain, however long that takes
     loop       until all have loaded: a load + LOOP_MARGIN_S in which nothing has moved
 
-At rank 0 a part of a transfer by ipc has no bound: it is a copy to the GPU, which waits for no other process.
+At rank 0, a part of a transfer by ipc has no limit: it is a copy to the GPU, which waits for no other process.
 
-Probes are fixed token sequences that trainer and workers score with the same weights. Fingerprints show that the bytes arrived;
-only logprobs show that the engine computes with them (it may hold prepacked or tied copies that a load does not update).
+Probes are fixed token sequences that trainer and workers score with the same weights. Fingerprints prove that the bytes arrived.
+Only logprobs show that the engine computes with them: it may hold prepacked or tied copies that a load does not update.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, WeightsS
 
 TIMEOUT_KEY = "weights.timeout_s"
 AT_ONCE_S = 10.0
-"""Timeout of calls that rank 0 answers at once, even while it sends: an address, a worker's `leave`."""
+"""Timeout of calls that rank 0 answers at once, even while it sends: for an address, and `leave`."""
 WORKER_MARGIN_S = 10.0
-"""Time for rank 0's own error to arrive. If none has arrived by then, rank 0 itself does not answer."""
+"""Time for rank 0's own error to arrive. If none has arrived by then, rank 0 is not answering."""
 CALL_MARGIN_S = 20.0
-"""Longer than WORKER_MARGIN_S: the worker waits for both ends, so it reports a late meeting or transfer first."""
+"""Longer than WORKER_MARGIN_S, so that the worker, which waits for both ends, is the first to report a late meeting or transfer."""
 DRIVER_MARGIN_S = 60.0
 """Covers getting an address, the worker's margin and the pause; after a failure, telling rank 0 and ending vLLM's processes."""
 LOOP_MARGIN_S = 60.0
-"""Covers the time until the worker has been told of the version and begins to load it."""
+"""Covers the time until the worker learns of the version and begins to load it."""
 ERRORS = 5.0
-"""Number of standard errors that a verdict needs. High, because neighbouring tokens' noise correlates and a run has many syncs."""
+"""Standard errors that a verdict needs. High, because neighbouring tokens' noise is correlated and a run has many syncs."""
 OUTLIER = 5.0
-"""Tokens whose logprob changed by more than this many medians are left out: an expert may have been routed differently, say."""
+"""Tokens whose logprob changed by more than this many medians are left out: another expert may have processed them, for example."""
 SLACK = 0.05
 """How far the share of a loaded version may be from 1, beyond what noise explains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Describes a version, so that workers can verify what they received and loaded.
+    """Describes a version, so that workers can verify what they receive and load.
 
-    `fingerprints` are the buckets', in order. `probe_logprobs[i]` are the trainer's logprobs (at `temperature`) of
-    tokens 1.. of `probe_tokens[i]` under these weights; `previous_logprobs[i]` those under the version before, if there is one.
+    `fingerprints` are those of the buckets, in order. `probe_logprobs[i]` are the trainer's logprobs (at `temperature`) of
+    tokens 1.. of `probe_tokens[i]` under these weights; `previous_logprobs[i]` those under the previous version, if any.
     """
 
     version: int
@@ -66,13 +66,13 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """Of the whole version: 16 hex digits."""
+        """Fingerprint of the whole version, in 16 hex digits."""
         return xxhash.xxh3_64_hexdigest(b"".join(fingerprint.to_bytes(8, "big") for fingerprint in self.fingerprints))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where rank 0 and a worker's vLLM processes make their NCCL group, and the wire sizes that both ends must agree on."""
+    """Where rank 0 and a worker's vLLM processes form their NCCL group, and the wire sizes on which both ends must agree."""
 
     host: str
     port: int
@@ -82,32 +82,32 @@ class Meeting:
 
 
 class RankZero(Protocol):
-    """One worker's calls to rank 0, for `nccl` and `ipc`. Every call has a timeout; errors say what rank 0 failed to do."""
+    """One worker's calls to rank 0, for `nccl` and `ipc`. Every call has a timeout, and its error says what rank 0 failed to do."""
 
     async def meeting_point(self) -> tuple[str, int]: ...
 
     async def leave(self) -> None:
-        """End all that rank 0 does for this worker, and free what rank 0's GPU holds for the worker. Answered at once."""
+        """End everything that rank 0 does for this worker, and free what rank 0's GPU holds for it. Answered at once."""
 
     async def ask(self, call: str, *args: Any) -> Any:
         """Call a method of rank 0's end (`EngineKind.rank_zero_end`) for this worker."""
 
     async def join(self, meeting: Meeting) -> None:
-        """`nccl`: make the group, in which the trainer's rank 0 is rank 0. Replaces an older group of this worker."""
+        """`nccl`: form the group, in which the trainer's rank 0 is rank 0. Replaces an older group of this worker."""
         await self.ask("join", meeting)
 
     async def turn(self) -> None:
-        """`nccl`: wait until rank 0 sends to no other worker. Rank 0 then waits for this worker's `broadcast` or `leave`, for as
-        long as a transfer may take."""
+        """`nccl`: wait until rank 0 is not sending to another worker. Rank 0 then waits for this worker's `broadcast` or `leave`,
+        for as long as a transfer may take."""
         await self.ask("turn")
 
     async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
-        """`nccl`: send these tensors (`AnnouncedWeights.chosen`) to the group, in the order of their layouts; returns when they are
-        sent."""
+        """`nccl`: send these tensors (`AnnouncedWeights.chosen`) to the group, in the order of their layouts; returns once they
+        are sent."""
         await self.ask("broadcast", version, names)
 
     async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
-        """`ipc`: the next part of the version, as vLLM's update info; None when all parts were exported. Part 0 begins anew."""
+        """`ipc`: the next part of the version, as vLLM's update info; None after the last part. Part 0 starts over."""
         found: dict[str, Any] | None = await self.ask("export", version, names, part)
         return found
 
@@ -130,15 +130,15 @@ def all_loads_s(weights: WeightsSection, workers: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """`share`: how far a worker's probe logprobs moved from the old version's to the new one's: 0 if nothing was loaded, 1 if all.
-    None if it cannot be told (`unclear`)."""
+    """`share`: how far a worker's probe logprobs moved from the old version's to the new one's: 0 if nothing was loaded, 1 if
+    everything was. None if the probes cannot tell (`unclear`)."""
 
     verdict: Literal["loaded", "not loaded", "unclear"]
     share: float | None
 
 
 def make_probes(num_sequences: int, vocab_size: int, seed: int, length_tokens: int = PROBE_TOKENS) -> tuple[tuple[int, ...], ...]:
-    """The same sequences for the same arguments, in every process; tokens uniform over the vocabulary."""
+    """Make probe sequences, which depend only on the arguments. Tokens are uniform over the vocabulary."""
     rng = random.Random(seed)
     return tuple(tuple(rng.randrange(vocab_size) for _ in range(length_tokens)) for _ in range(num_sequences))
 
@@ -155,7 +155,7 @@ def judge(worker: Sequence[Sequence[float]], new: Sequence[Sequence[float]], old
     """Whether a worker computes with the new version or still with (some of) the old one; docs/weights.md has the reasons.
 
     The share is the least-squares slope of worker - old on new - old. Each token's leave-one-out residual estimates the engines'
-    numerical noise, which may lower the share of a loaded version by the square of the ratio of noise to change.
+    numerical noise, which may lower the share of a loaded version by up to the squared ratio of noise to change.
     The slope's standard error is valid for noise of any distribution (HC3: MacKinnon and White 1985).
     """
     both = list(zip(_differences(worker, old), _differences(new, old), strict=True))
