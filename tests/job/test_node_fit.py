@@ -55,8 +55,8 @@ def test_a_shape_of_one_role_leaves_the_rest_to_the_other() -> None:
     ("sets", "keys"),
     [
         (("trainer.nnodes=2",), ("trainer.nnodes = 2", "trainer.n_gpus_per_node")),
-        ((*SHAPES, "placement.trainer_workers=4"), ("trainer.nnodes = 1", "placement.trainer_workers = 4", "come to 8")),
-        ((*SHAPES, "rollout.workers=4"), ("rollout.nnodes = 2", "rollout.workers = 4", "come to 16")),
+        ((*SHAPES, "placement.trainer_workers=4"), ("trainer.nnodes = 1", "placement.trainer_workers = 4", "means 8")),
+        ((*SHAPES, "rollout.workers=4"), ("rollout.nnodes = 2", "rollout.workers = 4", "means 16")),
         (("rollout.n_gpus_per_node=8", "placement.gpus_per_rollout_worker=3"), ("rollout.n_gpus_per_node = 8", "= 3")),
         ((*SHAPES, "placement.gpus=16"), ("placement.gpus = 16", "need 24")),
         ((*SHAPES, "placement.colocate=true"), ("rollout.nnodes = 2", "placement.colocate = true")),
