@@ -9,7 +9,7 @@ import pytest
 from asyncrl_cli.bench.compare import contest_of
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.measure import stretch_of, tokens_made
-from asyncrl_cli.bench.results import Run, summarise
+from asyncrl_cli.bench.results import FinishedRun, summarise
 from asyncrl_cli.bench.simulated import with_capacities
 from asyncrl_cli.simulate.costs import Costs
 from asyncrl_cli.simulate.workload import Workload
@@ -59,10 +59,10 @@ def drawn(rng: random.Random) -> Workload:
     )
 
 
-def simulated(entry: Entry, workload: Workload, seed: int, groups: int) -> tuple[Run, Costs]:
+def simulated(entry: Entry, workload: Workload, seed: int, groups: int) -> tuple[FinishedRun, Costs]:
     run = simulate(profile_for(workload, entry.reference, (), groups=groups).profile, workload, seed=seed, groups=groups)
     assert run.error is None
-    return Run(profile=entry.name, seed=seed, lines=run.lines), run.costs
+    return FinishedRun(profile=entry.name, seed=seed, lines=run.lines), run.costs
 
 
 def bound_ratios(seed: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from asyncrl_cli.bench import phases
 from asyncrl_cli.bench.compare import contest_of
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.phases import doubts_of, measured_lengths, with_capacities
-from asyncrl_cli.bench.results import Run
+from asyncrl_cli.bench.results import FinishedRun
 from asyncrl_cli.job import preparing
 from asyncrl_cli.simulate.capacities import Capacities
 
@@ -34,7 +34,7 @@ def entries(*sets: str) -> Sequence[Entry]:
     return contest_of("colocate", ["partial-rollout"], sets=(*SETS, *sets)).entries
 
 
-def run_of(profile: str, seed: int, lengths: tuple[int, ...], window_groups: int) -> Run:
+def run_of(profile: str, seed: int, lengths: tuple[int, ...], window_groups: int) -> FinishedRun:
     """A window per length, one step each; a step's 40 responses are all that long."""
     lines = [
         {
@@ -46,7 +46,7 @@ def run_of(profile: str, seed: int, lengths: tuple[int, ...], window_groups: int
         }
         for window, length in enumerate(lengths)
     ]
-    return Run(profile=profile, seed=seed, lines=lines)
+    return FinishedRun(profile=profile, seed=seed, lines=lines)
 
 
 def test_lengths_are_those_of_the_measured_stretch_of_all_runs() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from asyncrl_cli.bench import compare
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.compare import contest_of
-from asyncrl_cli.bench.results import Comparison, Run
+from asyncrl_cli.bench.results import Comparison, FinishedRun
 from asyncrl_cli.bench.table import rows_of
 from asyncrl_cli.errors import ConfigError
 
@@ -41,8 +41,8 @@ def lines(groups: int, *, step_s: float, tokens: int, eval_s: float = 0.0) -> li
 def compared(groups: int, base: dict[str, Any], other: dict[str, Any]) -> Comparison:
     """Colocate, W = 16, and partial-rollout, W = 64."""
     runs = [
-        Run(profile="colocate", seed=0, lines=lines(groups, **base)),
-        Run(profile="partial-rollout", seed=0, lines=lines(groups, **other)),
+        FinishedRun(profile="colocate", seed=0, lines=lines(groups, **base)),
+        FinishedRun(profile="partial-rollout", seed=0, lines=lines(groups, **other)),
     ]
     contest = contest_of("colocate", ["partial-rollout"], sets=SETS, groups=groups)
     return compare.comparison_of(contest, runs, ())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of
-from asyncrl_cli.bench.results import Contestant, Run, Spread, summarise
+from asyncrl_cli.bench.results import Contestant, FinishedRun, Range, summarise
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.simulate.capacities import Capacities, ideal_times
 
@@ -108,22 +108,22 @@ def test_apart_the_slower_side_bounds_and_colocated_both_do() -> None:
 
 def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> None:
     contestants = [Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "fast")]
-    runs = [Run(profile="base", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((2.0, 4.0, 4.0))]
-    runs += [Run(profile="fast", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((1.0, 1.0, 2.0))]
-    runs.append(Run(profile="fast", seed=3, lines=run_lines(100.0)))  # without a run of the baseline: no pair
+    runs = [FinishedRun(profile="base", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((2.0, 4.0, 4.0))]
+    runs += [FinishedRun(profile="fast", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((1.0, 1.0, 2.0))]
+    runs.append(FinishedRun(profile="fast", seed=3, lines=run_lines(100.0)))  # without a run of the baseline: no pair
     base, fast = summarise(contestants, runs)
-    assert base.figures["speedup"] == Spread(median=1.0, min=1.0, max=1.0)
-    assert fast.figures["speedup"] == Spread(median=2.0, min=2.0, max=4.0)
+    assert base.figures["speedup"] == Range(median=1.0, min=1.0, max=1.0)
+    assert fast.figures["speedup"] == Range(median=2.0, min=2.0, max=4.0)
     assert (base.limited_by, base.to_json()["bound_ratio"], base.to_json()["capacities"]) == (None, None, None)
 
 
 def test_each_run_is_held_against_its_own_capacities() -> None:
     contestants = [Contestant(name="base", mode="base", step_groups=2, window_groups=2)]
     capacities = [Capacities(rollout_tokens_per_s=speed, trainer_tokens_per_s=48, colocated=False) for speed in (24.0, 16.0)]
-    runs = [Run(profile="base", seed=seed, lines=run_lines(), capacities=known) for seed, known in enumerate(capacities)]
+    runs = [FinishedRun(profile="base", seed=seed, lines=run_lines(), capacities=known) for seed, known in enumerate(capacities)]
     (base,) = summarise(contestants, runs)
     # 240 tokens in 20 s: 10 s of generation at 24 per second, 15 s at 16; 5 s of training. Windows are a third of it.
-    assert base.figures["bound_ratio"] == Spread(median=pytest.approx(0.625), min=pytest.approx(0.5), max=pytest.approx(0.75))
+    assert base.figures["bound_ratio"] == Range(median=pytest.approx(0.625), min=pytest.approx(0.5), max=pytest.approx(0.75))
     assert base.limited_by == "generation"
     written = base.to_json()
     assert written["ideal"] == pytest.approx(
@@ -184,5 +184,5 @@ def test_runs_no_longer_than_the_longest_window_cannot_be_compared() -> None:
 
 def test_a_profile_without_a_finished_run_has_no_result() -> None:
     contestants = [Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "late")]
-    results = summarise(contestants, [Run(profile="base", seed=0, lines=run_lines())])
+    results = summarise(contestants, [FinishedRun(profile="base", seed=0, lines=run_lines())])
     assert [result.profile for result in results] == ["base"]

@@ -14,7 +14,7 @@ from rich.console import Console
 from asyncrl_cli.bench import pictures
 from asyncrl_cli.bench.pictures import view_length_s
 from asyncrl_cli.bench.report import output_directory, report_text, write_report, write_results
-from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread, Timeline, read_results, shown_workers
+from asyncrl_cli.bench.results import Comparison, Contestant, DrawnRun, Range, Result, read_results, shown_workers
 from asyncrl_cli.bench.table import heading_of, table_of
 from asyncrl_cli.errors import RefusedError
 
@@ -25,12 +25,12 @@ BOUND = {"generation_s": 100.0, "training_s": 50.0, "ideal_s": 100.0, "rollout_t
 
 def result(name: str, speed: float) -> Result:
     figures = {
-        "groups_per_s": Spread(median=speed, min=speed * 0.9, max=speed * 1.1),
-        "window_time_s": Spread(median=512 / speed, min=512 / speed, max=512 / speed),
-        "speedup": Spread(median=speed / 2, min=speed / 2, max=speed / 2),
-        "bound_ratio": Spread(median=0.8, min=0.8, max=0.8),
-        "step_s_mean": Spread(median=1.25, min=1.0, max=1.5),
-        **{figure: Spread(median=value, min=value, max=value) for figure, value in BOUND.items()},
+        "groups_per_s": Range(median=speed, min=speed * 0.9, max=speed * 1.1),
+        "window_time_s": Range(median=512 / speed, min=512 / speed, max=512 / speed),
+        "speedup": Range(median=speed / 2, min=speed / 2, max=speed / 2),
+        "bound_ratio": Range(median=0.8, min=0.8, max=0.8),
+        "step_s_mean": Range(median=1.25, min=1.0, max=1.5),
+        **{figure: Range(median=value, min=value, max=value) for figure, value in BOUND.items()},
     }
     return Result(
         contestant=Contestant(name=name, mode=name, step_groups=128, window_groups=512),
@@ -52,12 +52,12 @@ def comparison(workload: str = "big") -> Comparison:
     )
 
 
-def timeline(name: str, window_s: float = 10.0) -> Timeline:
+def timeline(name: str, window_s: float = 10.0) -> DrawnRun:
     ends = tuple(window_s * index for index in range(1, 9))
     stays = [
         (state, start, start + window_s / 2) for end in ends for state, start in (("busy", end), ("starved", end + window_s / 2))
     ]
-    return Timeline(
+    return DrawnRun(
         profile=name,
         trainers=("trainer",),
         workers=("rollout-0", "rollout-63"),
@@ -142,7 +142,7 @@ def test_a_report_explains_only_rows_that_it_has() -> None:
         assert missing in real
     assert "both phases at once" not in simulated + real
     beside = [
-        replace(one, figures={**one.figures, "at_once_ratio": Spread(median=0.9, min=0.9, max=0.9)}) for one in comparison().results
+        replace(one, figures={**one.figures, "at_once_ratio": Range(median=0.9, min=0.9, max=0.9)}) for one in comparison().results
     ]
     assert "both phases at once" in report_text(replace(comparison(workload=""), results=beside), [])
     unbound = [
@@ -224,7 +224,7 @@ def test_of_many_workers_eight_are_shown_from_the_first_to_the_last() -> None:
 def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     made = comparison()
     bare = replace(
-        made, results=[replace(made.results[0], figures={"groups_per_s": Spread(median=2.0, min=1.0, max=3.0)})], workload=""
+        made, results=[replace(made.results[0], figures={"groups_per_s": Range(median=2.0, min=1.0, max=3.0)})], workload=""
     )
     for one in (made, bare):
         assert read_results(write_results(one, tmp_path)).to_json() == one.to_json()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.bench import compare, pictures
-from asyncrl_cli.bench.results import Comparison, Contestant, Run, summarise
+from asyncrl_cli.bench.results import Comparison, Contestant, FinishedRun, summarise
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ExecutorFailed
 
@@ -114,7 +114,7 @@ def test_the_screen_says_which_runs_are_missing_and_which_picture_failed(
     ]
     contestants = [Contestant(name=name, mode=name, step_groups=16, window_groups=16) for name in ("colocate", "partial-rollout")]
     comparison = Comparison(
-        results=summarise(contestants, [Run(profile="colocate", seed=0, lines=lines)]),
+        results=summarise(contestants, [FinishedRun(profile="colocate", seed=0, lines=lines)]),
         workload="",
         baseline="colocate",
         groups=64,

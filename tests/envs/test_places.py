@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from asyncrl_cli.envs.places import Place, Places
+from asyncrl_cli.envs.places import Places, TrajectoryPlace
 from asyncrl_cli.simulate.world import run_virtual
 
 
 async def play(places, name, log, *, turn_s=1.0, tool_s=5.0, turns=2):
     """Begins, ends and pauses as an episode does; logs when each turn begins."""
-    place, loop = Place(places), asyncio.get_running_loop()
+    place, loop = TrajectoryPlace(places), asyncio.get_running_loop()
     try:
         for turn in range(turns):
             await place.take()
@@ -65,7 +65,7 @@ def test_a_drain_lets_those_who_have_begun_go_on_and_nobody_else_begin(hold):
 def test_a_place_that_came_too_late_goes_to_the_next():
     async def main():
         places = Places(1, hold=True)
-        first, second, third = Place(places), Place(places), Place(places)
+        first, second, third = TrajectoryPlace(places), TrajectoryPlace(places), TrajectoryPlace(places)
         await first.take()
         late = asyncio.create_task(second.take())
         await asyncio.sleep(0)

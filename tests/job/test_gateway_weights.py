@@ -15,7 +15,7 @@ from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.envs.episode import Limits
 from asyncrl_cli.envs.gateway.admin_routes import admin_routes
 from asyncrl_cli.envs.gateway.server import Gateway
-from asyncrl_cli.envs.places import Place, Places
+from asyncrl_cli.envs.places import Places, TrajectoryPlace
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
@@ -81,7 +81,7 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(tmp
 
     async def drained(gateway: Gateway, places: Places) -> None:
         """A drain waits for an episode whose agent is at work, though no request runs."""
-        place = Place(places)
+        place = TrajectoryPlace(places)
         await place.take()
         write_manifest(version, 6)
         load = asyncio.create_task(curl(gateway, "/weights/load", {"path": str(version), "interrupt": "drain"}))

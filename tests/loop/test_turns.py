@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.loop.states import State
-from asyncrl_cli.simulate.sequences import ToolCall
+from asyncrl_cli.simulate.sequences import ToolWait
 from tests.loop.proof.memory import resume_from
 from tests.loop.worlds import MODES, Ran, run_world, settings
 
@@ -19,10 +19,10 @@ def run_turns(mode: str, *, tool_s: float = 3.0, failure: str = "", slots: int =
     """Three turns of 20 tokens or so, at 0.02 s each; a tool takes `tool_s` or so. With `failure`, those of every fifth trajectory
     fail."""
 
-    def calls(rng: random.Random, tokens: int) -> list[ToolCall]:
+    def calls(rng: random.Random, tokens: int) -> list[ToolWait]:
         if failure and rng.random() < 0.2:
-            return [ToolCall(tool_s, 0, 0, failure)]
-        return [ToolCall(tool_s * rng.uniform(0.5, 1.5), 5, rng.randint(1, 40)) for _ in range(2)]
+            return [ToolWait(tool_s, 0, 0, failure)]
+        return [ToolWait(tool_s * rng.uniform(0.5, 1.5), 5, rng.randint(1, 40)) for _ in range(2)]
 
     limits = {"train_steps": 6, "call_timeout_s": 10.0, "sync_timeout_s": 5 * TOOL_S, "stall_timeout_s": 9 * TOOL_S}
     chosen = settings(mode, **(limits | changes))

@@ -13,7 +13,7 @@ import pytest
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.kv_cache import CacheSize
-from asyncrl_cli.simulate.sequences import SimulatedSequence, ToolCall
+from asyncrl_cli.simulate.sequences import SimulatedSequence, ToolWait
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import run_virtual
 from tests.simulate.token_by_token import Seq, TokenByToken
@@ -102,7 +102,7 @@ def in_the_engine(costs, actions):
         def submit(group):
             for name, prompt_tokens, tokens, prompt, *calls in group:
                 on_end = functools.partial(lambda name, _: ends.__setitem__(name, loop.time()), name)
-                tools = [ToolCall(float(seconds), results, more) for seconds, results, more in (calls[0] if calls else ())]
+                tools = [ToolWait(float(seconds), results, more) for seconds, results, more in (calls[0] if calls else ())]
                 sequences[name] = SimulatedSequence(prompt_tokens, tokens, on_end, prompt=prompt, calls=tools, on_turn=on_turn)
             engine.submit([sequences[name] for name, *_ in group])
 

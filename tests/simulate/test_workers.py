@@ -12,7 +12,7 @@ from asyncrl_cli.loop.attempts import AttemptKey, PartKey
 from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest, Published
 from asyncrl_cli.loop.states import State
 from asyncrl_cli.simulate.responses import WorkerTimes
-from asyncrl_cli.simulate.sequences import ToolCall
+from asyncrl_cli.simulate.sequences import ToolWait
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Decoding
@@ -101,7 +101,7 @@ def test_a_trajectory_at_a_tool_holds_its_slot_or_leaves_it_to_another(hold_slot
     first has ended at 13 s; or at 3 s, and then the first is back at 10 s, goes on at 12 s and ends at 15 s."""
 
     async def main():
-        calls = {3: [ToolCall(7.0, 5, 3)], 9: []}
+        calls = {3: [ToolWait(7.0, 5, 3)], 9: []}
         worker = make(
             slots=1,
             response_tokens=lambda rng, n: [3] if rng.random() == random.Random(0).random() else [9],
@@ -128,7 +128,7 @@ def test_a_trajectory_at_a_tool_holds_its_slot_or_leaves_it_to_another(hold_slot
 
 def test_tools_that_fail_fail_their_trajectory_alone_and_a_drain_waits_for_those_that_go_on():
     async def main():
-        tools = {3: [ToolCall(4.0, 0, 0, "tool-died")], 5: [ToolCall(20.0, 1, 2)]}
+        tools = {3: [ToolWait(4.0, 0, 0, "tool-died")], 5: [ToolWait(20.0, 1, 2)]}
         worker = make(tool_calls=lambda rng, tokens: tools[tokens])
         await load(worker, 0)
         worker.submit(group())

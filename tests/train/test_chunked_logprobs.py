@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
 
 from asyncrl_cli.train import chunked_logprobs
 from asyncrl_cli.train.batch import scoring_microbatch
-from asyncrl_cli.train.policy_model import Scorer
+from asyncrl_cli.train.policy_model import ForwardPass
 
 SIZES = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, head_dim=8)
 SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3]]
@@ -45,7 +45,7 @@ def loss_of(logprobs):
 def test_chunks_give_the_values_and_gradients_of_whole_logits(name, chunk_tokens, monkeypatch):
     monkeypatch.setattr(chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", chunk_tokens * SIZES["vocab_size"])
     model, temperature = made(name), 0.7
-    scored = Scorer(model, temperature)(scoring_microbatch(SEQUENCES, torch.device("cpu")))
+    scored = ForwardPass(model, temperature)(scoring_microbatch(SEQUENCES, torch.device("cpu")))
     loss_of(scored.logprobs_N).backward()
     ours = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -66,7 +66,7 @@ def test_gradients_of_chunks_in_bfloat16_are_added_up_in_float32(monkeypatch):
         monkeypatch.setattr(chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", chunk_tokens * SIZES["vocab_size"])
         model = made("untied", dtype)
         batch = scoring_microbatch([[i * j % 61 for i in range(60)] for j in range(1, 9)], torch.device("cpu"))
-        Scorer(model, 1.0)(batch).logprobs_N.mean().backward()
+        ForwardPass(model, 1.0)(batch).logprobs_N.mean().backward()
         heads[dtype, chunk_tokens] = model.lm_head.weight.grad.float()
     exact = heads.pop((torch.float32, 1000))
     errors = {key: (head - exact).norm().item() for key, head in heads.items()}

@@ -11,7 +11,7 @@ from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Place, Profile, TrainerSection
 from asyncrl_cli.train import sharded_model
 from asyncrl_cli.train.batch import scoring_microbatch
-from asyncrl_cli.train.policy_model import Scorer
+from asyncrl_cli.train.policy_model import ForwardPass
 from asyncrl_cli.train.ranks import Ranks
 
 SIZES = dict(
@@ -49,7 +49,7 @@ def gradients_of(gathered, checked):
 
     with FlopCounterMode(display=False) as flops:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            scored = gathered(lambda: Scorer(checked, 1.0)(batch))
+            scored = gathered(lambda: ForwardPass(checked, 1.0)(batch))
         scored.logprobs_N.mean().backward()
     gradients = {name: parameter.grad.to_local() for name, parameter in checked.named_parameters()}
     return gradients, kept, flops.get_total_flops()

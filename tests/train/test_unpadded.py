@@ -14,7 +14,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Place, Profile, TrainerSection
 from asyncrl_cli.train import unpadded
 from asyncrl_cli.train.batch import scoring_microbatch
-from asyncrl_cli.train.policy_model import PolicyModel, Scorer
+from asyncrl_cli.train.policy_model import ForwardPass, PolicyModel
 from asyncrl_cli.train.ranks import Ranks
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
@@ -68,7 +68,7 @@ def test_rows_end_to_end_have_the_values_and_gradients_of_single_sequences(kerne
     assert not unpadded.is_packed(unpadded.padded)
     batch = scoring_microbatch(SEQUENCES, torch.device("cpu"))
     assert divide(batch).inputs["input_ids"].numel() == sum(map(len, SEQUENCES)) - len(SEQUENCES)
-    logprobs = Scorer(model, 1.0, divide)(batch).logprobs_N
+    logprobs = ForwardPass(model, 1.0, divide)(batch).logprobs_N
     torch.testing.assert_close(logprobs, expected)
     loss_of(logprobs).backward()
     for name, parameter in model.named_parameters():

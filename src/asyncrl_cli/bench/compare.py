@@ -16,7 +16,7 @@ from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_o
 from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.phases import NO_CLUSTER_BOUND, REPEATS, with_capacities
 from asyncrl_cli.bench.real import make_run, runs_of
-from asyncrl_cli.bench.results import Comparison, Result, Run, is_uneven, summarise, unevenness
+from asyncrl_cli.bench.results import Comparison, FinishedRun, Result, is_uneven, summarise, unevenness
 from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.job.process import StopRequests
@@ -145,7 +145,7 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     planned = runs_of(contest.entries, contest.seeds, contest.groups, contest.sets, runs_dir, contest.address)
     for run in planned:
         bars.run(run.name, 0, contest.groups)
-    finished: list[Run] = []
+    finished: list[FinishedRun] = []
     remarks: dict[str, None] = {}
     error: AsyncrlError | None = None
     try:
@@ -171,7 +171,7 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
 
 def comparison_of(
     contest: Contest,
-    runs: Sequence[Run],
+    runs: Sequence[FinishedRun],
     remarks: tuple[str, ...],
     missing: tuple[str, ...] = (),
     error: AsyncrlError | None = None,
@@ -193,7 +193,7 @@ def comparison_of(
     )
 
 
-def _doubts(contest: Contest, results: Sequence[Result], runs: Sequence[Run]) -> list[str]:
+def _doubts(contest: Contest, results: Sequence[Result], runs: Sequence[FinishedRun]) -> list[str]:
     """Reasons to be careful with the speedup: too little was measured, or the work was not the same."""
     longest = contest.longest_window
     found = stretches([run.lines for run in runs], longest)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.measure import stretches
-from asyncrl_cli.bench.results import Run
+from asyncrl_cli.bench.results import FinishedRun
 from asyncrl_cli.job import preparing
 from asyncrl_cli.job.process import logged_to
 from asyncrl_cli.job.session import ray_session
@@ -73,8 +73,8 @@ class PhaseFigures:
 
 
 def with_capacities(
-    entries: Sequence[Entry], runs: Sequence[Run], bars: Bars, repeats: int = REPEATS
-) -> tuple[list[Run], tuple[str, ...]]:
+    entries: Sequence[Entry], runs: Sequence[FinishedRun], bars: Bars, repeats: int = REPEATS
+) -> tuple[list[FinishedRun], tuple[str, ...]]:
     """The runs with the speed of each of their phases alone, on responses of the same lengths, and reasons to doubt it."""
     if entries[0].plan.device == "cuda":
         return list(runs), (NO_GPU_BOUND,)
@@ -85,7 +85,7 @@ def with_capacities(
     return [replace(run, capacities=measured[run.profile].capacities) for run in runs], doubts_of(measured.values())
 
 
-def measured_lengths(entries: Sequence[Entry], runs: Sequence[Run]) -> list[int]:
+def measured_lengths(entries: Sequence[Entry], runs: Sequence[FinishedRun]) -> list[int]:
     """Lengths, in tokens, of all runs' responses in the measured stretch, shuffled.
 
     Responses grow or shrink while a model learns: unshuffled, a short measurement would see only the earliest lengths.

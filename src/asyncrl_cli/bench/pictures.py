@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from asyncrl_cli.bench.results import Comparison, Result, Timeline, is_uneven
+from asyncrl_cli.bench.results import Comparison, DrawnRun, Result, is_uneven
 
 COLOURS = {
     "busy": "#2f7ebc",
@@ -54,13 +54,13 @@ def draw_timelines(comparison: Comparison, path: Path) -> None:
     _save(figure, path)
 
 
-def view_length_s(timelines: Sequence[Timeline]) -> float:
+def view_length_s(timelines: Sequence[DrawnRun]) -> float:
     """Three windows of median length, but at least one and a half windows of every profile."""
     lengths_s = sorted(timeline.window_s for timeline in timelines)
     return max(VIEW_WINDOWS * lengths_s[(len(lengths_s) - 1) // 2], 1.5 * lengths_s[-1])
 
 
-def _draw_panel(panel: Axes, timeline: Timeline, length_s: float, most: float, comparison: Comparison) -> None:
+def _draw_panel(panel: Axes, timeline: DrawnRun, length_s: float, most: float, comparison: Comparison) -> None:
     begin_s = timeline.middle_s(length_s)
     names = [*timeline.trainers, *timeline.workers]
     for row, name in enumerate(names):
@@ -76,7 +76,7 @@ def _draw_panel(panel: Axes, timeline: Timeline, length_s: float, most: float, c
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _panel_title(timeline: Timeline, begin_s: float, comparison: Comparison) -> str:
+def _panel_title(timeline: DrawnRun, begin_s: float, comparison: Comparison) -> str:
     result = next(result for result in comparison.results if result.profile == timeline.profile)
     figures = f"   {result.figures['window_time_s'].median:.4g} s per {comparison.window_groups} groups"
     hidden = timeline.num_workers - len(timeline.workers)
@@ -84,7 +84,7 @@ def _panel_title(timeline: Timeline, begin_s: float, comparison: Comparison) -> 
     return f"{timeline.profile}{figures}{shown}   from {begin_s:.0f} s of the run"
 
 
-def _draw_row(panel: Axes, row: int, timeline: Timeline, name: str, begin_s: float, length_s: float, most: float) -> None:
+def _draw_row(panel: Axes, row: int, timeline: DrawnRun, name: str, begin_s: float, length_s: float, most: float) -> None:
     """One executor's states as bars. A generating worker's height is its number of running sequences, relative to `most`."""
     stays: dict[str, list[tuple[float, float]]] = {}
     for state, start_s, end_s in timeline.spans.get(name, ()):
@@ -107,7 +107,7 @@ def _draw_row(panel: Axes, row: int, timeline: Timeline, name: str, begin_s: flo
         panel.fill_between([s for s, _ in running], tops, row + 0.42, step="post", color=COLOURS["busy"], linewidth=0, zorder=2)
 
 
-def _running(timeline: Timeline, name: str, begin_s: float, length_s: float) -> list[tuple[float, float]]:
+def _running(timeline: DrawnRun, name: str, begin_s: float, length_s: float) -> list[tuple[float, float]]:
     """(time, running sequences) within the view, extended to its edges; empty with fewer than `MIN_SAMPLES` counts."""
     samples = [(time_s - begin_s, count) for time_s, count in timeline.running.get(name, ())]
     inside = [(time_s, count) for time_s, count in samples if 0 <= time_s <= length_s]
@@ -117,7 +117,7 @@ def _running(timeline: Timeline, name: str, begin_s: float, length_s: float) -> 
     return [(0.0, before[-1]), *inside, (length_s, inside[-1][1])]
 
 
-def _legend(figure: Figure, timelines: Sequence[Timeline], most: float) -> None:
+def _legend(figure: Figure, timelines: Sequence[DrawnRun], most: float) -> None:
     shown = [one.spans.get(name, ()) for one in timelines for name in (*one.trainers, *one.workers)]
     seen = {state for stays in shown for state, _, _ in stays}
     handles: list[Any] = [Patch(color=TRAINER_BUSY, label="training")]

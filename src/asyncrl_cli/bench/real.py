@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.entries import Entry
-from asyncrl_cli.bench.results import Run, timeline_of_run
+from asyncrl_cli.bench.results import FinishedRun, timeline_of_run
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.job.process import StopRequests
@@ -80,7 +80,7 @@ def runs_of(
     ]
 
 
-def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
+def make_run(run: RealRun, bars: Bars) -> tuple[FinishedRun, bool]:
     """Make the run. The second value is True if we were interrupted just as the run finished: it should be the last one.
 
     Interrupted earlier, ends the run and raises KeyboardInterrupt. Raises AsyncrlError with the run's error if it fails."""
@@ -108,7 +108,7 @@ def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
     lines = read_metrics(run.directory / "metrics.jsonl")
     bars.run(run.name, run.groups, run.groups, time_s=lines[-1]["time_s"])
     timeline = timeline_of_run(run.entry.name, run.directory, lines) if run.repeat == 0 else None
-    return Run(profile=run.entry.name, seed=run.seed, lines=lines, timeline=timeline), bool(interrupts)
+    return FinishedRun(profile=run.entry.name, seed=run.seed, lines=lines, timeline=timeline), bool(interrupts)
 
 
 def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Sequence[float]) -> None:

@@ -6,7 +6,7 @@ All runs are measured over the same groups. `speedup` is the median over the rep
 of the same seed; `speedup_per_token` is the same for tokens_per_s, because the same groups may have different numbers of tokens.
 Figures that a run did not measure are absent.
 
-A `Timeline` holds the data to draw a run, from its timeline.jsonl and events.jsonl.
+A `DrawnRun` holds the data to draw a run, from its timeline.jsonl and events.jsonl.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class DrawnRun:
     """The data to draw one run. Times are seconds since its start. `workers` are those shown, `num_workers` counts all."""
 
     profile: str
@@ -64,14 +64,14 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class FinishedRun:
     """A finished run: its metrics lines, the speed of each phase alone (if measured), and its timeline (if it is drawn)."""
 
     profile: str
     seed: int
     lines: Sequence[Line]
     capacities: Capacities | None = None
-    timeline: Timeline | None = None
+    timeline: DrawnRun | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +85,13 @@ class Contestant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Range:
     median: float
     min: float
     max: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Range:
         return cls(median=statistics.median(values), min=min(values), max=max(values))
 
 
@@ -100,7 +100,7 @@ class Result:
     """One profile of a comparison, with the figures that all of its runs measured."""
 
     contestant: Contestant
-    figures: Mapping[str, Spread]
+    figures: Mapping[str, Range]
     seeds: tuple[int, ...]
 
     @property
@@ -157,7 +157,7 @@ def _result_of(found: Mapping[str, Any]) -> Result:
     """The inverse of `Result.to_json`."""
     ideal = {name: (found["ideal"] or {}).get(key) for key, name in IDEAL.items()}
     medians = {**found, **ideal, **(found["capacities"] or {})}
-    spreads = {name: Spread(median=medians[name], min=low, max=high) for name, (low, high) in found["spread"].items()}
+    spreads = {name: Range(median=medians[name], min=low, max=high) for name, (low, high) in found["spread"].items()}
     return Result(
         contestant=Contestant(
             name=found["profile"], mode=found["mode"], step_groups=found["step_groups"], window_groups=found["own_window_groups"]
@@ -167,7 +167,7 @@ def _result_of(found: Mapping[str, Any]) -> Result:
     )
 
 
-def summarise(contestants: Sequence[Contestant], runs: Sequence[Run]) -> list[Result]:
+def summarise(contestants: Sequence[Contestant], runs: Sequence[FinishedRun]) -> list[Result]:
     """Results in the order of `contestants`, the baseline first. Profiles without a finished run are left out."""
     baseline = contestants[0]
     measured = stretches([run.lines for run in runs], max(contestant.window_groups for contestant in contestants))
@@ -186,7 +186,7 @@ def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[in
         values |= {name: [own[seed][speed] / base[seed][speed] for seed in paired] for name, speed in SPEEDS.items()}
     return Result(
         contestant=contestant,
-        figures={name: Spread.of(found) for name, found in values.items()},
+        figures={name: Range.of(found) for name, found in values.items()},
         seeds=tuple(own),
     )
 
@@ -216,7 +216,7 @@ class Comparison:
     resources: str
     remarks: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    timelines: tuple[Timeline, ...] = ()
+    timelines: tuple[DrawnRun, ...] = ()
     error: AsyncrlError | None = None
 
     @property
@@ -249,7 +249,7 @@ class Comparison:
         }
 
 
-def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Timeline | None:
+def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> DrawnRun | None:
     """The timeline of a run; None if it recorded none."""
     run = Recorded(run_dir)
     if not run.files.timeline.is_file():
@@ -257,7 +257,7 @@ def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Timel
     roles, publishes_s = run.roles, [event["time_s"] for event in run.events("published")]
     (spans, running), stretch = read_timeline(run.files.timeline), stretch_of(lines)
     ends = {line["window"]: line["time_s"] for line in stretch.lines}
-    return Timeline(
+    return DrawnRun(
         profile=profile,
         trainers=tuple(_of_role(roles, TRAINER)),
         workers=shown_workers(roles),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.bench.measure import stretches
-from asyncrl_cli.bench.results import Run, timeline_of_run
+from asyncrl_cli.bench.results import FinishedRun, timeline_of_run
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.engines.vllm.plugin import end_with_parent
 from asyncrl_cli.errors import Interrupted
@@ -91,7 +91,7 @@ class SimulatedJob:
         return f"SIMULATED {self.loaded.profile.name}-s{self.seed}"
 
 
-def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress) -> tuple[list[Run], list[Residual]]:
+def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress) -> tuple[list[FinishedRun], list[Residual]]:
     """The runs in the order of `jobs`, with their capacities, and how well the workload fits its references. `window_groups`: the
     longest W of all profiles.
 
@@ -110,7 +110,7 @@ def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Pro
     return with_capacities(made, window_groups), fit
 
 
-def with_capacities(made: Sequence[tuple[Run, Costs]], window_groups: int) -> list[Run]:
+def with_capacities(made: Sequence[tuple[FinishedRun, Costs]], window_groups: int) -> list[FinishedRun]:
     """The runs with their capacities, computed from the lengths of the measured groups only."""
     measured = stretches([run.lines for run, _ in made], window_groups)
     return [
@@ -130,7 +130,7 @@ def _follow(running: Sequence[Future[Any]], told: Any, progress: Progress) -> No
             future.result()
 
 
-def _simulate(job: SimulatedJob) -> tuple[Run, Costs]:
+def _simulate(job: SimulatedJob) -> tuple[FinishedRun, Costs]:
     profile = job.loaded.profile
     directory = job.runs_dir and job.runs_dir / f"{profile.name}-s{job.seed}"
     with recorded(job.loaded, directory) if directory else nullcontext(Observer()) as recorder:
@@ -138,7 +138,7 @@ def _simulate(job: SimulatedJob) -> tuple[Run, Costs]:
         if run.error is not None:
             raise run.error
     timeline = timeline_of_run(profile.name, directory, run.lines) if directory else None
-    return Run(profile=profile.name, seed=job.seed, lines=run.lines, timeline=timeline), run.costs
+    return FinishedRun(profile=profile.name, seed=job.seed, lines=run.lines, timeline=timeline), run.costs
 
 
 class _Told(Observer):

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli.bench import measure
-from asyncrl_cli.bench.results import Comparison, Spread
+from asyncrl_cli.bench.results import Comparison, Range
 from asyncrl_cli.observe.format import NOTHING, clock, count, share
 
 Shown = Callable[[float], str]
@@ -29,7 +29,7 @@ class TableRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class TableFigure:
     """A figure and how it is formatted. `key`: also show its spread over the repeats. `always`: show its row even if no run
     measured it. In a label, `{window}` stands for W of the baseline."""
 
@@ -53,42 +53,42 @@ percent, times, fixed = "{:.1%}".format, "{:.2f}x".format, "{:.3f}".format
 PARTS = {keys[-1]: part for part, keys in measure.PARTS.items()}
 """Parts of a step by their labels, which are the last of their `timing/*_s` names in the metrics."""
 SPEED = (
-    Metric("wall time, whole run", "wall_s", clock),
-    Metric("measured of it, s", "measured_s", seconds),
-    Metric("groups/s", "groups_per_s", digits, key=True),
-    Metric("s per {window} groups", "window_time_s", seconds, key=True, strong=True),
+    TableFigure("wall time, whole run", "wall_s", clock),
+    TableFigure("measured of it, s", "measured_s", seconds),
+    TableFigure("groups/s", "groups_per_s", digits, key=True),
+    TableFigure("s per {window} groups", "window_time_s", seconds, key=True, strong=True),
 )
-WINDOW = tuple(Metric(f"    {label}", f"window_{part}_s", seconds) for label, part in PARTS.items())
+WINDOW = tuple(TableFigure(f"    {label}", f"window_{part}_s", seconds) for label, part in PARTS.items())
 STEP = (
-    Metric("  mean, s", "step_s_mean", seconds),
-    Metric("  p95, s", "step_s_p95", seconds),
-    *(Metric(f"    {label}", f"step_{part}_s", seconds) for label, part in PARTS.items()),
+    TableFigure("  mean, s", "step_s_mean", seconds),
+    TableFigure("  p95, s", "step_s_p95", seconds),
+    *(TableFigure(f"    {label}", f"step_{part}_s", seconds) for label, part in PARTS.items()),
 )
 REST = (
-    Metric("slots used", "slot_utilization", share, always=True),
-    Metric("rollouter idle", "rollouter_idle_ratio", share, always=True),
-    Metric("trainer idle", "trainer_idle_ratio", share, always=True),
-    Metric("tokens/s", "tokens_per_s", count),
-    Metric("staleness mean", "staleness_mean", fixed),
-    Metric("staleness max", "staleness_max", count),
-    Metric("partial ratio", "partial_ratio", percent),
-    Metric("max span", "max_span", count),
-    Metric("tokens discarded", "tokens_discarded", count),
-    Metric("final reward", "final_reward", fixed, key=True),
-    Metric("speedup", "speedup", times, key=True, strong=True),
-    Metric("  per token", "speedup_per_token", times, key=True),
-    Metric("% of the bound", "bound_ratio", percent, key=True, strong=True),
-    Metric("% of both at once", "at_once_ratio", percent, key=True),
+    TableFigure("slots used", "slot_utilization", share, always=True),
+    TableFigure("rollouter idle", "rollouter_idle_ratio", share, always=True),
+    TableFigure("trainer idle", "trainer_idle_ratio", share, always=True),
+    TableFigure("tokens/s", "tokens_per_s", count),
+    TableFigure("staleness mean", "staleness_mean", fixed),
+    TableFigure("staleness max", "staleness_max", count),
+    TableFigure("partial ratio", "partial_ratio", percent),
+    TableFigure("max span", "max_span", count),
+    TableFigure("tokens discarded", "tokens_discarded", count),
+    TableFigure("final reward", "final_reward", fixed, key=True),
+    TableFigure("speedup", "speedup", times, key=True, strong=True),
+    TableFigure("  per token", "speedup_per_token", times, key=True),
+    TableFigure("% of the bound", "bound_ratio", percent, key=True, strong=True),
+    TableFigure("% of both at once", "at_once_ratio", percent, key=True),
 )
-IDEAL = (Metric("ideal s per {window} groups", "ideal_s", seconds),)
+IDEAL = (TableFigure("ideal s per {window} groups", "ideal_s", seconds),)
 RATES = {
     "both phases at once": (
-        Metric("  generation, tokens/s", "rollout_beside_tokens_per_s", count),
-        Metric("  training, tokens/s", "trainer_beside_tokens_per_s", count),
+        TableFigure("  generation, tokens/s", "rollout_beside_tokens_per_s", count),
+        TableFigure("  training, tokens/s", "trainer_beside_tokens_per_s", count),
     ),
     "each phase alone": (
-        Metric("  generation, tokens/s", "rollout_tokens_per_s", count),
-        Metric("  training, tokens/s", "trainer_tokens_per_s", count),
+        TableFigure("  generation, tokens/s", "rollout_tokens_per_s", count),
+        TableFigure("  training, tokens/s", "trainer_tokens_per_s", count),
     ),
 }
 """Rates of the phases alone show whether the baseline is fair. Rates at once exist only if both sides share a machine."""
@@ -98,7 +98,7 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
     """The whole table. A metric that no run measured has no row, or, if `always` is set, a row of `-`."""
     results = comparison.results
 
-    def rows(metrics: Iterable[Metric]) -> list[TableRow]:
+    def rows(metrics: Iterable[TableFigure]) -> list[TableRow]:
         return [
             TableRow(
                 label=metric.label.format(window=comparison.window_groups),
@@ -122,7 +122,7 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
     return made
 
 
-def _cell(spread: Spread | None, shown: Shown, with_spread: bool) -> str:
+def _cell(spread: Range | None, shown: Shown, with_spread: bool) -> str:
     """The median; on a second line, if `with_spread`, the minimum and maximum of the repeats."""
     if spread is None:
         return NOTHING

@@ -41,7 +41,7 @@ class FileEntry(TypedDict):
     sha256: Annotated[str, Len(64, 64)]
 
 
-class Manifest(TypedDict):
+class CheckpointManifest(TypedDict):
     """`manifest.json`, without its own checksum. `files` is keyed by paths relative to the checkpoint's directory."""
 
     schema_version: Literal[1]
@@ -61,7 +61,7 @@ def seal(directory: Path, *, step: int, version: int, run: str, profile: str) ->
         if not path.is_dir():
             with open_regular(path) as file:
                 files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(file)}
-    manifest: Manifest = {
+    manifest: CheckpointManifest = {
         "schema_version": 1,
         "kind": "asyncrl-checkpoint",
         "step": step,
@@ -73,7 +73,7 @@ def seal(directory: Path, *, step: int, version: int, run: str, profile: str) ->
     replace_text(directory / MANIFEST, json.dumps({**manifest, "self_sha256": _digest(manifest)}, indent=1) + "\n")
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> CheckpointManifest:
     """Read and check the manifest itself. Raises Damaged."""
     try:
         text = read_bytes(directory / MANIFEST, max_bytes=MAX_JSON_BYTES)
@@ -89,7 +89,7 @@ def read_manifest(directory: Path) -> Manifest:
     if content.pop("self_sha256", None) != _digest(content):
         raise Damaged(f"{MANIFEST} was altered: its own checksum does not match")
     try:
-        manifest = parse_json(text, Manifest)
+        manifest = parse_json(text, CheckpointManifest)
     except ValueError as error:
         raise Damaged(f"{MANIFEST} is malformed: {error}") from None
     for name in manifest["files"]:
@@ -99,7 +99,7 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def damage(directory: Path, manifest: Manifest) -> list[str]:
+def damage(directory: Path, manifest: CheckpointManifest) -> list[str]:
     """Compare every file with the manifest. Returns one sentence per damaged file."""
     wrong = []
     for name, expected in manifest["files"].items():

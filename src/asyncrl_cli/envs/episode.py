@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from asyncrl_cli.engines.port import Completion, Engine, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
-from asyncrl_cli.envs.places import Place, Places
+from asyncrl_cli.envs.places import Places, TrajectoryPlace
 from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed, SelfPlayed, Turn
 from asyncrl_cli.errors import ExecutorFailed, first_line
 from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
@@ -89,7 +89,7 @@ class Episode:
     conversation: Conversation = field(init=False)
     lost_tokens: int = 0
     """Sampled tokens of discarded conversations."""
-    _place: Place = field(init=False)
+    _place: TrajectoryPlace = field(init=False)
     _stopped: EpisodeFailed | None = None
     _wait: asyncio.Future[Any] | None = None
     _is_free: bool = False
@@ -97,7 +97,7 @@ class Episode:
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(self.means.chat)
-        self._place = Place(self.means.places)
+        self._place = TrajectoryPlace(self.means.places)
 
     async def play(self) -> None:
         """Play the episode to its end. Raises only the engine's errors, and PreflightError for a model without tools."""

@@ -21,8 +21,8 @@ class Places:
         self._free = number
         self._num_begun = 0
         self._is_closed = False
-        self._going_on: deque[Place] = deque()
-        self._new: deque[Place] = deque()
+        self._going_on: deque[TrajectoryPlace] = deque()
+        self._new: deque[TrajectoryPlace] = deque()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -37,7 +37,7 @@ class Places:
             self._is_closed = False
             self._hand_out()
 
-    def queue(self, place: Place) -> None:
+    def queue(self, place: TrajectoryPlace) -> None:
         (self._going_on if place.has_begun else self._new).append(place)
         self._hand_out()
 
@@ -64,7 +64,7 @@ class Places:
             place.turn.set_result(None)
 
 
-class Place:
+class TrajectoryPlace:
     """One trajectory's place. `is_taken`: the trajectory has it now. `turn`: done when the trajectory gets it."""
 
     def __init__(self, places: Places) -> None:

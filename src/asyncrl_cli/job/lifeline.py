@@ -103,7 +103,7 @@ class Lifeline:
                 limit.reschedule(0.0)
 
 
-class Head:
+class ClusterHead:
     """A cluster's head, which is lost once it has taken no connection for `HEAD_S`."""
 
     def __init__(self, address: str) -> None:
@@ -146,7 +146,7 @@ def lifeline(daemons: Daemons, mend: Callable[[], None]) -> contextlib.AbstractC
 
 def head_lifeline(address: str) -> contextlib.AbstractContextManager[None]:
     """Watch a session on a cluster. `address`: HOST:PORT of its gcs_server."""
-    head = Head(address)
+    head = ClusterHead(address)
     return _watched(Lifeline({OUTLIVED: head.ended}, head.look))
 
 

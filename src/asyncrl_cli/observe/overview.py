@@ -33,7 +33,7 @@ STYLES = {**PHASE_STYLES, "killed": "bold red", "damaged": "bold red", "silent":
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RunRow:
     """`state`: the run's phase, or killed, silent, damaged. `age_s`: of its last status. `next`: the next command for it.
     `error`: the last error of a run that failed, was killed or cannot be read. Figures that are not known are None."""
 
@@ -52,7 +52,7 @@ class Row:
     error: str = ""
 
 
-def overview(runs_dir: Path) -> list[Row]:
+def overview(runs_dir: Path) -> list[RunRow]:
     """A row for each run, the newest first. Raises ConfigError if there are none."""
     rows = [_row(runs_dir / name, runs_dir) for name in run_names(runs_dir)]
     if not rows:
@@ -60,7 +60,7 @@ def overview(runs_dir: Path) -> list[Row]:
     return rows
 
 
-def _row(directory: Path, runs_dir: Path) -> Row:
+def _row(directory: Path, runs_dir: Path) -> RunRow:
     try:
         found = read_status(str(directory.absolute()), runs_dir)
     except StillStarting:
@@ -70,7 +70,7 @@ def _row(directory: Path, runs_dir: Path) -> Row:
     except (RefusedError, ConfigError) as ended:  # ... while it started, or it has been removed meanwhile
         return _bare(directory, "killed", ended.message)
     status, state = found.status, state_of(found)
-    return Row(
+    return RunRow(
         name=found.name,
         state=state,
         age_s=round(found.age_s, 1),
@@ -87,13 +87,13 @@ def _row(directory: Path, runs_dir: Path) -> Row:
     )
 
 
-def _bare(directory: Path, state: str, error: str = "") -> Row:
+def _bare(directory: Path, state: str, error: str = "") -> RunRow:
     """The row of a run without a status that can be read."""
     try:
         age_s = max(0.0, time.time() - directory.stat().st_mtime)
     except OSError:
         age_s = 0.0
-    return Row(name=directory.name, state=state, age_s=round(age_s, 1), next=next_command(directory, state), error=error)
+    return RunRow(name=directory.name, state=state, age_s=round(age_s, 1), next=next_command(directory, state), error=error)
 
 
 def state_of(found: RunStatus) -> str:
@@ -126,7 +126,7 @@ def last_error(directory: Path, status: Mapping[str, Any]) -> str:
     return errors.pop() if errors else ""
 
 
-def table_of(rows: Sequence[Row]) -> Group:
+def table_of(rows: Sequence[RunRow]) -> Group:
     """The newest runs for a terminal, and below them the errors of those that did not end well."""
     table = Table(box=None, pad_edge=False)
     table.add_column("run", overflow="fold", min_width=8)

@@ -23,7 +23,7 @@ OTHERS = "Other names"
 """The section of names that belong to no trainer."""
 
 
-class Row(NamedTuple):
+class PeerKey(NamedTuple):
     """A key of the trainer `peer`, our keys that replace it, and a note: what differs, or why we have no such key."""
 
     peer: str
@@ -46,20 +46,20 @@ class Row(NamedTuple):
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[PeerKey, ...]:
     """The rows of the page's tables."""
-    found: list[Row] = []
+    found: list[PeerKey] = []
     page = (shipped_directory("docs") / "coming-from.md").read_text(encoding="utf-8")
     for section in page.split("\n## "):
         _, _, table = section.partition(HEADER)
         for line in table.partition("\n\n")[0].splitlines():
             theirs, ours, note = (cell.strip() for cell in line.strip("|").split("|"))
             own = tuple(ours.replace("`", "").split(", ")) if ours else ()
-            found.append(Row(section.partition("\n")[0], theirs.strip("`"), own, note))
+            found.append(PeerKey(section.partition("\n")[0], theirs.strip("`"), own, note))
     return tuple(found)
 
 
-def counterpart(key: str) -> Row | None:
+def counterpart(key: str) -> PeerKey | None:
     """The row for a key. The key may have fewer parts than in the table (`test_freq`) or more, and Hydra's `+` or dashes. Among
     several rows, the one with the most parts in common, then the first."""
     parts = key.lstrip("+~-").replace("-", "_").split(".")

@@ -22,7 +22,7 @@ from asyncrl_cli.profile.keys import entries_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded
 from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.report.run_data import RunData
-from asyncrl_cli.report.verdict import Finding
+from asyncrl_cli.report.verdict import Remark
 
 GENERATOR = '<meta name="generator" content="asyncrl report">'
 """In each page's head. A file that has it may be overwritten."""
@@ -98,7 +98,7 @@ def _beside(heading: str, runs: Sequence[RunData], content: Callable[[RunData], 
     return f'<section><h2>{heading}</h2><div class="beside">{cards}</div></section>'
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: Remark) -> str:
     change = f'<p class="change">{escape(finding.change)}</p>' if finding.change else ""
     return f'<div class="finding {finding.weight}"><p><b>{escape(finding.about)}</b> · {escape(finding.text)}</p>{change}</div>'
 

@@ -18,7 +18,7 @@ from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import PlacementSection
 from asyncrl_cli.report.columns import columns_of, rounded
 from asyncrl_cli.report.timeline import Timeline
-from asyncrl_cli.report.verdict import Finding, verdict_of
+from asyncrl_cli.report.verdict import Remark, verdict_of
 from asyncrl_cli.safe_files import read_lines
 
 MARKS = {
@@ -43,7 +43,7 @@ class RunData:
     name: str
     loaded: Loaded
     facts: list[tuple[str, str]]
-    findings: list[Finding]
+    findings: list[Remark]
     charts: Mapping[str, Any]
 
 
@@ -152,10 +152,10 @@ def _state(recorded: Recorded) -> str:
     return found.remark or (phase if phase in ENDED else f"{phase}, {found.liveness}")
 
 
-def _outcome(recorded: Recorded, totals: Totals, events: list[dict[str, Any]]) -> Iterator[Finding]:
+def _outcome(recorded: Recorded, totals: Totals, events: list[dict[str, Any]]) -> Iterator[Remark]:
     phase = str(recorded.status.get("phase", ""))
     if error := str(recorded.status.get("error", "")):
-        yield Finding("outcome", "bad", f"The run ended in an error: {error}", f"asyncrl logs {recorded.name}")
+        yield Remark("outcome", "bad", f"The run ended in an error: {error}", f"asyncrl logs {recorded.name}")
     resumes = sum(event["event"] == "resumed" for event in events)
     again = f", resumed {counted(resumes, 'time')}" if resumes else ""
     text = f"{count(totals.steps)} train steps in {clock(totals.last.get('time_s'))}{again}. "
@@ -169,4 +169,4 @@ def _outcome(recorded: Recorded, totals: Totals, events: list[dict[str, Any]]) -
         is_better = False
     if first == last == 0 and not any(scores):
         text += " A reward of 0 everywhere teaches nothing: `asyncrl samples` shows the answers."
-    yield Finding("learning", "good" if is_better and phase != "failed" else "note", text)
+    yield Remark("learning", "good" if is_better and phase != "failed" else "note", text)

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.format import evenly
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.report.trajectories import AGE_COLOURS, Sampled, Stretch, trajectories_of
+from asyncrl_cli.report.trajectories import AGE_COLOURS, Passage, Sampled, trajectories_of
 from asyncrl_cli.samples import NOT_SAMPLED
 
 MAX_STEPS, PER_STEP = 12, 4
@@ -70,7 +70,7 @@ def _folded(one: Sampled) -> Iterator[str]:
     yield "</details>"
 
 
-def _marked(one: Sampled, stretch: Stretch) -> str:
+def _marked(one: Sampled, stretch: Passage) -> str:
     if stretch.version == NOT_SAMPLED:
         return f'<span class="told">{escape(one.text(stretch))}</span>'
     text = "".join(_token(one, index) for index in stretch.tokens)

@@ -7,7 +7,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl_cli.report.trajectories import AGE_COLOURS, CALL, Sampled, Stretch
+from asyncrl_cli.report.trajectories import AGE_COLOURS, CALL, Passage, Sampled
 from asyncrl_cli.samples import NOT_SAMPLED
 
 MARK, LOAD = "(v{})", "(load v{})"
@@ -57,7 +57,7 @@ def _turns(one: Sampled) -> Table:
     return table
 
 
-def _coloured(one: Sampled, stretch: Stretch) -> Text:
+def _coloured(one: Sampled, stretch: Passage) -> Text:
     if stretch.version == NOT_SAMPLED:
         return Text(one.text(stretch), "dim")
     style, mark = AGE_COLOURS[one.age(stretch.version)], (LOAD if stretch.is_load else MARK).format(stretch.version)

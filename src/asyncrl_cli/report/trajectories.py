@@ -23,7 +23,7 @@ AGE_COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
 palette, whose colours differ for every kind of colour blindness; without those that a dark or a light terminal would hide."""
 
 
-class Stretch(NamedTuple):
+class Passage(NamedTuple):
     """Tokens of one segment that were sampled by `version` (-1: not sampled, but given). `whose`: `model`, `told`, or, at the
     beginning of a segment, `prompt` and `segment 2`, ...: the rewritten context. `is_load`: new weights were loaded just
     before it, within an answer."""
@@ -78,27 +78,27 @@ class Sampled:
         return self.own_versions[-1] - self.own_versions[0]
 
     @cached_property
-    def stretches(self) -> list[Stretch]:
-        found: list[Stretch] = []
+    def stretches(self) -> list[Passage]:
+        found: list[Passage] = []
         for segment, (end, length) in enumerate(zip(accumulate(self.lengths), self.lengths, strict=True)):
             begins, before = f"segment {segment + 1}" if segment else "prompt", NOT_SAMPLED
             for version, indices in groupby(range(end - length, end), key=self.versions.__getitem__):
                 first, *rest = indices
                 whose = MODEL if version != NOT_SAMPLED else "told" if first > end - length else begins
                 is_load = NOT_SAMPLED not in (version, before)
-                found.append(Stretch(segment, whose, version, range(first, first + 1 + len(rest)), is_load))
+                found.append(Passage(segment, whose, version, range(first, first + 1 + len(rest)), is_load))
                 before = version
         return found
 
     @property
-    def turns(self) -> Iterator[tuple[str, list[Stretch]]]:
+    def turns(self) -> Iterator[tuple[str, list[Passage]]]:
         """Who speaks, and the text. The speaker is `calls` where the model has written a tool call."""
         for (_, whose), grouped in groupby(self.stretches, key=lambda stretch: (stretch.segment, stretch.whose)):
             stretches = list(grouped)
             is_call = whose == MODEL and any(CALL.search(self.text(stretch)) for stretch in stretches)
             yield CALLS if is_call else whose, stretches
 
-    def text(self, stretch: Stretch) -> str:
+    def text(self, stretch: Passage) -> str:
         return "".join(self.texts[index] for index in stretch.tokens)
 
     def probability(self, logprobs: Sequence[float]) -> float | None:

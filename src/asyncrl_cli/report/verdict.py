@@ -48,7 +48,7 @@ BESIDE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Remark:
     """A sentence; `change`: what to do about it, if anything."""
 
     about: str
@@ -57,7 +57,7 @@ class Finding:
     change: str = ""
 
 
-def verdict_of(totals: Totals, settings: LoopSettings, *, is_divisible: bool) -> list[Finding]:
+def verdict_of(totals: Totals, settings: LoopSettings, *, is_divisible: bool) -> list[Remark]:
     """The findings, in the order in which a page shows them. `is_divisible`: a side has more than one process, so that resources
     could be divided differently."""
     return [
@@ -70,7 +70,7 @@ def verdict_of(totals: Totals, settings: LoopSettings, *, is_divisible: bool) ->
     ]
 
 
-def _idle(totals: Totals, mode: str, is_divisible: bool) -> Iterator[Finding]:
+def _idle(totals: Totals, mode: str, is_divisible: bool) -> Iterator[Remark]:
     trainer, rollout = totals.mean("trainer/idle_ratio"), totals.mean("rollouter/idle_ratio")
     if trainer is None or rollout is None:
         return
@@ -80,19 +80,19 @@ def _idle(totals: Totals, mode: str, is_divisible: bool) -> Iterator[Finding]:
     figures = f"the trainer idled {share(trainer)} of the time{besides} the rollout workers {share(rollout)}."
     if mode == "colocate":
         text = f"Each side while the other used their shared resources: {figures}"
-        yield Finding("who idled", "note", text, "Compare with an asynchronous mode: asyncrl bench --compare colocate.")
+        yield Remark("who idled", "note", text, "Compare with an asynchronous mode: asyncrl bench --compare colocate.")
     elif max(trainer, rollout) <= IDLE:
-        yield Finding("who idled", "good", f"Hardly anyone: {figures}")
+        yield Remark("who idled", "good", f"Hardly anyone: {figures}")
     elif min(trainer, rollout) > IDLE and abs(trainer - rollout) <= APART:
         text = f"Both: {figures} They wait for each other: {_waits(totals)}"
-        yield Finding("who idled", "bad", text, _looser(mode))
+        yield Remark("who idled", "bad", text, _looser(mode))
     elif trainer > rollout:
         yield _generation_limits(figures, slots, totals, mode, is_divisible)
     else:
         text = f"Mostly the rollout workers: {figures} Training limits the run; workers stand still because no group may start yet."
         change = _more("the trainer", "placement.trainer_workers", is_divisible)
         why = "More staleness would not help: groups that are generated earlier only wait longer."
-        yield Finding("who idled", "bad", text, f"{change}. {why}")
+        yield Remark("who idled", "bad", text, f"{change}. {why}")
 
 
 def _more(side: str, key: str, is_divisible: bool) -> str:
@@ -101,16 +101,16 @@ def _more(side: str, key: str, is_divisible: bool) -> str:
     return f"If there are free cores or GPUs, give {side} a second process ({key} = 2)"
 
 
-def _generation_limits(figures: str, slots: float | None, totals: Totals, mode: str, is_divisible: bool) -> Finding:
+def _generation_limits(figures: str, slots: float | None, totals: Totals, mode: str, is_divisible: bool) -> Remark:
     text = f"Mostly the trainer: {figures} Generation limits the run; {_waits(totals)}"
     if slots is not None and slots < EMPTY:
         text += f" Only {share(slots)} of the slots were used: the longest responses keep workers busy with small batches."
         longer = "Let more groups run at once: a larger async_training.staleness_threshold"
-        return Finding("who idled", "bad", text, f"{longer}{_or_partial(mode)}.")
+        return Remark("who idled", "bad", text, f"{longer}{_or_partial(mode)}.")
     used = "" if slots is None else f" {share(slots)} of the slots were used, so the workers themselves are the limit."
     shorter = "ask for shorter responses (rollout.max_response_tokens)"
     change = f"{_more('rollout', 'rollout.workers', is_divisible)}, or {shorter}."
-    return Finding("who idled", "bad", text + used, change)
+    return Remark("who idled", "bad", text + used, change)
 
 
 def _waits(totals: Totals) -> str:
@@ -127,33 +127,33 @@ def _or_partial(mode: str) -> str:
     return "" if mode == "partial-rollout" else ", or async_training.partial_rollout = true"
 
 
-def _beside(totals: Totals) -> Iterator[Finding]:
+def _beside(totals: Totals) -> Iterator[Remark]:
     """What takes time besides training and generation."""
     for part, (about, text, change) in BESIDE.items():
         if (spent := totals.share(part)) > DEAR:
-            yield Finding(about, "note", f"{text} {share(spent)} of the time.", change)
+            yield Remark(about, "note", f"{text} {share(spent)} of the time.", change)
     tools = totals.mean("rollouter/tool_idle_ratio") or 0.0
     if tools > DEAR:
         text = f"Workers ran nothing {share(tools)} of the time because all their trajectories waited for tools."
-        yield Finding("tools", "note", text, "rollout.hold_slots = false lets other trajectories use their slots.")
+        yield Remark("tools", "note", text, "rollout.hold_slots = false lets other trajectories use their slots.")
 
 
-def _staleness(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:
+def _staleness(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
     mean, most, bound = totals.mean("staleness/mean"), totals.most("staleness/max"), settings.schedule.max_staleness
     if mean is None or most is None:
         return
     if settings.profile.async_training.on_stale != "wait":
         limit = f'on_stale = "{settings.profile.async_training.on_stale}" sets no strict bound'
-        yield Finding("staleness", "note", f"Tokens were {number(mean)} versions old on average, {most:.0f} at most; {limit}.")
+        yield Remark("staleness", "note", f"Tokens were {number(mean)} versions old on average, {most:.0f} at most; {limit}.")
     elif bound == 0 and most == 0:
-        yield Finding("staleness", "good", "None: every token was trained in the window of the version that sampled it.")
+        yield Remark("staleness", "good", "None: every token was trained in the window of the version that sampled it.")
     else:
         held = "held" if most <= bound else "was broken: please report it"
         text = f"Tokens were {number(mean)} versions old on average, {most:.0f} at most: the bound of {bound} {held}."
-        yield Finding("staleness", "good" if most <= bound else "bad", text)
+        yield Remark("staleness", "good" if most <= bound else "bad", text)
 
 
-def _signals(totals: Totals, algorithm: AlgorithmSection) -> Iterator[Finding]:
+def _signals(totals: Totals, algorithm: AlgorithmSection) -> Iterator[Remark]:
     """The figures of training that should stay within a band, and the loop's advice if their mean does not."""
     for name, key, side, advice in SIGNALS:
         figure, limit = totals.mean(name), getattr(algorithm, key)
@@ -163,10 +163,10 @@ def _signals(totals: Totals, algorithm: AlgorithmSection) -> Iterator[Finding]:
         is_outside = figure < limit if side == "below" else figure > limit
         told = f"{text.format(number(figure, 4))}{_by_age(totals, name)}"
         text = f"{told}: {side if is_outside else 'within'} the limit of {limit:g}."
-        yield Finding(about, "bad" if is_outside else "good", text, f"{advice[:1].upper()}{advice[1:]}." if is_outside else "")
+        yield Remark(about, "bad" if is_outside else "good", text, f"{advice[:1].upper()}{advice[1:]}." if is_outside else "")
     if (clipped := totals.mean("correction/clipped_ratio") or 0.0) > CLIPPED:
         text = f"The loss clipped {share(clipped)} of the tokens, which then teach nothing."
-        yield Finding("clipping", "bad", text, "A smaller trainer.lr, wider clip_ratio_low and clip_ratio_high, or less staleness.")
+        yield Remark("clipping", "bad", text, "A smaller trainer.lr, wider clip_ratio_low and clip_ratio_high, or less staleness.")
 
 
 def _by_age(totals: Totals, name: str) -> str:
@@ -176,31 +176,31 @@ def _by_age(totals: Totals, name: str) -> str:
     return f" ({number(fresh, 4)} for fresh tokens, {number(stale, 4)} for those one version old)"
 
 
-def _syncs(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:
+def _syncs(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
     most, limit = totals.most("sync/logprob_abs_diff"), settings.max_logprob_diff
     if most is None:
         return
     text = f"Trainer and workers had a mean absolute logprob difference of at most {small(most)}; the limit is {small(limit)}."
     doubt = "See docs/weights.md: a worker may be computing with other weights than it was sent."
-    yield Finding("weight syncs", "good", text) if most <= limit else Finding("weight syncs", "bad", text, doubt)
+    yield Remark("weight syncs", "good", text) if most <= limit else Remark("weight syncs", "bad", text, doubt)
 
 
-def _losses(totals: Totals) -> Iterator[Finding]:
+def _losses(totals: Totals) -> Iterator[Remark]:
     """What was lost, and what failed."""
     discarded, trained = totals.last.get("waste/tokens_discarded", 0), totals.last.get("tokens_trained", 0)
     wasted = discarded / max(discarded + trained, 1)
     if wasted > DEAR:
-        yield Finding("waste", "note", f"{share(wasted)} of the sampled tokens were discarded and never trained.")
+        yield Remark("waste", "note", f"{share(wasted)} of the sampled tokens were discarded and never trained.")
     if restarts := totals.last.get("rollouter/restarts", 0):
         text = f"Rollout workers were restarted {restarts:.0f} times."
-        yield Finding("restarts", "note", text, "`asyncrl logs RUN` shows their last output.")
+        yield Remark("restarts", "note", text, "`asyncrl logs RUN` shows their last output.")
     if skipped := totals.mean("train/skipped_steps"):
         text = f"On average {number(skipped, 3)} optimizer steps per train step were skipped: their gradient was not finite."
-        yield Finding("gradients", "bad", text, 'A smaller trainer.lr, or model.dtype = "float32".')
+        yield Remark("gradients", "bad", text, 'A smaller trainer.lr, or model.dtype = "float32".')
     if (failed_calls := totals.mean("env/failed_calls") or 0.0) > FAILED_CALLS:
         text = f"On average {number(failed_calls)} tool calls per trajectory raised, named no tool, or could not be read."
-        yield Finding("tool calls", "note", text, "`asyncrl samples RUN` shows the calls, and what the model was told.")
+        yield Remark("tool calls", "note", text, "`asyncrl samples RUN` shows the calls, and what the model was told.")
     failed = {key.removeprefix("env/failed/"): value for key, value in totals.last.items() if key.startswith("env/failed/")}
     if failed:
         kinds = ", ".join(f"{kind} {value:.0f}" for kind, value in failed.items())
-        yield Finding("failed trajectories", "note", f"Without a reward: {kinds}.")
+        yield Remark("failed trajectories", "note", f"Without a reward: {kinds}.")

@@ -25,7 +25,7 @@ from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize
-from asyncrl_cli.simulate.sequences import SimulatedSequence, ToolCall
+from asyncrl_cli.simulate.sequences import SimulatedSequence, ToolWait
 from asyncrl_cli.simulate.workload import Decoding, Drawn, Lengths, Turns
 
 STANDARD = NormalDist()
@@ -53,7 +53,7 @@ class WorkerTimes:
     response_tokens: Callable[[random.Random, int], Sequence[int]]
     prompt_tokens: int = 4
     max_response_tokens: int | None = None
-    tool_calls: Callable[[random.Random, int], Sequence[ToolCall]] | None = None
+    tool_calls: Callable[[random.Random, int], Sequence[ToolWait]] | None = None
     hold_slots: bool = True
     trace_sequences: bool = False
     cache: CacheSize = UNLIMITED
@@ -115,16 +115,16 @@ class Episodes:
         self._env = profile.env
         self._room_tokens = max_context_tokens(profile) - prompt_tokens
 
-    def __call__(self, rng: random.Random, tokens: int) -> list[ToolCall]:
-        calls: list[ToolCall] = []
+    def __call__(self, rng: random.Random, tokens: int) -> list[ToolWait]:
+        calls: list[ToolWait] = []
         number, left = max(1, min(round(_draw(self._turns.number, rng)), self._env.max_turns)), self._room_tokens - tokens
         for turn_tokens in self._lengths(rng, number - 1):
             seconds, result_tokens = _draw(self._turns.tool_s, rng), round(_draw(self._turns.result_tokens, rng))
             if seconds > self._env.tool_timeout_s:
-                return [*calls, ToolCall(self._env.tool_timeout_s, 0, 0, "tool-timeout")]
+                return [*calls, ToolWait(self._env.tool_timeout_s, 0, 0, "tool-timeout")]
             if (left := left - result_tokens) < 1:
                 break
-            calls.append(ToolCall(seconds, result_tokens, min(turn_tokens, left)))
+            calls.append(ToolWait(seconds, result_tokens, min(turn_tokens, left)))
             left -= calls[-1].turn_tokens
         return calls
 

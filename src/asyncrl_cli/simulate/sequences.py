@@ -16,7 +16,7 @@ VersionTokens = tuple[tuple[int, int], ...]
 """Tokens per version, ascending: ((3, 17), (4, 5))."""
 
 
-class ToolCall(NamedTuple):
+class ToolWait(NamedTuple):
     """What follows a turn: a wait of `seconds`, `result_tokens` that the model then sees, and a turn of `turn_tokens`. With a
     `failure` (its kind), the trajectory ends after the wait instead."""
 
@@ -46,7 +46,7 @@ class SimulatedSequence:
     prompt: object = None
     name: str = ""
     index: int = 0
-    calls: Sequence[ToolCall] = ()
+    calls: Sequence[ToolWait] = ()
     on_turn: Callable[[SimulatedSequence], None] = lambda sequence: None
     num_calls: int = 0
     is_at_tool: bool = False

@@ -14,7 +14,7 @@ from functools import partial
 
 from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, send
 from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.reward_worker import IDLE, Board, serve
+from asyncrl_cli.tasks.reward_worker import IDLE, RunningMark, serve
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 2.0
@@ -38,7 +38,7 @@ Outcome = float | RewardFailed
 
 
 @dataclass(order=True, slots=True)
-class Wanted:
+class PendingReward:
     """A requested reward. The oldest is computed first, even if it came back from a process that died."""
 
     number: int
@@ -51,7 +51,7 @@ class Wanted:
             self.outcome.set_result(outcome)
 
 
-Backlog = asyncio.PriorityQueue[Wanted]
+Backlog = asyncio.PriorityQueue[PendingReward]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> Rew
                 start_new_session=True,  # Ctrl-C at the terminal must reach the driver only
             )
             process.stdin.write(pickle.dumps((serve, (spec, rules.timeout_s, shared.fileno()))))
-            return RewardProcess(process, Board(shared.fileno()), rules, backlog)
+            return RewardProcess(process, RunningMark(shared.fileno()), rules, backlog)
     except OSError as error:  # out of memory, processes or file descriptors
         raise RewardFailed(f"a reward process cannot be started: {error}", "unable") from error
 
@@ -88,10 +88,10 @@ class RewardProcess:
     """Takes rewards from `backlog` and computes them. Those still unanswered when it ends go back there, for another process."""
 
     process: asyncio.subprocess.Process
-    board: Board
+    board: RunningMark
     rules: Rules
     backlog: Backlog
-    _asked: dict[int, Wanted] = field(default_factory=dict)
+    _asked: dict[int, PendingReward] = field(default_factory=dict)
     _last_news_s: float = 0.0
     _num_results: int = 0
     _killed_for: RewardFailed | None = None

@@ -40,7 +40,7 @@ _ENTRY = struct.Struct("<Qd")
 Request = tuple[int, Item | None, Any]
 
 
-class Board:
+class RunningMark:
     """16 bytes that pool and child share: the id of the running request (0: none) and when it began (system-wide clock).
 
     If the child hangs in C code or dies, only the board tells which reward was the cause.
@@ -68,7 +68,7 @@ def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: fl
     except (Exception, SystemExit) as error:
         write_line(results, [IDLE, [describe(error), "unable"]])
         os._exit(0)  # without waiting for threads that the module has started
-    worker = _Worker(scorer, results, Board(board_fd), timeout_s)
+    worker = _Worker(scorer, results, RunningMark(board_fd), timeout_s)
     if is_async(scorer):
         import asyncio
 
@@ -83,7 +83,7 @@ def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: fl
 class _Worker:
     scorer: Scorer
     results: BinaryIO
-    board: Board
+    board: RunningMark
     timeout_s: float
 
     def serve(self, requests: BinaryIO) -> None:
@@ -135,7 +135,7 @@ class _Worker:
 
 
 @types.coroutine
-def announced(work: Coroutine[Any, Any, Any], request_id: int, board: Board) -> Generator[Any, Any, Any]:
+def announced(work: Coroutine[Any, Any, Any], request_id: int, board: RunningMark) -> Generator[Any, Any, Any]:
     """`await work`, with `request_id` on the board only while `work` is really running, not while it awaits: blocking code in an
     async reward stops the whole event loop, and the pool must know which reward does so."""
     send, argument = work.send, None

@@ -23,7 +23,7 @@ from typing import Any
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_process import Backlog, RewardFailed, RewardProcess, Rules, Wanted, start_process
+from asyncrl_cli.tasks.reward_process import Backlog, PendingReward, RewardFailed, RewardProcess, Rules, start_process
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 
 MAX_DEFAULT_WORKERS = 4
@@ -74,7 +74,7 @@ class RewardPool:
             request = pickle.dumps((number, item, response_text), protocol=5)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise RewardFailed(f"the item cannot be sent to the reward process: {error}") from error
-        wanted = Wanted(number, request, asyncio.get_running_loop().create_future())
+        wanted = PendingReward(number, request, asyncio.get_running_loop().create_future())
         self._backlog.put_nowait(wanted)
         if self._broken:
             self._fail_all()

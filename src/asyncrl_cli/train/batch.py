@@ -44,7 +44,7 @@ class Microbatch:
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """A segment, its trajectory's advantage and number of sampled tokens, and the index of its first sampled token."""
 
     segment: Segment
@@ -70,14 +70,14 @@ def build_microbatches(
         counts = [int(segment.mask_T.sum()) for segment in segments]
         for segment, count in zip(segments, counts, strict=True):
             if count:
-                rows.append(Row(segment, planned.advantage, sum(counts), num_before))
+                rows.append(BatchRow(segment, planned.advantage, sum(counts), num_before))
             num_before += count
     lengths = [len(row.segment.tokens_T) - 1 for row in rows]
     parts = packed(lengths, max_tokens) if are_packed else microbatches(lengths, max_tokens, SPLIT_COST_TOKENS[device.type])
     return [build_microbatch([rows[i] for i in part], window, device) for part in parts]
 
 
-def build_microbatch(rows: Sequence[Row], window: int, device: torch.device) -> Microbatch:
+def build_microbatch(rows: Sequence[BatchRow], window: int, device: torch.device) -> Microbatch:
     """One microbatch of `rows`, padded to the longest. `window`: the version at the window's start.
 
     Padding follows the real tokens, so causal attention never sees it. Raises ValueError if a segment's first token is sampled.
@@ -120,5 +120,5 @@ def scoring_microbatch(sequences: Sequence[Sequence[int]], device: torch.device,
     rows = []
     for tokens in sequences:
         versions = [NOT_SAMPLED, *[0 if is_scored else NOT_SAMPLED] * (len(tokens) - 1)]
-        rows.append(Row(Segment.of(tokens, [0.0] * len(tokens), versions), 0.0, len(tokens)))
+        rows.append(BatchRow(Segment.of(tokens, [0.0] * len(tokens), versions), 0.0, len(tokens)))
     return build_microbatch(rows, 0, device)

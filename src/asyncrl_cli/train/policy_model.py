@@ -46,7 +46,7 @@ class PolicyModel(ShardedModel):
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
         super().__init__(profile, model_dir, ranks)
         model: PreTrainedModel = self._content
-        self._scorer = Scorer(model, profile.rollout.temperature, self.divide)
+        self._scorer = ForwardPass(model, profile.rollout.temperature, self.divide)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._weights = {name: parameter for name, parameter in model.named_parameters() if ADAPTER not in name}
         self._adapted = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
@@ -139,7 +139,7 @@ def frozen_model(task: str, profile: Profile, place: Place, ranks: Ranks) -> Pol
     return PolicyModel(profile.model_copy(update={"lora": LoraSection()}), model_dir, ranks)
 
 
-class Scorer:
+class ForwardPass:
     """A model as a function from a microbatch to its `Scored`."""
 
     def __init__(self, model: PreTrainedModel, temperature: float, divide: Divide = padded) -> None:

@@ -49,7 +49,7 @@ from asyncrl_cli.train.trainer_state import (
     to_host,
     write_state,
 )
-from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Entry, Packing, plan_layout
+from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, BucketEntry, Packing, plan_layout
 from asyncrl_cli.weights.model_files import write_weights
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
@@ -240,7 +240,7 @@ class PolicyTrainer:
         return tensors
 
 
-def _load_published(path: Path, layout: Sequence[tuple[Entry, ...]]) -> Publication | None:
+def _load_published(path: Path, layout: Sequence[tuple[BucketEntry, ...]]) -> Publication | None:
     """The saved version, packed as by `gather`; None if none was saved. RefusedError if it is of another model."""
     if not path.exists():
         return None

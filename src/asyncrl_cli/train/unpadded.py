@@ -63,7 +63,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """This rank's part of a microbatch: the decoder's `inputs`; `select_n`, indices of its own sampled tokens in the decoder's
     flattened result; `tokens_n`, their indices among all N tokens (None: all)."""
 
@@ -84,12 +84,12 @@ class Part:
         return whole_N.index_copy(0, self.tokens_n, values_n)
 
 
-Divide = Callable[[Microbatch], Part]
+Divide = Callable[[Microbatch], RankPart]
 
 
-def padded(microbatch: Microbatch) -> Part:
+def padded(microbatch: Microbatch) -> RankPart:
     """The whole microbatch, unchanged."""
-    return Part({"input_ids": microbatch.inputs_BT}, microbatch.select_N)
+    return RankPart({"input_ids": microbatch.inputs_BT}, microbatch.select_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Unpadded:
     kernel: Kernel
     ranks: Ranks
 
-    def __call__(self, microbatch: Microbatch) -> Part:
+    def __call__(self, microbatch: Microbatch) -> RankPart:
         """The last row is lengthened until all ranks have the same number of positions."""
         device, (num_rows, width), ranks = microbatch.inputs_BT.device, microbatch.inputs_BT.shape, self.ranks
         *others, last = microbatch.lengths
@@ -116,7 +116,7 @@ class Unpadded:
         inputs = microbatch.inputs_BT[rows_P[mine], positions_P[mine].clamp(max=width - 1)]
         layout = Layout(starts.int(), rows_P * max(lengths) + positions_P, max(lengths), self.kernel, ranks.sequence)
         arguments = {"input_ids": inputs[None], "position_ids": positions_P[None, mine], "layout": layout}
-        return Part(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
+        return RankPart(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
 
 
 def is_packed(divide: Divide) -> bool:

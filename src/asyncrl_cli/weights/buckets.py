@@ -55,7 +55,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class BucketEntry:
     """Where a tensor lies in its bucket."""
 
     spec: Spec
@@ -71,7 +71,7 @@ class Bucket:
     """One flat buffer of uint8 and the layout of the tensors in it."""
 
     data: NDArray[np.uint8]
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
 
     @cached_property
     def fingerprint(self) -> int:
@@ -93,18 +93,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[tuple[Entry, ...]]:
+def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[tuple[BucketEntry, ...]]:
     """Lay out tensors in buckets in the given order. A tensor that is larger than a bucket gets its own bucket."""
     if bucket_size_bytes < 1:
         raise ValueError(f"bucket size is {bucket_size_bytes} bytes: it must be positive")
-    layout: list[list[Entry]] = []
+    layout: list[list[BucketEntry]] = []
     end_bytes = 0
     for spec in specs:
         start_bytes = -(-end_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if not layout or start_bytes + spec.num_bytes > bucket_size_bytes:
             layout.append([])
             start_bytes = 0
-        layout[-1].append(Entry(spec=spec, offset_bytes=start_bytes))
+        layout[-1].append(BucketEntry(spec=spec, offset_bytes=start_bytes))
         end_bytes = start_bytes + spec.num_bytes
     return [tuple(entries) for entries in layout]
 
@@ -112,7 +112,7 @@ def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[tuple[Ent
 class Packing:
     """Fresh buffers of one layout, to be filled tensor by tensor."""
 
-    def __init__(self, layout: Iterable[tuple[Entry, ...]]) -> None:
+    def __init__(self, layout: Iterable[tuple[BucketEntry, ...]]) -> None:
         self.buckets = [Bucket(data=np.zeros(entries[-1].end_bytes, dtype=np.uint8), entries=entries) for entries in layout]
         self._places = {e.spec.name: (index, e) for index, bucket in enumerate(self.buckets) for e in bucket.entries}
         self._missing = [{entry.spec.name for entry in bucket.entries} for bucket in self.buckets]
@@ -200,7 +200,7 @@ def parameter_dtype(specs: Iterable[Spec]) -> str | None:
     return next((spec.dtype for spec in specs if torch_dtype(spec.dtype).is_floating_point), None)
 
 
-def view_of(data: NDArray[np.uint8], entry: Entry) -> torch.Tensor:
+def view_of(data: NDArray[np.uint8], entry: BucketEntry) -> torch.Tensor:
     """The tensor of an entry, as a view of its buffer."""
     if entry.spec.num_bytes == 0:
         return torch.empty(entry.spec.shape, dtype=torch_dtype(entry.spec.dtype))

@@ -32,8 +32,8 @@ from asyncrl_cli.safe_files import Count, load_json
 from asyncrl_cli.storage import remove_tree, sync_files
 from asyncrl_cli.weights.buckets import (
     Bucket,
+    BucketEntry,
     DamagedWeights,
-    Entry,
     Packing,
     Spec,
     dtype_name,
@@ -66,7 +66,7 @@ class BucketFile:
     """A bucket's ref: the file that it will have once the version is finished, and the layout of the tensors in it."""
 
     path: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
 
     def read(self) -> Bucket:
         """Read the bucket. Raises DamagedWeights if the file cannot be read, or holds other tensors."""

@@ -35,11 +35,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.weights.buckets import ALIGNMENT_BYTES, Bucket, Entry, Spec, torch_dtype, view_of
+from asyncrl_cli.weights.buckets import ALIGNMENT_BYTES, Bucket, BucketEntry, Spec, torch_dtype, view_of
 from asyncrl_cli.weights.sending import Sender
 from asyncrl_cli.weights.versions import Manifest
 
-Layout = tuple[Entry, ...]
+Layout = tuple[BucketEntry, ...]
 
 
 class SharedWeights(dict[str, torch.Tensor]):
@@ -48,7 +48,7 @@ class SharedWeights(dict[str, torch.Tensor]):
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         """Copy each bucket as it arrives, so that the whole version is never held twice."""
         self.num_bytes = 0
-        self._entries: list[Entry] = []
+        self._entries: list[BucketEntry] = []
         self._descriptor = os.memfd_create("asyncrl-weights")
         close = weakref.finalize(self, os.close, self._descriptor)
         try:
@@ -113,7 +113,7 @@ def views(data: NDArray[np.uint8], tensors: Iterable[tuple[str, str, Sequence[in
     """Views of the tensors from `SharedWeights.describe`. Raises ValueError if one lies outside the buffer."""
     found = []
     for name, dtype, shape, offset_bytes in tensors:
-        entry = Entry(spec=Spec(name=name, dtype=dtype, shape=tuple(shape)), offset_bytes=offset_bytes)
+        entry = BucketEntry(spec=Spec(name=name, dtype=dtype, shape=tuple(shape)), offset_bytes=offset_bytes)
         if entry.end_bytes > len(data):
             raise ValueError(f"{name} ends at byte {entry.end_bytes} of {len(data)} shared ones")
         found.append((name, view_of(data, entry)))

@@ -22,7 +22,7 @@ from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.profile.sharing import CRITIC
 from asyncrl_cli.simulate.responses import WorkerTimes
-from asyncrl_cli.simulate.sequences import ToolCall
+from asyncrl_cli.simulate.sequences import ToolWait
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
@@ -250,20 +250,20 @@ def _worker_times(scenario: Scenario) -> WorkerTimes:
     )
 
 
-def _tool_calls(scenario: Scenario, rng: random.Random, tokens: int) -> list[ToolCall]:
+def _tool_calls(scenario: Scenario, rng: random.Random, tokens: int) -> list[ToolWait]:
     """Up to the first that fails. All turns together are at most `MAX_TOKENS` long."""
-    calls: list[ToolCall] = []
+    calls: list[ToolWait] = []
     for _ in range(rng.randint(0, scenario.max_turns - 1)):
         luck, seconds = rng.random(), min(rng.expovariate(1 / scenario.tool_s) if scenario.tool_s else 0.0, TOOL_TIMEOUT_S)
         if luck < scenario.hanging_tools:
-            return [*calls, ToolCall(TOOL_TIMEOUT_S, 0, 0, "tool-timeout")]
+            return [*calls, ToolWait(TOOL_TIMEOUT_S, 0, 0, "tool-timeout")]
         if luck < scenario.hanging_tools + scenario.failing_tools:
-            return [*calls, ToolCall(seconds, 0, 0, "tool-died")]
+            return [*calls, ToolWait(seconds, 0, 0, "tool-died")]
         turn_tokens = min(LENGTHS[scenario.lengths](rng), MAX_TOKENS - tokens)
         if turn_tokens < 1:
             break
         tokens += turn_tokens
-        calls.append(ToolCall(seconds, rng.randint(0, 40), turn_tokens))
+        calls.append(ToolWait(seconds, rng.randint(0, 40), turn_tokens))
     return calls
 
 
