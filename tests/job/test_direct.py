@@ -23,8 +23,8 @@ from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import adapters, calls, rank_actors, trainer_actor
-from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.calls import Limit, RayRankZero
+from asyncrl_cli.job.ray_ports import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.loop.meters import RolloutMeter

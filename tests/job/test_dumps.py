@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import rank_actors
-from asyncrl_cli.job.adapters import RayTrainer
+from asyncrl_cli.job.ray_ports import RayTrainer
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.profile.schema import ModelSection, Place, Profile
 

@@ -15,9 +15,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RaySystemError, RayTaskError
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.job.adapters import RayRolloutWorker
 from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, SETTLE_S, PartDesk, PartExchange
+from asyncrl_cli.job.ray_ports import RayRolloutWorker
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, PartResult
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll

@@ -14,7 +14,7 @@ import pytest
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job import run as run_module
 from asyncrl_cli.job import workers
-from asyncrl_cli.job.adapters import RayTrainer
+from asyncrl_cli.job.ray_ports import RayTrainer
 from asyncrl_cli.job.run import Run
 
 from .crew import small_profile

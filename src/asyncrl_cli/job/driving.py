@@ -36,7 +36,7 @@ from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.versions import all_loads_s
 
 if TYPE_CHECKING:
-    from asyncrl_cli.job.adapters import RayTrainer  # it needs Ray
+    from asyncrl_cli.job.ray_ports import RayTrainer  # it needs Ray
 
 log = logging.getLogger("asyncrl")
 

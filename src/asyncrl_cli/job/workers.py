@@ -16,12 +16,12 @@ import ray
 from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.checkpoint.sealed import Checkpoint
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.calls import all_of
 from asyncrl_cli.job.critic_actor import CriticActor, RayCritic
 from asyncrl_cli.job.placing import Options, Say, is_local_session, placed, used_nodes
 from asyncrl_cli.job.preflight import Wanted, examined, refuse
 from asyncrl_cli.job.rank_actors import RayRanks
+from asyncrl_cli.job.ray_ports import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.scorer_actor import RayScorer, ScorerActor
 from asyncrl_cli.job.trainer_actor import WEIGHTS_DIR, TrainerActor
