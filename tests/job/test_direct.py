@@ -22,7 +22,7 @@ from asyncrl_cli.engines.vllm.nccl import NcclLinks
 from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.job import adapters, calls, rank_actors, trainer_actor
+from asyncrl_cli.job import calls, rank_actors, ray_ports, trainer_actor
 from asyncrl_cli.job.calls import Limit, RayRankZero
 from asyncrl_cli.job.ray_ports import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.rollout_actor import Loader
@@ -192,7 +192,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
         limits[call.partition(" of ")[0]] = limit.seconds or 0.0
         return "tcp://10.0.0.7:2345"
 
-    for module in (calls, adapters):
+    for module in (calls, ray_ports):
         monkeypatch.setattr(module, "answer", answer)
     profile = direct_profile("nccl")
     methods = ("direct", "leave", "load", "connect", "meeting_point")
@@ -225,7 +225,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
 
 def test_a_meeting_that_takes_too_long_says_what_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     there = Driver(monkeypatch)
-    monkeypatch.setattr(adapters, "DRIVER_MARGIN_S", 0.25 - 20.0)
+    monkeypatch.setattr(ray_ports, "DRIVER_MARGIN_S", 0.25 - 20.0)
 
     async def body() -> None:
         there.worker.actor.connect = SimpleNamespace(remote=lambda actor: asyncio.sleep(WAIT_S))

@@ -81,7 +81,7 @@ def test_what_is_published_scores_as_the_trainer_does(tiny_model_dir, make_train
     for path in tiny_model_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     save_file({name: tensor.clone() for name, tensor in whole.items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    theirs = make_trainer(trainer_parts(tmp_path)).score([[3, 1, 4, 1, 5, 9]])
+    theirs = make_trainer(trainer_parts(tmp_path)).model.logprobs([[3, 1, 4, 1, 5, 9]])
     assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
 
 

@@ -136,7 +136,7 @@ class PolicyOptimizer:
                 **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
             }
         self._on_host: dict[str, torch.Tensor] | None = None
-        if section.offload_optimizer and ranks.device.type != "cpu":
+        if _offloads(section, ranks):
             live = self._live_moments()
             self._on_host = {key: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for key, t in live.items()}
             self._offload(self._on_host)
@@ -201,6 +201,11 @@ class PolicyOptimizer:
         self.steps_made = steps_made
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(steps_made))
+
+
+def _offloads(section: TrainerSection, ranks: Ranks) -> bool:
+    """Whether moments wait on the host between optimizer steps. On a CPU they are there anyway."""
+    return section.offload_optimizer and ranks.device.type != "cpu"
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:
