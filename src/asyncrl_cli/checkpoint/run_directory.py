@@ -13,6 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -88,7 +89,8 @@ class RunDirectory:
             run.keep_profile(profile_toml, resolved)
         except BaseException:
             run.close()
-            run.remove()
+            with suppress(OSError):  # the cause is raised, not that its traces stay
+                run.remove()
             raise
         return run
 

@@ -164,5 +164,5 @@ def _checked(call: Mapping[str, Any], id: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"a tool call names no tool, but {name!r}")
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"the arguments of {name} are no JSON object, but {arguments!r}")
+        raise ValueError(f"the arguments of {name} are not a JSON object, but {arguments!r}")
     return {"id": id, "type": "function", "function": {"name": name.strip(), "arguments": dict(arguments)}}

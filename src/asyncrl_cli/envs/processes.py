@@ -163,6 +163,7 @@ class EnvironmentProcesses:
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
+        ours.setblocking(False)  # `_fork` sends on it from the event loop
         with theirs:
             self._zygote = await asyncio.create_subprocess_exec(
                 *command(zygote.run),

@@ -59,8 +59,8 @@ class Alone:
     runs in their session. Methods raise ExecutorFailed, with the actor's name and error.
 
     What was measured: `tokens_per_s` by `Capacities`' names; of measurements of one phase alone also `slots_used`, the mean share
-    of slots that were generating, and `cpu_shares`, CPU time over wall time of the process with the smallest ratio (see `CpuTime`).
-    On CPUs a share far below 1 means that other programs used the machine.
+    of slots that generate in a decode step, and `cpu_shares`, CPU time over wall time of the process with the smallest ratio (see
+    `CpuTime`). On CPUs a share far below 1 means that other programs used the machine.
     """
 
     def __init__(self, work: Work, plan: JobPlan, model_dir: Path, directory: Path) -> None:

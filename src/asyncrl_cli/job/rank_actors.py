@@ -48,7 +48,7 @@ class RankActor(ABC):
     """One process. `THREADS`: per concurrency group. `NEEDS`: the module that `start` needs. `ROLE`, `INPUT`: for its report."""
 
     THREADS: ClassVar[Mapping[str, int]] = {"main": 1, "control": 1}
-    NEEDS: ClassVar[str]
+    NEEDS: str
     ROLE: ClassVar[str]
     INPUT: ClassVar[str]
 
@@ -108,7 +108,7 @@ def naming_nodes(nodes: Sequence[str]) -> Iterator[None]:
         raise ExecutorFailed(f"{missing.cause}: {where}", hint=missing.hint) from missing
 
 
-class RayRanks:
+class RayRanks(ABC):
     """All processes of the trainer or of a scorer as one executor."""
 
     def __init__(self, name: str, actors: Sequence[Any], profile: Profile) -> None:
@@ -152,8 +152,9 @@ class RayRanks:
     async def _answers(self, call: str, refs: Sequence[Any], limit: Limit) -> list[Any]:
         return await all_of(self._answer(ref, call, rank, limit) for rank, ref in enumerate(refs))
 
+    @abstractmethod
     async def _answer(self, ref: Any, call: str, rank: int = 0, limit: Limit | None = None) -> Any:
-        raise NotImplementedError
+        """Await the answer of a process. By default within `rollout.call_timeout_s`."""
 
 
 def taken(plan: RankPlan, names: Sequence[str], values: Sequence[Any]) -> tuple[dict[int, GroupPayload], Scores]:

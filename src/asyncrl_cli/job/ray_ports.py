@@ -297,7 +297,11 @@ class RayTrainer(RayRanks):
     async def write(self, directory: Path, cut: ports.Cut) -> None:
         """Write the snapshot of the cut's step beside training: trainer state, the arrays of `cut.payloads` and `cut.kept`, and,
         within a window, the weights of the last gathered version as they were at the snapshot."""
-        await self._learners(f"the checkpoint of step {cut.step}", "write", str(directory.absolute()), replace(cut, loop_state={}))
+        call, target, cut = f"the checkpoint of step {cut.step}", str(directory.absolute()), replace(cut, loop_state={})
+        writes = [self.collective(call, "write", target, cut)]
+        if self.critic is not None:
+            writes.append(self.critic.collective(call, "write", target, replace(cut, payloads=(), kept=(), so_far=())))
+        await all_of(writes)
 
     async def restore(self, directory: Path) -> None:
         """Load a checkpoint."""

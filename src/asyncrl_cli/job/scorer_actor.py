@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 class ScorerActor(RankActor):
     """One process. Its methods mirror `loop.ports.Scorer`; `RayScorer` calls them on all processes."""
 
-    NEEDS = "asyncrl_cli.train.critic"
     ROLE, INPUT = "scorer", "finished groups"
 
     def __init__(self, rank: int, task: str, profile: Profile, place: Place, *, log_path: Path) -> None:
         super().__init__(task, rank, profile, place, log_path)
+        self.NEEDS = f"asyncrl_cli.train.{'reward_model' if task == REWARD else 'critic'}"
         self._ranks: Ranks | None = None
 
     def _start(self, init_method: str) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.user_code import UserCode
 
+REWARD_TIMEOUT_S = 5.0
+
 Episode = Callable[[Any, Item], Awaitable[float | None]]
 
 
@@ -50,7 +52,8 @@ def player(code: UserCode) -> Callable[[Item, Access], Awaitable[float]]:
             reward = await function(client, item)
         if reward is None:
             async with opened(access) as client:  # the agent may have closed the first client
-                reward = (await client.get(f"{access.base_url.removesuffix('/v1')}/reward", cast_to=object))["reward"]
+                at_once = client.with_options(timeout=REWARD_TIMEOUT_S, max_retries=0)
+                reward = (await at_once.get(f"{access.base_url.removesuffix('/v1')}/reward", cast_to=object))["reward"]
         if reward is None:
             raise ValueError("the agent returned None and did not post a reward")
         return reward

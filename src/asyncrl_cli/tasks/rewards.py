@@ -80,7 +80,7 @@ class RewardPool:
             self._fail_all()
         outcome = await wanted.outcome
         if isinstance(outcome, RewardFailed):
-            raise outcome
+            raise RewardFailed(str(outcome), outcome.kind)  # several rewards may share one outcome
         return outcome
 
     async def close(self) -> None:

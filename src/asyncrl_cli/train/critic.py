@@ -136,7 +136,7 @@ class CriticApart(Critic):
 
     def write(self, step: int, directory: Path) -> None:
         """Write the snapshot of `step` beside the trainer's files, and forget it."""
-        write_state(self._ranks.rank, *self._snapshots.pop(step), directory)
+        write_state(self._ranks.rank, *self._snapshots.pop(step), directory, is_critics=True)
 
     def restore(self, directory: Path) -> None:
         """Restore weights, moments and counter, written by a critic or a trainer. RefusedError if none fit this critic."""

@@ -33,7 +33,7 @@ COUNTERS_FILE, CRITIC_FILE = "trainer.json", "critic.json"
 PUBLISHED_FILE = "published.safetensors"
 CRITIC = "critic."
 """Prefix of the critic's parameters."""
-ANOTHER = "use another checkpoint"
+ANOTHER = "take another checkpoint"
 ANOTHER_MODEL = "resume with the profile and the model that wrote it"
 
 
@@ -102,9 +102,11 @@ def rank_file(directory: Path, rank: int, role: str = "rank") -> Path:
     return directory / f"{role}-{rank:05d}.safetensors"
 
 
-def write_state(rank: int, state: HostState, counters: Counters | CriticCounters, directory: Path) -> None:
+def write_state(
+    rank: int, state: HostState, counters: Counters | CriticCounters, directory: Path, *, is_critics: bool = False
+) -> None:
     """Write this process's file, and on rank 0 the counters, with fsync. Raises OSError if that fails."""
-    role, counters_file = ("critic", CRITIC_FILE) if "processes" in counters else ("rank", COUNTERS_FILE)
+    role, counters_file = ("critic", CRITIC_FILE) if is_critics else ("rank", COUNTERS_FILE)
     directory.mkdir(parents=True, exist_ok=True)
     places = json.dumps({key: (rows.first_row, rows.num_rows) for key, rows in state.items()})
     write_weights({key: rows.tensor for key, rows in state.items()}, rank_file(directory, rank, role), rows=places)

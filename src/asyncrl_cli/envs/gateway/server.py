@@ -236,7 +236,7 @@ async def _errors_in_openais_shape(request: web.Request, handler: Handler) -> we
         return await handler(request)
     except Refused as refused:
         error = refused
-    except EpisodeFailed as failed:  # the chat template or the tokenizer refused
+    except EpisodeFailed as failed:  # the chat template, the tokenizer or the parser of answers refused
         error = Refused(400, failed.text)
     except web.HTTPException as raised:  # no such path, a body that is too large
         error = Refused(raised.status, f"{request.method} {request.path}: {raised.reason}")
