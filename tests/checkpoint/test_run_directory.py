@@ -40,7 +40,7 @@ def test_a_new_run_has_its_files_and_folders(run):
 
 
 def test_a_name_in_use_is_refused_with_both_ways_out(run):
-    with pytest.raises(RefusedError, match="in use") as caught:
+    with pytest.raises(RefusedError, match="a run of that name exists") as caught:
         RunDirectory.create(run.path.parent, "otter", profile_toml="", resolved={})
     assert f"`asyncrl resume otter --runs-dir {run.path.parent}`" in caught.value.hint
     assert "--name" in caught.value.hint
@@ -160,20 +160,29 @@ def test_a_run_that_was_killed_while_it_started_is_replaced(tmp_path):
 )
 def test_a_run_in_which_anything_could_be_lost_is_not(tmp_path, phase, others):
     started(tmp_path, phase, *others)
-    with pytest.raises(RefusedError, match="in use"):
+    with pytest.raises(RefusedError, match="a run of that name exists"):
         RunDirectory.create(tmp_path, "first", profile_toml="new", resolved={})
+
+
+@pytest.mark.parametrize(("phase", "command"), [("done", "report"), ("stopped", "resume"), ("failed", "resume")])
+def test_whoever_takes_the_name_of_a_run_is_told_what_can_be_done_with_that_run(tmp_path, phase, command):
+    run = started(tmp_path, phase)
+    with pytest.raises(RefusedError, match=f"a run of that name exists: {run.path}") as refused:
+        check_free(tmp_path, "first")
+    assert "another --name" in refused.value.hint
+    assert re.findall("`asyncrl ([a-z]+) ", refused.value.hint) == [command]
 
 
 def test_a_run_that_is_starting_is_not_replaced(tmp_path):
     run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
-    with pytest.raises(RefusedError, match="in use"):
+    with pytest.raises(RefusedError, match="a run of that name exists"):
         check_free(tmp_path, "first")
     run.close()
 
 
 def test_a_directory_of_somebody_else_is_not_replaced(tmp_path):
     (tmp_path / "first").mkdir()
-    with pytest.raises(RefusedError, match="in use"):
+    with pytest.raises(RefusedError, match="a run of that name exists"):
         RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
 
 

@@ -133,6 +133,26 @@ def test_a_model_of_the_hub_is_planned_without_an_estimate(capsys: pytest.Captur
     assert "no estimate" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "machine", "is_warned"),
+    [
+        ("promts.jsonl", [], True),
+        ("promts-*.jsonl", [], True),
+        ("prompts.jsonl", [], False),
+        ("prompt*.jsonl", [], False),
+        ("promts.jsonl", ["--gpus", "8"], False),
+    ],
+)
+def test_a_plan_for_this_machine_warns_of_a_file_that_is_not_there(
+    name: str, machine: list[str], is_warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").touch()
+    source = tmp_path / name
+    assert run(["plan", "-p", "base", "--set", f"task.source=jsonl:{source}", *machine]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert ("a run on this machine would be refused: task.source:" in told) == is_warned
+
+
 def test_a_bound_belongs_to_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "-p", "base", "--max-staleness", "1"]) == 2
     assert "needs --tune" in capsys.readouterr().err

@@ -157,7 +157,7 @@ def test_a_model_that_can_be_opened_is_planned(tmp_path: Path, capsys: pytest.Ca
         pytest.param(["--set", "model.path=builtin:large"], 2, "there is no", marks=pytest.mark.slow),
         pytest.param(["--set", "rollout.max_response_tokens=4096"], 2, "the model has 2048 positions", marks=pytest.mark.slow),
         (["--set", "task.source=builtin:guess", "--set", "algorithm.overlong_buffer_tokens=8"], 2, "may have several responses"),
-        (["--name", "taken"], 4, "is in use"),
+        (["--name", "taken"], 4, "a run of that name exists"),
     ],
 )
 def test_a_dry_run_refuses_what_a_run_refuses(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from docs.make.references import DOCS, PAGES, renewed
 from asyncrl_cli.observe.meanings import meaning_of
 from asyncrl_cli.profile.keys import sections
 from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.tasks.task import load_task
 from tests.report.recorded_run import line
 
 ROOT = DOCS.parent
@@ -38,8 +40,12 @@ def test_the_readme_names_every_section_and_its_profile_is_one(tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall("```toml\n(.*?)```", readme, re.DOTALL)
     (tmp_path / "my.toml").write_text(block, encoding="utf-8")
-    (tmp_path / "rewards.py").touch()
+    (tmp_path / "rewards.py").write_text("def score(item, response): return 1.0\n", encoding="utf-8")
+    rows = (json.dumps({"prompt": f"{number} + 1", "answer": str(number + 1)}) for number in range(96))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
     loaded = load(str(tmp_path / "my.toml"), environ={})
+    task = load_task(loaded.profile)
+    assert (len(task.train), len(task.eval)) == (32, 64)
     assert loaded.profile.task.import_path == str(tmp_path)
     assert loaded.warnings == ()
     named = re.search(r"The sections are ([^.]*)\.", readme)[1]

@@ -19,6 +19,7 @@ from asyncrl_cli.tasks import code_records
 from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.code_records import keep_record
 from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.scoring import load_function
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.tasks.user_code import UserCode
 
@@ -77,6 +78,25 @@ def test_a_bad_reward_module_is_refused_in_time_with_its_name_and_a_hint(tmp_pat
     source, expected = MODULES[name]
     (tmp_path / "bad.py").write_bytes(source.encode("utf-8", "surrogateescape"))
     assert_refused(tmp_path, monkeypatch, "bad:score", expected)
+
+
+@pytest.mark.parametrize(
+    ("signature", "call"),
+    [
+        ("completions, **kwargs", "digits(completions=[response])[0]"),
+        ("prompts, completions, **kwargs", 'digits(prompts=[item["prompt"]], completions=[response])[0]'),
+        ("completions, answer", 'digits(completions=[response], answer=[item["answer"]])[0]'),
+    ],
+)
+def test_a_reward_in_trls_signature_is_refused_with_the_function_that_calls_it(tmp_path, monkeypatch, signature, call):
+    (tmp_path / "trl_rewards.py").write_text(f"def digits({signature}):\n    return [1.0 for _ in completions]\n")
+    assert_refused(tmp_path, monkeypatch, "trl_rewards:digits", "has TRL's signature, .*called with \\(item, response\\)")
+    with pytest.raises(ConfigError) as refused:
+        resolved("trl_rewards:digits")
+    wrapper = f"def score(item, response): return {call}"
+    assert f"`{wrapper}`" in refused.value.hint
+    (tmp_path / "wrapped.py").write_text(f"from trl_rewards import digits\n{wrapper}\n")
+    assert load_function(resolved("wrapped:score").function)({"prompt": "2 + 2", "answer": "4"}, "4") == 1.0
 
 
 def resolved(reward: str, **task: float) -> RewardSpec:

@@ -205,10 +205,9 @@ def clear_lost(run_dir: Path) -> Path | None:
 
 
 def _in_use(path: Path) -> RefusedError:
-    return RefusedError(
-        f"run directory {path} is in use: a run of that name exists",
-        hint=f"continue it with `asyncrl resume {as_typed(path)}`, or give another --name",
-    )
+    is_done = last_status(path).get("phase") == "done"
+    other = f"`asyncrl report {as_typed(path)}` shows it" if is_done else f"continue it with `asyncrl resume {as_typed(path)}`"
+    return RefusedError(f"a run of that name exists: {path}", hint=f"give another --name, or: {other}")
 
 
 def fresh_name(profile: str, runs_dir: Path) -> str:

@@ -20,6 +20,7 @@ from asyncrl_cli.plan.node_fit import Unplaced, assigned, fitting_hint
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.splits import missing_file
 from asyncrl_cli.train.losses import check_loss
 
 MIB, GIB = 2**20, 2**30
@@ -49,6 +50,8 @@ def print_plan(
     warnings = [*loaded.warnings, *job.warnings]
     if (missing := engine_refusal(profile, job.device)) is not None and is_here:
         warnings.append(f"a run on this machine would be refused: {missing.message} ({missing.hint})")
+    if is_here and (unread := missing_file(profile)):
+        warnings.append(f"a run on this machine would be refused: {unread}")
     if job.device == "cpu":
         given = {"--gpus": None if job.gpus else gpus or None, "--gpu-memory": gpu_memory_gib}
         warnings += [f"{flag} {value:g} is not used: the job runs on CPUs" for flag, value in given.items() if value is not None]

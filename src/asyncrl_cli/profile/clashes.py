@@ -71,7 +71,7 @@ CLASHES = (
     Clash(
         {PARTIAL: True, ETA: 0},
         "no rollout is running at a weight sync, so none can be partial",
-        "--set async_training.staleness_threshold=0.5, or partial_rollout=false",
+        "--set async_training.staleness_threshold=0.5, or async_training.partial_rollout=false",
     ),
     Clash(
         {"rollout.interrupt": given, PARTIAL: False},
@@ -81,12 +81,12 @@ CLASHES = (
     Clash(
         {"async_training.max_staleness": _positive, ETA: 0},
         "nothing is generated ahead, so nothing can be stale",
-        "--set async_training.max_staleness=0, or a staleness_threshold above 0",
+        "--set async_training.max_staleness=0, or async_training.staleness_threshold above 0",
     ),
     Clash(
         {"async_training.on_stale": _other_than("wait"), ETA: 0},
         "no group can become stale",
-        "--set async_training.on_stale=wait, or a staleness_threshold above 0",
+        "--set async_training.on_stale=wait, or async_training.staleness_threshold above 0",
     ),
     Clash(
         {COLOCATE: True, ETA: _positive},

@@ -92,7 +92,7 @@ def _without_use(profile: Profile, shown: str) -> Iterator[ConfigError]:
     """Errors for tasks with their own processes that the profile does not need, or that cannot run there."""
     algorithm, weights = profile.algorithm, profile.weights
     if is_apart(profile, REF) and not algorithm.has_reference:
-        hint = "--set algorithm.use_kl_loss=true (or use_kl_in_reward), or leave ref out"
+        hint = "--set algorithm.use_kl_loss=true (or algorithm.use_kl_in_reward=true), or leave ref out"
         yield ConfigError(f"{shown}: nothing asks for the reference's logprobs", hint=hint)
     if is_apart(profile, CRITIC) and not algorithm.has_critic:
         yield ConfigError(f"{shown}: nothing asks for values", hint="--set algorithm.adv_estimator=gae, or leave critic out")

@@ -77,6 +77,8 @@ def _checked(code: UserCode, check: Callable[[UserCode], Any]) -> tuple[str, Any
     try:
         found = check(code)
         return code.find(), None if callable(found) else found
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         raise ChildFailed(describe(error)) from None
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.tasks import agents, verifiers_player
 from asyncrl_cli.tasks.item import WORKED, Item
 from asyncrl_cli.tasks.reward_spec import RewardSpec
@@ -85,7 +86,7 @@ def _math_verify_scorer(spec: RewardSpec) -> Scorer:
 
 
 def load_function(code: UserCode) -> Scorer:
-    """Import a reward function. Raises any error of that import, or TypeError if it cannot be a reward."""
+    """Import a reward function. Raises any error of that import, TypeError if it cannot be a reward, ConfigError if it is TRL's."""
     found, name = code.load(), code.attribute
     if inspect.isclass(found):
         raise TypeError(f"{name} is a class; name a function, or an instance that can be called")
@@ -98,6 +99,13 @@ def load_function(code: UserCode) -> Scorer:
         signature = inspect.signature(found)
     except ValueError:  # some functions in C have no signature
         return found
+    if "completions" in signature.parameters:
+        values = {"prompts": 'item["prompt"]', "completions": "response", "answer": 'item["answer"]'}
+        given = ", ".join(f"{key}=[{value}]" for key, value in values.items() if key in signature.parameters)
+        raise ConfigError(
+            f'task.reward = "{code.name}" has TRL\'s signature, {signature!s:.200}; here a reward is called with (item, response)',
+            hint=f"name a function that calls it: `def score(item, response): return {name}({given})[0]`",
+        )
     try:
         signature.bind({}, "")
     except TypeError as error:
