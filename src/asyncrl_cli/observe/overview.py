@@ -150,8 +150,8 @@ def table_of(rows: Sequence[RunRow]) -> Group:
         )
     told = [Text.assemble((f"{row.name}: ", "bold red"), f"{row.error}\n  {row.next}") for row in rows[:MOST_ROWS] if row.error]
     older = [Text(f"... and {len(rows) - MOST_ROWS} older runs: --json lists all", "dim")] if len(rows) > MOST_ROWS else []
-    legend = Text("idle: trainer, rollouter; stale: versions per token; age: of its last status; next: asyncrl NEXT RUN", "dim")
-    return Group(table, *older, *told, legend)
+    legend = "idle: trainer, rollouter; stale: versions per token; age: time since its last report; next: asyncrl NEXT RUN"
+    return Group(table, *older, *told, Text(legend, "dim"))
 
 
 def since(seconds: float) -> str:
