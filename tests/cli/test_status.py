@@ -8,9 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.cli.console import run_to_its_end
+from asyncrl_cli.job.driving import RunResult
+from asyncrl_cli.job.run import Run
+from asyncrl_cli.observe.overview import next_command
+from asyncrl_cli.paths import ADDRESS_VARIABLE
+from asyncrl_cli.profile.schema import Profile
 from tests.cli.statuses import say_status
 
 LOG = """2026-11-23 04:00:00,100 INFO asyncrl: importing
@@ -47,7 +54,7 @@ def test_every_run_has_a_row_with_its_state_and_what_to_do_next(runs_dir: Path, 
     assert run(["status", "--runs-dir", str(runs_dir), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["name"], row["state"]) for row in rows] == [(name, name) for name in NAMES]
-    assert [row["next"] for row in rows] == [
+    assert [row["next"].removesuffix(f" --runs-dir {runs_dir}") for row in rows] == [
         "asyncrl status running",
         "asyncrl report done",
         "asyncrl resume stopped",
@@ -69,7 +76,7 @@ def test_the_table_of_runs_fits_80_columns_and_names_nothing_in_part(
     assert [line.split()[0] for line in out.splitlines()[1:] if line.split()[0] in NAMES] == list(NAMES)
     assert "\N{HORIZONTAL ELLIPSIS}" not in out
     said = " ".join(out.split())
-    assert "killed: rollout-0 gave no answer for 600 s asyncrl resume killed" in said
+    assert "killed: rollout-0 gave no answer for 600 s asyncrl resume killed --runs-dir" in said
     assert "failed: rollout-0 failed: out of memory asyncrl logs failed" in said
 
 
@@ -82,7 +89,7 @@ def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(
     assert f"continue it with `asyncrl resume killed --runs-dir {runs_dir}`" in out
     assert "last error: rollout-0 gave no answer for 600 s" in out
     assert run(["status", "stopped", "--runs-dir", str(runs_dir)]) == 0
-    assert "next: asyncrl resume stopped" in capsys.readouterr().out
+    assert f"next: asyncrl resume stopped --runs-dir {runs_dir}" in capsys.readouterr().out
 
 
 def test_a_single_run_is_shown_in_depth(runs_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,3 +98,26 @@ def test_a_single_run_is_shown_in_depth(runs_dir: Path, tmp_path: Path, capsys: 
     (runs_dir / "done").rename(alone / "done")
     assert run(["status", "--runs-dir", str(alone)]) == 0
     assert "━━ asyncrl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ui", "said"), [("plain", True), ("none", False)])
+def test_a_run_that_is_done_ends_with_the_next_command(
+    ui: str, said: bool, runs_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl_cli.job.process.collect_garbage_seldom", lambda: None)
+
+    class Done(Run):
+        async def run(self) -> RunResult:
+            return RunResult(run_dir=runs_dir / "done", exit_code=0, summary={})
+
+    done = Done(Profile(), ui=ui)
+    done.requests.take_signals = dict  # type: ignore[method-assign]
+    with pytest.raises(typer.Exit):
+        run_to_its_end(done, as_json=False)
+    assert capsys.readouterr().err == (f"next: asyncrl report done --runs-dir {runs_dir}\n" if said else "")
+
+
+def test_in_a_job_the_next_command_names_the_job_server_where_it_can(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, "http://head:8265")
+    assert next_command(runs_dir / "stopped", "stopped") == "asyncrl resume stopped --address http://head:8265"
+    assert next_command(runs_dir / "done", "done") == f"asyncrl report {runs_dir / 'done'}"

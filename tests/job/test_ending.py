@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,10 @@ class FakeTrainer:
 class FakeObservers:
     def __init__(self) -> None:
         self.phases: list[str] = []
+        self.warnings: list[str] = []
+
+    def warning(self, message: str) -> None:
+        self.warnings.append(message)
 
     def close(self, phase: str, error: str = "") -> dict[str, Any]:
         self.phases.append(phase)
@@ -95,6 +100,20 @@ def test_a_cancellation_from_outside_ends_the_loop_and_is_passed_on() -> None:
         assert (pipeline.was_cancelled, observers.phases) == (True, ["stopped"])
 
     asyncio.run(asyncio.wait_for(main(), 10))
+
+
+@pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "another Ctrl-C"), (None, "a second request")])
+def test_a_first_request_is_answered_on_the_screen(number: int | None, again: str) -> None:
+    async def main() -> list[str]:
+        requests, observers = StopRequests(), FakeObservers()
+        pipeline = FakePipeline(lasts_s=0.05)
+        running = asyncio.create_task(run_to_the_end(pipeline, FakeTrainer(), DIRECTORY, observers, requests))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        requests.request(number)
+        await running
+        return observers.warnings
+
+    assert asyncio.run(main()) == [f"stopping after this train step; {again} ends the run at once"]
 
 
 def test_outside_the_main_thread_signals_are_left_alone() -> None:

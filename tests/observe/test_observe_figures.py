@@ -227,7 +227,7 @@ def test_what_was_not_measured_is_left_out_or_a_dash_and_never_a_zero(facts):
     for row in ("slots used    - ", "rollouter  idle    -        - tokens/s", "trainer    idle    -"):
         assert row in text
     assert not re.search("^(staleness|reward|eval|mean step)", text, re.MULTILINE)
-    assert not re.search(r"\b0%(?!  0:00:00 gone)", text.replace("step 0/300", ""))
+    assert not re.search(r"\b0%(?!  0:00:00 elapsed)", text.replace("step 0/300", ""))
 
 
 def test_figures_that_are_not_finite_are_shown_by_name(facts, make):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.keys import keys
+from asyncrl_cli.profile.keys import keys, sections, unknown_key
 from asyncrl_cli.profile.loaded import DEFAULT, load
 from asyncrl_cli.profile.toml_files import shipped_profiles
 
@@ -223,6 +223,11 @@ def test_the_keys_of_an_unknown_section_are_judged_by_the_section_that_was_meant
     assert all(f"unknown {'key' if '.' in name else 'section'} {name}" in error.message for name in unknown)
     assert len(error.hint.splitlines()) == hints
     assert any(hint.endswith(("async_training?", " rollout?")) for hint in error.hint.splitlines())
+
+
+def test_a_key_without_its_section_is_named_with_every_section_that_has_it() -> None:
+    assert unknown_key("lr", "profiles keys", [*sections(), *keys()]).hint == "did you mean critic.lr or trainer.lr?"
+    assert unknown_key("slots", "profiles keys", [*sections(), *keys()]).hint == "did you mean rollout.slots?"
 
 
 def test_a_key_that_resembles_none_is_refused_with_those_of_its_section() -> None:

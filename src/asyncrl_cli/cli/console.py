@@ -241,6 +241,7 @@ def run_to_its_end(run: Run, *, as_json: bool) -> None:
 
     from asyncrl_cli.job.process import collect_garbage_seldom
     from asyncrl_cli.job.run import NEVER_BEGAN
+    from asyncrl_cli.observe.overview import next_command
 
     collect_garbage_seldom()
     run.requests.take_signals()
@@ -253,4 +254,6 @@ def run_to_its_end(run: Run, *, as_json: bool) -> None:
             print_json(result.summary)
     if result.error is not None:
         raise result.error
+    if run.ui != "none":
+        say(f"next: {next_command(result.run_dir, 'done')}")
     raise typer.Exit(result.exit_code)

@@ -55,7 +55,8 @@ def logs(
         known = ", ".join(path.stem for path in logs_of(place, None)) or "none yet"
         raise ConfigError(f"no log of role '{role}' in {place}" if role else f"no logs in {place}", hint=f"logs: {known}")
     if attempt is None and attempts > 1:
-        say(f"attempt {attempts}; --attempt 1 to {attempts - 1} show earlier ones")
+        earlier = "1 shows the earlier one" if attempts == 2 else f"1 to {attempts - 1} show earlier ones"
+        say(f"attempt {attempts}; --attempt {earlier}")
     is_one = len(found) == 1 and (not follow or role == found[0].stem)
     lines = follow_lines(directory, lambda: logs_of(place, role), follow=follow, wait=lambda: time.sleep(POLL_S))
     for name, line in lines:

@@ -45,4 +45,4 @@ def samples(
     for one in chosen:
         console.print(shown(one))
     steps = recorded.sampled_steps
-    say(f"{len(chosen)} of step {chosen[0].step}; {len(steps)} steps are dumped, from {steps[0]} to {steps[-1]}")
+    say(f"{len(chosen)} of step {chosen[0].step}; samples are kept of {len(steps)} steps, from {steps[0]} to {steps[-1]}")

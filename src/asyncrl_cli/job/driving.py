@@ -185,7 +185,13 @@ async def run_to_the_end(
     assert this is not None
     running = asyncio.ensure_future(_loop_and_last_dump(pipeline, trainer))
     in_loop = asyncio.get_running_loop().call_soon_threadsafe
-    requests.mean(partial(in_loop, pipeline.request_stop), partial(in_loop, running.cancel), _out)
+
+    def stop() -> None:
+        pipeline.request_stop()
+        if not running.done():  # the observers are closed next
+            observers.warning(f"stopping after this train step; {requests.again} ends the run at once")
+
+    requests.mean(partial(in_loop, stop), partial(in_loop, running.cancel), _out)
     error: AsyncrlError | None = None
     try:
         await running

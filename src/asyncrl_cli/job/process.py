@@ -146,6 +146,7 @@ class StopRequests:
 
     def __init__(self, *actions: Callable[[], None]) -> None:
         self._actions = list(actions or [_interrupt])
+        self.again = "a second request"
         self._is_stopping = False
         self._limit_s = math.inf
         self._limit: threading.Timer | None = None
@@ -162,6 +163,7 @@ class StopRequests:
         if number in NOTICES and self._is_stopping:
             return
         self._is_stopping = True
+        self.again = "another Ctrl-C" if number == signal.SIGINT else "a second request"
         if self._limit is None and self._limit_s < math.inf:
             self._limit = threading.Timer(self._limit_s, self._give_up)
             self._limit.daemon = True

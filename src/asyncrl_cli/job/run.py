@@ -76,7 +76,7 @@ class Run:
 
         def end_the_start() -> None:
             self._is_ended = True
-            tell("cancelling the start; a second request ends it at once")
+            tell(f"cancelling the start; {self.requests.again} ends it at once")
             in_loop(task.cancel)
 
         self.requests.mean(end_the_start, self._leave_the_start)

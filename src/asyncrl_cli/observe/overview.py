@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.format import NOTHING, number, share
 from asyncrl_cli.observe.render import PHASE_STYLES
 from asyncrl_cli.observe.status import RunStatus, StillStarting, UnreadableStatus, no_runs, read_status
+from asyncrl_cli.paths import ADDRESS_VARIABLE, as_typed
 from asyncrl_cli.safe_files import UnsafeFile, open_regular
 
 MOST_ROWS = 20
@@ -104,12 +107,14 @@ def state_of(found: RunStatus) -> str:
 
 
 def next_command(directory: Path, state: str) -> str:
-    """The next command for this run."""
-    verb = NEXT.get(state, "status")
+    """The next command for this run, as it is typed here. A job server has no `report`, but its files may be shared."""
+    verb, run = NEXT.get(state, "status"), as_typed(directory)
     if verb == "resume" and not checkpoints_in(directory / "checkpoints"):
         replaces = state == "killed" and never_began(directory)
-        return f"asyncrl train --name {directory.name}" if replaces else f"asyncrl logs {directory.name}"
-    return f"asyncrl {verb} {directory.name}"
+        verb = "train --name" if replaces else "logs"
+    elif verb == "report" and ADDRESS_VARIABLE in os.environ:
+        run = shlex.quote(str(directory))
+    return f"asyncrl {verb} {run}"
 
 
 def last_error(directory: Path, status: Mapping[str, Any]) -> str:
@@ -150,8 +155,8 @@ def table_of(rows: Sequence[RunRow]) -> Group:
         )
     told = [Text.assemble((f"{row.name}: ", "bold red"), f"{row.error}\n  {row.next}") for row in rows[:MOST_ROWS] if row.error]
     older = [Text(f"... and {len(rows) - MOST_ROWS} older runs: --json lists all", "dim")] if len(rows) > MOST_ROWS else []
-    legend = Text("idle: trainer, rollouter; stale: versions per token; age: of its last status; next: asyncrl NEXT RUN", "dim")
-    return Group(table, *older, *told, legend)
+    legend = "idle: trainer, rollouter; stale: versions per token; age: time since its last report; next: asyncrl NEXT RUN"
+    return Group(table, *older, *told, Text(legend, "dim"))
 
 
 def since(seconds: float) -> str:

@@ -126,7 +126,7 @@ def _header(status: Status, width: int) -> list[Text]:
     title.truncate(max(0, width - phase.cell_len), overflow="ellipsis")
     title.append("━" * (width - title.cell_len - phase.cell_len), "dim")
     left = f"step {progress['step']}/{progress['train_steps']} "
-    times = f" {progress['fraction']:>4.0%}  {clock(progress['time_s'])} gone"
+    times = f" {progress['fraction']:>4.0%}  {clock(progress['time_s'])} elapsed"
     if "eta_s" in progress and status["phase"] == "running" and not status["restarting"]:
         times += f", {clock(progress['eta_s'])} left"
     done = Text(left, "bold").append_text(meter(progress["fraction"], width - len(left) - len(times), "cyan"))

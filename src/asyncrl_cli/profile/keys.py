@@ -129,6 +129,9 @@ def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
     if row := foreign(key):
         return ConfigError(f"{where}: unknown key {shortened(key)}, {row.meaning}", hint=row.hint)
     section = key.partition(".")[0]
+    same = [name for name in known if name.endswith(f".{key}")]
+    if len(same) > 1:  # the same key of several sections
+        return ConfigError(f"{where}: unknown key {shortened(key)}", hint=f"did you mean {' or '.join(same)}?")
     names = [name.removeprefix(f"{section}.") for name in known if name.startswith(f"{section}.")]
     there_are = f"keys of [{section}]: {', '.join(names)}" if names else f"sections: {', '.join(sections())}"
     return ConfigError(f"{where}: unknown key {shortened(key)}", hint=did_you_mean(_joined(key) or key, known, there_are))
