@@ -118,7 +118,7 @@ class Run:
         plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
         keep_model_files(model_dir, directory.path)
         reward = task.reward.function or (task.tool_class and task.tool_class.reward)
-        tools = task.tool_class and task.tool_class.code
+        tools = task.tool_class.code if task.tool_class else None
         for what, code in (("agent" if profile.task.agent else "reward", reward), ("environment", tools)):
             keep_record(directory.path, what, code)
             if note := origin(directory.path, what, code):
