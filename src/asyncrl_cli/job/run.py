@@ -117,7 +117,7 @@ class Run:
         say("starting Ray")
         plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
         keep_model_files(model_dir, directory.path)
-        reward = task.reward.function or (task.tool_class and task.tool_class.reward)
+        reward = task.reward.function or (task.tool_class.reward if task.tool_class else None)
         tools = task.tool_class.code if task.tool_class else None
         for what, code in (("agent" if profile.task.agent else "reward", reward), ("environment", tools)):
             keep_record(directory.path, what, code)
