@@ -10,8 +10,8 @@ import errno
 import mmap
 import os
 import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -96,11 +96,11 @@ def appearing_directory(target: Path) -> Iterator[Path]:
     Until then `target` does not exist or is an empty directory. If the block fails, the hidden directory is deleted.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    working = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    working = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    working.mkdir()
     _unfinished.add(working)
     try:
         yield working
-        working.chmod(target.parent.stat().st_mode & 0o777)
         sync_files(working)
         working.rename(target)
         fsync(target.parent)

@@ -355,6 +355,7 @@ def test_a_search_that_keeps_the_split_names_the_fastest_other_one(
     out = " ".join(capsys.readouterr().out.split())
     assert "the current setting, 2:2, 100.00 s (1.25x), has eta 0.5" in out
     assert "the split stays: the fastest other one, 3:1, 88.00 s" in out
+    assert "* best 2:2 " in out, "the marks come first"
 
 
 def test_a_search_from_a_known_row_is_held_against_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -185,6 +186,17 @@ def test_a_copy_of_a_run_goes_by_its_own_name_and_no_progress_is_called_0(make_r
     assert "of run 'badger'" in said.err
     assert "writing step-000003 (MB)\n" in said.err
     assert " 0/" not in said.err
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o027, 0o750)])
+def test_an_export_has_the_permissions_that_the_umask_leaves(make_run, tmp_path, umask, mode):
+    made, before = make_run(), os.umask(umask)
+    try:
+        path = exported(made, out=tmp_path / "model").path
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == mode
+    assert {file.name: file.stat().st_mode & 0o777 for file in path.iterdir()} == dict.fromkeys(os.listdir(path), mode & 0o666)
 
 
 @pytest.mark.parametrize(

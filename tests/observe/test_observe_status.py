@@ -17,6 +17,8 @@ from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe import format
 from asyncrl_cli.observe.observers import Observers, StatusFile
+from asyncrl_cli.observe.overview import state_of
+from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.screen import watching
 from asyncrl_cli.observe.status import RunStatus, StillStarting, read_status
 
@@ -66,6 +68,26 @@ def test_a_run_is_live_until_it_is_killed_and_dead_from_then_on(tmp_path):
 def test_an_ended_run_is_ended_however_old_its_status_is(tmp_path, facts):
     write_status(tmp_path, "old", facts, phase="done", updated_at=0.0, pid=2**22 + 1)
     assert read_status("old", tmp_path).liveness == "ended"
+
+
+@pytest.mark.parametrize(("pid", "remark"), [(os.getpid(), ""), (2**22 + 1, "a driver is resuming or ending the run; ")])
+def test_an_ended_run_whose_driver_shuts_down_is_not_being_resumed(tmp_path, facts, pid, remark):
+    run = RunDirectory.create(tmp_path, "otter", profile_toml="", resolved={})
+    status = Observers(facts, [], clock=lambda: 0.0).live.picture() | {"phase": "done", "pid": pid}
+    run.status.write_text(json.dumps(status))
+    found = read_status("otter", tmp_path)
+    run.close()
+    assert (found.liveness, state_of(found)) == ("live", "starting" if remark else "done")
+    assert found.remark.startswith(remark)
+    assert bool(found.remark) == bool(remark)
+
+
+def test_a_long_remark_is_wrapped(tmp_path, facts):
+    status = Observers(facts, [], clock=lambda: 0.0).live.picture()
+    remark = "a driver is resuming or ending the run; this is the last status that was written, said at length"
+    shown = render(status, width=80, height=30, remark=remark).plain
+    assert remark in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_a_run_that_starts_is_not_one_that_ended_while_it_started(tmp_path):

@@ -73,6 +73,7 @@ def test_a_pipe_tells_everything_in_plain_text_of_80_columns(run):
     for fact in ("reward 1", "advantage +0.7", "oldest 2 behind window v5", "most changed 'three': 0.500 -> 0.125"):
         assert fact in " ".join(text.split())
     assert "segment 2" in printed(run, 1)
+    assert "most changed" not in printed(run, 1), "sampler and trainer agree"
 
 
 def test_colours_tell_the_age_of_versions_and_nothing_else_does_without_them(run):

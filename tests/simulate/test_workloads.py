@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.toml_files import shipped_profiles, shipped_workloads
@@ -56,6 +57,13 @@ def test_every_shipped_workload_loads_and_runs_every_shipped_profile() -> None:
 def test_workloads_are_no_profiles() -> None:
     assert "verl-7b-math-128" in shipped_workloads()
     assert not set(shipped_workloads()) & set(shipped_profiles())
+
+
+def test_the_help_of_bench_names_every_workload(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["bench", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert [name for name in shipped_workloads() if name not in out] == []
 
 
 @pytest.mark.parametrize(

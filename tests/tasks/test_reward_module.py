@@ -17,7 +17,7 @@ from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks import code_records
 from asyncrl_cli.tasks.code_choice import resolve_reward
-from asyncrl_cli.tasks.code_records import keep_record
+from asyncrl_cli.tasks.code_records import keep_record, origin
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.scoring import load_function
 from asyncrl_cli.tasks.task import Task, load_task
@@ -228,11 +228,13 @@ def task_of(run_dir: Path, reward: str, *, resumed: bool) -> Task:
     [("mine:score", "mine.py"), ("package:score", "package/__init__.py"), ("package.inner:score", "package/inner.py")],
 )
 def test_a_resume_imports_the_module_from_where_the_run_began_and_says_so(began, monkeypatch, reward, file):
-    assert task_of(began, reward, resumed=False).notes == ()
+    assert origin(began, "reward", task_of(began, reward, resumed=False).reward.function) == ""
     monkeypatch.chdir(began.parent / "elsewhere")
     task = task_of(began, reward, resumed=True)
     assert task.reward.function.file == str(began.parent / "home" / file)
-    assert task.notes == (f"task.reward is imported from {began.parent}/home/{file}, as {began}/reward.json says",)
+    assert task.notes == (), "no warning"
+    told = origin(began, "reward", task.reward.function)
+    assert told == f"task.reward is imported from {began.parent}/home/{file}, as {began}/reward.json says"
     assert not (began.parent / "executed").exists()
 
 
@@ -275,7 +277,8 @@ def test_a_package_that_hides_the_module_is_not_imported(began):
 def test_a_module_that_has_changed_is_told(began):
     task_of(began, "mine:score", resumed=False)
     (began.parent / "home" / "mine.py").write_text(GOOD + "# changed\n")
-    assert task_of(began, "mine:score", resumed=True).notes[0].endswith("the file has changed since the run began")
+    (note,) = task_of(began, "mine:score", resumed=True).notes
+    assert note == f"task.reward: {began.parent}/home/mine.py has changed since the run began"
 
 
 def test_a_module_that_has_no_file_is_resumed_as_such(began, monkeypatch):

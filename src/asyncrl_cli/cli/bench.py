@@ -54,7 +54,7 @@ def bench(
         typer.Option(
             "--simulate",
             metavar="WORKLOAD",
-            help="Train nothing, use a virtual clock. laptop-tiny, verl-7b-math-128, or a workload's TOML file.",
+            help="Train nothing, use a virtual clock. laptop-tiny, verl-7b-math-128, verl-7b-retool-32, or a workload's TOML file.",
             autocompletion=completion.workloads,
         ),
     ] = None,

@@ -47,12 +47,12 @@ def print_tuned(asked: Asked, out: Path | None, *, as_json: bool) -> None:
         say(f"wrote {out}")
     if as_json:
         return print_json(tuned.to_json() | {"profile_file": out and str(out)})
-    for one in tuned.fit:
-        found = f"{one.part} {one.measured_s:.4g} s {one.evidence}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
-        print_prose(f"SIMULATED, the calibrated run itself: {found}")
     _print_table(tuned)
     for line in (*_against_current(tuned.found), *_against_others(tuned)):
         print_prose(line)
+    for one in tuned.fit:
+        found = f"{one.part} {one.measured_s:.4g} s {one.evidence}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
+        print_prose(f"SIMULATED, the calibrated run itself: {found}")
     # Each `--set` on a line of its own, so that all can be copied from a narrow terminal.
     print_text("\n" + " \\\n".join(f"  --set {shlex.quote(entry)}" for entry in tuned.recommended_sets))
     _print_how_to_try(tuned, asked.reference, out)
@@ -70,7 +70,7 @@ def _print_table(tuned: Tuned) -> None:
     print_prose(f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {tuned.bound}")
     print_prose(f"{len(tuned.found.outcomes)} settings tried; these had long runs, or are on the front.\n")
     table = Table(box=None, pad_edge=False)
-    for heading in (*HEADINGS, "stale", "seconds", "idle", ""):
+    for heading in ("", *HEADINGS, "stale", "seconds", "idle"):
         table.add_column(heading, justify="left" if heading in ("split", "") else "right", no_wrap=True)
     undominated = front(allowed)
     rows = {row.setting: row for row in (*allowed, *([current] if current else ())) if row.is_long or row in undominated}
@@ -84,7 +84,7 @@ def _print_table(tuned: Tuned) -> None:
         }
         idle = f"{row.trainer_idle_ratio:.0%} {row.rollouter_idle_ratio:.0%}"
         figures = (f"{row.staleness_mean:.2f}", f"{row.window_time_s:.5g}", idle)
-        table.add_row(*_shown(row.setting).values(), *figures, " ".join(mark for mark, holds in marks.items() if holds))
+        table.add_row(" ".join(mark for mark, holds in marks.items() if holds), *_shown(row.setting).values(), *figures)
     stdout().print(table)
     print_text(LEGEND)
     predicted = f"predicted {best.window_time_s:.2f} s per {tuned.window_groups} groups"

@@ -8,6 +8,7 @@ Whatever can be refused is refused before anything is started. A run that never 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -24,10 +25,11 @@ from asyncrl_cli.job.process import END_S, StopRequests, end_descendants, leave,
 from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.starting import Starting, StartStatus
+from asyncrl_cli.observe.terminal import neutral
 from asyncrl_cli.profile.loaded import read_document, to_document, to_toml
 from asyncrl_cli.profile.resuming import changed
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.code_records import keep_record
+from asyncrl_cli.tasks.code_records import keep_record, origin
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.model_files import keep_model_files
 
@@ -115,9 +117,12 @@ class Run:
         say("starting Ray")
         plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
         keep_model_files(model_dir, directory.path)
-        reward = task.reward.function or (task.tool_class and task.tool_class.reward)
-        keep_record(directory.path, "agent" if profile.task.agent else "reward", reward)
-        keep_record(directory.path, "environment", task.tool_class and task.tool_class.code)
+        reward = task.reward.function or (task.tool_class.reward if task.tool_class else None)
+        tools = task.tool_class.code if task.tool_class else None
+        for what, code in (("agent" if profile.task.agent else "reward", reward), ("environment", tools)):
+            keep_record(directory.path, what, code)
+            if note := origin(directory.path, what, code):
+                print(neutral(note), file=sys.stderr, flush=True)  # whatever `ui` is: the record may be somebody else's
         from asyncrl_cli.job.workers import started_workers
 
         of_nodes: list[str] = []

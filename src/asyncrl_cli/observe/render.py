@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from textwrap import wrap
 from typing import Any
 
 from rich.table import Table
@@ -59,7 +60,7 @@ Status = Mapping[str, Any]
 def render(status: Status, *, width: int, height: int, remark: str = "") -> Text:
     """The status in at most `height` lines of at most `width` cells. `remark` is a warning about the status itself."""
     moment = "at the end" if _is_over(status) else "as last reported" if remark else "now"
-    top = _header(status, width) + ([Text(remark, "bold red")] if remark else [])
+    top = _header(status, width) + [Text(line, "bold red") for line in wrap(remark, width)]
     if not status["executors"]:  # the run is starting: there is nothing else to show
         return _lines([*top, *_notes(status, height - len(top))], width, height)
     use = [_rule(status, "utilization", "" if _is_over(status) else f"states and waits: {moment}", width)]

@@ -140,8 +140,9 @@ class RunStatus:
 
     @property
     def is_resuming(self) -> bool:
-        """A driver holds the run, and has not yet written a status."""
-        return self.liveness == "live" and self.status["phase"] in ENDED
+        """A driver holds the run, and has not yet written a status. (The driver that wrote this one may still be shutting down.)"""
+        is_writer = self.status["host"] == socket.gethostname() and psutil.pid_exists(self.status["pid"])
+        return self.liveness == "live" and self.status["phase"] in ENDED and not is_writer
 
     @property
     def name(self) -> str:

@@ -43,7 +43,8 @@ def _facts(one: Sampled) -> list[Text]:
     if one.both_probabilities:
         second.append(f", trainer {one.trainer_probability:.3f}")
         token, (before, after) = max(one.both_probabilities.items(), key=lambda entry: abs(entry[1][0] - entry[1][1]))
-        second.append(f"; most changed {one.texts[token]!r}: {before:.3f} -> {after:.3f}")
+        if f"{before:.3f}" != f"{after:.3f}":
+            second.append(f"; most changed {one.texts[token]!r}: {before:.3f} -> {after:.3f}")
     return [first, second, *expected]
 
 

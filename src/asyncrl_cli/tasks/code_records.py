@@ -104,7 +104,7 @@ def keep_record(run_dir: Path, what: str, code: UserCode | None) -> None:
 
 
 def recorded_file(run_dir: Path, what: str, name: str) -> tuple[str, Notes]:
-    """The recorded file of the run's code, and notes for the user. Raises RefusedError if either is missing."""
+    """The recorded file of the run's code, and a note for the user if it has changed. Raises RefusedError if either is missing."""
     path = run_dir / f"{what}.json"
     if not path.exists():
         raise RefusedError(
@@ -123,8 +123,14 @@ def recorded_file(run_dir: Path, what: str, name: str) -> tuple[str, Notes]:
             f"the run's {what} module {record.file} cannot be read: {reason(error)}",
             hint=f"restore it, or write its new place into {path}: the module is imported only from there",
         ) from error
-    note = f"task.{what} is imported from {record.file}, as {path} says"
-    return record.file, (f"{note}; the file has changed since the run began" if has_changed else note,)
+    return record.file, (f"task.{what}: {record.file} has changed since the run began",) if has_changed else ()
+
+
+def origin(run_dir: Path, what: str, code: UserCode | None) -> str:
+    """Says which file a resumed run's code is imported from; "" for a new run's code and for a built-in module."""
+    if code is None or not (code.only_there and code.file):
+        return ""
+    return f"task.{what} is imported from {code.file}, as {run_dir / f'{what}.json'} says"
 
 
 def _sha256(file: str) -> str:

@@ -54,12 +54,14 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str) -> None:
-    """Write a safetensors file with its directory's permissions. (By default, safetensors lets only the owner read it.)"""
+    """Write a safetensors file with the permissions of any new file. (By default, safetensors lets only the owner read it.)"""
     from safetensors.torch import save_file
 
     with naming(path):
+        path.touch()
+        mode = path.stat().st_mode & 0o777
         save_file(dict(tensors), path, metadata={"format": "pt", **header})
-    path.chmod(path.parent.stat().st_mode & 0o666)
+        path.chmod(mode)
 
 
 def weight_file(index: int, num_files: int) -> str:
