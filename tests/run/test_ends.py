@@ -154,6 +154,7 @@ def test_the_first_interrupt_checkpoints_and_a_second_terminal_can_stop_the_resu
     code, _, err = finish(process)
     assert code == 130
     assert "asyncrl resume stopped" in err
+    assert "stopping after this train step; another Ctrl-C ends the run at once" in err
     assert not wait_until_gone(family, 10.0)
     first = len(lines(run / "metrics.jsonl"))
     assert (run / "checkpoints" / f"step-{first:06d}" / "manifest.json").exists()
