@@ -73,7 +73,8 @@ def test_an_ended_run_is_ended_however_old_its_status_is(tmp_path, facts):
 @pytest.mark.parametrize(("is_that_driver", "remark"), [(True, ""), (False, "a driver is resuming or ending the run; ")])
 def test_an_ended_run_whose_driver_shuts_down_is_not_being_resumed(tmp_path, facts, is_that_driver, remark):
     run = RunDirectory.create(tmp_path, "otter", profile_toml="", resolved={})
-    status = Observers(facts, [], clock=lambda: 0.0).live.picture() | {"phase": "done", "pid": os.getpid() if is_that_driver else 2**22 + 1}
+    pid = os.getpid() if is_that_driver else 2**22 + 1
+    status = Observers(facts, [], clock=lambda: 0.0).live.picture() | {"phase": "done", "pid": pid}
     run.status.write_text(json.dumps(status))
     found = read_status("otter", tmp_path)
     run.close()

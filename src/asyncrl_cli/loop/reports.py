@@ -35,19 +35,26 @@ class _Executor:
     spans: list[Span] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
     process: _Process = _Process.NEW
+    is_restarted: bool = False
 
     def begin(self, report: ExecutorReport, arrived_s: float) -> None:
-        """Prepare for the first report of a process. It has all spans so far, unless it has overtaken an earlier report."""
+        """Prepare for the first report of a process. That of the run's first process has all spans so far, unless it has overtaken
+        an earlier report. Of a restarted one, reports of the start may be lost, and their spans with them; the sums have all."""
         self.process, self.offset_s = _Process.UP, arrived_s - report.now_s
-        base = self._without_start(self.report, report)
+        if self.is_restarted:
+            early_s = max(0.0, self.from_s - (arrived_s - sum(report.state_s.values())))
+            base = _plus(self.report, report.spans[0].state if report.spans else report.state, -early_s)
+        else:
+            base = self._without_start(self.report, report)
         self.base = base if base.state_s else None
 
     def overtaken(self, report: ExecutorReport) -> None:
         """Record a report that a later one has overtaken. The later one includes its sums, but not its spans and stays."""
-        nothing = replace(self.report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in self.report.sums else {})
-        base = self._without_start(self.base or nothing, report)
-        self.base = base if base.state_s else None
-        self.report = self._without_start(self.report, report)
+        if not self.is_restarted:
+            nothing = replace(self.report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in self.report.sums else {})
+            base = self._without_start(self.base or nothing, report)
+            self.base = base if base.state_s else None
+            self.report = self._without_start(self.report, report)
         self.note(report)
         self.spans.sort(key=lambda span: span.start_s)
 
@@ -146,7 +153,8 @@ class ReportBook:
         """The worker has a new process, which makes the next reports of its executors."""
         self.advance_lost(now_s)
         for executor in self._of(worker):
-            executor.process, executor.from_s = _Process.NEW, executor.report.now_s + executor.offset_s
+            executor.process, executor.is_restarted = _Process.NEW, True
+            executor.from_s = executor.report.now_s + executor.offset_s
 
     def end(self, culprit: str) -> None:
         """The run is over: every executor is done, except `culprit`, whose failure ended it."""
