@@ -77,7 +77,7 @@ def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_com
     monkeypatch.setattr(module, "ANSWER_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as first:
         port = first.getsockname()[1]
-    head = module.Head(f"127.0.0.1:{port}")
+    head = module.ClusterHead(f"127.0.0.1:{port}")
     for is_there in (False, True, False):
         with socket.create_server(("127.0.0.1", port)) if is_there else nullcontext():
             head.look()

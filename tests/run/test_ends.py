@@ -75,6 +75,20 @@ def assert_calls_that_may_be_repeated_are_told(run):
     assert len(again) == len(expected) > 0
 
 
+def wait_for_a_running_group_with_calls(process, run):
+    """Returns while a group runs of which a trajectory has called tools."""
+    while True:
+        noted = {call[0].rpartition(".")[0] for path in run.glob("logs/attempt-1/*.tools.jsonl") for call in lines(path)}
+        running = set()
+        for event in lines(run / "events.jsonl"):
+            if event["event"] in ("running", "finished", "dropped", "requeued"):
+                change = running.add if event["event"] == "running" else running.discard
+                change(event["group"].rpartition(".")[0])
+        if noted & running:
+            return
+        assert process.poll() is None, process.communicate()
+
+
 def critic_at(run):
     """In the newest checkpoint: its optimizer steps, and the second moments of its gradients. AdamW makes these smaller by `BETA`
     in a step, and no faster: a critic that begins anew has smaller ones."""
@@ -91,6 +105,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts
     wait_for_steps(process, run, 3)
     family = descendants(process.pid)
     assert len(family) > 3
+    wait_for_a_running_group_with_calls(process, run)
     kill(process, signal.SIGKILL)
     process.communicate()
     assert not wait_until_gone(family, 20.0)

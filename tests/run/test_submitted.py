@@ -56,7 +56,7 @@ def test_commands_are_run_where_the_files_are(tmp_path, cluster):
     directory.close()
     assert code == 0, err
     assert out.endswith("(partial-rollout): running\n")
-    assert "run 'held' goes on" in err
+    assert "run 'held' continues" in err
 
     words = ("--profile", "partial-rollout", *runs)
     code, _, err = asked(tmp_path / "elsewhere", cluster, "submit", *words, sets=("task.source=jsonl:/nothing.jsonl",))
