@@ -73,7 +73,8 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
         ref = scorers["ref"]
         ray.kill(ref.actors[1])
         with pytest.raises(ExecutorLost, match="ref failed"):
-            await ref.score(groups, items)
+            for _ in range(100):  # it may answer once more before the signal reaches it
+                await ref.score(groups, items)
         await ref.restart()
         again, _ = await ref.score(groups[1:], items[1:])
         for before, after in zip(ray.get(columns["ref"][1]), ray.get(again[0]), strict=True):
@@ -129,5 +130,6 @@ async def _learn_and_restore(plan: Any, profile: Any, model_dir: Path, tmp_path:
 
         ray.kill(critic.actors[1])
         with pytest.raises(ExecutorLost, match="critic failed"):
-            await critic.score(groups, [])
+            for _ in range(100):  # it may answer once more before the signal reaches it
+                await critic.score(groups, [])
         await trainer.stop(5.0)
