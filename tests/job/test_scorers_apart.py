@@ -73,8 +73,7 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
         ref = scorers["ref"]
         ray.kill(ref.actors[1])
         with pytest.raises(ExecutorLost, match="ref failed"):
-            for _ in range(100):  # it may answer once more before the signal reaches it
-                await ref.score(groups, items)
+            await scored_until_it_fails(ref, groups, items)
         await ref.restart()
         again, _ = await ref.score(groups[1:], items[1:])
         for before, after in zip(ray.get(columns["ref"][1]), ray.get(again[0]), strict=True):
@@ -91,6 +90,12 @@ def test_a_critic_apart_learns_what_was_trained_is_in_the_checkpoint_and_is_not_
     with ray_session(profile, cluster=nodes((2, 0), elastic_cpus=True)) as plan:
         assert plan.scorers == {"critic": 2}
         asyncio.run(_learn_and_restore(plan, profile, model_dir, tmp_path))
+
+
+async def scored_until_it_fails(scorer: Any, groups: Any, items: Any) -> None:
+    """A killed process may answer once more before the signal reaches it."""
+    for _ in range(100):
+        await scorer.score(groups, items)
 
 
 async def _learn_and_restore(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
@@ -130,6 +135,5 @@ async def _learn_and_restore(plan: Any, profile: Any, model_dir: Path, tmp_path:
 
         ray.kill(critic.actors[1])
         with pytest.raises(ExecutorLost, match="critic failed"):
-            for _ in range(100):  # it may answer once more before the signal reaches it
-                await critic.score(groups, [])
+            await scored_until_it_fails(critic, groups, [])
         await trainer.stop(5.0)
