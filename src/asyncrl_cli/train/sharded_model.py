@@ -7,6 +7,7 @@ so the host never holds more than the rank's shards and one tensor. Models whose
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -104,7 +105,7 @@ def sharded(
     return gathered
 
 
-class ShardedModel:
+class ShardedModel(ABC):
     """One rank's part of a model that gives each sampled token a number: its logprob (PolicyModel), or a value (Critic).
 
     `parameters`: the trained, sharded float32 master weights, by name. `divide`: how the decoder takes microbatches. `is_packed`:
@@ -131,9 +132,9 @@ class ShardedModel:
         """The `content` for `sharded`, made from a model on the meta device."""
         return model
 
+    @abstractmethod
     def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
         """The numbers of the sampled tokens, with gradient. A collective: all ranks call it."""
-        raise NotImplementedError
 
     def numbers_N(self, microbatch: Microbatch) -> torch.Tensor:
         """The same without gradient. A collective."""
