@@ -1,4 +1,5 @@
-"""What every test has: one compute thread, no hub, no telemetry, no ASYNCRL_* names and no ignored signals of whoever runs it.
+"""What every test has: one compute thread, no hub, no telemetry, a plain terminal, no ASYNCRL_* names and no ignored signals of
+whoever runs it.
 
 pytest runs two processes (pyproject.toml): the slowest files come first, so that neither is left alone with one.
 """
@@ -25,12 +26,17 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+# What rich and typer read of a terminal. The tests say themselves how wide it is and whether there is one.
+for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)
+os.environ["TERM"] = "xterm"
+
 # `nohup pytest` and `pytest &` in a script ignore them, and so would every run of ours.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes is the machine's affair.
-hypothesis.settings.register_profile("suite", deadline=None)
+# How long an example takes, and how long it takes to draw one, is the machine's affair.
+hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("suite")
 
 
