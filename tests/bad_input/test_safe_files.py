@@ -29,7 +29,7 @@ def a_socket(path: Path) -> None:
         server.bind(str(path))
 
 
-@pytest.mark.timeout(5)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("make", "kind"),
     [(a_pipe, "a pipe"), (Path.mkdir, "a directory"), (lambda path: path.symlink_to("/dev/zero"), "a device")],
