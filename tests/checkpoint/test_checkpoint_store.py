@@ -106,22 +106,29 @@ def test_resuming_at_an_older_step_sets_the_later_ones_aside(tmp_path):
     assert os.readlink(store.directory / "latest") == "step-000020"
 
 
-def test_the_event_loop_goes_on_while_files_are_written(tmp_path):
-    """Writing happens in a thread: a task that only yields is scheduled many times meanwhile."""
-    store, turns = store_in(tmp_path / "otter"), []
-
-    async def beside():
-        while True:
-            turns.append(1)
-            await asyncio.sleep(0)
+def test_the_event_loop_goes_on_while_files_are_written(tmp_path, monkeypatch):
+    """Writing happens in a thread: here it waits for a task of the loop that goes on only once files are being written."""
+    store, gone_on, fsync = store_in(tmp_path / "otter"), threading.Event(), os.fsync
 
     async def both():
-        ticking = asyncio.create_task(beside())
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def slow_fsync(file):
+            loop.call_soon_threadsafe(begun.set)
+            assert gone_on.wait(30), "the loop stands still"
+            fsync(file)
+
+        async def beside():
+            await begun.wait()
+            gone_on.set()
+
+        monkeypatch.setattr(os, "fsync", slow_fsync)
+        other = asyncio.create_task(beside())
         await store.write(cut(1))
-        ticking.cancel()
+        other.cancel()
 
     asyncio.run(both())
-    assert len(turns) > 10
+    assert gone_on.is_set()
 
 
 KILLED_WRITERS = """

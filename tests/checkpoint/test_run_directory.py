@@ -119,13 +119,14 @@ def test_the_logs_of_a_start_that_failed_can_be_kept(run):
     assert (kept / "latest" / "rollout-0.log").read_text() == "out of memory"
 
 
-def test_a_fresh_name_is_free(tmp_path):
+def test_a_fresh_name_is_free(tmp_path, monkeypatch):
     name = fresh_name("partial-rollout", tmp_path)
     assert re.fullmatch(r"partial-rollout-\d{8}-\d{6}", name)
-    for offset in range(5):
-        later = time.strftime("%Y%m%d-%H%M%S", time.localtime(time.time() + offset))
-        (tmp_path / f"partial-rollout-{later}").mkdir()
-    assert fresh_name("partial-rollout", tmp_path).endswith("-2")
+    monkeypatch.setattr(time, "strftime", lambda *of: "20261124-120000")
+    for number in ("", "-2"):
+        name = fresh_name("partial-rollout", tmp_path)
+        assert name == f"partial-rollout-20261124-120000{number}"
+        (tmp_path / name).mkdir()
 
 
 def started(tmp_path, phase, *others):

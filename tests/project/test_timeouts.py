@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from asyncrl_cli.simulate.world import run_virtual
 from asyncrl_cli.timeouts import timeout
 
 
@@ -31,11 +32,11 @@ async def ends_of(*cancel_after_s: float) -> list[str]:
 
 
 def test_a_timeout_in_a_task_that_is_being_cancelled_is_a_timeout():
-    assert asyncio.run(ends_of()) == ["TimeoutError"]
+    assert run_virtual(ends_of()) == ["TimeoutError"]
 
 
 def test_a_further_cancel_within_the_block_stays_a_cancel():
-    assert asyncio.run(ends_of(0.001)) == ["CancelledError"]
+    assert run_virtual(ends_of(0.001)) == ["CancelledError"]
 
 
 def test_a_block_without_a_limit_and_one_in_time_end_as_they_are():
@@ -48,4 +49,4 @@ def test_a_block_without_a_limit_and_one_in_time_end_as_they_are():
             async with timeout(0):
                 await asyncio.sleep(60)
 
-    asyncio.run(main())
+    run_virtual(main())
