@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl_cli.bench.phases import Side, measure_all, side_of
-from asyncrl_cli.job.alone import NO_SUCH_TOKEN, CpuTime, endless_model
+from asyncrl_cli.job.alone import NO_SUCH_TOKEN, Alone, CpuTime, endless_model
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiling import compile_job
@@ -31,46 +31,73 @@ SMALL = (
 )
 
 
+def spent_s_of(program: str, threads: int) -> float:
+    """CPU seconds that `CpuTime` finds of a process that burns them between two lines that it says. In a process of its own: other
+    tests may have left threads and children in this one."""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as burning:
+        assert burning.stdin is not None
+        assert burning.stdout is not None
+        burning.stdout.readline()
+        cpu = CpuTime(threads, burning.pid)
+        burning.stdin.write(b"\n")
+        burning.stdin.flush()
+        assert burning.stdout.readline()
+        spent_s = cpu.spent_s()
+        burning.kill()
+    return spent_s
+
+
+TAKE_TURNS = """
+import sys, threading, time
+burned = threading.Barrier(3)
+def burn():
+    while time.thread_time() < 0.3: pass
+    burned.wait()
+    sys.stdin.read()
+print(flush=True)
+sys.stdin.readline()
+for _ in range(2): threading.Thread(target=burn).start()
+burned.wait()
+print(flush=True)
+"""
+
+
 @pytest.mark.slow
 def test_the_cpu_time_of_two_threads_that_take_turns_is_that_of_one() -> None:
     """As of two with half a core each: 0.6 CPU seconds in 0.6 s are not all that two threads could have had."""
-    burned, may_end = threading.Barrier(3), threading.Event()
+    assert spent_s_of(TAKE_TURNS, threads=2) == pytest.approx(0.3, abs=0.05)
 
-    def burn() -> None:
-        while time.thread_time() < 0.3:
-            pass
-        burned.wait(60)
-        may_end.wait(60)
 
-    cpu = CpuTime(threads=2)
-    threads = [threading.Thread(target=burn) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    burned.wait(60)
-    spent_s = cpu.spent_s()
-    may_end.set()
-    for thread in threads:
-        thread.join()
-    assert spent_s == pytest.approx(0.3, abs=0.05)
+ALONE = """
+import sys, time
+print(flush=True)
+sys.stdin.readline()
+began_s = time.process_time()
+while time.process_time() - began_s < 0.2: pass
+print(flush=True)
+sys.stdin.read()
+"""
 
 
 def test_the_cpu_time_of_one_thread_is_all_that_the_process_computes() -> None:
-    began_s, cpu = time.process_time(), CpuTime(threads=1)
-    while time.process_time() - began_s < 0.2:
-        pass
-    assert cpu.spent_s() == pytest.approx(0.2, abs=0.05)
+    assert spent_s_of(ALONE, threads=1) == pytest.approx(0.2, abs=0.05)
+
+
+A_CHILD = """
+import subprocess, sys
+burn = "import sys, time\\nwhile time.process_time() < 0.4: pass\\nprint(flush=True)\\nsys.stdin.read()"
+print(flush=True)
+sys.stdin.readline()
+child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(flush=True)
+sys.stdin.read()
+"""
 
 
 def test_the_cpu_time_of_a_child_counts_too() -> None:
     """Where an engine computes; here all at once, so that the busiest process is that child."""
-    burn = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ninput()"
-    cpu = CpuTime(threads=1)
-    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        spent_s = cpu.spent_s()
-        child.kill()
-    assert spent_s == pytest.approx(0.4, abs=0.05)
+    assert spent_s_of(A_CHILD, threads=1) == pytest.approx(0.4, abs=0.05)
 
 
 def test_an_endless_model_is_the_model_without_an_end_of_sequence(tmp_path: Path) -> None:
@@ -113,12 +140,35 @@ def test_profiles_of_the_same_resources_are_the_same_side() -> None:
     assert side("partial-rollout", recompute, windows_of_2)[0].async_training.trigger_parameter_sync_step == 2
 
 
+def rates_told(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[list[tuple[float, float]]]]:
+    """What is told to `Alone`: tokens per second of each training, the first of which is a warm-up; and of each generation the
+    tokens per second and the share of slots of all workers."""
+    trained: list[float] = []
+    generated: list[list[tuple[float, float]]] = []
+    train, ask = Alone.train, Alone._ask
+
+    async def telling_train(alone: Alone, at_least_s: float = 0.0) -> float:
+        trained.append(await train(alone, at_least_s))
+        return trained[-1]
+
+    async def telling_ask(alone: Alone, call: str) -> list[Any]:
+        answers = await ask(alone, call)
+        if call == "end":
+            generated.append(answers)
+        return answers
+
+    monkeypatch.setattr(Alone, "train", telling_train)
+    monkeypatch.setattr(Alone, "_ask", telling_ask)
+    return trained, generated
+
+
 @pytest.mark.slow
-def test_figures_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
+def test_figures_count_forced_lengths_and_full_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = (*SMALL, f'model.cache_dir="{tmp_path}"')
     profile = load("partial-rollout", sets).profile
     task = load_task(profile)
     told: list[tuple[str, int, int]] = []
+    trained, generated = rates_told(monkeypatch)
     sides = {"one": side_of(profile, compile_job(profile, LAPTOP))}
     model_dir = resolve_model(profile, task)
     measured = measure_all(
@@ -126,9 +176,11 @@ def test_figures_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
     )
     figures = measured["one"]
     capacities = figures.capacities
-    assert min(capacities.rollout_tokens_per_s, capacities.trainer_tokens_per_s) > 0
-    assert 0 < (capacities.rollout_beside_tokens_per_s or 0) < 1.5 * capacities.rollout_tokens_per_s
-    assert 0 < (capacities.trainer_beside_tokens_per_s or 0) < 1.5 * capacities.trainer_tokens_per_s
+    (alone, slots_used), (beside, _) = (zip(*answers, strict=True) for answers in generated)
+    assert (capacities.rollout_tokens_per_s, capacities.rollout_beside_tokens_per_s) == (sum(alone), sum(beside))
+    assert (capacities.trainer_tokens_per_s, capacities.trainer_beside_tokens_per_s) == tuple(trained[1:])
+    assert min(*alone, *beside, *trained) > 0
+    assert figures.slots_used == statistics.fmean(slots_used)
     assert figures.slots_used > 0.8, "on a busy machine a free slot gets its next response a little later"
     assert not capacities.colocated
     assert [(done, total) for text, done, total in told if text.endswith("each phase alone")] == [(0, 0), (0, 2), (1, 2), (1, 2)]

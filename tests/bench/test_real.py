@@ -65,9 +65,9 @@ def test_a_failing_run_tells_its_own_error_and_log(tmp_path: Path, monkeypatch: 
 
 def test_an_interrupted_run_is_asked_to_stop_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
-        "import signal, sys, threading\nfrom pathlib import Path\nstop = threading.Event()\n"
-        "signal.signal(signal.SIGINT, lambda *_: stop.set())\nPath(sys.argv[1] + '.ready').touch()\n"
-        "assert stop.wait(30)\nPath(sys.argv[1] + '.stopped').touch()\n"
+        "import signal, sys\nfrom pathlib import Path\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})\n"
+        "Path(sys.argv[1] + '.ready').touch()\n"
+        "assert signal.sigtimedwait({signal.SIGINT}, 60)\nPath(sys.argv[1] + '.stopped').touch()\n"
     )
     child(monkeypatch, code)
     run = runs(tmp_path)[0]

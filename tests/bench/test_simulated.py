@@ -73,15 +73,15 @@ def test_a_remark_says_of_every_row_whether_it_was_published_or_measured() -> No
 
 @pytest.mark.slow
 def test_an_unknown_part_of_a_reference_is_an_error() -> None:
-    made = workload({"profile": "colocate", "parts_s": {"trains": 1.0}})
+    made, others = workload({"profile": "colocate", "parts_s": {"trains": 1.0}}), multiprocessing.active_children()
     with pytest.raises(ConfigError, match="no part trains"):
         simulate_all([job(made)], WINDOW_GROUPS, lambda name, groups: None)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(others)
 
 
 @pytest.mark.slow
 def test_an_interrupt_ends_all_runs_in_their_middle() -> None:
-    made = workload()
+    made, others = workload(), multiprocessing.active_children()
 
     def interrupt(name: str, groups: int) -> None:
         assert groups < 400_000
@@ -91,7 +91,7 @@ def test_an_interrupt_ends_all_runs_in_their_middle() -> None:
     with pytest.raises(Interrupted) as raised:
         simulate_all(jobs, WINDOW_GROUPS, interrupt)
     assert raised.value.exit_code == 130
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(others)
 
 
 class Quiet:
