@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import struct
 import threading
-import urllib.request
+from http.client import HTTPConnection
 from types import SimpleNamespace
 
 import pytest
 
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.loop.watching import Event
+from asyncrl_cli.observe import background
 from asyncrl_cli.observe.background import Background
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.prometheus_sink import Prometheus
@@ -28,22 +28,18 @@ LINES = [
 DONE = {"phase": "done", "totals": {}}
 
 
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return int(trial.getsockname()[1])
-
-
 def test_prometheus_scrapes_the_loops_gauges_from_loopback(facts, make) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    port = free_port()
-    sink = Prometheus(port, "brave-otter")
+    sink = Prometheus(0, "brave-otter")
+    port = sink._server.server_port
     observers = Observers(facts, [sink], clock=lambda: 118.0)
     observers.step(made := make["full_record"](118))
     observers.tick(make["full_snapshot"](made))
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        families = list(text_string_to_metric_families(answer.read().decode()))
+    asking = HTTPConnection("127.0.0.1", port, timeout=60)
+    asking.request("GET", "/metrics")
+    families = list(text_string_to_metric_families(asking.getresponse().read().decode()))
+    asking.close()
     samples = {(sample.name, frozenset(sample.labels.values())): sample.value for family in families for sample in family.samples}
     assert samples["asyncrl_step", frozenset({"brave-otter"})] == 118
     assert samples["asyncrl_staleness_bound", frozenset({"brave-otter"})] == 1
@@ -60,7 +56,7 @@ def test_prometheus_scrapes_the_loops_gauges_from_loopback(facts, make) -> None:
 
 
 def test_the_dashboard_asks_for_gauges_that_there_are(facts, make) -> None:
-    sink = Prometheus(free_port(), "brave-otter")
+    sink = Prometheus(0, "brave-otter")
     observers = Observers(facts, [sink], clock=lambda: 118.0)
     for step in (117, 118):
         observers.step(made := make["full_record"](step))
@@ -90,7 +86,7 @@ def test_a_sink_whose_package_is_missing_is_refused_before_the_run(monkeypatch: 
 
 
 def test_slow_services_finish_at_the_same_time(facts) -> None:
-    together = threading.Barrier(2, timeout=5)
+    together = threading.Barrier(2, timeout=30)
     met = []
 
     class Slow(Background):
@@ -139,6 +135,7 @@ def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(tmp_path, monkeyp
     """Against a stand-in for its client: the store of the smallest MLflow is a server."""
     from asyncrl_cli.observe.sinks import Mlflow
 
+    monkeypatch.setattr(background, "EARLY_CLOSE_TIMEOUT_S", background.CLOSE_TIMEOUT_S)
     said = []
 
     class Client:

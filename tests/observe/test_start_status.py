@@ -26,6 +26,7 @@ def test_a_start_is_shown_with_what_it_does_before_anything_else_is_known(tmp_pa
     run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
     doing = StartStatus(run.status, facts)
     assert read_status("first", tmp_path).liveness == "live"
+    monkeypatch.setattr(starting, "STATUS_EVERY_S", float("inf"))
     doing("warm start")
     doing("warm start  120/500  24%", is_new=False)
     assert shown(run.path).count("starting: warm start\n") == 1
