@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from asyncrl_cli.checkpoint import find
 from asyncrl_cli.checkpoint.find import is_locked, resolve
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, check_free, fresh_name, request_stop
 from asyncrl_cli.errors import ConfigError, RefusedError
@@ -78,6 +81,17 @@ def test_two_drivers_never_hold_one_run_and_a_killed_one_lets_go(run):
         holder.kill()
     assert not is_locked(run.path)
     RunDirectory.open(run.path).close()
+
+
+def test_whoever_looks_at_a_lock_at_that_moment_keeps_no_driver_out(run, monkeypatch):
+    run.close()
+    with (run.path / "lock").open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        with monkeypatch.context() as patch:
+            patch.setattr(find, "LOOK_TIMEOUT_S", -1.0)
+            assert find.take_lock(run.path) is None, "one that does not look away"
+        monkeypatch.setattr(find, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: looking.close()))
+        RunDirectory.open(run.path).close()
 
 
 def test_what_is_no_run_cannot_be_opened(tmp_path, run):

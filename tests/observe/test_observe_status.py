@@ -15,12 +15,13 @@ from rich.console import Console
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.observe import format
+from asyncrl_cli.observe import format, status
 from asyncrl_cli.observe.observers import Observers, StatusFile
 from asyncrl_cli.observe.overview import state_of
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.screen import watching
 from asyncrl_cli.observe.status import RunStatus, StillStarting, read_status
+from asyncrl_cli.safe_files import read_bytes
 
 DRIVER = """
 import os, signal, sys
@@ -63,6 +64,23 @@ def test_a_run_is_live_until_it_is_killed_and_dead_from_then_on(tmp_path):
     assert driver.returncode == -9
     assert dead.liveness == "dead"
     assert "asyncrl resume killed" in dead.remark
+
+
+def test_a_run_that_ends_while_its_status_is_read_was_not_killed(tmp_path, facts, monkeypatch):
+    run = RunDirectory.create(tmp_path, "otter", profile_toml="", resolved={})
+    picture = Observers(facts, [], clock=lambda: 0.0).live.picture() | {"phase": "running", "pid": 2**22 + 1}
+    run.status.write_text(json.dumps(picture))
+
+    def read_and_end(path, **limits):
+        content = read_bytes(path, **limits)
+        run.status.write_text(json.dumps(picture | {"phase": "done"}))
+        run.close()
+        return content
+
+    with monkeypatch.context() as patch:
+        patch.setattr(status, "read_bytes", read_and_end)
+        assert read_status("otter", tmp_path).liveness == "live"
+    assert read_status("otter", tmp_path).liveness == "ended"
 
 
 def test_an_ended_run_is_ended_however_old_its_status_is(tmp_path, facts):

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -22,6 +23,8 @@ from asyncrl_cli.storage import naming
 
 LOCK = "lock"
 MAX_LOCK_BYTES = 1000
+LOOK_TIMEOUT_S = 10.0
+"""Whoever tests a lock holds it for a moment, and longer if it is suspended right then."""
 
 
 def find_run(argument: str, runs_dir: Path) -> Path:
@@ -75,7 +78,7 @@ def last_status(run_dir: Path) -> Mapping[str, Any]:
 
 
 def take_lock(run_dir: Path) -> TextIO | None:
-    """Lock a run until the returned file is closed; None, without waiting, if another process holds the lock.
+    """Lock a run until the returned file is closed; None if another driver holds the lock. Waits only for those who test it.
 
     Raises RefusedError if the lock file cannot be opened or is not a regular file.
     """
@@ -88,8 +91,12 @@ def take_lock(run_dir: Path) -> TextIO | None:
         raise RefusedError(f"{path} cannot be locked: {reason(error)}", hint="check that you may write to the directory") from None
     with contextlib.ExitStack() as closing:
         closing.enter_context(file)
-        if not _flock(file, fcntl.LOCK_EX):
-            return None
+        until_s = time.monotonic() + LOOK_TIMEOUT_S
+        while not _flock(file, fcntl.LOCK_EX):
+            if not _flock(file, fcntl.LOCK_SH) or time.monotonic() > until_s:  # a driver's lock is never shared
+                return None
+            fcntl.flock(file, fcntl.LOCK_UN)
+            time.sleep(0.01)
         with naming(path):
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()}".encode())

@@ -173,11 +173,12 @@ def read_status(run: str, runs_dir: Path) -> RunStatus:
     read, RefusedError if the run ended without one.
     """
     directory = find_run(run, runs_dir)
+    is_held = is_locked(directory)  # before its status is read: a driver that ends writes its last one, then lets go
     path, log = directory / "status.json", f"asyncrl logs {directory.name}"
     try:
         status = parse_status(read_bytes(path, max_bytes=MAX_STATUS_BYTES))
     except FileNotFoundError:
-        if is_locked(directory):
+        if is_held:
             raise StillStarting(f"run '{directory.name}' is starting", hint=f"its log: {log}") from None
         why = f"run '{directory.name}' ended while it started: it has no status.json"
         raise RefusedError(why, hint=f"its log: {log}") from None
@@ -185,15 +186,14 @@ def read_status(run: str, runs_dir: Path) -> RunStatus:
         hint = f"a live run rewrites it within a second; its log: {log}"
         raise UnreadableStatus(f"{path} cannot be read: {reason(error)}", hint=hint) from None
     age_s = max(0.0, time.time() - status["updated_at"])
-    return RunStatus(directory=directory, status=status, liveness=_liveness(directory, status, age_s), age_s=age_s)
+    return RunStatus(directory=directory, status=status, liveness=_liveness(status, age_s, is_held), age_s=age_s)
 
 
 def no_runs(runs_dir: Path) -> ConfigError:
     return ConfigError(f"there are no runs in {runs_dir}", hint="start one with `asyncrl train`")
 
 
-def _liveness(directory: Path, status: Mapping[str, Any], age_s: float) -> Liveness:
-    is_held = is_locked(directory)
+def _liveness(status: Mapping[str, Any], age_s: float, is_held: bool) -> Liveness:
     if status["phase"] in ENDED:  # a resuming driver takes the lock before it writes a status
         return "live" if is_held else "ended"
     if is_held and "doing" in status:  # it starts, and says nothing while an import or Ray blocks it
