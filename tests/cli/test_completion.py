@@ -59,10 +59,10 @@ def completed(shell: str, script: str, here: Path) -> list[str]:
     done = subprocess.run(
         [shell, "--norc" if shell == "bash" else "-f", "-c", f"LINES_TO_COMPLETE=({lines})\n{script}"],
         cwd=here,
-        env={**os.environ, "PATH": f"{here}:{os.environ['PATH']}"},
+        env={**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "LC_ALL": "C"},  # bash warns of a locale that is not there
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     assert done.stderr == ""

@@ -52,7 +52,7 @@ def test_a_detached_start_that_fails_is_told_with_its_exit_code_and_leaves_nothi
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real child: a source that does not exist is found only when the task is loaded."""
-    monkeypatch.setattr(detaching, "WATCHED_S", 60.0)
+    monkeypatch.setattr(detaching, "WATCHED_S", 240.0)
     sets = ("--set", "task.source=jsonl:nothing.jsonl", "--runs-dir", str(tmp_path / "runs"))
     assert run([*BRIEF, *sets, "--detach"]) == 2
     assert "nothing.jsonl" in capsys.readouterr().err
