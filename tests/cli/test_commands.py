@@ -197,8 +197,10 @@ def test_a_train_that_is_refused_leaves_nothing(
 
 
 def test_doctor_names_versions_and_engines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl_cli.engines.vllm import kind as vllm_kind
     from asyncrl_cli.plan import machine
 
+    monkeypatch.setattr(vllm_kind, "broken_packages", list)  # what else is installed here
     monkeypatch.setattr(machine, "_failure_of", lambda program: "")
     assert run(["doctor", "--json"]) == 0
     found = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
@@ -268,6 +270,7 @@ def test_doctor_imports_vllm_before_it_says_that_it_is_there(
     from asyncrl_cli.engines.vllm import kind as vllm_kind
     from asyncrl_cli.plan import machine
 
+    monkeypatch.setattr(vllm_kind, "broken_packages", list)
     monkeypatch.setattr(machine, "_failure_of", lambda program: fails if "vllm" in program else "")
     monkeypatch.setattr(vllm_kind, "installed_version", lambda: version)
     assert run(["doctor", "--json"]) == code
