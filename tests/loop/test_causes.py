@@ -116,6 +116,7 @@ def test_whatever_waits_names_its_true_cause_in_every_second_of_every_seed(first
 
 def test_a_worker_that_the_run_goes_on_without_is_not_said_to_be_restarted(monkeypatch):
     monkeypatch.setattr(scenarios, "Invariants", Watching)
+    monkeypatch.setattr(Watching, "said", Counter())
     assert scenarios.run(draw(86)).broken is None
     assert Watching.said["slots: rollout-N is away"]
 
