@@ -125,7 +125,7 @@ async def gateway(
     served = Served(Gateway(cast(Engine, engine), CHAT, SAMPLING, LIMITS._replace(max_turns=max_turns)), engine)
     await served.gateway.start()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield served
     finally:
         await served.gateway.close()

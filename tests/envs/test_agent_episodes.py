@@ -19,18 +19,25 @@ from tests.envs.gateways import CHAT, LIMITS, SAMPLING, gateway, text_of
 
 AGENT = """
     import asyncio, os, time
+    from pathlib import Path
+
+    answered = []
 
     async def episode(client, item):
         messages = [{"role": "user", "content": item["prompt"]}]
         answer = await client.chat.completions.create(model=client.model, messages=messages)
+        answered.append(item["prompt"])
         if item["prompt"] == "raise":
             raise KeyError("nothing here")
         if item["prompt"] == "hang":
             await asyncio.Event().wait()
         if item["prompt"] == "thread":
             await asyncio.to_thread(time.sleep, 600)
+        if item["prompt"] in ("block", "die"):
+            while len(answered) < 3:  # until the others have begun
+                await asyncio.sleep(0.005)
+            Path(__file__).with_name("ended").write_text(item["prompt"])
         if item["prompt"] == "block":
-            await asyncio.sleep(0.3)  # the others have begun
             time.sleep(600)
         if item["prompt"] == "die":
             os._exit(3)
@@ -43,7 +50,8 @@ AGENT = """
             await client.post(str(client.base_url).removesuffix("v1/") + "reward", body={"reward": 0.75}, cast_to=object)
             return None
         if item["prompt"] == "slow":
-            await asyncio.sleep(1.5)
+            while not Path(__file__).with_name("ended").exists():
+                await asyncio.sleep(0.005)
         return 0.5
 
     async def silent(client, item):
@@ -59,7 +67,7 @@ def agent(tmp_path: Path) -> Path:
 
 async def play(agent: Path, prompts: list[str], name: str = "episode", stopped: str = "", **limits: float) -> list[Episode]:
     code = UserCode(name=f"my_agent:{name}", import_path=str(agent))
-    pool = RewardPool(RewardSpec(kind="agent", function=code), **({"timeout_s": 10.0, "block_s": 5.0} | limits))
+    pool = RewardPool(RewardSpec(kind="agent", function=code), **({"timeout_s": 60.0, "block_s": 30.0} | limits))
     waiting: set[str] = set()
 
     def on_waiting(episode: str, for_what: str) -> None:
@@ -71,9 +79,8 @@ async def play(agent: Path, prompts: list[str], name: str = "episode", stopped: 
         episodes = [Episode(f"e{index}", {"prompt": prompt}, 5, means, SAMPLING) for index, prompt in enumerate(prompts)]
         try:
             await pool.start()
-            if stopped:
-                asyncio.get_running_loop().call_later(0.3, lambda: asyncio.ensure_future(episodes[0].stop(stopped, "")))
-            await asyncio.gather(*(episode.play() for episode in episodes))
+            stops = [stop_answered(episodes[0], stopped)] if stopped else []
+            await asyncio.gather(*(episode.play() for episode in episodes), *stops)
             pids = pool.child_pids
         finally:
             await pool.close()
@@ -82,16 +89,20 @@ async def play(agent: Path, prompts: list[str], name: str = "episode", stopped: 
     return episodes
 
 
+async def stop_answered(episode: Episode, kind: str) -> None:
+    while not episode.conversation.num_sampled:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await episode.stop(kind, "")
+
+
 def outcome(episode: Episode) -> float | str:
     return episode.end.reward if episode.end is not None else episode.failure.kind if episode.failure else "nothing"
 
 
 @pytest.mark.slow
 def test_episodes_end_with_the_agents_reward_or_fail_by_kind(agent: Path) -> None:
-    prompts = ["twice", "post", "raise", "text", "hang", "thread", "fine"]
-    episodes = asyncio.run(play(agent, prompts, timeout_s=2.0))
-    expected = [0.5, 0.75, "agent", "agent", "episode-timeout", "episode-timeout", 0.5]
-    assert [outcome(episode) for episode in episodes] == expected
+    episodes = asyncio.run(play(agent, ["twice", "post", "raise", "text", "fine"]))
+    assert [outcome(episode) for episode in episodes] == [0.5, 0.75, "agent", "agent", 0.5]
     (segment,) = episodes[0].conversation.segments()
     assert text_of(segment.tokens_T) == "<user>twice\n<assistant>fine\n<user>more\n<assistant>fine\n"
     meta = episodes[0].meta()
@@ -101,9 +112,17 @@ def test_episodes_end_with_the_agents_reward_or_fail_by_kind(agent: Path) -> Non
 
 
 @pytest.mark.slow
+def test_agents_that_never_end_fail_after_their_time(agent: Path) -> None:
+    episodes = asyncio.run(play(agent, ["hang", "thread"], timeout_s=1.0))
+    assert [outcome(episode) for episode in episodes] == ["episode-timeout"] * 2
+
+
+@pytest.mark.slow
 def test_an_agent_that_blocks_or_dies_fails_alone_and_the_others_begin_anew(agent: Path) -> None:
     for culprit, kind in (("block", "tool-timeout"), ("die", "tool-died")):
-        episodes = asyncio.run(play(agent, ["slow", culprit, "slow"], block_s=0.5))
+        (agent / "ended").unlink(missing_ok=True)
+        episodes = asyncio.run(play(agent, ["slow", culprit, "slow"], **({"block_s": 1.0} if culprit == "block" else {})))
+        assert (agent / "ended").read_text() == culprit
         assert [outcome(episode) for episode in episodes] == [0.5, kind, 0.5]
         assert all(episode.conversation.num_sampled == 5 for episode in episodes)
         assert [episode.lost_tokens for episode in episodes] == [5, 0, 5]  # of the starts that the culprit has ended

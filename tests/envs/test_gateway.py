@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from openai import APIStatusError, AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.port import EpisodeFailed
@@ -35,7 +35,8 @@ def served(says: Callable[[str], str] = lambda prompt: "fine", **options: Any) -
 
 
 def client_of(access: Any, **options: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=access.base_url, api_key=access.key, max_retries=0, **options)
+    http = DefaultAsyncHttpxClient(verify=False, trust_env=False)  # no certificates to load, no proxy between
+    return AsyncOpenAI(base_url=access.base_url, api_key=access.key, max_retries=0, http_client=http, **options)
 
 
 async def refusal(call: Awaitable[Any]) -> APIStatusError:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.envs.port import Answer, End, Environment, OneTurn, SelfPlayed, Turn
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.attempts import AttemptKey, Failure, Kept, PartKey, TrajectoryMeta
+from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, TrajectoryMeta
 from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest, SoFar
 from asyncrl_cli.samples import GroupPayload, joined, overlaid
 from asyncrl_cli.tasks.rewards import RewardFailed
@@ -421,6 +422,8 @@ class Hangs(Questions):
 def test_an_episode_ends_at_its_time_limit_wherever_it_waits(model_dir: Path) -> None:
     """Its environment hangs, or (with a limit of no time) it has not begun to generate."""
 
+    Hangs.closed = 0
+
     async def body() -> None:
         for limit_s in (0.3, 1e-9):
             waiting: dict[str, str] = {}
@@ -571,8 +574,28 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
+@contextmanager
+def held_at(num_tokens: int, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within the block the engine stands still when it has sampled so many tokens (or one more per sequence of that step)."""
+    sampler, goes_on = engine._sampler, threading.Event()
+    prepare = sampler.prepare_tensor_args
+
+    def prepare_when_told(requests: Any) -> torch.Tensor:
+        if sampler.sampled_tokens >= num_tokens:
+            goes_on.wait()
+        return prepare(requests)
+
+    monkeypatch.setattr(sampler, "prepare_tensor_args", prepare_when_told)
+    try:
+        yield
+    finally:
+        goes_on.set()
+
+
 @pytest.mark.slow
-def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(model_dir: Path, tmp_path: Path) -> None:
+def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random numbers depend on seed and position alone, so with the same weights it is the part that would have been."""
     request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 2), seed=7)
     whole: list[GroupPayload] = []
@@ -582,8 +605,9 @@ def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(model_dir:
         async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
             assert runner.so_far() == (SoFar(), [])
             playing = asyncio.create_task(runner.run(request, lambda free: None))
-            await until(lambda: runner.running_tokens >= 40)
-            told, (payload,) = runner.so_far()
+            with held_at(40, runner.means.engine, monkeypatch):
+                await until(lambda: runner.means.engine.sampled_tokens >= 40)
+                told, (payload,) = runner.so_far()
             cut.append((told, payload))
             whole.append((await playing)[1])
 
@@ -618,7 +642,7 @@ def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: Path) 
         request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 1), seed=7)
         async with runner_of(model_dir, Rewards(hangs=True)) as runner:
             playing = asyncio.create_task(runner.run(request, lambda free: None))
-            await until(lambda: all(one.is_whole for one in runner.so_far()[0].kept.get(request.key, {0: Kept(())}).values()))
+            await until(lambda: [one.is_whole for one in runner.so_far()[0].kept.get(request.key, {}).values()] == [True, True])
             told, (payload,) = runner.so_far()
             playing.cancel()
         rewards = Rewards()
@@ -633,16 +657,17 @@ def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: Path) 
     run(body)
 
 
-def test_an_episode_with_several_turns_starts_again(model_dir: Path) -> None:
+def test_an_episode_with_several_turns_starts_again(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with runner_of(model_dir, Rewards(), partial(Questions, 3), chat_template=TEMPLATE) as runner:
             playing = asyncio.create_task(
                 runner.run(PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0,), seed=1), lambda free: None)
             )
-            await until(lambda: runner.running_tokens >= 4)
-            told, payloads = runner.so_far()
-            assert (told.kept, payloads) == ({}, [])
-            assert told.rest_tokens == runner.running_tokens
+            with held_at(4, runner.means.engine, monkeypatch):
+                await until(lambda: runner.means.engine.sampled_tokens >= 4)
+                told, payloads = runner.so_far()
+                assert (told.kept, payloads) == ({}, [])
+                assert told.rest_tokens == runner.running_tokens == 4
             playing.cancel()
 
     run(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import subprocess
 import sys
@@ -31,9 +32,14 @@ def task_of(name: str, *sets: str, python: str = PYTHON) -> Task:
     return load_task(load("on-policy-pipeline", sets=wanted, environ={}).profile)
 
 
+@functools.cache
+def has_verifiers() -> bool:
+    return not subprocess.run([PYTHON, "-c", "import verifiers"], check=False, capture_output=True).returncode
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    if subprocess.run([PYTHON, "-c", "import verifiers"], check=False, capture_output=True).returncode:
+    if not has_verifiers():
         pytest.skip(f"{PYTHON} does not have verifiers (VERIFIERS_PYTHON names another one)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HUB, os.environ.get("PYTHONPATH", "")]))
 

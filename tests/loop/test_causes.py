@@ -1,4 +1,7 @@
-"""What the loop says of itself, once a second: who is in which state, and why somebody waits. Held against the simulated world."""
+"""What the loop says of itself, once a second: who is in which state, and why somebody waits. Held against the simulated world.
+
+(That it names the true cause in every second of every seed: test_seeds.py.)
+"""
 
 from __future__ import annotations
 
@@ -6,117 +9,22 @@ import asyncio
 import re
 from collections import Counter
 from fractions import Fraction
-from typing import ClassVar
 
 import pytest
 
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
 from tests.loop import worlds
-from tests.loop.proof import scenarios
+from tests.loop.proof.causes import Watching
 from tests.loop.proof.drawing import draw
 from tests.loop.proof.faults import KeepingTrainer
-from tests.loop.proof.invariants import Invariants
+from tests.loop.proof.scenarios import run
 from tests.loop.worlds import MODES, run_world, settings
-from tests.marks import one_in
-
-ENDED = ("done", "stopped", "failed")
-NUM_SEEDS, CHUNK_SEEDS = 100, 2
-TOOL = r"waits for a tool of (\S+)/\d+ \(\d+ s so far\)(?: and \d+ more)?"
-FINISHES = rf"(rollout-\d+) is finishing (\d+) responses(?: \({TOOL}\))? before it loads (version \d+)"
-
-
-class Watching(Invariants):
-    """Also holds every tick's words against what the workers were really asked to do (the trace of calls)."""
-
-    said: ClassVar[Counter[str]] = Counter()
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.doing: dict[str, str] = {}
-
-    def note(self, text: str) -> None:
-        super().note(text)
-        if found := re.match(r"(rollout-\d+) (prefetches|loads) version (\d+)", text):
-            self.doing[found[1]] = f"{found[1]} is {'receiving' if found[2] == 'prefetches' else 'loading'} version {found[3]}"
-        elif found := re.match(r"(?:loaded|lost) .*'worker': '(rollout-\d+)'", text):
-            self.doing.pop(found[1], None)
-
-    def tick(self, snapshot) -> None:
-        super().tick(snapshot)
-        if snapshot.phase not in ENDED:
-            self.check_closed(snapshot)
-            self.check_trainer(snapshot)
-
-    def check_closed(self, snapshot) -> None:
-        closed, feed = self.books.closed(), snapshot.reports["feed"]
-        all_down = all(worker.down for worker in self.books.workers.values())
-        expected = "restart" if closed == "loading" and all_down else closed
-        self.check(snapshot.admission == expected, "causes", f"closed by {snapshot.admission!r}, counted {expected!r}")
-        self.check(bool(snapshot.admission_cause) == bool(closed), "causes", f"{closed!r} because of {snapshot.admission_cause!r}")
-        wait = f"admission: {expected} ({snapshot.admission_cause})" if closed else ""
-        state = State.BLOCKED if closed else State.BUSY
-        self.check((feed.state, feed.waiting_for) == (state, wait), "causes", f"feed {feed.state} for {feed.waiting_for!r}: {wait}")
-        for claim in snapshot.admission_cause.split(", ") if closed else ():
-            self.check_claim(claim)
-            Watching.said[f"{expected}: {re.sub(r'[0-9]+', 'N', claim)}"] += 1
-
-    def check_claim(self, claim: str) -> None:
-        books, workers = self.books, self.books.workers
-        used = [(sum(book.unfinished.values()) + book.eval_sequences, book.slots) for book in workers.values() if not book.down]
-        slots = sum(book.slots for book in workers.values() if not book.down)
-        evals = sum(book.eval_sequences for book in workers.values())
-        if found := re.fullmatch(r"the eval of version (\d+) has held (rollout-\d+) for \d+ s", claim):
-            book = workers[found[2]]
-            holds = (book.eval_sequences > 0 or not book.unfinished) and book.version == int(found[1]) < books.version
-        elif found := re.fullmatch(FINISHES, claim):
-            holds = self.doing.get(found[1]) == f"{found[1]} is loading {found[4]}"
-            with_slot, left = sum(workers[found[1]].unfinished.values()), int(found[2])
-            holds = holds and (left == with_slot if self.settings.profile.rollout.hold_slots else left >= with_slot)
-            holds = holds and (found[3] is None or found[3] in map(str, books.live))
-        elif found := re.fullmatch(r"(rollout-\d+) is (?:receiving|loading) version \d+", claim):
-            holds = self.doing.get(found[1]) == claim
-        elif found := re.fullmatch(r"(rollout-\d+) is being restarted(?: \(\d of \d\))?", claim):
-            holds = workers[found[1]].down and not workers[found[1]].away
-        elif found := re.fullmatch(r"(rollout-\d+) is away", claim):
-            holds = workers[found[1]].away
-        elif found := re.fullmatch(r"(rollout-\d+) is about to receive version (\d+)", claim):
-            holds = found[1] not in self.doing and workers[found[1]].version < int(found[2]) == self.published
-        elif found := re.fullmatch(r"version (\d+) is being published", claim):
-            holds = self.published < int(found[1]) <= max(books.version, self.published + 1)  # the next is being gathered
-        elif found := re.fullmatch(r"(\d+) of (\d+) in use", claim):
-            holds = (sum(min(pair) for pair in used), slots) == (int(found[1]), int(found[2]))
-        elif found := re.fullmatch(r"(\d+) sequences queued", claim):
-            holds = sum(max(0, running - own) for running, own in used) == int(found[1])
-        elif found := re.fullmatch(r"(\d+) by the eval of version (\d+)", claim):
-            holds = evals == int(found[1])
-        elif found := re.fullmatch(r"all (\d+) groups of the window have started", claim):
-            holds = len(books.untaken) + books.taken_in_window >= books.budget == int(found[1])
-        else:
-            known = ("the run is stopping", "every group of the run has started", f"version {books.version + 1} opens the next")
-            holds = claim in known or re.fullmatch(r"\d+ more", claim)
-        self.check(bool(holds), "causes", f"it is not so that {claim!r}; really: {self.doing}, {workers}")
-
-    def check_trainer(self, snapshot) -> None:
-        trainer = snapshot.reports.get("trainer-0")
-        if trainer is None:
-            return
-        training = snapshot.ledger["training"]
-        self.check((trainer.state is State.BUSY) == (training > 0), "causes", f"trainer {trainer.state}, training {training}")
-        if trainer.state is State.STARVED and snapshot.phase != "stopping":
-            self.check(bool(trainer.waiting_for), "causes", "the trainer waits for nothing")
-
-
-@pytest.mark.parametrize("first", one_in(NUM_SEEDS, range(0, NUM_SEEDS, CHUNK_SEEDS)))
-def test_whatever_waits_names_its_true_cause_in_every_second_of_every_seed(first, monkeypatch):
-    monkeypatch.setattr(scenarios, "Invariants", Watching)
-    broken = [outcome for outcome in map(scenarios.run, map(draw, range(first, first + CHUNK_SEEDS))) if outcome.broken is not None]
-    assert not broken, "\n".join(f"{outcome.scenario.seed}: {outcome.broken!r}" for outcome in broken)
 
 
 def test_a_worker_that_the_run_goes_on_without_is_not_said_to_be_restarted(monkeypatch):
-    monkeypatch.setattr(scenarios, "Invariants", Watching)
-    assert scenarios.run(draw(86)).broken is None
+    monkeypatch.setattr(Watching, "said", Counter())
+    assert run(draw(86), Watching).broken is None
     assert Watching.said["slots: rollout-N is away"]
 
 

@@ -23,6 +23,7 @@ from asyncrl_cli.loop.worker_tasks import WorkerTasks
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import DeadlockError, NumberedFeed
 from tests.loop.proof.books import in_time
+from tests.loop.proof.causes import Watching
 from tests.loop.proof.drawing import MODES, draw
 from tests.loop.proof.faults import FaultKind
 from tests.loop.proof.invariants import InvariantError, Invariants
@@ -41,8 +42,9 @@ def replay(seed: int) -> str:
 
 @functools.cache
 def outcomes(first: int) -> tuple[Outcome, ...]:
-    """Of the chunk of seeds that begins with `first`; each runs once, whichever test asks."""
-    return tuple(run(draw(seed)) for seed in range(first, first + CHUNK_SEEDS))
+    """Of the chunk of seeds that begins with `first`; each runs once, whichever test asks. Also whatever waits has to name its true
+    cause in every second (proof/causes.py)."""
+    return tuple(run(draw(seed), Watching) for seed in range(first, first + CHUNK_SEEDS))
 
 
 @pytest.mark.parametrize("first", one_in(NUM_SEEDS, range(0, NUM_SEEDS, CHUNK_SEEDS)))

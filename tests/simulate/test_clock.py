@@ -54,6 +54,8 @@ def test_the_clean_up_after_a_deadlock_neither_hangs_nor_hides_it_nor_leaves_a_t
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(stubborn())
 
+    gc.collect()
+    caplog.clear()  # of what other tests have left
     with pytest.raises(DeadlockError, match="nothing is scheduled"):
         run_virtual(main())
     gc.collect()

@@ -24,6 +24,8 @@ from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.tasks.user_code import UserCode
 
 GOOD = "def score(item, response):\n    return 1.0\n"
+LIMIT_S = 60.0
+"""What hangs below hangs for ten minutes."""
 MODULES = {
     "hangs": ("import time; time.sleep(600)", "its module was not imported within 1 s"),
     "hangs beside a process of its own": ("import os, time\nos.fork()\ntime.sleep(600)", "not imported within 1 s"),
@@ -105,11 +107,11 @@ def resolved(reward: str, **task: float) -> RewardSpec:
 
 def assert_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, reward: str, expected: str) -> None:
     monkeypatch.chdir(directory)
-    monkeypatch.setattr(code_records, "START_LIMIT_S", 1.0 if "within 1 s" in expected else 10.0)
+    monkeypatch.setattr(code_records, "START_LIMIT_S", 1.0 if "within 1 s" in expected else LIMIT_S)
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match=expected) as refused:
         resolved(reward, reward_timeout_s=0.1)
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < LIMIT_S
     assert f'task.reward = "{reward}"' in refused.value.message
     assert len(refused.value.message.encode("utf-8")) < 1000
     assert refused.value.hint
@@ -153,9 +155,8 @@ GOOD_MODULES = {
 def test_a_module_that_will_do_is_taken(tmp_path, monkeypatch, name):
     (tmp_path / "good.py").write_text(GOOD_MODULES[name])
     monkeypatch.chdir(tmp_path)
-    began_s = time.monotonic()
+    monkeypatch.setattr(code_records, "START_LIMIT_S", LIMIT_S)  # whoever waits for what never ends is refused after it
     spec = resolved("good:score")
-    assert time.monotonic() - began_s < 9  # the limit is 10
     assert spec.function is not None
     assert spec.function.file == str(tmp_path / "good.py")
 

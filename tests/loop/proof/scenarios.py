@@ -26,6 +26,7 @@ from asyncrl_cli.simulate.sequences import ToolWait
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
+from tests.loop.proof.causes import Watching
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, TOOL_TIMEOUT_S, Scenario, draw, worker_names
 from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyScorer, FaultyWorker, KeepingTrainer
 from tests.loop.proof.invariants import InvariantError, Invariants
@@ -52,13 +53,13 @@ class Outcome:
     broken: BaseException | None = None
 
 
-def run(scenario: Scenario) -> Outcome:
+def run(scenario: Scenario, checks: type[Invariants] = Invariants) -> Outcome:
     """Run a scenario; while it ends early, and once if it is drawn so, resume it from a checkpoint and run that."""
     outcome, faults = Outcome(scenario=scenario), Faults(scenario.faults)
     resumed: ResumeFrom | None = None
     try:
         for leg in range(_MAX_LEGS):
-            cuts, error = _leg(scenario, outcome, faults, leg, resumed)
+            cuts, error = _leg(scenario, outcome, faults, leg, resumed, checks)
             cut = _cut_to_resume(scenario, cuts, error, leg)
             if cut is None:
                 break
@@ -79,13 +80,13 @@ def _cut_to_resume(scenario: Scenario, cuts: Sequence[Any], error: BaseException
 
 
 def _leg(
-    scenario: Scenario, outcome: Outcome, faults: Faults, leg: int, resume_from: ResumeFrom | None
+    scenario: Scenario, outcome: Outcome, faults: Faults, leg: int, resume_from: ResumeFrom | None, checks: type[Invariants]
 ) -> tuple[list[Any], AsyncrlError | None]:
     """One run of the loop. Returns its checkpoints and what it raised, for a reason that the scenario explains."""
 
     async def main() -> tuple[list[Any], AsyncrlError | None]:
         slots = dict.fromkeys(worker_names(scenario.workers_of(leg)), scenario.slots)
-        invariants = Invariants(
+        invariants = checks(
             scenario.settings, slots, seed=scenario.seed, scorers=scenario.scorers, num_eval_prompts=scenario.num_eval_prompts
         )
         try:
@@ -288,7 +289,7 @@ def main(arguments: Sequence[str]) -> int:
     seeds = [int(argument) for argument in arguments if not argument.startswith("--")]
     broken = 0
     for seed in seeds:
-        outcome = run(draw(seed, with_turns="--turns" in arguments, with_scorer="--scorer" in arguments))
+        outcome = run(draw(seed, with_turns="--turns" in arguments, with_scorer="--scorer" in arguments), Watching)
         print(f"seed {seed}\n{outcome.scenario}")
         if outcome.broken is not None or "--trace" in arguments:
             print("\n".join(outcome.trace))
