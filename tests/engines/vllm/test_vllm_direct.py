@@ -48,7 +48,7 @@ pytestmark = [
     pytest.mark.slow,
     needs_vllm,
     pytest.mark.filterwarnings("default"),  # vLLM's imports warn
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 MEETING = Meeting(host="10.0.0.7", port=29511, world_size=3, wire_bytes=2**27)
 

@@ -367,7 +367,8 @@ def test_a_cancelled_drain_resumes_on_the_old_version(there: World) -> None:
         generating = asyncio.create_task(there.all_of(prompts(4), sampling(100, temperature=0.3)))
         await there.sampled(20)
         loading = asyncio.create_task(there.load_these(tiny.weights_after(there.model, 1), version + 1, "drain"))
-        await asyncio.sleep(0.01)
+        while there.engine._gate.is_open:  # noqa: ASYNC110  (the load closes it in its first turns)
+            await asyncio.sleep(0)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await loading
