@@ -75,7 +75,7 @@ def test_another_number_of_eval_prompts_finds_the_same_model(built, fewer_or_mor
 
 def build(profile: Profile, barrier) -> None:
     task = load_task(profile)
-    barrier.wait(60)
+    barrier.wait(240)
     resolve_model(profile, task)
 
 
@@ -87,7 +87,7 @@ def test_two_processes_that_build_the_same_model_at_once_do_not_hurt_each_other(
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(240)
     assert [process.exitcode for process in processes] == [0, 0]
     directory = resolve_model(profile, task, progress=lambda *report: None)
     assert list(tmp_path.iterdir()) == [directory]
