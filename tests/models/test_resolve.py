@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import load_task
 from tests.models.conftest import tiny_profile
+from tests.train.conftest import rank_context as rank_context
 
 
 def with_path(path: Path | str) -> Profile:
@@ -80,10 +80,9 @@ def build(profile: Profile, barrier) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_that_build_the_same_model_at_once_do_not_hurt_each_other(task, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    profile, barrier = tiny_profile(tmp_path, steps=8), context.Barrier(2)
-    processes = [context.Process(target=build, args=(profile, barrier)) for _ in range(2)]
+def test_two_processes_that_build_the_same_model_at_once_do_not_hurt_each_other(task, tmp_path, rank_context):
+    profile, barrier = tiny_profile(tmp_path, steps=8), rank_context.Barrier(2)
+    processes = [rank_context.Process(target=build, args=(profile, barrier)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
