@@ -24,7 +24,7 @@ from tests.engines.made import made_for
 from tests.engines.vllm.vllm_pace import Paced, beating
 from tests.packed import pack
 
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 MAX_PROMPT_TOKENS = 64
 MAX_RESPONSE_TOKENS = 256
 FUNCTIONS_MAY_BE_SENT = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
