@@ -94,19 +94,24 @@ class Worker:
     async def without_syncs(self, seconds: float) -> Stretch:
         before, began_s = self._engine.sampled_tokens, time.perf_counter()
         await asyncio.sleep(seconds)
-        return self._stretch(0, "", before, began_s, [])
+        return await self._stretch(0, "", before, began_s, [])
 
     async def with_syncs(self, k: int, interrupt: Interrupt, step_s: float, steps: int) -> Stretch:
         """The stretch ends with the last sync's window, and later if the syncs take longer than that."""
         before, began_s = self._engine.sampled_tokens, time.perf_counter()
         pauses: list[float] = []
-        while (now_s := time.perf_counter()) < began_s + steps * step_s:
+        now_s = began_s
+        while now_s < began_s + steps * step_s:
             weights = await asyncio.to_thread(self._engine.receive, self._buckets)
             pauses.append((await self._engine.load(weights, self._engine.version + 1, interrupt)).pause_s)
             await asyncio.sleep(max(0.0, now_s + k * step_s - time.perf_counter()))
-        return self._stretch(k, interrupt, before, began_s, pauses)
+            now_s = time.perf_counter()
+        return await self._stretch(k, interrupt, before, began_s, pauses)
 
-    def _stretch(self, k: int, interrupt: str, before: int, began_s: float, pauses: list[float]) -> Stretch:
+    async def _stretch(self, k: int, interrupt: str, before: int, began_s: float, pauses: list[float]) -> Stretch:
+        """A stretch has at least one token, or it would have no rate."""
+        while self._engine.sampled_tokens == before:  # noqa: ASYNC110  (it is counted in the engine's thread)
+            await asyncio.sleep(0.001)
         seconds = time.perf_counter() - began_s
         tokens, pause_s = self._engine.sampled_tokens - before, statistics.median(pauses) if pauses else 0.0
         return Stretch(k=k, interrupt=interrupt, tokens=tokens, seconds=seconds, syncs=len(pauses), pause_s=pause_s)

@@ -224,10 +224,11 @@ async def keep_running(engine: Any, model: RandomModel, row: int) -> None:
 
 @contextmanager
 def object_store(num_bytes: int) -> Iterator[None]:
-    """A local Ray whose store holds two versions and the naive way's object."""
+    """A local Ray whose store holds two versions and the naive way's object, whatever cluster this machine belongs to."""
     import ray
 
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import load_task
 from tests.models.conftest import tiny_profile
+from tests.train.conftest import rank_context as rank_context
 
 
 def with_path(path: Path | str) -> Profile:
@@ -75,19 +75,18 @@ def test_another_number_of_eval_prompts_finds_the_same_model(built, fewer_or_mor
 
 def build(profile: Profile, barrier) -> None:
     task = load_task(profile)
-    barrier.wait(60)
+    barrier.wait(240)
     resolve_model(profile, task)
 
 
 @pytest.mark.slow
-def test_two_processes_that_build_the_same_model_at_once_do_not_hurt_each_other(task, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    profile, barrier = tiny_profile(tmp_path, steps=8), context.Barrier(2)
-    processes = [context.Process(target=build, args=(profile, barrier)) for _ in range(2)]
+def test_two_processes_that_build_the_same_model_at_once_do_not_hurt_each_other(task, tmp_path, rank_context):
+    profile, barrier = tiny_profile(tmp_path, steps=8), rank_context.Barrier(2)
+    processes = [rank_context.Process(target=build, args=(profile, barrier)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(240)
     assert [process.exitcode for process in processes] == [0, 0]
     directory = resolve_model(profile, task, progress=lambda *report: None)
     assert list(tmp_path.iterdir()) == [directory]

@@ -64,7 +64,7 @@ def test_every_matrix_product_is_in_float32(tmp_path: Path):
 
 
 def test_one_thread_computes_and_the_caller_gets_its_number_back():
-    seen = []
+    seen, before = [], torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         report = lambda losses: seen.append((len(losses), torch.get_num_threads()))  # noqa: E731
@@ -72,7 +72,7 @@ def test_one_thread_computes_and_the_caller_gets_its_number_back():
         assert seen == [(1, 1), (2, 1)]
         assert torch.get_num_threads() == 2
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(before)
 
 
 def test_too_few_lessons_are_refused():

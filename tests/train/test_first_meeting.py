@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.rank_actors import naming_nodes
@@ -16,9 +22,16 @@ from asyncrl_cli.train.first_meeting import RanksMissing, met
 def place(kind: str, tmp_path: Path) -> str:
     if kind == "file":
         return f"file://{tmp_path}/ranks"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def free_port() -> int:
+    """Below those that the system gives to whoever asks for any: nobody gets it before a rank listens."""
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def come(ranks: tuple[int, ...], world_size: int, point: str, timeout_s: float) -> list[BaseException | None]:
@@ -27,12 +40,29 @@ def come(ranks: tuple[int, ...], world_size: int, point: str, timeout_s: float) 
         return [store.exception() for store in stores]
 
 
+def wait_shortly(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """A rank's wait begins when so many have come, so that none misses one that has, and is a tenth of a second."""
+    came = threading.Barrier(ranks)
+
+    def of(kind: Any) -> Any:
+        class Store(kind):
+            def wait(self, keys: list[str], timeout: timedelta) -> None:
+                came.wait(timeout.total_seconds())
+                super().wait(keys, timedelta(seconds=0.1))
+
+        return Store
+
+    for name in ("FileStore", "TCPStore"):
+        monkeypatch.setattr(dist, name, of(getattr(dist, name)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_all_ranks_meet_or_those_that_came_name_the_others(kind: str, tmp_path: Path) -> None:
+def test_all_ranks_meet_or_those_that_came_name_the_others(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert come((1, 0, 2), 3, place(kind, tmp_path), 20.0) == [None] * 3
     (tmp_path / "ranks").unlink(missing_ok=True)
-    errors = come((0, 2), 4, place(kind, tmp_path), 0.5)
+    wait_shortly(monkeypatch, ranks=2)
+    errors = come((0, 2), 4, place(kind, tmp_path), 20.0)
     assert all(isinstance(error, RanksMissing) and error.ranks == (1, 3) for error in errors), errors
 
 

@@ -63,6 +63,9 @@ class InProcessGroup:
                     break
                 except queue.Full:
                     continue
+        while not self.pipe.slot.empty():  # the last one is to be taken, too
+            if self.pipe.destroyed.wait(POLL_S):
+                break
 
     def destroy(self) -> None:
         self.pipe.destroyed.set()

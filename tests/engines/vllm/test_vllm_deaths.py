@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.slow,
     needs_vllm,
     pytest.mark.filterwarnings("default"),  # vLLM's imports warn
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 HOLD_AN_ENGINE = """

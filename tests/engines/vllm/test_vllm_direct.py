@@ -48,7 +48,7 @@ pytestmark = [
     pytest.mark.slow,
     needs_vllm,
     pytest.mark.filterwarnings("default"),  # vLLM's imports warn
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 MEETING = Meeting(host="10.0.0.7", port=29511, world_size=3, wire_bytes=2**27)
 
@@ -372,9 +372,11 @@ def test_a_killed_engine_ends_the_load_and_its_successor_gets_the_newest_version
         if backend == "ipc":
             there.memory.read = lambda info: there.llm.killed.set() or {}  # type: ignore[method-assign, func-returns-value]
         else:
-            asyncio.get_running_loop().call_later(0.2, there.llm.killed.set)
+            killing = asyncio.create_task(killed_after(there.llm, 3))
         with pytest.raises(ExecutorFailed, match=r"the transfer of version 2 by .* failed"):
             await there.load(2)
+        if backend == "nccl":
+            await killing
         there.memory.__dict__.pop("read", None)
 
         there.restarted()
@@ -383,6 +385,12 @@ def test_a_killed_engine_ends_the_load_and_its_successor_gets_the_newest_version
         assert there.holds(2)
 
     run(body)
+
+
+async def killed_after(llm: InProcessLlm, tensors: int) -> None:
+    while len(llm.order) < tensors:  # noqa: ASYNC110  (the other end counts what it has received)
+        await asyncio.sleep(0.01)
+    llm.killed.set()
 
 
 def test_a_cancelled_load_ends_both_sides(model: Qwen3ForCausalLM, model_dir: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests
+from asyncrl_cli.engines.vllm.transfers import paused
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
@@ -367,7 +368,8 @@ def test_a_cancelled_drain_resumes_on_the_old_version(there: World) -> None:
         generating = asyncio.create_task(there.all_of(prompts(4), sampling(100, temperature=0.3)))
         await there.sampled(20)
         loading = asyncio.create_task(there.load_these(tiny.weights_after(there.model, 1), version + 1, "drain"))
-        await asyncio.sleep(0.01)
+        while there.engine._gate.is_open:  # noqa: ASYNC110  (the load closes it in its first turns)
+            await asyncio.sleep(0)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await loading
@@ -445,8 +447,14 @@ def test_decode_steps_are_the_passes_that_sampled_tokens_of_responses(there: Wor
         alone = await there.generate([5, 6, 7], sampling(20))
         assert engine.decode_steps - before == engine.sampled_tokens - tokens == len(alone.tokens)
         before = engine.decode_steps
-        together = await asyncio.gather(*(there.generate([5, 6, 7], sampling(20), seed=2) for _ in range(8)))
-        assert len(together[0].tokens) <= engine.decode_steps - before <= len(together[0].tokens) + 8
+        llm = engine._llm
+        assert llm is not None
+        async with paused(llm, "keep-kv"):  # so that all begin in one pass
+            generating = asyncio.gather(*(there.generate([5, 6, 7], sampling(20), seed=2) for _ in range(8)))
+            while len(llm.output_processor.request_states) < 8:  # noqa: ASYNC110  (each comes in a turn of its own task)
+                await asyncio.sleep(0)
+        longest = max(len(completion.tokens) for completion in await generating)
+        assert longest <= engine.decode_steps - before <= longest + 1  # the last one may still be on its way to the engine
         before = engine.decode_steps
         await engine.score(prompts(3), 1.0)
         await engine.score(prompts(1), 0.7)

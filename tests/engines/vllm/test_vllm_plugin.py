@@ -38,4 +38,4 @@ def test_a_child_outlives_the_thread_that_started_it_and_ends_with_the_process(t
         child = psutil.Process(int(parent.stdout.readline()))
         assert child.is_running()
         parent.kill()
-    child.wait(timeout=5.0)
+    child.wait(timeout=60.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import tempfile
 import threading
-import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -21,9 +21,10 @@ from asyncrl_cli.engines.vllm.processes import answer
 from asyncrl_cli.profile.schema import Interrupt
 from tests.engines import tiny
 from tests.engines.made import made_for
+from tests.engines.vllm.vllm_pace import Paced, beating
 from tests.packed import pack
 
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 MAX_PROMPT_TOKENS = 64
 MAX_RESPONSE_TOKENS = 256
 FUNCTIONS_MAY_BE_SENT = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
@@ -36,17 +37,17 @@ end of the interpreter nobody does."""
 class World:
     """`weights[version]` are those that the engine held; each test loads versions of its own, always newer ones."""
 
-    def __init__(self, model: Qwen3ForCausalLM, engine: VllmEngine, runner: asyncio.Runner, start_s: float) -> None:
+    def __init__(self, model: Qwen3ForCausalLM, engine: VllmEngine, runner: asyncio.Runner, beats: Path) -> None:
         self.model = model
         self.engine = engine
-        self.start_s = start_s
         self.weights: dict[int, dict[str, Any]] = {0: model.state_dict()}
         self._runner = runner
+        self._beats = beats
         self._num_requests = 0
 
     def run(self, body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         async def bounded() -> Any:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(DEADLINE_S), beating(self._beats):
                 return await body()
 
         return self._runner.run(bounded())
@@ -125,16 +126,21 @@ def replace(worker: Any, name: str, how: str) -> None:
 
 @contextmanager
 def world(model: Qwen3ForCausalLM, directory: Path, **changes: Any) -> Iterator[World]:
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, tempfile.NamedTemporaryFile() as beats:
+        beats.write(bytes(8))
+        beats.flush()
         settings = {"slots": 8, "max_prompt_tokens": MAX_PROMPT_TOKENS, "max_response_tokens": MAX_RESPONSE_TOKENS}
-        engine = VllmEngine(*made_for(directory, **(settings | changes)))
-        began_s = time.monotonic()
+        engine_args = {"worker_extension_cls": f"{Paced.__module__}.{Paced.__name__}", **changes.pop("engine_args", {})}
+        engine = VllmEngine(*made_for(directory, engine_args=engine_args, **(settings | changes)))
+        there = World(model, engine, runner, Path(beats.name))
         try:
             runner.run(engine.start())
+            assert engine._llm is not None
             KEPT.append(engine._llm.engine_core.resources.ctx)
-            yield World(model, engine, runner, time.monotonic() - began_s)
+            runner.run(answer(engine._llm, engine._llm.collective_rpc("keep_pace", args=(beats.name,))))
+            yield there
         finally:
-            runner.run(engine.close())
+            there.run(engine.close)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ResourceWarning)
                 gc.collect()
