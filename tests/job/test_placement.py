@@ -15,7 +15,7 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 
 from .crew import in_place, nodes, reserved, small_profile, witnesses
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def eight_gpus() -> Iterator[None]:
         yield
 
 
-def free_gpus(expected: float, within_s: float = 10.0) -> float:
+def free_gpus(expected: float, within_s: float = 60.0) -> float:
     import ray
 
     end_s = time.monotonic() + within_s
