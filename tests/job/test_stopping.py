@@ -112,7 +112,7 @@ def test_a_cancelled_preparation_is_not_waited_for() -> None:
     async def main() -> None:
         def work(look: object) -> None:
             started.set()
-            goes_on.wait(20)
+            goes_on.wait(100)
             try:
                 look()  # type: ignore[operator]
             except Interrupted:
@@ -120,16 +120,16 @@ def test_a_cancelled_preparation_is_not_waited_for() -> None:
                 raise
 
         preparing = asyncio.ensure_future(interruptible(work))
-        await asyncio.to_thread(started.wait, 20)
+        await asyncio.to_thread(started.wait, 50)
         preparing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await preparing
 
     began_s = time.monotonic()
     asyncio.run(main())
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 50
     goes_on.set()
-    assert looked.wait(10)
+    assert looked.wait(50)
 
 
 @pytest.mark.slow
@@ -142,7 +142,6 @@ def test_a_request_while_the_run_starts_ends_it_and_leaves_nothing(tmp_path: Pat
 
         async def prepare(profile: object, say: object, *_: object) -> None:
             say("warm start", 120, 500)  # type: ignore[operator]
-            await asyncio.sleep(1.5)
             assert (tmp_path / "otter/logs/latest/driver.log").exists()
             seen.append((tmp_path / "otter/status.json").read_text())
             os.kill(os.getpid(), signal.SIGHUP)
@@ -174,7 +173,7 @@ def test_a_failure_whose_clean_up_is_interrupted_stays_the_runs_failure(tmp_path
 
 
 LEAVER = """
-import sys, threading, time
+import sys, threading
 from pathlib import Path
 from asyncrl_cli.storage import appearing_directory
 from asyncrl_cli.cli import app
@@ -182,10 +181,12 @@ from asyncrl_cli.cli import app
 def build():
     with appearing_directory(Path(sys.argv[1]) / "tiny") as directory:
         (directory / "model.safetensors").write_bytes(b"half")
+        is_half_written.set()
         threading.Event().wait()
 
+is_half_written = threading.Event()
 threading.Thread(target=build, daemon=True).start()
-time.sleep(0.5)
+is_half_written.wait()
 app.run = lambda: 130
 app.main()
 """
