@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from asyncrl_cli.errors import ExecutorFailed, Interrupted
 from asyncrl_cli.job.preparing import interruptible
 from asyncrl_cli.job.process import NOTICES, SIGNALS, StopRequests, blocked
 from asyncrl_cli.job.run import Run
-from asyncrl_cli.storage import appearing_directory
+from asyncrl_cli.storage import appearing_directory, remove_unfinished
 
 from .crew import small_profile
 
@@ -197,6 +198,19 @@ def test_a_process_that_leaves_a_thread_behind_takes_its_half_written_directory_
     done = subprocess.run([sys.executable, "-c", LEAVER, str(tmp_path)], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (130, b"")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_end_right_after_a_directory_was_made_takes_it_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = Path.mkdir
+
+    def made(path: Path, *args: object, **options: object) -> None:
+        mkdir(path, *args, **options)  # type: ignore[arg-type]
+        remove_unfinished()
+
+    monkeypatch.setattr(Path, "mkdir", made)
+    with suppress(KeyboardInterrupt), appearing_directory(tmp_path / "tiny"):
+        assert list(tmp_path.iterdir()) == []
+        raise KeyboardInterrupt
 
 
 def test_a_directory_that_was_finished_stays(tmp_path: Path) -> None:
