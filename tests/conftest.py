@@ -1,4 +1,4 @@
-"""What every test has: one compute thread, no hub, no telemetry, no ASYNCRL_* names and no ignored signals of whoever runs it.
+"""What every test has: one compute thread, no hub, no telemetry, nor the ASYNCRL_* names, terminal or ignored signals of its user.
 
 pytest runs two processes (pyproject.toml): the slowest files come first, so that neither is left alone with one.
 """
@@ -24,6 +24,10 @@ for name, value in {
     "WANDB_SILENT": "true",
 }.items():
     os.environ.setdefault(name, value)
+
+# What commands print into a pipe is as wide as ever, and no screen.
+for name in ("COLUMNS", "LINES", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)
 
 # `nohup pytest` and `pytest &` in a script ignore them, and so would every run of ours.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
