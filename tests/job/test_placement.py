@@ -71,7 +71,7 @@ def test_a_cluster_that_others_use_is_refused_after_the_timeout_and_nothing_stay
         assert "--set placement.trainer_workers=1 --set rollout.workers=1" in refused.value.hint
         return time.monotonic() - began_s
 
-    assert in_place(taken, nodes((16, 8)), gpus=6) < 20.0
+    assert in_place(taken, nodes((16, 8)), gpus=6) < 29.0  # of the 30 that it has by default
     assert free_gpus(8.0) == 8.0
 
 
