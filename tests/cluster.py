@@ -10,6 +10,7 @@ pids. Nodes have no agents, which take a second of computing and 100 MB each, un
 
 from __future__ import annotations
 
+import random
 import secrets
 import shutil
 import socket
@@ -109,9 +110,12 @@ def processes_of(node: Node) -> Iterable[psutil.Process]:
 
 
 def free_port(host: str) -> int:
-    with socket.socket() as free:
-        free.bind((host, 0))
-        return int(free.getsockname()[1])
+    """Below the range from which the kernel gives out ports by itself: nobody gets it before it is used."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind((host, port))
+            return port
+    raise OSError(f"no port of 100 is free at {host}")
 
 
 @contextmanager

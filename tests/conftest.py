@@ -1,5 +1,5 @@
-"""What every test has: one compute thread, no hub, no telemetry, a plain terminal, no ASYNCRL_* names and no ignored signals of
-whoever runs it.
+"""What every test has: one compute thread, no hub, no telemetry, a plain terminal, and of its user neither ASYNCRL_* names nor
+ignored signals.
 
 pytest runs two processes (pyproject.toml): the slowest files come first, so that neither is left alone with one.
 """

@@ -97,9 +97,9 @@ def appearing_directory(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     working = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-    working.mkdir()
-    _unfinished.add(working)
+    _unfinished.add(working)  # first: the process may end at any time
     try:
+        working.mkdir()
         yield working
         sync_files(working)
         working.rename(target)

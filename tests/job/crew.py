@@ -93,7 +93,7 @@ def witnesses(plan: JobPlan, options: Any) -> dict[str, list[tuple[str, str]]]:
         role.role: [ray.remote(Witness).options(**options(role.role, index)).remote() for index in range(role.workers)]
         for role in plan.roles
     }
-    seen = {name: ray.get([actor.seen.remote() for actor in made], timeout=60) for name, made in actors.items()}
+    seen = {name: ray.get([actor.seen.remote() for actor in made], timeout=200) for name, made in actors.items()}
     for actor in (actor for made in actors.values() for actor in made):
         ray.kill(actor)
     return seen

@@ -1,6 +1,6 @@
 """A driver to be ended in every way: a session with an actor whose child left the actor's process group.
 
-python driver.py HOW     HOW: return | raise | wait (for a signal)
+python driver.py HOW     HOW: return | raise (once its stdin closes) | wait (for a signal)
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def main(how: str) -> None:
         ready = ("ready", directory, plan.cpus)
         if how != "wait":
             print(*ready, flush=True)
+            sys.stdin.read()
         if how == "raise":
             raise RuntimeError("the driver failed")
         if how == "wait":
             try:
                 print(*ready, flush=True)  # whoever reads it may send the signal before this returns
-                time.sleep(120)
+                time.sleep(1000)
             except KeyboardInterrupt:
                 ray.get(holder.hold.remote())  # a Ctrl-C at the terminal must not reach Ray's processes
                 print("went on after Ctrl-C", flush=True)

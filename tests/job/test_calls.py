@@ -18,7 +18,7 @@ from asyncrl_cli.job.session import ray_session
 
 from .crew import nodes, small_profile
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 class Troubled:
@@ -44,7 +44,7 @@ class Troubled:
         raise ExecutorFailed("rewards cannot start: no such function", hint="fix it")
 
     async def hangs(self) -> None:
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 
     async def dies(self) -> None:
         os._exit(3)
@@ -64,6 +64,7 @@ def actor(session: None) -> Iterator[Any]:
     import ray
 
     made = ray.remote(Troubled).options(num_cpus=1, max_restarts=0, max_task_retries=0).remote()
+    ray.get(made.num_calls.remote(), timeout=100)  # its process has started
     yield made
     ray.kill(made)
 
@@ -97,7 +98,7 @@ def test_a_call_that_takes_too_long_names_the_call_its_node_and_the_key(actor: A
     with pytest.raises(ExecutorLost) as failed:
         called(actor.hangs.remote(), timeout_s=0.5, host=host)
     assert str(failed.value) == f"rollout-0 failed: group p@0.0{where} took longer than rollout.call_timeout_s = 0.5 s"
-    assert time.monotonic() - began_s < 15.0  # of the 60 that it hangs
+    assert time.monotonic() - began_s < 30.0  # of the 600 that it hangs
 
 
 def test_a_start_that_takes_too_long_names_no_key_for_none_would_help() -> None:
@@ -160,14 +161,14 @@ def test_the_first_failure_of_several_calls_ends_the_wait_for_all(actor: Any) ->
     async def main() -> None:
         refs = [actor.hangs.remote(), actor.raises.remote()]
         await all_of(
-            answer(ref, executor=f"trainer-{rank}", call="train step 1", limit=Limit(30.0, "rollout.call_timeout_s"))
+            answer(ref, executor=f"trainer-{rank}", call="train step 1", limit=Limit(60.0, "rollout.call_timeout_s"))
             for rank, ref in enumerate(refs)
         )
 
     began_s = time.monotonic()
     with pytest.raises(ExecutorFailed, match="trainer-1 failed: ValueError"):
         asyncio.run(main())
-    assert time.monotonic() - began_s < 10.0
+    assert time.monotonic() - began_s < 30.0  # of the 60 that trainer-0 may take
 
 
 def test_an_error_keeps_its_executor_between_processes() -> None:

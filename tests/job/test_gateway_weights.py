@@ -85,7 +85,9 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(tmp
         await place.take()
         write_manifest(version, 6)
         load = asyncio.create_task(curl(gateway, "/weights/load", {"path": str(version), "interrupt": "drain"}))
-        await asyncio.sleep(0.5)
+        while not places._is_closed:  # noqa: ASYNC110  (until the load drains)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         assert not load.done()
         place.leave()
         assert (await load)[1]["version"] == 6

@@ -27,7 +27,7 @@ def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(tmp_path: 
     cargo = Cargo(root=tmp_path, files=(), profile_toml="", notes=())
     job = Job(arguments=["train", "--profile", PROFILE, "--name", "first"], run="first", runs_dir=runs_dir, cargo=cargo)
     process = subprocess.Popen(job.entrypoint, shell=True, cwd=shipped, stdout=subprocess.PIPE, text=True)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=60)
     kept = runs_dir / ".shipped" / job.id
     arguments = f"train --profile {PROFILE} --name first --runs-dir {runs_dir} --ui plain"
     # The shell has become the driver: a signal to the job is one to it.

@@ -19,7 +19,14 @@ from asyncrl_cli.job import lifeline as module
 from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.lifeline import lifeline, lost_session
 
-SOON_S = 10 * module.LOOK_EVERY_S
+NEVER_S = 300.0
+"""Longer than any test: what must not wait for it fails before."""
+
+
+@pytest.fixture(autouse=True)
+def _no_end_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a driver that does not hear of a loss would meet it: this process, if its main thread got no core for `DEAF_S`."""
+    monkeypatch.setattr(module, "DEAF_S", NEVER_S)
 
 
 @pytest.fixture
@@ -35,25 +42,34 @@ def watched(daemons: dict[str, subprocess.Popen[bytes]], mend: Any = lambda: Non
     return lifeline(daemons, mend)
 
 
-async def ask(*, patient: bool) -> float:
-    """Seconds until the call fails for the loss of the session."""
+async def ask(*, patient: bool) -> None:
+    """The call fails for the loss of the session, and before its own limit."""
     never = asyncio.get_running_loop().create_future()
-    began_s = time.monotonic()
     with pytest.raises(SessionLost) as lost:
         await answer(never, executor="trainer-0", call="a step", limit=Limit(30.0), patient=patient)
     assert "SIGKILL" in str(lost.value)
-    return time.monotonic() - began_s
 
 
-async def ask_both() -> list[float]:
-    return await asyncio.gather(ask(patient=False), ask(patient=True))
+async def ask_both() -> None:
+    await asyncio.gather(ask(patient=False), ask(patient=True))
 
 
-def test_a_dead_raylet_fails_every_call_at_once_and_by_its_name(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
+async def only_the_impatient() -> None:
+    patient = asyncio.ensure_future(ask(patient=True))
+    await ask(patient=False)
+    assert not patient.done()
+    patient.cancel()
+    await asyncio.wait([patient])
+
+
+def test_a_dead_raylet_fails_every_call_at_once_and_by_its_name(
+    daemons: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHECKPOINT_S", NEVER_S)
     with watched(daemons):
         assert lost_session() is None
         daemons["raylet"].kill()
-        assert max(asyncio.run(ask_both())) < SOON_S
+        asyncio.run(ask_both())
         assert "raylet" in str(lost_session(patient=True))
     assert lost_session() is None
 
@@ -75,18 +91,21 @@ def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_com
 ) -> None:
     monkeypatch.setattr(module, "HEAD_S", 0.3)
     monkeypatch.setattr(module, "ANSWER_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        port = first.getsockname()[1]
-    head = module.ClusterHead(f"127.0.0.1:{port}")
-    for is_there in (False, True, False):
-        with socket.create_server(("127.0.0.1", port)) if is_there else nullcontext():
-            head.look()
-            time.sleep(0.2)
-    assert head.ended() == ""
-    with module.head_lifeline(f"127.0.0.1:{port}"):
-        while (lost := lost_session()) is None:
-            time.sleep(0.01)
-        assert lost_session(patient=True) is None, "the trainer has time for a checkpoint"
+    monkeypatch.setattr(module, "CHECKPOINT_S", NEVER_S)
+    with socket.socket() as kept:  # takes no connection, and the port from everybody else
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        head = module.ClusterHead(f"127.0.0.1:{port}")
+        for is_there in (False, True, False):
+            with socket.create_server(("127.0.0.1", port)) if is_there else nullcontext():
+                head.look()
+                time.sleep(0.2)
+        assert head.ended() == ""
+        with module.head_lifeline(f"127.0.0.1:{port}"):
+            while (lost := lost_session()) is None:
+                time.sleep(0.01)
+            assert lost_session(patient=True) is None, "the trainer has time for a checkpoint"
     assert str(lost) == f"the cluster's head has not answered at 127.0.0.1:{port} for 0.3 s, and with it this session"
 
 
@@ -94,14 +113,16 @@ def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_com
 def test_without_its_gcs_server_the_trainer_has_time_for_a_checkpoint(
     daemons: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHECKPOINT_S", 1.0)
+    monkeypatch.setattr(module, "CHECKPOINT_S", NEVER_S)
     with watched(daemons):
-        killed_s = time.monotonic()
         daemons["gcs_server"].kill()
-        at_once_s, later_s = asyncio.run(ask_both())
-        assert at_once_s < SOON_S
-        assert at_once_s < later_s < 1.0 + SOON_S
-        assert time.monotonic() - killed_s >= 1.0, "it begins with the death, before anybody asks"
+        asyncio.run(only_the_impatient())
+        assert lost_session(patient=True) is None
+    monkeypatch.setattr(module, "CHECKPOINT_S", 1.0)
+    began_s = time.monotonic()
+    with watched(daemons):  # it is dead from the first look on
+        asyncio.run(ask(patient=True))
+        assert time.monotonic() - began_s >= 1.0
         daemons["raylet"].kill()
         daemons["raylet"].wait()
         assert "gcs_server" in str(lost_session()), "who died first is to blame"
@@ -120,17 +141,26 @@ def test_a_call_that_is_answered_is_not_disturbed(daemons: dict[str, subprocess.
 
 
 DRIVER = """
-import asyncio, subprocess, sys, time
+import asyncio, subprocess, sys, threading, time
 from asyncrl_cli.job import lifeline
 
 lifeline.LOOK_EVERY_S, lifeline.CHECKPOINT_S, lifeline.DEAF_S = 0.05, 0.1, 0.2
+wake, until_s = lifeline.Lifeline._wake, time.monotonic() + 20
+
+def woken(line):
+    '''A loop that runs hears of it, however late it gets a core.'''
+    wake(line)
+    while sys.argv[1] == "awake" and not line.is_heard and time.monotonic() < until_s:
+        time.sleep(0.01)
+
+lifeline.Lifeline._wake = woken
 daemon = subprocess.Popen(["sleep", "60"])
 with lifeline.lifeline({"gcs_server": daemon}, lambda: None):
     async def wait():
-        async with asyncio.timeout(5) as limit:
+        async with asyncio.timeout(30) as limit:
             with lifeline.session_wait(limit):
                 daemon.kill()
-                await asyncio.sleep(10)
+                await asyncio.sleep(60)
 
     if sys.argv[1] == "awake":
         try:
@@ -138,7 +168,7 @@ with lifeline.lifeline({"gcs_server": daemon}, lambda: None):
         except (TimeoutError, lifeline.SessionLost):
             pass
     daemon.kill()
-    time.sleep(2)
+    next(thread for thread in threading.enumerate() if thread.name == "lifeline").join()
 """
 
 

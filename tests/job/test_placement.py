@@ -15,7 +15,7 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 
 from .crew import in_place, nodes, reserved, small_profile, witnesses
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def eight_gpus() -> Iterator[None]:
         yield
 
 
-def free_gpus(expected: float, within_s: float = 10.0) -> float:
+def free_gpus(expected: float, within_s: float = 60.0) -> float:
     import ray
 
     end_s = time.monotonic() + within_s
@@ -71,7 +71,7 @@ def test_a_cluster_that_others_use_is_refused_after_the_timeout_and_nothing_stay
         assert "--set placement.trainer_workers=1 --set rollout.workers=1" in refused.value.hint
         return time.monotonic() - began_s
 
-    assert in_place(taken, nodes((16, 8)), gpus=6) < 20.0
+    assert in_place(taken, nodes((16, 8)), gpus=6) < 29.0  # of the 30 that it has by default
     assert free_gpus(8.0) == 8.0
 
 

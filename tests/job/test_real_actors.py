@@ -17,7 +17,7 @@ from asyncrl_cli.plan.compiling import compile_job
 
 from .crew import REWARD, make_model, nodes, small_profile
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 
 def part(index: int, number: int = 0, indices: tuple[int, ...] = (0, 1, 2, 3)) -> PartRequest:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -15,7 +16,26 @@ import pytest
 
 from asyncrl_cli.job import reaper
 
-ENDS_WITHIN_S = 30.0
+ENDS_WITHIN_S = 60.0
+
+TELLING = """
+import sys, time
+from asyncrl_cli.job import reaper
+
+def told(call):
+    def tell(*arguments):
+        began_s = time.monotonic()
+        found = call(*arguments)
+        print(call.__name__, began_s, found, flush=True)
+        return found
+    return tell
+
+for call in (reaper.name_of, reaper.shared_memory_of, reaper.first_gone):
+    setattr(reaper, call.__name__, told(call))
+reaper.LOOK_EVERY_S = 0.2
+reaper.main(int(sys.argv[1]), sys.argv[2], map(int, sys.argv[3:]))
+"""
+"""A reaper that says what it sees, and when it looked: the clock is the same in all processes."""
 
 HOLD_SHARED_MEMORY = """
 import subprocess, sys, time
@@ -88,7 +108,7 @@ def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Pa
     driver = subprocess.Popen(
         [sys.executable, str(program), foreign.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    watching = subprocess.Popen([sys.executable, "-P", reaper.__file__, str(driver.pid), str(directory)], stdin=subprocess.PIPE)
+    watching = telling(driver, directory)
     try:
         assert driver.stdin is not None
         driver.stdin.write("\n")  # what it starts now is the session's
@@ -96,8 +116,7 @@ def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Pa
         assert driver.stdout is not None
         memory = Path("/dev/shm") / driver.stdout.readline().strip()
         assert memory.exists()
-        with pytest.raises(subprocess.TimeoutExpired):
-            watching.wait(2 * reaper.LOOK_EVERY_S)  # it looks, and does not end
+        wait_for(watching, "shared_memory_of", str(memory))
     finally:
         driver.kill()
         watching.communicate(timeout=ENDS_WITHIN_S)  # closes its pipe, and waits
@@ -105,6 +124,18 @@ def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Pa
     assert not memory.exists()
     assert not directory.exists()
     assert (Path("/dev/shm") / foreign.name).exists()
+
+
+def telling(driver: subprocess.Popen[str], directory: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", TELLING, str(driver.pid), str(directory)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(watching: subprocess.Popen[str], call: str, found: str, after_s: float = 0.0) -> None:
+    """Until the reaper sees `found` by a look that began after that time."""
+    assert watching.stdout is not None
+    said = (line.split(maxsplit=2) for line in watching.stdout)
+    assert any(words[0] == call and found in words[-1] and float(words[1]) > after_s for words in said), "the reaper has ended"
 
 
 TWO_CHILDREN = """
@@ -138,7 +169,7 @@ def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> N
         driver.stdin.flush()
         children.append(psutil.Process(int(driver.stdout.readline())))
         watching.communicate(timeout=ENDS_WITHIN_S)  # the session ends, the driver does not
-        assert [child.status() == psutil.STATUS_SLEEPING for child in children] == [True, False]
+        assert [child.status() == psutil.STATUS_ZOMBIE for child in children] == [False, True]
     finally:
         for child in children:
             if child.is_running():
@@ -152,11 +183,11 @@ import ctypes, signal, subprocess, sys, time
 
 PR_SET_PDEATHSIG = 1
 end_with_me = lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # as Ray has its daemons do
-raylet = subprocess.Popen([sys.argv[1], "60"], stdout=subprocess.DEVNULL, preexec_fn=end_with_me)
-print("ready", flush=True)
+raylet = subprocess.Popen([sys.argv[1], "600"], stdout=subprocess.DEVNULL, preexec_fn=end_with_me)
+print(raylet.pid, flush=True)
 sys.stdin.readline()
 raylet.kill()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -166,20 +197,19 @@ def test_only_a_raylet_that_has_ended_before_the_driver_is_blamed(tmp_path: Path
     """A process of that name stands for the raylet. The pipe of a driver that is killed closes last: after its raylet's end."""
     raylet = shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
     driver = subprocess.Popen([sys.executable, "-c", RAYLET, str(raylet)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    words = [sys.executable, "-P", reaper.__file__, str(driver.pid), str(tmp_path / "ray")]
-    watching = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watching = telling(driver, tmp_path / "ray")
     assert driver.stdin is not None
     assert driver.stdout is not None
-    driver.stdout.readline()
-    with pytest.raises(subprocess.TimeoutExpired):
-        watching.wait(3 * reaper.LOOK_EVERY_S)  # it has seen both
+    daemon = psutil.Process(int(driver.stdout.readline()))
+    wait_for(watching, "name_of", "raylet")
     if killed == "raylet":
         driver.stdin.write("\n")
         driver.stdin.flush()
+        wait_for(watching, "first_gone", "raylet")
     else:
         driver.kill()
-    with pytest.raises(subprocess.TimeoutExpired):
-        watching.wait(10 * reaper.DAEMONS_EVERY_S)
+        psutil.wait_procs([daemon], timeout=ENDS_WITHIN_S)
+        wait_for(watching, "first_gone", "", after_s=time.monotonic())
     driver.kill()
     driver.communicate(timeout=ENDS_WITHIN_S)
     _, told = watching.communicate(timeout=ENDS_WITHIN_S)
@@ -194,8 +224,8 @@ def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(tmp_path: P
     driver = subprocess.Popen(["sleep", "60"])
     words = [sys.executable, "-P", reaper.__file__, str(driver.pid), str(tmp_path / "ray")]
     driver.kill()
-    driver.wait()
     told = subprocess.run(words, input=last_word, stderr=subprocess.PIPE, timeout=ENDS_WITHIN_S, check=True).stderr.decode()
+    driver.wait()  # until now its pid could not become another process's
     if last_word:
         assert told == ""
     else:

@@ -15,7 +15,7 @@ from asyncrl_cli.profile.schema import AlgorithmSection
 
 from .crew import make_classifier, make_model, nodes, small_profile
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 TASKS = (("train",), ("ref",), ("prox",), ("reward",), ("rollout",))
 
@@ -93,9 +93,10 @@ def test_a_critic_apart_learns_what_was_trained_is_in_the_checkpoint_and_is_not_
 
 
 async def scored_until_it_fails(scorer: Any, groups: Any, items: Any) -> None:
-    """A killed process may answer once more before the signal reaches it."""
-    for _ in range(100):
-        await scorer.score(groups, items)
+    """A killed process may answer before the signal reaches it."""
+    async with asyncio.timeout(60):
+        while True:
+            await scorer.score(groups, items)
 
 
 async def _learn_and_restore(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:

@@ -24,9 +24,8 @@ from asyncrl_cli.job.session import ray_session
 from .crew import nodes, small_profile
 
 DRIVER = Path(__file__).with_name("driver.py")
-LONGEST_S = 15.0
-SOON_S = 5.0
-"""Who ends in order leaves nothing to be looked for."""
+LONGEST_S = 30.0
+"""A bound on what takes 4 s. Without the reaper it would be a minute."""
 
 
 class Driver:
@@ -35,6 +34,7 @@ class Driver:
     def __init__(self, how: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(DRIVER), how],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -44,7 +44,7 @@ class Driver:
         word, self.directory, cpus = self.process.stdout.readline().split()
         assert (word, cpus) == ("ready", "2")
         self.started: set[psutil.Process] = set()
-        deadline_s = time.monotonic() + LONGEST_S
+        deadline_s = time.monotonic() + 2 * LONGEST_S
         while not {"raylet", "gcs_server", "sleep"} <= (names := self._look()):  # a child has its parent's name until it is itself
             assert time.monotonic() < deadline_s, names
             time.sleep(0.05)
@@ -53,24 +53,19 @@ class Driver:
         self.started |= families([self.process.pid]) - {psutil.Process(self.process.pid)}
         return {process.name() for process in living(self.started)}
 
-    def all_gone_after_s(self) -> float:
-        began_s = time.monotonic()
-        while (living(self.started) or Path(self.directory).exists()) and time.monotonic() - began_s < 2 * LONGEST_S:
-            time.sleep(0.1)
-        left = {process.pid: process.cmdline() for process in living(self.started)}
-        assert not left, left
-        assert not Path(self.directory).exists()
-        return time.monotonic() - began_s
+    def left(self) -> list[object]:
+        """What is still there of its processes and its directory."""
+        return [*living(self.started), *filter(Path.exists, [Path(self.directory)])]
 
     def end(self) -> tuple[str, str]:
+        """Close its stdin and wait."""
         try:
-            return self.process.communicate(timeout=60)
+            return self.process.communicate(timeout=120)
         finally:
             self.process.kill()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("how", ["return", "raise"])
 def test_a_driver_that_ends_leaves_no_process_behind(how: str) -> None:
     if how == "raise":
@@ -82,34 +77,33 @@ def test_a_driver_that_ends_leaves_no_process_behind(how: str) -> None:
         _, stderr = driver.end()
         assert driver.process.returncode == 0, stderr
         assert stderr == ""
-    assert driver.all_gone_after_s() < SOON_S
+    assert driver.left() == []
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_driver_that_is_killed_leaves_no_process_behind(number: signal.Signals) -> None:
     driver = Driver("wait")
     driver.process.send_signal(number)
-    assert driver.process.wait(30) == -number
-    seconds = driver.all_gone_after_s()
+    assert driver.process.wait(60) == -number
+    deadline_s = time.monotonic() + LONGEST_S
+    while driver.left() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert driver.left() == []
     driver.end()
-    assert seconds < LONGEST_S
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_ctrl_c_at_the_terminal_reaches_the_driver_alone() -> None:
     driver = Driver("wait")
     os.killpg(driver.process.pid, signal.SIGINT)
     stdout, stderr = driver.end()
     assert "went on after Ctrl-C" in stdout, stderr
     assert driver.process.returncode == 0
-    assert driver.all_gone_after_s() < SOON_S
+    assert driver.left() == []
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_the_sigterm_handler_is_the_same_inside_and_after_a_session() -> None:
     def mine(number: int, frame: object) -> None: ...
 
@@ -142,7 +136,6 @@ def _restored_token() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("_restored_token")
 def test_a_session_is_two_daemons_and_a_token_in_a_directory_that_nobody_else_can_enter(tmp_path: Path) -> None:
     import ray
@@ -167,23 +160,26 @@ def test_a_session_is_two_daemons_and_a_token_in_a_directory_that_nobody_else_ca
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_dead_reaper_is_replaced_and_the_session_goes_on(tmp_path: Path) -> None:
     import ray
 
     others = families([os.getpid()])  # with what tests before this one left running
     with ray_session(small_profile(), cluster=nodes((2, 0), elastic_cpus=True)):
         echo = ray.remote(Echo).options(num_cpus=1).remote()
-        first = next(child for child in psutil.Process().children() if name_of(child) == "reaper")
+        (first,) = new_reapers(others)
         first.kill()
-        deadline_s = time.monotonic() + 10.0
-        while (reapers := [child for child in psutil.Process().children() if name_of(child) == "reaper"]) in ([], [first]):
+        deadline_s = time.monotonic() + 60.0
+        while (reapers := new_reapers(others)) in ([], [first]):
             assert time.monotonic() < deadline_s, "nobody took its place"
             time.sleep(0.1)
         assert ray.get(echo.echo.remote("still here")) == "still here"
         started = families([os.getpid()]) - others
     assert not [child for child in reapers if child.is_running()]
     assert {name_of(process) for process in living(started)} <= {"resource_tracker"}
+
+
+def new_reapers(others: set[psutil.Process]) -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child not in others and name_of(child) == "reaper"]
 
 
 TENTH = {name: value // 10 for name, value in local_ray.PATIENT.items() if name.endswith(("_s", "_ms"))}
@@ -198,7 +194,6 @@ RAYS_TENTH = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_daemons_that_get_no_core_for_a_minute_are_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an overloaded machine. By Ray's own limits (5 health checks of 10 s) they would be; here all in a tenth of the time."""
     import ray
@@ -214,9 +209,9 @@ def test_daemons_that_get_no_core_for_a_minute_are_not_dead(monkeypatch: pytest.
             victim.suspend()
             time.sleep(7.5)
             victim.resume()
-            assert ray.get(echo.echo.remote(name), timeout=20) == name
+            assert ray.get(echo.echo.remote(name), timeout=100) == name
         another = ray.remote(Echo).options(num_cpus=1).remote()
-        assert ray.get(another.echo.remote("after"), timeout=30) == "after"
+        assert ray.get(another.echo.remote("after"), timeout=100) == "after"
 
 
 def name_of(process: psutil.Process) -> str:
@@ -239,16 +234,16 @@ def test_a_plan_that_does_not_fit_is_refused_before_ray_starts() -> None:
 
 
 def test_an_address_nobody_listens_at_is_refused_in_time() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    began_s = time.monotonic()
-    with (
-        pytest.raises(PreflightError, match=f"no ray cluster answers at 127.0.0.1:{port}"),
-        ray_session(small_profile(), address=f"127.0.0.1:{port}"),
-    ):
-        pass
-    assert time.monotonic() - began_s < 12.0
+    with socket.socket() as kept:  # takes no connection, and the port from everybody else
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        began_s = time.monotonic()
+        with (
+            pytest.raises(PreflightError, match=f"no ray cluster answers at 127.0.0.1:{port}"),
+            ray_session(small_profile(), address=f"127.0.0.1:{port}"),
+        ):
+            pass
+    assert time.monotonic() - began_s < 30.0  # of the minutes that Ray would take
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:port"])

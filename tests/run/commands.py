@@ -8,8 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 SMALL = (
     "run.train_steps=10",
@@ -23,9 +27,14 @@ SMALL = (
     "eval.every_versions=0",
     "checkpoint.every_steps=2",
 )
-LONG = (*SMALL, "run.train_steps=400")
-"""Longer than any test: it is for the test to end it."""
-LIMIT_S = 180
+LONG = (*SMALL, "run.train_steps=100000")
+"""Longer than any test, on any machine: it is for the test to end it."""
+LIMIT_S = 400
+"""A bound on what takes up to a minute."""
+SOON_S = 40.0
+"""A bound on what takes seconds. What nobody notices takes longer: `rollout.call_timeout_s`, or `run.stop_grace_s` and its 30 s."""
+GONE_WITHIN_S = 30.0
+"""A bound on what takes up to 5 s. Without the reaper it would be a minute."""
 
 started: list[subprocess.Popen[str]] = []
 """All commands that this test module has started."""
@@ -86,12 +95,34 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+def wait_until(process: subprocess.Popen[str], look: Callable[[], T], what: str) -> T:
+    """What `look` finds, once that is something. The process may have ended only after it was there."""
     deadline_s = time.monotonic() + LIMIT_S
-    while len(lines(run / "metrics.jsonl")) < steps:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline_s, "the run does not get on"
-        time.sleep(0.05)
+    while True:
+        has_ended = process.poll() is not None
+        if found := look():
+            return found
+        assert not has_ended, (what, process.communicate())
+        assert time.monotonic() < deadline_s, f"{what}: not within {LIMIT_S} s"
+        time.sleep(0.02)
+
+
+def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+    wait_until(process, lambda: len(lines(run / "metrics.jsonl")) >= steps, f"step {steps}")
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], run: Path) -> None:
+    """It is written beside the steps that follow it."""
+    wait_until(process, (run / "checkpoints" / "latest" / "manifest.json").exists, "a checkpoint")
+
+
+def suspend(pid: int) -> None:
+    """Stop a process. Returns when none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline_s = time.monotonic() + SOON_S
+    while not {_state(thread) for thread in _threads(pid)} <= {b"T", b"Z", b"X", b""}:
+        assert time.monotonic() < deadline_s, f"process {pid} does not stop"
+        time.sleep(0.01)
 
 
 def descendants(pid: int) -> set[int]:
@@ -99,10 +130,11 @@ def descendants(pid: int) -> set[int]:
     found: set[int] = set()
     pending = [pid]
     while pending:
-        for task in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
-            children = {int(child) for child in task.read_text().split()} - found
-            found |= children
-            pending.extend(children)
+        for thread in _threads(pending.pop()):
+            with suppress(OSError):  # it has just ended
+                children = set(map(int, (thread / "children").read_text().split())) - found
+                found |= children
+                pending.extend(children)
     return found
 
 
@@ -110,7 +142,7 @@ def alive(pids: set[int]) -> set[int]:
     return {pid for pid in pids if _is_alive(pid)}
 
 
-def wait_until_gone(pids: set[int], limit_s: float) -> set[int]:
+def wait_until_gone(pids: set[int], limit_s: float = GONE_WITHIN_S) -> set[int]:
     """Who is still there after `limit_s`."""
     deadline_s = time.monotonic() + limit_s
     while alive(pids) and time.monotonic() < deadline_s:
@@ -126,13 +158,31 @@ def command_line(pid: int) -> bytes:
         return b""
 
 
+def log_of(pid: int) -> str:
+    """The name of the file that a process writes its output to, "" if it is gone."""
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/fd/1"))
+    except OSError:
+        return ""
+
+
 def kill(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    os.kill(process.pid, number)
+    process.send_signal(number)
 
 
 def _is_alive(pid: int) -> bool:
+    return _state(Path(f"/proc/{pid}")) not in (b"Z", b"X", b"")
+
+
+def _state(directory: Path) -> bytes:
+    """Of a process or thread, b"" if it is gone."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        return (directory / "stat").read_bytes().rpartition(b")")[2].split()[0]
     except OSError:
-        return False
-    return state not in (b"Z", b"X")
+        return b""
+
+
+def _threads(pid: int) -> list[Path]:
+    with suppress(OSError):
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    return []

@@ -1,4 +1,5 @@
-"""The runs of these tests share one cache: the first builds the model, the others find it. None outlives its test."""
+"""The runs of these tests share one cache: the first builds the model, the others find it. None outlives its test. A test of up to
+a minute may take 15 of them, on a slow machine."""
 
 from __future__ import annotations
 
@@ -9,6 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.run.commands import started
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -44,8 +44,11 @@ def listening(pids: set[int]) -> list[tuple[int, str, int]]:
 
 def inodes(pids: set[int]) -> Iterator[tuple[str, int]]:
     for pid in pids:
-        for file in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        files = list[Path]()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            files += Path(f"/proc/{pid}/fd").iterdir()
+        for file in files:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed meanwhile
                 target = os.readlink(file)
                 if target.startswith("socket:["):
                     yield target[8:-1], pid

@@ -16,6 +16,7 @@ import time
 import pytest
 
 from tests.run.commands import (
+    LIMIT_S,
     LONG,
     alive,
     arguments,
@@ -24,6 +25,7 @@ from tests.run.commands import (
     finish,
     lines,
     start,
+    started,
     wait_for_steps,
     wait_until_gone,
 )
@@ -40,7 +42,7 @@ def test_a_detached_run_ends_in_order_at_the_signals_of_a_machine_and_resumed_in
     pid, run = json.loads(out)["pid"], tmp_path / "runs" / "apart"
     try:
         assert os.getsid(pid) == pid  # no terminal's SIGHUP reaches it
-        until_s = time.monotonic() + 120
+        until_s = time.monotonic() + LIMIT_S
         while len(lines(run / "metrics.jsonl")) < 2:
             assert alive({pid})
             assert time.monotonic() < until_s
@@ -49,7 +51,7 @@ def test_a_detached_run_ends_in_order_at_the_signals_of_a_machine_and_resumed_in
         for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
             os.killpg(pid, number)
         assert not wait_until_gone({pid}, 60.0)
-        assert not wait_until_gone(family, 10.0)
+        assert not wait_until_gone(family)
     finally:
         if alive({pid}):
             os.kill(pid, signal.SIGKILL)
@@ -78,6 +80,7 @@ def resumed_within_a_terminal(directory, words, steps):
         start_new_session=True,
         preexec_fn=own_terminal,
     )
+    started.append(process)
     os.close(screen)
     threading.Thread(target=drain, args=(terminal,), daemon=True).start()
     run = directory / "runs" / "apart"
@@ -88,7 +91,7 @@ def resumed_within_a_terminal(directory, words, steps):
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in ours} == {os.getpriority(os.PRIO_PROCESS, 0)}
     os.close(terminal)
     assert process.wait(60) == 130
-    assert not wait_until_gone(family, 10.0)
+    assert not wait_until_gone(family)
     last = len(lines(run / "metrics.jsonl"))
     assert (run / "checkpoints" / f"step-{last:06d}" / "manifest.json").exists()
     assert json.loads((run / "status.json").read_text())["phase"] == "stopped"

@@ -8,10 +8,23 @@ import time
 import pytest
 
 from tests.cluster import processes_of, ray_nodes
-from tests.run.commands import LONG, descendants, finish, kill, lines, start, wait_for_steps, wait_until_gone
+from tests.run.commands import (
+    LONG,
+    SOON_S,
+    descendants,
+    finish,
+    kill,
+    lines,
+    log_of,
+    start,
+    wait_for_steps,
+    wait_until,
+    wait_until_gone,
+)
 from tests.run.test_deaths import named, wait_for
+from tests.run.test_ends import is_stopping
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.slow
 
 SETS = (
     *LONG,
@@ -26,9 +39,9 @@ SETS = (
 )
 
 
-def node_with(cluster, word):
-    """A node that is not the head, whose processes are called so."""
-    found = [node for node in cluster.nodes[1:] if any(word in " ".join(process.cmdline()) for process in processes_of(node))]
+def node_with(cluster, log):
+    """A node that is not the head, of which a process has a log of that name. (Ray's titles of processes are not always there.)"""
+    found = [node for node in cluster.nodes[1:] if any(log_of(process.pid).startswith(log) for process in processes_of(node))]
     return found[0] if found else None
 
 
@@ -40,21 +53,21 @@ def test_a_run_outlives_a_rollout_node_and_its_checkpoint_the_trainers(tmp_path)
         where = ("--address", cluster.address, "--ui", "plain")
         process = start(tmp_path, "train", "--profile", "partial-rollout", "--name", "torn", *where, sets=SETS)
         wait_for_steps(process, run, 2)
-        cluster.kill(node_with(cluster, "RolloutActor"))
+        cluster.kill(node_with(cluster, "rollout-"))
         killed_s = time.monotonic()
         (lost,) = wait_for(process, run, lambda events: named(events, "lost"))
-        assert time.monotonic() - killed_s < 20
+        assert time.monotonic() - killed_s < SOON_S
         away = wait_for(process, run, lambda events: named(events, "away"))
         assert away[0]["worker"] == lost["worker"]
         wait_for_steps(process, run, len(lines(run / "metrics.jsonl")) + 2)
         cluster.add(1)
         wait_for(process, run, lambda events: named(events, "restarted"))
 
-        cluster.kill(node_with(cluster, "TrainerActor"))
+        cluster.kill(node_with(cluster, "trainer-"))
         killed_s = time.monotonic()
         code, _, err = finish(process)
         assert code == 1
-        assert time.monotonic() - killed_s < 30
+        assert time.monotonic() - killed_s < SOON_S
         error, hint = err.splitlines()[-2:]
         assert error.startswith("error: trainer-0 failed: its process on 127.0.0."), error
         assert "asyncrl resume torn" in hint
@@ -66,11 +79,12 @@ def test_a_run_outlives_a_rollout_node_and_its_checkpoint_the_trainers(tmp_path)
         wait_for_steps(resumed, run, step + 2)
         family = descendants(resumed.pid)
         kill(resumed, signal.SIGINT)
+        wait_until(resumed, lambda: is_stopping(run), "a stop")  # two signals at once may come as one
         kill(resumed, signal.SIGINT)
         interrupted_s = time.monotonic()
         assert finish(resumed)[0] == 130
-        assert time.monotonic() - interrupted_s < 10
-        assert not wait_until_gone(family, 10.0)
+        assert time.monotonic() - interrupted_s < SOON_S
+        assert not wait_until_gone(family)
     counted = []
     for event in lines(run / "events.jsonl"):
         if event["event"] == "resumed":

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def test_two_vllm_workers_load_every_version_each_for_itself(tmp_path):
     """One per place: the machine's and the trainer's."""
     sets = ("run.train_steps=4", "rollout.engine=vllm", "weights.mode=sync", "weights.transport=disk")
-    code, _, err = train(tmp_path, "colocate", "two", *sets, limit_s=270)
+    code, _, err = train(tmp_path, "colocate", "two", *sets)
     assert code == 0, err
     run = tmp_path / "runs" / "two"
     events, steps = lines(run / "events.jsonl"), lines(run / "metrics.jsonl")

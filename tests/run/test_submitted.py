@@ -18,7 +18,7 @@ from tests.cluster import RayNodes, ray_nodes
 from tests.run.commands import LIMIT_S, LONG, finish, lines, start
 from tests.run.test_ends import trained_that_count
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 REWARDS = """
 from helpers import length
@@ -47,15 +47,16 @@ def test_commands_are_run_where_the_files_are(tmp_path, cluster):
     (directory.start_attempt() / "driver.log").write_text("one\ntwo\n", encoding="utf-8")
     say_status(directory, phase="running")
     watching = start(tmp_path, "watch", "held", *runs, "--address", cluster.dashboard, verbose=False)
+    assert watching.stdout is not None
+    assert watching.stdout.readline().endswith("(partial-rollout): running\n")
     assert asked(tmp_path / "elsewhere", cluster, "logs", "held", *runs)[:2] == (0, "one\ntwo\n")
     code, _, _ = asked(tmp_path / "elsewhere", cluster, "stop", "held", *runs)
     assert (code, directory.stop_requests()) == (0, 1)
     assert watching.poll() is None
     watching.send_signal(signal.SIGINT)
-    code, out, err = finish(watching)
+    code, _, err = finish(watching)
     directory.close()
     assert code == 0, err
-    assert out.endswith("(partial-rollout): running\n")
     assert "run 'held' continues" in err
 
     words = ("--profile", "partial-rollout", *runs)

@@ -59,7 +59,7 @@ def partial(tmp_path_factory, request):
     engines = sum(bool(engine_processes(pid)) for pid in family)
     code, out, err = finish(process)
     assert code == 0, err
-    return Ended(run=run, out=out, err=err, engines=engines, left=wait_until_gone(family, 10.0), has_torch=has_torch)
+    return Ended(run=run, out=out, err=err, engines=engines, left=wait_until_gone(family), has_torch=has_torch)
 
 
 def test_a_run_ends_with_clean_accounts_and_data_only_on_stdout(partial):
@@ -115,7 +115,10 @@ def test_idle_ratios_are_those_of_the_timeline_and_leave_out_the_start(partial):
     spans = [span for line in lines(partial.run / "timeline.jsonl") for span in line["spans"]["trainer"]]
     idle_s, whole_s = (sum(end_s - start_s for state, start_s, end_s in spans if state != busy) for busy in ("busy", None))
     totals = json.loads((partial.run / "status.json").read_text())["totals"]
-    assert totals["trainer/idle_ratio"] == pytest.approx(idle_s / whole_s, abs=0.1)  # of seconds: they end a little apart
+    # The timeline ends with the oldest of all executors' newest reports, up to a second before the last step's end.
+    rest_s = max(0.0, lines(partial.run / "metrics.jsonl")[-1]["time_s"] - spans[-1][2])
+    least, most = idle_s / (whole_s + rest_s), (idle_s + rest_s) / (whole_s + rest_s)
+    assert least - 0.02 <= totals["trainer/idle_ratio"] <= most + 0.02
 
 
 def test_samples_have_the_answer_that_the_task_expects(partial):
@@ -156,9 +159,9 @@ def test_no_process_of_the_run_outlives_it(partial, request):
     assert partial.left == set()
 
 
-def test_the_driver_never_waits_for_an_import_of_torch(partial, request):
+def test_the_driver_never_waits_for_an_import_of_torch(partial):
     """It takes seconds, in which nothing else would happen. (The first run of all warm-starts its model in the driver.)"""
-    assert not partial.has_torch or request.node.callspec.params["partial"] == "transformers"
+    assert partial.has_torch == ("warm start" in partial.err)
 
 
 def test_weights_and_biases_got_the_run(partial):

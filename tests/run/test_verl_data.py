@@ -4,7 +4,9 @@ weights travel to two workers over the disk, and its last checkpoint is exported
 from __future__ import annotations
 
 import json
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,9 @@ def trained(directory: Path) -> tuple[set[str], int]:
     process = start(directory, "train", *words, sets=sets)
     seen, most, deadline_s = set[str](), 0, time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < deadline_s:
-        there = {path.name for path in (directory / "runs" / "verl" / "weights").glob("version-*")}
+        there = set[str]()
+        with suppress(FileNotFoundError):  # before the first version, and after the last
+            there = {name for name in os.listdir(directory / "runs" / "verl" / "weights") if name.startswith("version-")}
         seen, most = seen | there, max(most, len(there))
         time.sleep(0.01)
     code, _, err = finish(process)
