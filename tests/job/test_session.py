@@ -234,7 +234,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_ray_starts() -> None:
 
 
 def test_an_address_nobody_listens_at_is_refused_in_time() -> None:
-    with socket.socket() as kept:  # takes no connection, and the port from everybody else
+    with socket.socket() as kept:  # keeps the port from others, and does not listen
         kept.bind(("127.0.0.1", 0))
         port = kept.getsockname()[1]
         began_s = time.monotonic()
