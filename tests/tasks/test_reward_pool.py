@@ -84,7 +84,7 @@ FUNCTIONS = '''
         return float(response)
 
     def held(item, response):
-        """If it is to be held, until there is a file of the answer's name."""
+        """The response "hold" waits until the file that the answer names exists; a file beside it, with the pid, says so."""
         if response == "hold":
             open(f"{item['answer']}-{os.getpid()}", "w").close()
             while not os.path.exists(item["answer"]):
