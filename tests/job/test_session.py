@@ -83,7 +83,7 @@ def test_a_driver_that_ends_leaves_no_process_behind(how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_driver_that_is_killed_leaves_no_process_behind(number: signal.Signals) -> None:
-    driver = Driver("wait")
+    driver = Driver("return")
     driver.process.send_signal(number)
     assert driver.process.wait(60) == -number
     deadline_s = time.monotonic() + LONGEST_S
@@ -95,7 +95,7 @@ def test_a_driver_that_is_killed_leaves_no_process_behind(number: signal.Signals
 
 @pytest.mark.slow
 def test_a_ctrl_c_at_the_terminal_reaches_the_driver_alone() -> None:
-    driver = Driver("wait")
+    driver = Driver("return")
     os.killpg(driver.process.pid, signal.SIGINT)
     stdout, stderr = driver.end()
     assert "went on after Ctrl-C" in stdout, stderr
