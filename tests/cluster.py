@@ -26,7 +26,7 @@ from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._private.utils import write_ray_address
 
 from asyncrl_cli.job.local_ray import LocalNode, ray_variables
-from tests.ports import free_port
+from tests.free_port import free_port
 
 OBJECT_STORE_BYTES = 100 * 2**20
 ENDS_WITHIN_S = 10.0

@@ -94,6 +94,11 @@ def test_a_process_that_tests_the_lock_for_a_moment_keeps_no_driver_out(run, mon
         RunDirectory.open(run.path).close()
 
 
+def test_a_driver_that_holds_the_lock_is_not_waited_for(run, monkeypatch):
+    monkeypatch.setattr(find, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits")))
+    assert find.take_lock(run.path) is None
+
+
 def test_what_is_no_run_cannot_be_opened(tmp_path, run):
     (tmp_path / "other").mkdir()
     with pytest.raises(RefusedError, match=r"profile\.toml is missing"):

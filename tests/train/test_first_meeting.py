@@ -14,7 +14,7 @@ import torch.distributed as dist
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.rank_actors import naming_nodes
 from asyncrl_cli.train.first_meeting import RanksMissing, met
-from tests.ports import free_port
+from tests.free_port import free_port
 
 
 def place(kind: str, tmp_path: Path) -> str:
