@@ -35,6 +35,7 @@ from asyncrl_cli.train.batch import build_microbatches
 from tests.engines import tiny
 from tests.engines.brake import Brake
 from tests.engines.made import made_for
+from tests.waiting import until
 
 KEY = AttemptKey("sorting-7", 2, 1)
 SAMPLING = Sampling(temperature=0.9, max_response_tokens=48)
@@ -567,11 +568,6 @@ def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path
                 await running
 
     run(body)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  (an engine's thread makes it true)
-        await asyncio.sleep(0.005)
 
 
 @pytest.mark.slow
