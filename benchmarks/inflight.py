@@ -109,7 +109,7 @@ class Worker:
         return await self._stretch(k, interrupt, before, began_s, pauses)
 
     async def _stretch(self, k: int, interrupt: str, before: int, began_s: float, pauses: list[float]) -> Stretch:
-        """A stretch has at least one token, or it would have no rate."""
+        """Waits for a first token, without which there would be no rate."""
         while self._engine.sampled_tokens == before:  # noqa: ASYNC110  (it is counted in the engine's thread)
             await asyncio.sleep(0.001)
         seconds = time.perf_counter() - began_s

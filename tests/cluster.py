@@ -10,10 +10,8 @@ pids. Nodes have no agents, which take a second of computing and 100 MB each, un
 
 from __future__ import annotations
 
-import random
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,6 +26,7 @@ from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._private.utils import write_ray_address
 
 from asyncrl_cli.job.local_ray import LocalNode, ray_variables
+from tests.free_port import free_port
 
 OBJECT_STORE_BYTES = 100 * 2**20
 ENDS_WITHIN_S = 10.0
@@ -107,15 +106,6 @@ def processes_of(node: Node) -> Iterable[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(daemon)
             yield from (process, *process.children(recursive=True))
-
-
-def free_port(host: str) -> int:
-    """Below the range from which the kernel gives out ports by itself: nobody gets it before it is used."""
-    for port in random.sample(range(20_000, 30_000), 100):
-        with socket.socket() as free, suppress(OSError):
-            free.bind((host, port))
-            return port
-    raise OSError(f"no port of 100 is free at {host}")
 
 
 @contextmanager

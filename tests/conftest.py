@@ -1,5 +1,5 @@
-"""What every test has: one compute thread, no hub, no telemetry, a plain terminal, and of its user neither ASYNCRL_* names nor
-ignored signals.
+"""What every test has: one compute thread, no hub, no telemetry and a plain terminal. The user's ASYNCRL_* variables, settings of
+the terminal and ignored signals do not reach it.
 
 pytest runs two processes (pyproject.toml): the slowest files come first, so that neither is left alone with one.
 """
@@ -35,7 +35,7 @@ os.environ["TERM"] = "xterm"
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes, and how long it takes to draw one, is the machine's affair.
+# How long it takes to draw or to run an example depends on the machine.
 hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("suite")
 

@@ -97,7 +97,7 @@ def appearing_directory(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     working = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-    _unfinished.add(working)  # first: the process may end at any time
+    _unfinished.add(working)  # before it is made: the process may end right after that
     try:
         working.mkdir()
         yield working

@@ -28,7 +28,7 @@ from tests.marks import one_in
 
 LIMIT_S = 60
 CPU_LIMIT_S = 10
-"""Of what a command computes: neighbours that take the core do not count."""
+"""CPU seconds of one command. Other processes that use the core do not count."""
 RANK_FILE = "rank-00000.safetensors"
 Make = Callable[[Place], Any]
 

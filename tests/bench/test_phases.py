@@ -32,8 +32,8 @@ SMALL = (
 
 
 def spent_s_of(program: str, threads: int) -> float:
-    """CPU seconds that `CpuTime` finds of a process that burns them between two lines that it says. In a process of its own: other
-    tests may have left threads and children in this one."""
+    """CPU seconds that `CpuTime` counts for a program from its first line of output to its second. It has a process of its own,
+    because other tests may have left threads and children in this one."""
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as burning:
         assert burning.stdin is not None
         assert burning.stdout is not None
@@ -141,8 +141,8 @@ def test_profiles_of_the_same_resources_are_the_same_side() -> None:
 
 
 def rates_told(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[list[tuple[float, float]]]]:
-    """What is told to `Alone`: tokens per second of each training, the first of which is a warm-up; and of each generation the
-    tokens per second and the share of slots of all workers."""
+    """What `Alone` measures. Of each training, the first of which is a warm-up: tokens per second. Of each generation: tokens per
+    second and the share of slots in use, for each worker."""
     trained: list[float] = []
     generated: list[list[tuple[float, float]]] = []
     train, ask = Alone.train, Alone._ask

@@ -83,15 +83,20 @@ def test_two_drivers_never_hold_one_run_and_a_killed_one_lets_go(run):
     RunDirectory.open(run.path).close()
 
 
-def test_whoever_looks_at_a_lock_at_that_moment_keeps_no_driver_out(run, monkeypatch):
+def test_a_process_that_tests_the_lock_for_a_moment_keeps_no_driver_out(run, monkeypatch):
     run.close()
     with (run.path / "lock").open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         with monkeypatch.context() as patch:
             patch.setattr(find, "LOOK_TIMEOUT_S", -1.0)
-            assert find.take_lock(run.path) is None, "one that does not look away"
+            assert find.take_lock(run.path) is None, "this process never lets go"
         monkeypatch.setattr(find, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: looking.close()))
         RunDirectory.open(run.path).close()
+
+
+def test_a_driver_that_holds_the_lock_is_not_waited_for(run, monkeypatch):
+    monkeypatch.setattr(find, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits")))
+    assert find.take_lock(run.path) is None
 
 
 def test_what_is_no_run_cannot_be_opened(tmp_path, run):

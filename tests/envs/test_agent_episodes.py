@@ -16,6 +16,7 @@ from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rewards import RewardPool
 from asyncrl_cli.tasks.user_code import UserCode
 from tests.envs.gateways import CHAT, LIMITS, SAMPLING, gateway, text_of
+from tests.waiting import until
 
 AGENT = """
     import asyncio, os, time
@@ -90,8 +91,7 @@ async def play(agent: Path, prompts: list[str], name: str = "episode", stopped: 
 
 
 async def stop_answered(episode: Episode, kind: str) -> None:
-    while not episode.conversation.num_sampled:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: episode.conversation.num_sampled > 0)
     await episode.stop(kind, "")
 
 

@@ -14,6 +14,7 @@ from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.port import EpisodeFailed
 from tests.envs.gateways import CHAT, SAMPLING, Served, gateway, ids, text_of
+from tests.waiting import until
 
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}}
 ASK = [{"role": "user", "content": "2+2"}]
@@ -257,8 +258,3 @@ async def test_a_reward_can_be_posted(server: Served) -> None:
         async with http.get(url) as response:
             assert await response.json() == {"reward": 0.25}
     assert session.reward == 0.25
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,9 @@ from asyncrl_cli.tasks.rewards import RewardFailed
 from asyncrl_cli.train.balance import OptimizerStepPlan, PlannedTrajectory
 from asyncrl_cli.train.batch import build_microbatches
 from tests.engines import tiny
+from tests.engines.brake import Brake
 from tests.engines.made import made_for
+from tests.waiting import until
 
 KEY = AttemptKey("sorting-7", 2, 1)
 SAMPLING = Sampling(temperature=0.9, max_response_tokens=48)
@@ -569,33 +570,8 @@ def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path
     run(body)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  (an engine's thread makes it true)
-        await asyncio.sleep(0.005)
-
-
-@contextmanager
-def held_at(num_tokens: int, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within the block the engine stands still when it has sampled so many tokens (or one more per sequence of that step)."""
-    sampler, goes_on = engine._sampler, threading.Event()
-    prepare = sampler.prepare_tensor_args
-
-    def prepare_when_told(requests: Any) -> torch.Tensor:
-        if sampler.sampled_tokens >= num_tokens:
-            goes_on.wait()
-        return prepare(requests)
-
-    monkeypatch.setattr(sampler, "prepare_tensor_args", prepare_when_told)
-    try:
-        yield
-    finally:
-        goes_on.set()
-
-
 @pytest.mark.slow
-def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(model_dir: Path, tmp_path: Path) -> None:
     """Random numbers depend on seed and position alone, so with the same weights it is the part that would have been."""
     request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 2), seed=7)
     whole: list[GroupPayload] = []
@@ -604,9 +580,9 @@ def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
     async def straight() -> None:
         async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
             assert runner.so_far() == (SoFar(), [])
+            brake = Brake(runner.means.engine, {0: 40})
             playing = asyncio.create_task(runner.run(request, lambda free: None))
-            with held_at(40, runner.means.engine, monkeypatch):
-                await until(lambda: runner.means.engine.sampled_tokens >= 40)
+            async with brake.stopped():
                 told, (payload,) = runner.so_far()
             cut.append((told, payload))
             whole.append((await playing)[1])
@@ -657,14 +633,14 @@ def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: Path) 
     run(body)
 
 
-def test_an_episode_with_several_turns_starts_again(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_episode_with_several_turns_starts_again(model_dir: Path) -> None:
     async def body() -> None:
         async with runner_of(model_dir, Rewards(), partial(Questions, 3), chat_template=TEMPLATE) as runner:
+            brake = Brake(runner.means.engine, {0: 4})
             playing = asyncio.create_task(
                 runner.run(PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0,), seed=1), lambda free: None)
             )
-            with held_at(4, runner.means.engine, monkeypatch):
-                await until(lambda: runner.means.engine.sampled_tokens >= 4)
+            async with brake.stopped():
                 told, payloads = runner.so_far()
                 assert (told.kept, payloads) == ({}, [])
                 assert told.rest_tokens == runner.running_tokens == 4

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from asyncrl_cli.envs.call_log import CallLog, RepeatedCalls, noted_calls
 from asyncrl_cli.envs.port import Answer, End, EpisodeFailed, Turn
 from asyncrl_cli.envs.processes import EnvironmentProcesses, ProcessEnded
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
+from asyncrl_cli.job.reaper import families, living
 from asyncrl_cli.tasks.item import make_item
 from asyncrl_cli.tasks.tool_class import ToolClass, inspect_class
 from asyncrl_cli.tasks.user_code import UserCode
@@ -29,10 +30,11 @@ from asyncrl_cli.tasks.user_code import UserCode
 HERE = str(Path(__file__).parent)
 FAULTY = ToolClass(code=UserCode(name="faulty:Faulty", import_path=HERE))
 IMPORT_LIMIT_S = 60.0
-LIMIT_S = 30.0
-"""Of what ends by itself: no machine is so slow."""
+LIMIT_S = 100.0
+"""For calls that end by themselves. Longer than `PLAYED_WITHIN_S`: who waits for this limit fails the test."""
+PLAYED_WITHIN_S = 60.0
 SHORT_S = 1.0
-"""Of what hangs."""
+"""For calls that hang."""
 
 
 def said(text: str = "", *calls: tuple[str, Any], malformed: str = "") -> Answer:
@@ -55,7 +57,7 @@ def playing(
     *plays: Play, tool_class: ToolClass = FAULTY, answer: str | None = None, how: str = "", limit_s: float = LIMIT_S
 ) -> list[Any]:
     """What each play of an environment returned or raised, at the same time; all processes are gone afterwards."""
-    started: list[psutil.Process] = []
+    started: set[psutil.Process] = set()
 
     async def main() -> list[Any]:
         processes = EnvironmentProcesses(tool_class, import_limit_s=IMPORT_LIMIT_S)
@@ -72,10 +74,10 @@ def playing(
                 await environment.close()
 
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PLAYED_WITHIN_S):
                 return await asyncio.gather(*map(one, plays))
         finally:
-            started.extend(zygote_and_descendants(processes))
+            started.update(started_by(processes))
             await processes.close()
 
     try:
@@ -84,25 +86,17 @@ def playing(
         assert not left_of(started)
 
 
-def zygote_and_descendants(processes: EnvironmentProcesses) -> list[psutil.Process]:
-    """Of all that was started and is not gone."""
-    zygote = psutil.Process(processes._zygote.pid)  # type: ignore[union-attr]
-    return [zygote, *zygote.children(recursive=True)]
+def started_by(processes: EnvironmentProcesses) -> set[psutil.Process]:
+    """The zygote and its descendants, as far as they have not ended."""
+    return families([] if processes._zygote is None else [processes._zygote.pid])
 
 
-def left_of(started: list[psutil.Process], within_s: float = 20.0) -> list[psutil.Process]:
-    """Those that still run after that time. (A zombie has ended; the parent that it waits for may be nobody's.)"""
+def left_of(started: Iterable[psutil.Process], within_s: float = 20.0) -> set[psutil.Process]:
+    """The processes that have not ended after that time."""
     deadline_s = time.monotonic() + within_s
-    while (left := [process for process in started if runs(process)]) and time.monotonic() < deadline_s:
+    while (left := living(started)) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     return left
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def only_start(environment: ToolEnvironment) -> None: ...
@@ -321,7 +315,7 @@ def test_what_a_process_that_died_had_started_ends_with_it() -> None:
         await environment.start(make_item("hello", None, {}))
         with pytest.raises(EpisodeFailed, match="exit code 4"):
             await environment.step(misbehaving("fork_and_exit"))
-        _, *started = zygote_and_descendants(processes)
+        started = started_by(processes) - {psutil.Process(processes._zygote.pid)}
         assert not await asyncio.to_thread(left_of, started)
         await environment.close()
         await processes.close()

@@ -1,6 +1,6 @@
 """A driver to be ended in every way: a session with an actor whose child left the actor's process group.
 
-python driver.py HOW     HOW: return | raise (once its stdin closes) | wait (for a signal)
+python driver.py HOW     HOW: return | raise, once its stdin closes, if no signal ends it before
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
@@ -33,18 +32,14 @@ def main(how: str) -> None:
         ray.get(holder.hold.remote())
         directory = os.path.dirname(ray._private.worker.global_worker.node.temp_dir)  # ours, around Ray's
         ready = ("ready", directory, plan.cpus)
-        if how != "wait":
-            print(*ready, flush=True)
+        try:
+            print(*ready, flush=True)  # whoever reads it may send the signal before this returns
             sys.stdin.read()
+        except KeyboardInterrupt:
+            ray.get(holder.hold.remote())  # a Ctrl-C at the terminal must not reach Ray's processes
+            print("went on after Ctrl-C", flush=True)
         if how == "raise":
             raise RuntimeError("the driver failed")
-        if how == "wait":
-            try:
-                print(*ready, flush=True)  # whoever reads it may send the signal before this returns
-                time.sleep(1000)
-            except KeyboardInterrupt:
-                ray.get(holder.hold.remote())  # a Ctrl-C at the terminal must not reach Ray's processes
-                print("went on after Ctrl-C", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tests.engines import tiny
 from tests.engines.conftest import model, model_dir
 from tests.engines.made import made_for
 from tests.envs.gateways import CHAT
+from tests.waiting import until
 
 __all__ = ["model", "model_dir"]
 PROMPT = [5, 6, 7]
@@ -85,8 +86,7 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(tmp
         await place.take()
         write_manifest(version, 6)
         load = asyncio.create_task(curl(gateway, "/weights/load", {"path": str(version), "interrupt": "drain"}))
-        while not places._is_closed:  # noqa: ASYNC110  (until the load drains)
-            await asyncio.sleep(0.01)
+        await until(lambda: places._is_closed)
         await asyncio.sleep(0.1)
         assert not load.done()
         place.leave()

@@ -20,12 +20,12 @@ from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.lifeline import lifeline, lost_session
 
 NEVER_S = 300.0
-"""Longer than any test: what must not wait for it fails before."""
+"""Longer than any limit of a test: a call that waits this long fails its test."""
 
 
 @pytest.fixture(autouse=True)
 def _no_end_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a driver that does not hear of a loss would meet it: this process, if its main thread got no core for `DEAF_S`."""
+    """A lifeline ends a process whose event loop does not react for `DEAF_S`. Here that would be pytest, if it gets no core."""
     monkeypatch.setattr(module, "DEAF_S", NEVER_S)
 
 
@@ -92,7 +92,7 @@ def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_com
     monkeypatch.setattr(module, "HEAD_S", 0.3)
     monkeypatch.setattr(module, "ANSWER_S", 0.05)
     monkeypatch.setattr(module, "CHECKPOINT_S", NEVER_S)
-    with socket.socket() as kept:  # takes no connection, and the port from everybody else
+    with socket.socket() as kept:  # keeps the port from others, and does not listen
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
         port = kept.getsockname()[1]
@@ -148,7 +148,7 @@ lifeline.LOOK_EVERY_S, lifeline.CHECKPOINT_S, lifeline.DEAF_S = 0.05, 0.1, 0.2
 wake, until_s = lifeline.Lifeline._wake, time.monotonic() + 20
 
 def woken(line):
-    '''A loop that runs hears of it, however late it gets a core.'''
+    '''Wait for a loop that runs to hear of it: it may get a core late.'''
     wake(line)
     while sys.argv[1] == "awake" and not line.is_heard and time.monotonic() < until_s:
         time.sleep(0.01)
@@ -168,7 +168,9 @@ with lifeline.lifeline({"gcs_server": daemon}, lambda: None):
         except (TimeoutError, lifeline.SessionLost):
             pass
     daemon.kill()
-    next(thread for thread in threading.enumerate() if thread.name == "lifeline").join()
+    for thread in threading.enumerate():
+        if thread.name == "lifeline":  # it may have ended already
+            thread.join()
 """
 
 

@@ -35,7 +35,7 @@ for call in (reaper.name_of, reaper.shared_memory_of, reaper.first_gone):
 reaper.LOOK_EVERY_S = 0.2
 reaper.main(int(sys.argv[1]), sys.argv[2], map(int, sys.argv[3:]))
 """
-"""A reaper that says what it sees, and when it looked: the clock is the same in all processes."""
+"""A reaper that prints its calls: name, time of the beginning (of a clock that all processes share), and result."""
 
 HOLD_SHARED_MEMORY = """
 import subprocess, sys, time
@@ -132,7 +132,7 @@ def telling(driver: subprocess.Popen[str], directory: Path) -> subprocess.Popen[
 
 
 def wait_for(watching: subprocess.Popen[str], call: str, found: str, after_s: float = 0.0) -> None:
-    """Until the reaper sees `found` by a look that began after that time."""
+    """Wait until the reaper has found `found` by a call that began after `after_s`."""
     assert watching.stdout is not None
     said = (line.split(maxsplit=2) for line in watching.stdout)
     assert any(words[0] == call and found in words[-1] and float(words[1]) > after_s for words in said), "the reaper has ended"
@@ -200,23 +200,33 @@ def test_only_a_raylet_that_has_ended_before_the_driver_is_blamed(tmp_path: Path
     watching = telling(driver, tmp_path / "ray")
     assert driver.stdin is not None
     assert driver.stdout is not None
-    daemon = psutil.Process(int(driver.stdout.readline()))
-    wait_for(watching, "name_of", "raylet")
-    if killed == "raylet":
-        driver.stdin.write("\n")
-        driver.stdin.flush()
-        wait_for(watching, "first_gone", "raylet")
-    else:
+    try:
+        daemon = psutil.Process(int(driver.stdout.readline()))
+        wait_for(watching, "name_of", "raylet")
+        if killed == "raylet":
+            driver.stdin.write("\n")
+            driver.stdin.flush()
+            wait_for(watching, "first_gone", "raylet")
+        else:
+            driver.kill()
+            wait_until_ended(daemon)
+            wait_for(watching, "first_gone", "", after_s=time.monotonic())
+    finally:
         driver.kill()
-        psutil.wait_procs([daemon], timeout=ENDS_WITHIN_S)
-        wait_for(watching, "first_gone", "", after_s=time.monotonic())
-    driver.kill()
-    driver.communicate(timeout=ENDS_WITHIN_S)
-    _, told = watching.communicate(timeout=ENDS_WITHIN_S)
+        driver.communicate(timeout=ENDS_WITHIN_S)
+        _, told = watching.communicate(timeout=ENDS_WITHIN_S)
     error, hint = told.splitlines()
     expected = {"raylet": "ray's raylet has ended, and with it this run's process", "driver": reaper.KILLED}
     assert error == f"error: {expected[killed]}"
     assert "asyncrl status" in hint
+
+
+def wait_until_ended(process: psutil.Process) -> None:
+    """Ended, though not necessarily waited for by its parent."""
+    deadline_s = time.monotonic() + ENDS_WITHIN_S
+    while reaper.living([process]):
+        assert time.monotonic() < deadline_s, process
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("last_word", [b"", reaper.GOODBYE])
@@ -225,7 +235,7 @@ def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(tmp_path: P
     words = [sys.executable, "-P", reaper.__file__, str(driver.pid), str(tmp_path / "ray")]
     driver.kill()
     told = subprocess.run(words, input=last_word, stderr=subprocess.PIPE, timeout=ENDS_WITHIN_S, check=True).stderr.decode()
-    driver.wait()  # until now its pid could not become another process's
+    driver.wait()  # not earlier: another process could get its pid
     if last_word:
         assert told == ""
     else:

@@ -83,7 +83,7 @@ def test_a_driver_that_ends_leaves_no_process_behind(how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_driver_that_is_killed_leaves_no_process_behind(number: signal.Signals) -> None:
-    driver = Driver("wait")
+    driver = Driver("return")
     driver.process.send_signal(number)
     assert driver.process.wait(60) == -number
     deadline_s = time.monotonic() + LONGEST_S
@@ -95,7 +95,7 @@ def test_a_driver_that_is_killed_leaves_no_process_behind(number: signal.Signals
 
 @pytest.mark.slow
 def test_a_ctrl_c_at_the_terminal_reaches_the_driver_alone() -> None:
-    driver = Driver("wait")
+    driver = Driver("return")
     os.killpg(driver.process.pid, signal.SIGINT)
     stdout, stderr = driver.end()
     assert "went on after Ctrl-C" in stdout, stderr
@@ -234,7 +234,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_ray_starts() -> None:
 
 
 def test_an_address_nobody_listens_at_is_refused_in_time() -> None:
-    with socket.socket() as kept:  # takes no connection, and the port from everybody else
+    with socket.socket() as kept:  # keeps the port from others, and does not listen
         kept.bind(("127.0.0.1", 0))
         port = kept.getsockname()[1]
         began_s = time.monotonic()

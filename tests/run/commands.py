@@ -32,7 +32,7 @@ LONG = (*SMALL, "run.train_steps=100000")
 LIMIT_S = 400
 """A bound on what takes up to a minute."""
 SOON_S = 40.0
-"""A bound on what takes seconds. What nobody notices takes longer: `rollout.call_timeout_s`, or `run.stop_grace_s` and its 30 s."""
+"""A bound on what takes seconds. An unnoticed death would cost `rollout.call_timeout_s`, an unnoticed Ctrl-C `run.stop_grace_s`."""
 GONE_WITHIN_S = 30.0
 """A bound on what takes up to 5 s. Without the reaper it would be a minute."""
 
@@ -96,7 +96,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def wait_until(process: subprocess.Popen[str], look: Callable[[], T], what: str) -> T:
-    """What `look` finds, once that is something. The process may have ended only after it was there."""
+    """Call `look` until it returns something, and return that. Fails after `LIMIT_S`, or if the process ends before."""
     deadline_s = time.monotonic() + LIMIT_S
     while True:
         has_ended = process.poll() is not None

@@ -1,5 +1,6 @@
-"""The runs of these tests share one cache: the first builds the model, the others find it. None outlives its test. A test of up to
-a minute may take 15 of them, on a slow machine."""
+"""The runs of these tests share one cache: the first builds the model, the others find it. None outlives its test.
+
+A test takes up to a minute, and has 15 of them for slow machines."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ def listening(pids: set[int]) -> list[tuple[int, str, int]]:
 def inodes(pids: set[int]) -> Iterator[tuple[str, int]]:
     for pid in pids:
         files = list[Path]()
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # ended meanwhile: what is left of it belongs to root
             files += Path(f"/proc/{pid}/fd").iterdir()
         for file in files:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # closed meanwhile
                 target = os.readlink(file)
                 if target.startswith("socket:["):
                     yield target[8:-1], pid

@@ -44,7 +44,6 @@ CALCULATOR = (
     "env.max_context_tokens=160",
 )
 """Episodes of several turns with tools."""
-PRESSED_BEFORE_THE_END = 20
 BETA = 0.99
 """`trainer.betas`, the second of them."""
 CRITIC_APART = (
@@ -142,16 +141,13 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts
 
     resumed = start(tmp_path, "resume", "killed", "--ui", "plain", "--json")
     reaper = wait_until(resumed, lambda: reaper_of(resumed), "the reaper")
-    suspend(reaper)  # the run cannot end without it
-    wait_until(resumed, lambda: status_of(run).get("phase") == "done", "the run's end")
-    pressed = 0
-    while resumed.poll() is None and pressed < 1000:
-        os.killpg(resumed.pid, signal.SIGINT)
-        pressed += 1
-        if pressed == PRESSED_BEFORE_THE_END:
-            os.kill(reaper, signal.SIGCONT)
-        time.sleep(0.02)
-    assert pressed >= PRESSED_BEFORE_THE_END
+    suspend(reaper)  # the run waits for it at its end
+    try:
+        wait_until(resumed, lambda: status_of(run).get("phase") == "done", "the run's end")
+        assert interrupted(resumed, times=20) == 20
+    finally:  # without it, the processes of a run that has failed would stay
+        os.kill(reaper, signal.SIGCONT)
+    interrupted(resumed, times=1000)
     code, out, err = finish(resumed)
     assert (code, json.loads(out)["phase"]) == (0, "done")
     assert "Traceback" not in err
@@ -264,6 +260,16 @@ def test_a_disk_that_fills_is_one_error_and_the_last_checkpoint_stays(tmp_path):
 
 def status_of(run):
     return json.loads((run / "status.json").read_text()) if (run / "status.json").exists() else {}
+
+
+def interrupted(process, times):
+    """Press Ctrl-C so often, or until the process has ended. Returns how often."""
+    for pressed in range(times):
+        if process.poll() is not None:
+            return pressed
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.02)
+    return times
 
 
 def is_stopping(run):

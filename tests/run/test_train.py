@@ -117,6 +117,7 @@ def test_idle_ratios_are_those_of_the_timeline_and_leave_out_the_start(partial):
     totals = json.loads((partial.run / "status.json").read_text())["totals"]
     # The timeline ends with the oldest of all executors' newest reports, up to a second before the last step's end.
     rest_s = max(0.0, lines(partial.run / "metrics.jsonl")[-1]["time_s"] - spans[-1][2])
+    assert rest_s < 1 + whole_s / 2, "a timeline with half of the run missing"
     least, most = idle_s / (whole_s + rest_s), (idle_s + rest_s) / (whole_s + rest_s)
     assert least - 0.02 <= totals["trainer/idle_ratio"] <= most + 0.02
 

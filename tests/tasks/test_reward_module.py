@@ -25,7 +25,7 @@ from asyncrl_cli.tasks.user_code import UserCode
 
 GOOD = "def score(item, response):\n    return 1.0\n"
 LIMIT_S = 60.0
-"""What hangs below hangs for ten minutes."""
+"""The modules that hang would take ten minutes."""
 MODULES = {
     "hangs": ("import time; time.sleep(600)", "its module was not imported within 1 s"),
     "hangs beside a process of its own": ("import os, time\nos.fork()\ntime.sleep(600)", "not imported within 1 s"),
@@ -155,7 +155,7 @@ GOOD_MODULES = {
 def test_a_module_that_will_do_is_taken(tmp_path, monkeypatch, name):
     (tmp_path / "good.py").write_text(GOOD_MODULES[name])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(code_records, "START_LIMIT_S", LIMIT_S)  # whoever waits for what never ends is refused after it
+    monkeypatch.setattr(code_records, "START_LIMIT_S", LIMIT_S)  # a call that waited for what never ends would be refused after it
     spec = resolved("good:score")
     assert spec.function is not None
     assert spec.function.file == str(tmp_path / "good.py")

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from tests.waiting import until
 
 from asyncrl_cli.errors import ConfigError, ExecutorFailed
 from asyncrl_cli.profile.schema import Profile
@@ -84,7 +85,7 @@ FUNCTIONS = '''
         return float(response)
 
     def held(item, response):
-        """If it is to be held, until there is a file of the answer's name."""
+        """The response "hold" waits until the file that the answer names exists; a file beside it, with the pid, says so."""
         if response == "hold":
             open(f"{item['answer']}-{os.getpid()}", "w").close()
             while not os.path.exists(item["answer"]):
@@ -164,12 +165,6 @@ async def outcomes(pool: RewardPool, responses: list[str], item=ITEM) -> list[fl
     results = await asyncio.gather(*(pool.score(item, response) for response in responses), return_exceptions=True)
     assert all(isinstance(result, float | RewardFailed) for result in results), results
     return [str(result) if isinstance(result, RewardFailed) else result for result in results]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Within the limit of `with_pool`."""
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
 
 
 def score(spec: RewardSpec, responses: list[str], item=ITEM, timeout_s: float = 20.0, workers: int = 1) -> list[float | str]:
@@ -434,8 +429,7 @@ def test_rewards_still_waited_for_fail_when_the_pool_closes(functions):
         pool = RewardPool(spec_of(functions, "by_command"), timeout_s=30)
         await pool.start()
         waiting = asyncio.create_task(outcomes(pool, ["hang"], make_item("p", str(functions / "hangs"), {})))
-        async with asyncio.timeout(30):
-            await until((functions / "hangs").exists)
+        await until((functions / "hangs").exists)
         (pid,) = pool.child_pids
         await pool.close()
         assert await waiting == ["the reward pool is closed"]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,21 +14,13 @@ import torch.distributed as dist
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.rank_actors import naming_nodes
 from asyncrl_cli.train.first_meeting import RanksMissing, met
+from tests.free_port import free_port
 
 
 def place(kind: str, tmp_path: Path) -> str:
     if kind == "file":
         return f"file://{tmp_path}/ranks"
     return f"tcp://127.0.0.1:{free_port()}"
-
-
-def free_port() -> int:
-    """Below those that the system gives to whoever asks for any: nobody gets it before a rank listens."""
-    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
-        with suppress(OSError), socket.socket() as free:
-            free.bind(("", port))
-            return port
-    raise AssertionError("no port is free")
 
 
 def come(ranks: tuple[int, ...], world_size: int, point: str, timeout_s: float) -> list[BaseException | None]:
@@ -41,7 +30,7 @@ def come(ranks: tuple[int, ...], world_size: int, point: str, timeout_s: float) 
 
 
 def wait_shortly(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    """A rank's wait begins when so many have come, so that none misses one that has, and is a tenth of a second."""
+    """Each rank waits for a tenth of a second, which begins once so many ranks have come: so none misses one that has."""
     came = threading.Barrier(ranks)
 
     def of(kind: Any) -> Any:

@@ -24,7 +24,7 @@ from asyncrl_cli.storage import naming
 LOCK = "lock"
 MAX_LOCK_BYTES = 1000
 LOOK_TIMEOUT_S = 10.0
-"""Whoever tests a lock holds it for a moment, and longer if it is suspended right then."""
+"""How long `take_lock` waits for processes in `is_locked`. They hold a lock for a moment, or longer if they are suspended then."""
 
 
 def find_run(argument: str, runs_dir: Path) -> Path:
@@ -78,7 +78,8 @@ def last_status(run_dir: Path) -> Mapping[str, Any]:
 
 
 def take_lock(run_dir: Path) -> TextIO | None:
-    """Lock a run until the returned file is closed; None if another driver holds the lock. Waits only for those who test it.
+    """Lock a run until the returned file is closed. Returns None at once if another driver holds the lock, and after
+    `LOOK_TIMEOUT_S` if a process that only tests it (`is_locked`) does not let go.
 
     Raises RefusedError if the lock file cannot be opened or is not a regular file.
     """

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import random
-import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +21,12 @@ from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.weights.buckets import Bucket
 from tests.engines import tiny
+from tests.engines.brake import DEADLINE_S, Brake
 from tests.engines.made import made_for
 from tests.packed import pack
 from tests.products import counted_products
 
 pytestmark = pytest.mark.slow
-
-DEADLINE_S = 200.0
 
 
 @asynccontextmanager
@@ -63,53 +58,9 @@ async def all_of(engine: TransformersEngine, requests: list[list[int]], how: Sam
     return [task.result() for task in running]
 
 
-@dataclass
-class Stop:
-    """The generation thread stands here. `until`: it goes on as soon as a load with this interrupt waits for it."""
-
-    released: threading.Event = field(default_factory=threading.Event)
-    until: str = ""
-
-
-class Brake:
-    """Stops the generation thread in its first pass after `limits[version]` sampled tokens while it has that version. What a test
-    asks of the engine then finds unfinished responses, however slow the event loop is."""
-
-    def __init__(self, engine: TransformersEngine, limits: dict[int, int]) -> None:
-        self._engine = engine
-        self._limits = limits
-        self._stops: queue.Queue[Stop] = queue.Queue()
-        self._choose = engine._sampler._choose
-        engine._sampler._choose = self._choose_when_released  # type: ignore[method-assign]
-
-    @asynccontextmanager
-    async def stopped(self, until: str = "") -> AsyncIterator[None]:
-        """The thread stands when the block begins, and goes on at its end at the latest."""
-        stop = await asyncio.to_thread(self._stops.get, timeout=DEADLINE_S)
-        stop.until = until
-        try:
-            yield
-        finally:
-            stop.released.set()
-
-    def _choose_when_released(self, *given: Any) -> torch.Tensor:
-        sampler = self._engine._sampler
-        if sampler.sampled_tokens >= self._limits.get(sampler.version, sys.maxsize):
-            del self._limits[sampler.version]
-            self._stops.put(stop := Stop())
-            while not (stop.released.is_set() or self._is_waited_for(stop.until)):
-                time.sleep(0.001)
-        return self._choose(*given)
-
-    def _is_waited_for(self, interrupt: str) -> bool:
-        if interrupt == "drain":
-            return not self._engine._gate.is_open
-        return bool(interrupt) and self._engine._manager.background_thread_status.is_pause_requested()
-
-
 @asynccontextmanager
 async def begun_together(engine: TransformersEngine, requests: int) -> AsyncIterator[None]:
-    """The generation thread stands until so many requests have come in."""
+    """The generation thread waits until so many requests have come in."""
     with engine._manager.pause():
         yield
         async with asyncio.timeout(DEADLINE_S):

@@ -43,6 +43,7 @@ from tests.engines.vllm.in_process_ends import (
 )
 from tests.engines.vllm.vllm_world import sampling, world
 from tests.packed import pack
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -388,8 +389,7 @@ def test_a_killed_engine_ends_the_load_and_its_successor_gets_the_newest_version
 
 
 async def killed_after(llm: InProcessLlm, tensors: int) -> None:
-    while len(llm.order) < tensors:  # noqa: ASYNC110  (the other end counts what it has received)
-        await asyncio.sleep(0.01)
+    await until(lambda: len(llm.order) >= tensors)
     llm.killed.set()
 
 

