@@ -27,8 +27,10 @@ SMALL = (
     "eval.every_versions=0",
     "checkpoint.every_steps=2",
 )
-LONG = (*SMALL, "run.train_steps=100000")
+ENDLESS = (*SMALL, "run.train_steps=100000")
 """Longer than any test, on any machine: it is for the test to end it."""
+LONG = (*ENDLESS, "task.reward=paced:score", f"task.import_path={Path(__file__).parent / 'rewards'}", "task.reward_workers=1")
+"""The same at a pace at which it computes little while the test waits: half a second for a step."""
 LIMIT_S = 400
 """A bound on what takes up to a minute."""
 SOON_S = 40.0
@@ -104,7 +106,7 @@ def wait_until(process: subprocess.Popen[str], look: Callable[[], T], what: str)
             return found
         assert not has_ended, (what, process.communicate())
         assert time.monotonic() < deadline_s, f"{what}: not within {LIMIT_S} s"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:

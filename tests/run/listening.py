@@ -73,5 +73,5 @@ def assert_shut(family: set[int]) -> None:
         [sys.executable, "-c", ASK_WITHOUT_TOKEN, f"{gcs[0]}:{gcs[1]}"], capture_output=True, text=True, timeout=60, check=False
     )
     assert "InvalidAuthToken" in asked.stdout + asked.stderr
-    (reward,) = [pid for pid in family if b"reward_worker" in command_line(pid)][:1]
+    (reward,) = [pid for pid in family if b"asyncrl_cli.tasks.reward_worker" in command_line(pid)][:1]
     assert b"RAY_" not in Path(f"/proc/{reward}/environ").read_bytes()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from asyncrl_cli.checkpoint.sealed import load_checkpoint
 from tests.run.commands import (
+    ENDLESS,
     LONG,
     SMALL,
     SOON_S,
@@ -244,7 +245,7 @@ def test_a_disk_that_fills_is_one_error_and_the_last_checkpoint_stays(tmp_path):
         pytest.skip("this user may not mount a file system")
     try:
         words = ("--profile", "partial-rollout", "--name", "full", "--runs-dir", str(disk), "--ui", "plain")
-        process = start(tmp_path, "train", *words, sets=LONG, verbose=False)
+        process = start(tmp_path, "train", *words, sets=ENDLESS, verbose=False)
         code, _, err = finish(process)
         assert code == 1
         assert "Traceback" not in err

@@ -15,18 +15,21 @@ from ray.job_submission import JobSubmissionClient
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from tests.cli.statuses import say_status
 from tests.cluster import RayNodes, ray_nodes
-from tests.run.commands import LIMIT_S, LONG, finish, lines, start
+from tests.run.commands import ENDLESS, LIMIT_S, finish, lines, start
 from tests.run.test_ends import trained_that_count
 
 pytestmark = pytest.mark.slow
 
 REWARDS = """
+import time
+
 from helpers import length
 
 def score(item, response):
+    time.sleep(0.03)  # as in rewards/paced.py
     return float(length(response) % 2)
 """
-SETS = (*LONG, "task.reward=rewards:score", 'run.ship=["helpers.py"]')
+SETS = (*ENDLESS, "task.reward=rewards:score", 'run.ship=["helpers.py"]')
 
 
 @pytest.fixture(scope="module")

@@ -31,38 +31,42 @@ def other_model_dir(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scored", MOST)
 @pytest.mark.parametrize("kind", KINDS)
-def test_columns_from_processes_of_their_own_make_the_same_weights(tiny_model_dir, other_model_dir, make_trainer, kind, scored):
+def test_columns_from_processes_of_their_own_make_the_same_weights(tiny_model_dir, other_model_dir, make_trainer, kind):
     """Ten steps in windows of two."""
     task, keys = KINDS[kind]
     shared = {"ref_dir": other_model_dir if task == "ref" else "", "max_tokens_per_microbatch": 300, "total_optimizer_steps": 10}
     together = trainer_parts(tiny_model_dir, **shared, **keys)
     apart = trainer_parts(tiny_model_dir, **shared, **keys, tasks=(("train",), (task,), ("rollout",)))
     steps = [make_step(number, num_groups=4) for number in range(10)]
-    first, weights = {}, []
-    for made in (together, apart):
-        trainer, columns = make_trainer(made), []
-        first = {name: local.clone() for name, local in trainer.model.locals().items()}
-        scorer = frozen_model(task, made.profile, made.place, trainer.ranks)
-        assert (trainer.reference is None) is (made is apart or task == "prox")
+    weights = {}
+    for scored in (None, *MOST):
+        trainer, columns = make_trainer(apart if scored else together), []
+        first = weights_of(trainer)
+        scorer = frozen_model(task, apart.profile, apart.place, trainer.ranks)
+        assert (trainer.reference is None) is (scored is not None or task == "prox")
         for number, (metas, payloads) in enumerate(steps):
             in_window = number % STEPS_IN_WINDOW
             if in_window == 0 and task == "prox":
                 publish(trainer, number, scorer)
             if scored == "by step":
                 columns = scorer.score(payloads, [])
-            elif in_window == 0:
+            elif scored and in_window == 0:
                 columns = scorer.score([*payloads, *steps[number + 1][1]], [])
             (plan,) = planned(metas, **{name: on for name, on in keys.items() if name.startswith("use")})
-            scores = {task: dict(enumerate(columns[-4:] if in_window else columns[:4]))} if made is apart else None
+            scores = {task: dict(enumerate(columns[-4:] if in_window else columns[:4]))} if scored else None
             report = trainer.train(step_in_window=in_window, plan=plan, payloads=dict(enumerate(payloads)), scores=scores)
-            assert task == "prox" or (task in report.column_s) is (made is together)
-        weights.append({name: local.clone() for name, local in trainer.model.locals().items()})
-    moved = max(float((weights[1][name] - one).abs().max()) for name, one in weights[0].items())
+            assert task == "prox" or (task in report.column_s) is (scored is None)
+        weights[scored] = weights_of(trainer)
+        assert any(not torch.equal(one, first[name]) for name, one in weights[scored].items()), "nothing was trained"
     merged = 1e-7 if "rank" in keys else 0.0  # prox gets adapters merged, which the trainer computes beside the weights
-    assert moved <= max(MOST[scored], merged)
-    assert any(not torch.equal(one, first[name]) for name, one in weights[0].items()), "nothing was trained"
+    for scored, most in MOST.items():
+        moved = max(float((weights[scored][name] - one).abs().max()) for name, one in weights[None].items())
+        assert moved <= max(most, merged), scored
+
+
+def weights_of(trainer):
+    return {name: local.clone() for name, local in trainer.model.locals().items()}
 
 
 def publish(trainer, version, scorer):
