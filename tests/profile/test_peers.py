@@ -83,6 +83,21 @@ def test_a_key_is_known_without_its_first_parts_and_not_mistaken_for_ours() -> N
 
 
 @pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("algorithm.clip_ratio", "use algorithm.clip_ratio_low and algorithm.clip_ratio_high (the same value for both)"),
+        ("trainer.eps_clip", "use algorithm.clip_ratio_low and algorithm.clip_ratio_high (the same value for both)"),
+        ("trainer.ppo_epochs", "every group is trained once"),
+        ("trainer.lrr", "did you mean trainer.lr?"),
+        ("rollout.batch_size", "use trainer.ppo_mini_batch_size (groups in both)"),
+    ],
+)
+def test_another_trainers_name_below_a_section_of_ours_is_known_if_it_means_one_thing(key: str, hint: str) -> None:
+    assert refusal(f"{key}=1").hint == hint
+    assert not refusal("logging.interval=1").hint.startswith("use"), "of checkpoints there, of evals elsewhere"
+
+
+@pytest.mark.parametrize(
     ("guess", "ours"),
     [
         ("trainer_gpus", "placement.trainer_workers"),

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean, nearest
 from asyncrl_cli.paths import MAX_NAME_BYTES, MAX_PATH_BYTES
 from asyncrl_cli.profile.fields import Section
-from asyncrl_cli.profile.peers import PeerKey, counterpart
+from asyncrl_cli.profile.peers import PeerKey, counterpart, renamed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import LONGEST_ECHO, parse_value, shortened
 
@@ -116,8 +116,11 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 
 def foreign(key: str) -> PeerKey | None:
-    """The row for another trainer's key; None if a key of ours has exactly this name."""
-    return None if key in _last_parts() else counterpart(key)
+    """The row for another trainer's key, also below a section of ours; None if a key of ours has exactly this name."""
+    section, _, name = key.partition(".")
+    if key in _last_parts():
+        return None
+    return counterpart(key) or (renamed(name) if section in sections() and name not in _last_parts() else None)
 
 
 @cache

@@ -70,3 +70,9 @@ def counterpart(key: str) -> PeerKey | None:
         if shared > most and theirs[-shared:] == parts[-shared:]:
             best, most = row, shared
     return best
+
+
+def renamed(name: str) -> PeerKey | None:
+    """The row for the last part of a key, if all keys of other trainers with that last part have the same counterpart, or none."""
+    found = [row for row in rows() if row.theirs.rpartition(".")[2] == name]
+    return found[0] if len({row.ours for row in found}) == 1 else None
