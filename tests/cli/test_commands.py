@@ -70,7 +70,7 @@ def test_examples_are_not_folded_on_80_columns(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", ["plan -p base", "plan -p base --json", "profiles", "profiles keys", "bench --help", "--version"]
+    "command", ["plan -p base --gpus 2", "plan -p base --gpus 2 --json", "profiles", "profiles keys", "bench --help", "--version"]
 )
 def test_a_reader_that_goes_away_is_no_error(command: str) -> None:
     """As `| head` does, or `| true`."""
