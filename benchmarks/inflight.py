@@ -110,8 +110,9 @@ class Worker:
 
     async def _stretch(self, k: int, interrupt: str, before: int, began_s: float, pauses: list[float]) -> Stretch:
         """Waits for a first token, without which there would be no rate."""
-        while self._engine.sampled_tokens == before:  # noqa: ASYNC110  (it is counted in the engine's thread)
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(60):
+            while self._engine.sampled_tokens == before:  # noqa: ASYNC110  (it is counted in the engine's thread)
+                await asyncio.sleep(0.001)
         seconds = time.perf_counter() - began_s
         tokens, pause_s = self._engine.sampled_tokens - before, statistics.median(pauses) if pauses else 0.0
         return Stretch(k=k, interrupt=interrupt, tokens=tokens, seconds=seconds, syncs=len(pauses), pause_s=pause_s)
