@@ -190,12 +190,12 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
 
     async def answer(ref: Any, *, call: str, limit: Limit, **_: Any) -> Any:
         limits[call.partition(" of ")[0]] = limit.seconds or 0.0
-        return "tcp://10.0.0.7:2345"
+        return "10.0.0.7", 2345
 
     for module in (calls, ray_ports):
         monkeypatch.setattr(module, "answer", answer)
     profile = direct_profile("nccl")
-    methods = ("direct", "leave", "load", "connect", "meeting_point")
+    methods = ("direct", "leave", "load", "connect", "free_address")
     actor: Any = SimpleNamespace(**dict.fromkeys(methods, remote(lambda *args: None)))
 
     async def body() -> None:
@@ -270,7 +270,7 @@ def test_a_worker_notes_a_version_and_its_engine_asks_rank_zero_within_the_load(
     profile = direct_profile("nccl", trainer_workers=1)
     asked: list[Any] = []
     rank_zero = SimpleNamespace(
-        meeting_point=remote(lambda: "tcp://10.0.0.7:2345"),
+        free_address=remote(lambda: ("10.0.0.7", 2345)),
         direct=remote(lambda call, worker, *args: asked.append((call, worker, *args)) or {"part": 0}),
         leave=remote(lambda worker: asked.append(("leave", worker))),
     )

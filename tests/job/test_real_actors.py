@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.job.calls import RayRankZero
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult, TrajectoryMeta
 from asyncrl_cli.loop.ports import Cut, EvalRequest, EvalTry, PartRequest, TrainBatch
 from asyncrl_cli.loop.states import State
+from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.compiling import compile_job
 
 from .crew import REWARD, make_model, nodes, small_profile
@@ -74,6 +79,7 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         print("workers started", time.monotonic() - began_s)
         assert payloads == []
         assert {"trainer is ready", "rollout-0 is ready", "rollout-1 is ready"} <= set(said)
+        await _meet_on_loopback(trainer.actors[0])
         await _publish_and_load(trainer, workers, 0)
         left, right = await asyncio.gather(
             run_parts(workers[0], part(0), part(1, 0, (0, 2)), part(2)),
@@ -113,6 +119,22 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         assert isinstance(evaluated.outcomes[0], TrajectoryMeta)
         await _checkpoint(trainer, groups, tmp_path)
         return [load.version for load in loads]
+
+
+async def _meet_on_loopback(rank_zero: Any) -> None:
+    """Where `nccl` meets in a local session; gloo is in NCCL's place."""
+    host, port = await RayRankZero(rank_zero, "rollout-0", 10.0, 1).meeting_point()
+    assert host == LOOPBACK
+    sums = await asyncio.gather(*(asyncio.to_thread(_sum_of_two_ranks, host, port, rank) for rank in range(2)))
+    assert sums == [3.0, 3.0]
+
+
+def _sum_of_two_ranks(host: str, port: int, rank: int) -> float:
+    wait = timedelta(seconds=60)
+    store = dist.TCPStore(host, port, 2, is_master=rank == 0, timeout=wait)
+    values = torch.full((4,), rank + 1.0)
+    dist.ProcessGroupGloo(store, rank, 2, wait).allreduce([values]).wait()
+    return values[0].item()
 
 
 async def _publish_and_load(trainer: Any, workers: list[Any], version: int) -> None:

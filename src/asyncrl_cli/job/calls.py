@@ -165,10 +165,9 @@ class RayRankZero(RankZero):
         self._workers = workers
 
     async def meeting_point(self) -> tuple[str, int]:
-        ref = self.actor.meeting_point.remote()
-        address = await answer(ref, executor="trainer-0", call="an address", limit=Limit(AT_ONCE_S))
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        return host, int(port)
+        ref = self.actor.free_address.remote()
+        host, port = await answer(ref, executor="trainer-0", call="an address", limit=Limit(AT_ONCE_S))
+        return host, port
 
     async def leave(self) -> None:
         ref = self.actor.leave.remote(self._worker)

@@ -69,9 +69,15 @@ class RankActor(ABC):
         host = ray.util.get_node_ip_address()
         if host == LOOPBACK:
             return f"file://{tempfile.mkdtemp(dir=ray._private.worker._global_node.get_session_dir_path())}/ranks"
+        return "tcp://{}:{}".format(*self.free_address())
+
+    @ray.method(concurrency_group="control")
+    def free_address(self) -> tuple[str, int]:
+        """This node's address and a port that is free there now, for a group that vLLM's processes join."""
+        host = ray.util.get_node_ip_address()
         with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{host}:{free.getsockname()[1]}"
+            free.bind((host, 0))
+            return host, free.getsockname()[1]
 
     @ray.method(concurrency_group="main")
     def prepare(self) -> str:

@@ -4,7 +4,7 @@
     group publish  rank 0: fingerprints and sends the weights that gather copied, beside training (or beside gather)
     group write    writes snapshots and dumps of samples to disk, beside training
     group direct   rank 0: sends weights to a rollout worker that asks for them (`nccl`, `ipc`), beside training
-    group control  report, meeting_point, leave: answered at once, whatever else runs
+    group control  report, meeting_point, free_address, leave: answered at once, whatever else runs
 
 Who waits for whom: collectives in `main` for the other ranks' `main`; `direct` for the vLLM processes of the calling worker, for
 `weights.timeout_s` at most, and in a `turn` for the workers before it.
