@@ -32,6 +32,7 @@ def small_profile(
     placement: dict[str, Any] | None = None,
     rollout: dict[str, Any] | None = None,
     weights: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
 ) -> Profile:
     """2 groups of 4 per train step, at most 16 tokens per response."""
     small = {"slots": 16, "n": 4, "max_prompt_tokens": 16, "max_response_tokens": 16, "call_timeout_s": 120.0}
@@ -39,7 +40,7 @@ def small_profile(
         run=RunSection(train_steps=4),
         algorithm=AlgorithmSection(),
         async_training=AsyncTrainingSection(),
-        trainer=TrainerSection(ppo_mini_batch_size=2),
+        trainer=TrainerSection(**({"ppo_mini_batch_size": 2} | (trainer or {}))),
         rollout=RolloutSection(**(small | (rollout or {}))),
         placement=PlacementSection(**(placement or {})),
         weights=WeightsSection(**(weights or {})),
@@ -89,12 +90,12 @@ class Witness:
 def witnesses(plan: JobPlan, options: Any) -> dict[str, list[tuple[str, str]]]:
     import ray
 
-    actors = {
-        role.role: [ray.remote(Witness).options(**options(role.role, index)).remote() for index in range(role.workers)]
-        for role in plan.roles
-    }
-    seen = {name: ray.get([actor.seen.remote() for actor in made], timeout=200) for name, made in actors.items()}
-    for actor in (actor for made in actors.values() for actor in made):
+    made, seen = [], {}
+    for role in plan.roles:  # the ranks have their devices before the workers come, as in a job
+        actors = [ray.remote(Witness).options(**options(role.role, index)).remote() for index in range(role.workers)]
+        seen[role.role] = ray.get([actor.seen.remote() for actor in actors], timeout=200)
+        made += actors
+    for actor in made:
         ray.kill(actor)
     return seen
 

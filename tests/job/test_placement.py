@@ -52,6 +52,17 @@ def test_a_colocated_rank_and_worker_see_the_same_gpu() -> None:
 
 
 @pytest.mark.usefixtures("eight_gpus")
+def test_colocated_ranks_that_share_a_bundle_of_several_gpus_have_one_each_and_so_have_the_workers() -> None:
+    profile = small_profile(placement={"colocate": True}, trainer={"n_gpus_per_node": 4})
+    plan = compile_job(profile, nodes((16, 8)))
+    assert [bundle.gpus for bundle in plan.bundles] == [4]
+    seen = reserved(plan, witnesses)
+    for role in (TRAINER, ROLLOUT):
+        assert len({gpu for gpu, _ in seen[role]}) == 4, seen
+    assert {gpu for gpu, _ in seen[TRAINER]} == {gpu for gpu, _ in seen[ROLLOUT]}
+
+
+@pytest.mark.usefixtures("eight_gpus")
 def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once() -> None:
     plan = compile_job(small_profile(placement={"gpus": 16}), nodes((16, 8), (16, 8)))
     began_s = time.monotonic()

@@ -141,9 +141,9 @@ def test_shares_that_come_to_no_whole_gpus_are_refused(placement: dict[str, Any]
     assert "--set placement." in refused.value.hint
 
 
-def test_colocated_gpus_are_shared_by_halves() -> None:
+def test_a_colocated_rank_has_more_than_half_of_its_gpu_and_the_worker_the_rest() -> None:
     plan = job(nodes((16, 4)), colocate=True)
-    assert shape(plan) == {"trainer": (4, 0.5, 1, 2), "rollout": (4, 0.5, 1, 2)}
+    assert shape(plan) == {"trainer": (4, 0.6, 1, 2), "rollout": (4, 0.4, 1, 2)}
     assert {(role.placement_group, role.workers) for role in plan.roles} == {("colocated", 4)}
 
 

@@ -125,9 +125,13 @@ class RayRanks(ABC):
         self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
         self._hosts: dict[int, str] = {}
 
+    async def prepare(self) -> list[str]:
+        """Wait until every process exists and has imported what it needs; none uses its device yet. Returns their nodes."""
+        return await self.collective("its imports", "prepare", limit=START_LIMIT)
+
     async def start(self) -> None:
         self._hosts = {}
-        nodes = await self.collective("its imports", "prepare", limit=START_LIMIT)
+        nodes = await self.prepare()
         init_method = await self._answer(self.actors[0].meeting_point.remote(), "its start", limit=START_LIMIT)
         await self.collective("its start", "start", init_method, nodes, limit=START_LIMIT)
         self._hosts = {rank: shown_host(node) for rank, node in enumerate(nodes)}

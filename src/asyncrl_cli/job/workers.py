@@ -74,15 +74,21 @@ async def started_workers(
         place = place_of(plan, ROLLOUT, model_dir, checkpoint.version if checkpoint else 0)
         trainer = make_trainer(plan, profile, model_dir, further, options, run_dir=run_dir, log_dir=log_dir)
         makers = makers_of(plan, ROLLOUT, RolloutActor, options, log_dir)
-        workers = [
-            RayRolloutWorker(name, partial(make, profile, place, reward, tool_class), profile, place.workers)
-            for name, make in makers.items()
-        ]
+        workers: list[RayRolloutWorker] = []
         scorers = [make_scorer(task, plan, profile, model_dir, further, options, log_dir) for task in plan.scorers]
         trainer.critic = next((scorer for scorer in scorers if isinstance(scorer, RayCritic)), None)
         try:
             progress(f"starting {plan}")
-            await all_of(_started(executor, progress) for executor in (trainer, *workers, *scorers))
+            if plan.shares_gpus:
+                await trainer.prepare()  # each rank has its GPU before a worker is given the rest of one (RolePlan)
+            workers += [
+                RayRolloutWorker(name, partial(make, profile, place, reward, tool_class), profile, place.workers)
+                for name, make in makers.items()
+            ]
+            # vLLM counts what others take of a GPU while it measures as its own, so the trainer takes none before vLLM is ready.
+            turns = [workers, [trainer, *scorers]] if plan.shares_gpus else [[trainer, *workers, *scorers]]
+            for executors in turns:
+                await all_of(_started(executor, progress) for executor in executors)
             if is_direct:
                 for worker in workers:  # one by one: making an NCCL group changes rank 0's environment for a moment
                     progress(f"connecting {worker.name} to trainer-0 for weights")

@@ -6,8 +6,8 @@
     rollout           one per worker: g GPUs, c CPUs          that worker
     colocated         one per place, instead of both          a rank and a worker, in turns
 
-c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. In a colocated bundle the rank and the worker reserve
-half of the GPU each, and each computes with all of the bundle's cores while the other one is paused.
+c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. In a colocated bundle the rank and the worker
+share a GPU (RANK_SHARE), and each computes with all of the bundle's cores while the other one is paused.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.schema import Place
 
 TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
+
+RANK_SHARE = 0.6
+"""What a colocated rank reserves of its GPU; the worker reserves the rest. Ray fills GPUs best-fit: with more than half of
+one each, no two ranks of a bundle share a GPU, and workers that come after all ranks find one rest on each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -87,6 +91,11 @@ class JobPlan:
         return sum(bundle.gpus for bundle in self.bundles)
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether a rank and a rollout worker take turns on each GPU."""
+        return self.colocate and self.gpus > 0
+
+    @property
     def cpus(self) -> int:
         """CPUs of the whole job."""
         return sum(bundle.cpus for bundle in self.bundles)
@@ -131,11 +140,12 @@ class JobPlan:
         bundle = self._each(group)
         # Where both share cores, the rank reserves them for both.
         shares_cores = self.colocate and not self.gpus and name == ROLLOUT
+        share = (1 - RANK_SHARE if name == ROLLOUT else RANK_SHARE) if self.colocate else 1
         return RolePlan(
             role=name,
             workers=self._processes[name],
             device=self.device,
-            gpus_per_worker=bundle.gpus / 2 if self.colocate else bundle.gpus,
+            gpus_per_worker=bundle.gpus * share,
             cpus_per_worker=0 if shares_cores else self.cpus_per_worker,
             threads=bundle.cpus,
             placement_group=group,

@@ -1,0 +1,80 @@
+"""In which order a job's processes are made and started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.job import workers
+from asyncrl_cli.plan.compiling import compile_job
+
+from .crew import REWARD, nodes, small_profile
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, *, colocate: bool) -> list[str]:
+    """What happens to the trainer and the workers of a job on two GPUs, in order."""
+    seen: list[str] = []
+
+    class Recorded(SimpleNamespace):
+        async def prepare(self) -> None:
+            seen.append(f"{self.name} has its processes")
+
+        async def start(self) -> None:
+            seen.append(f"{self.name} begins to start")
+            await asyncio.sleep(0)
+            seen.append(f"{self.name} has started")
+
+    @asynccontextmanager
+    async def placed(*args: Any, **kwargs: Any) -> AsyncIterator[None]:
+        yield None
+
+    async def stop(*args: Any) -> None: ...
+
+    def made_worker(name: str, *args: Any) -> Recorded:
+        seen.append(f"{name} is made")
+        return Recorded(name=name)
+
+    profile = small_profile(placement={"colocate": colocate, "gpus": 2})
+    plan = compile_job(profile, nodes((8, 2)))
+    for name, fake in {
+        "placed": placed,
+        "is_local_session": lambda: True,
+        "make_trainer": lambda *args, **kwargs: Recorded(name="trainer", actors=[]),
+        "makers_of": lambda plan, role, *args, **kwargs: {f"{role}-{i}": None for i in range(plan.role(role).workers)},
+        "RayRolloutWorker": made_worker,
+        "partial": lambda *args: None,
+        "_stop": stop,
+    }.items():
+        monkeypatch.setattr(workers, name, fake)
+
+    async def main() -> None:
+        directory = Path("/nowhere")
+        async with workers.started_workers(plan, profile, directory, REWARD, further={}, run_dir=directory, log_dir=directory) as (
+            trainer,
+            made,
+            *_,
+        ):
+            assert (trainer.name, [worker.name for worker in made]) == ("trainer", [name for name in names])
+
+    names = [f"rollout-{index}" for index in range(plan.rollout_workers)]
+    asyncio.run(main())
+    return seen
+
+
+def test_where_gpus_are_shared_the_trainer_takes_its_memory_only_when_every_worker_has_measured_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = recorded(monkeypatch, colocate=True)
+    assert seen.index("trainer has its processes") < seen.index("rollout-0 is made")
+    assert seen.index("trainer begins to start") > max(seen.index(f"rollout-{index} has started") for index in range(2))
+
+
+def test_sides_with_gpus_of_their_own_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = recorded(monkeypatch, colocate=False)
+    assert seen.index("rollout-0 begins to start") < seen.index("trainer has started")
