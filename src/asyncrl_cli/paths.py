@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.errors import LONGEST_NAME, ConfigError, first_names
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """The longest file name and path that Linux accepts."""
+MAX_LISTED = 1000
+"""How many names in a directory are compared with that of a missing file."""
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RUNS_DIR = Path("runs")
 ADDRESS_VARIABLE = "_ASYNCRL_ADDRESS"
@@ -27,6 +31,21 @@ def is_path(text: str) -> bool:
     encoded = text.encode("utf-8", "surrogatepass")
     is_short = len(encoded) <= MAX_PATH_BYTES and all(len(part) <= MAX_NAME_BYTES for part in encoded.split(b"/"))
     return is_short and b"\0" not in encoded
+
+
+def missing_hint(path: Path, otherwise: str = "") -> str:
+    """A hint for a path that does not exist: the file in its directory that was probably meant, or `otherwise`. By default says
+    what the directory holds, or that it is missing, too."""
+    try:
+        with os.scandir(path.parent) as entries:
+            names = sorted(entry.name for entry in islice(entries, MAX_LISTED))
+    except (OSError, ValueError):
+        return otherwise or f"there is no directory {path.parent!s:.300}"
+    similar = [name for name in names if get_close_matches(path.stem[:LONGEST_NAME], [Path(name).stem], cutoff=0.7)]
+    if guesses := get_close_matches(path.name, similar, n=1, cutoff=0.0):
+        return f"did you mean {path.parent / guesses[0]}?"
+    held = first_names([f"{name:.80}" for name in names], 5) or "no files"
+    return otherwise or f"{path.parent!s:.300} holds {held}"
 
 
 def check_name(name: str) -> None:

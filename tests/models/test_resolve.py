@@ -153,6 +153,8 @@ def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(task, tmp_path, m
         assert "does not exist" in refusal(path, task).message
     (tmp_path / "file").write_text("x")
     assert "is a file" in refusal(tmp_path / "file", task).message
+    (tmp_path / "smollm").mkdir()
+    assert refusal(tmp_path / "smolm", task).hint == f"did you mean {tmp_path / 'smollm'}?"
 
 
 def test_a_hub_name_without_a_network_is_refused(task, monkeypatch, tmp_path):

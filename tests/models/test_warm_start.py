@@ -91,5 +91,6 @@ def test_the_given_share_of_lessons_has_a_slip(task):
 
 def test_a_task_without_demonstrations_is_refused():
     bare = Task(name="jsonl:x", train=(), eval=(), reward=RewardSpec(kind="exact-match"), demonstration=None)
-    with pytest.raises(ConfigError, match="learns from demonstrations, and jsonl:x provides none"):
+    with pytest.raises(ConfigError, match="learns from demonstrations, and jsonl:x provides none") as refused:
         make_lessons(bare, num=1, label_noise=0.0, seed=0)
+    assert "builtin:untaught" in refused.value.hint

@@ -289,6 +289,9 @@ def test_a_profile_may_have_the_name_of_the_one_it_extends(tmp_path: Path) -> No
 def test_a_missing_profile_names_the_nearest_one_and_who_wanted_it(tmp_path: Path) -> None:
     assert "did you mean `partial-rollout`?" in refusal("partial-rolout").hint
     assert "does not exist" in refusal(str(tmp_path / "none.toml")).message
+    write(tmp_path, "tiny.toml", "")
+    assert refusal(str(tmp_path / "tinyy.toml")).hint == f"did you mean {tmp_path}/tiny.toml?"
+    assert refusal(str(tmp_path / "partial-rolout.toml")).hint == "asyncrl has a profile `partial-rollout`"
     own = write(tmp_path, "own.toml", 'extends = "bass"\n')
     error = refusal(own)
     assert error.message.startswith(f'{own}: extends = "bass"')

@@ -42,6 +42,7 @@ def refusal(path: Path | str, **task: Any) -> str:
     with pytest.raises(ConfigError) as refused:
         load(path, **task)
     assert time.monotonic() - began_s < LIMIT_S
+    assert refused.value.hint
     text = f"{refused.value.message} ({refused.value.hint})"
     text.encode("utf-8")
     assert len(text) < 2000
@@ -195,7 +196,7 @@ def a_loop_of_links(path: Path) -> None:
 
 
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nothing": (lambda path: None, "does not exist.*paths are relative to"),
+    "nothing": (lambda path: None, "does not exist.* holds "),
     "a directory": (a_directory, "it is a directory, not a file"),
     "a pipe": (os.mkfifo, "it is a pipe, not a file"),
     "a socket": (a_socket, "cannot be read"),
@@ -228,6 +229,7 @@ def refusal_of_eval(source: Path, eval_path: Path) -> str:
     profile = {"task": {"source": f"jsonl:{source}", "eval_path": str(eval_path)}, "eval": {"prompts": 1}}
     with pytest.raises(ConfigError) as refused:
         load_task(Profile.model_validate(profile))
+    assert refused.value.hint
     return f"{refused.value.message} ({refused.value.hint})"
 
 
@@ -247,6 +249,13 @@ def test_a_name_that_no_file_has_is_refused(name, expected):
     with pytest.raises(ConfigError, match=expected) as refused:
         read_items(Path(name), key="task.source", limit=None, **columns)
     assert len(refused.value.message) < 500
+
+
+def test_the_hint_of_a_missing_file_names_a_similar_one_or_the_missing_directory(tmp_path):
+    (tmp_path / "train.jsonl").write_bytes(GOOD)
+    (tmp_path / "zebra.jsonl").write_bytes(GOOD)
+    assert f"did you mean {tmp_path}/train.jsonl?" in refusal(tmp_path / "trian.jsonl")
+    assert f"there is no directory {tmp_path}/nowhere" in refusal(tmp_path / "nowhere" / "train.jsonl")
 
 
 def test_a_file_that_we_may_not_read_is_refused(tmp_path):

@@ -33,7 +33,7 @@ from asyncrl_cli.models.tiny import (
     tiny_tokenizer,
 )
 from asyncrl_cli.models.tiny_chat import CHARACTERS, CHAT_TEMPLATE, chat_tokenizer, taught_conversation
-from asyncrl_cli.paths import expand
+from asyncrl_cli.paths import expand, missing_hint
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import load_json
 from asyncrl_cli.storage import appearing_directory, naming, storage_error
@@ -128,7 +128,7 @@ def model_here(profile: Profile) -> Path | None:
     if os.path.exists(local):
         raise refused(f"{path} is a file", "name the directory that holds config.json")
     if looks_like_a_path(path):
-        raise refused(f"directory {path} does not exist", f"paths are relative to {Path.cwd()}")
+        raise refused(f"directory {path} does not exist", missing_hint(local))
     return None
 
 

@@ -138,7 +138,8 @@ def demonstrations_of(task: Course) -> tuple[Demonstrate, Demonstrate]:
     if task.demonstration is None or task.flawed_demonstration is None:
         raise ConfigError(
             f'model.path = "builtin:tiny" learns from demonstrations, and {task.name} provides none',
-            hint="use reasoning-gym:number_sorting, builtin:calculator or builtin:guess, or a pretrained model",
+            hint=f'set model.path = "{UNTAUGHT}" (random weights, for trying a task out), or the path of a pretrained model; '
+            f"{TAUGHT} learns reasoning-gym:number_sorting, builtin:calculator and builtin:guess",
         )
     return task.demonstration, task.flawed_demonstration
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import tomli
 
-from asyncrl_cli.errors import ConfigError, did_you_mean
-from asyncrl_cli.paths import expand
+from asyncrl_cli.errors import ConfigError, did_you_mean, nearest
+from asyncrl_cli.paths import expand, missing_hint
 from asyncrl_cli.safe_files import MIB, decapitalized, nesting, read_text, reason
 
 MAX_BYTES, MAX_DEPTH = MIB, 32
@@ -153,7 +153,9 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
         if os.path.isfile(path):
             return path.resolve()
         wrong = "is not a file" if os.path.exists(path) else "does not exist"
-        raise ConfigError(f"{asked_by}: {shortened(path)} {wrong}", hint="`asyncrl profiles` lists the profiles by name")
+        shipped = nearest(path.stem, shipped_profiles())
+        otherwise = f"asyncrl has a profile `{shipped}`" if shipped else "`asyncrl profiles` lists the profiles by name"
+        raise ConfigError(f"{asked_by}: {shortened(path)} {wrong}", hint=missing_hint(path, otherwise))
     known = shipped_profiles()
     if reference in known:
         return known[reference].resolve()

@@ -5,7 +5,7 @@ lists and dicts). Every error names the file and the line or row.
 from __future__ import annotations
 
 import json
-import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl_cli.errors import ConfigError, first_line
+from asyncrl_cli.paths import missing_hint
 from asyncrl_cli.safe_files import MAX_NESTING, UnsafeFile, nesting, open_regular, read_lines, reason
 from asyncrl_cli.tasks.item import Item, make_item, prompt_key
 from asyncrl_cli.tasks.rows import prompt_and_answer
 
 UTF8_SIGNATURE = b"\xef\xbb\xbf"
 ROWS_PER_BATCH = 1024
+PLAIN_JSON = "write each line with json.dumps(row, allow_nan=False), and very long numbers as text"
+ONE_OBJECT = 'every line is one JSON object: `{"prompt": "1+1=", "answer": "2"}`'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,9 @@ def read_items(path: Path, *, key: str, prompt: str, answer: str, needs_answer: 
                 num_behind = sum(map(count, files)) - num_rows
                 break
     if not items:
-        raise ConfigError(f"{key}: {path} holds no rows" if files else f"{key}: no file matches {path}")
+        if not files:
+            raise ConfigError(f"{key}: no file matches {path}", hint=missing_hint(path))
+        raise ConfigError(f"{key}: {path} holds no rows", hint="write one JSON object per line into it, or name another file")
     return Read(items=list(items.values()), num_repeated=num_rows - len(items), num_behind=num_behind)
 
 
@@ -64,9 +69,13 @@ def _readable(path: Path, key: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise ConfigError(f"{key}: {path} does not exist", hint=f"paths are relative to {os.getcwd()}") from error
-    except (OSError, UnsafeFile) as error:
-        raise ConfigError(f"{key}: {path!s:.300} cannot be read: {reason(error)}") from error
+        raise ConfigError(f"{key}: {path} does not exist", hint=missing_hint(path)) from error
+    except UnsafeFile as error:
+        hint = "write one JSON object per line into a file" if path.suffix != ".parquet" else "name a parquet file"
+        raise ConfigError(f"{key}: {path!s:.300} cannot be read: {reason(error)}", hint=hint) from error
+    except OSError as error:
+        hint = f"check the path and its permissions: `ls -l {shlex.quote(f'{path!s:.300}')}`"
+        raise ConfigError(f"{key}: {path!s:.300} cannot be read: {reason(error)}", hint=hint) from error
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -79,7 +88,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             empty_at = empty_at or place
             continue
         if empty_at:  # empty lines at the very end are allowed
-            raise ConfigError(f"{empty_at}: the line is empty", hint="every line is one JSON object")
+            raise ConfigError(f"{empty_at}: the line is empty", hint=ONE_OBJECT)
         yield place, _json_object(line, place)
 
 
@@ -92,15 +101,16 @@ def _json_object(line: bytes, place: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_distinct)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+        why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        raise ConfigError(f"{place}: not JSON: {why}", hint=ONE_OBJECT) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: not UTF-8 text (byte {error.start})", hint="save the file as UTF-8") from error
     except RecursionError:
         raise _too_deep(place) from None
     except ValueError as error:
-        raise ConfigError(f"{place}: not JSON: {str(error).partition(';')[0]}") from error
+        raise ConfigError(f"{place}: not JSON: {str(error).partition(';')[0]}", hint=PLAIN_JSON) from error
     if not isinstance(row, dict):
-        raise ConfigError(f"{place}: not a JSON object but {type(row).__name__}", hint="every line is one JSON object")
+        raise ConfigError(f"{place}: not a JSON object but {type(row).__name__}", hint=ONE_OBJECT)
     if line.count(b"[") + line.count(b"{") > MAX_NESTING and nesting(row) > MAX_NESTING:
         raise _too_deep(place)
     return row

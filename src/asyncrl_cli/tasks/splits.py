@@ -101,7 +101,8 @@ def _two_files(profile: Profile, path: Path, eval_path: Path, read_file: ReadFil
     read = read_file(path, key="task.source", limit=None if wanted is None else wanted + len(held_out))
     train, said = _without(read.items, held_out, str(path), "among the eval prompts")
     if not train:
-        raise ConfigError(f"task.source: every prompt of {path} is among the eval prompts of {eval_path}")
+        what = f"task.source: every prompt of {path} is among the eval prompts of {eval_path}"
+        raise ConfigError(what, hint="name another file in task.source or in task.eval_path")
     num_unused = 0 if wanted is None else max(0, len(train) - wanted)
     notes += [*said, *_left_out(path, read, f"task.train_prompts = {wanted}", num_unused)]
     return train[:wanted], held_out, notes
