@@ -108,6 +108,29 @@ def test_other_metadata_of_the_same_prompts_are_foreign():
 
 
 @pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"": items_named("x"), "hard": items_named("z")}, "eval.sets.hard changed"),
+        ({"": items_named("x", "x2"), "hard": items_named("y")}, "the eval prompts changed"),
+        ({"": items_named("x")}, "eval.sets.hard changed"),
+    ],
+)
+def test_other_items_of_evals_are_foreign(changed, named):
+    items = items_named("a", "b")
+    state = PromptFeed(items, seed=0, eval_sets={"": items_named("x"), "hard": items_named("y")}).state()
+    with pytest.raises(RefusedError, match=named) as refused:
+        PromptFeed(items, seed=0, eval_sets=changed).restore(state)
+    assert "eval_path" in refused.value.hint
+
+
+def test_a_checkpoint_without_fingerprints_of_evals_is_taken():
+    items = items_named("a", "b")
+    state = PromptFeed(items, seed=0).state()
+    del state["evals"]
+    PromptFeed(items, seed=0, eval_sets={"": items_named("x")}).restore(state)
+
+
+@pytest.mark.parametrize(
     ("one", "other"),
     [((1, 2), [1, 2]), (1, 1.0), ("1", 1), (Decimal("1.0"), Decimal("1.00")), (b"a", "a"), (True, 1), ({"a": 1}, {"b": 1})],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -13,6 +14,7 @@ import pytest
 from asyncrl_cli.envs.port import OneTurn
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.item import content_uid, prompt_key
 from asyncrl_cli.tasks.task import Task, load_task
 
 
@@ -135,7 +137,7 @@ def dapo(num: int) -> list[dict]:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_file_of_verl_is_read_as_it_is(tmp_path, suffix):
-    task = load(write(tmp_path / f"data.{suffix}", dapo(9)), answer_key="reward_model.ground_truth", reward="math-verify")
+    task = load(write(tmp_path / f"data.{suffix}", dapo(9)), reward="math-verify")
     items = sorted((*task.train, *task.eval), key=lambda item: int(item["answer"]))
     assert [item["answer"] for item in items] == [str(i + 1) for i in range(9)]
     system, user = items[3]["prompt"]
@@ -148,10 +150,61 @@ def test_a_file_of_verl_is_read_as_it_is(tmp_path, suffix):
     assert asyncio.run(OneTurn(None).start({"prompt": "x"})).messages == ({"role": "user", "content": "x"},)
 
 
-def test_the_answer_of_a_verl_file_is_named_in_the_hint(tmp_path):
-    with pytest.raises(ConfigError, match='no column "answer"') as refused:
-        load(write(tmp_path / "data.parquet", dapo(5)))
+def test_the_answer_of_a_verl_file_is_named_in_the_hint_for_a_wrong_key(tmp_path):
+    with pytest.raises(ConfigError, match='no column "solution"') as refused:
+        load(write(tmp_path / "data.parquet", dapo(5)), answer_key="solution")
     assert refused.value.hint == 'set task.answer_key = "reward_model.ground_truth"'
+
+
+def test_the_answer_of_a_skyrl_file_is_found_and_a_column_answer_comes_before_it(tmp_path):
+    row = {"prompt": "x", "reward_spec": {"ground_truth": "7"}}
+    assert load(write(tmp_path / "data.jsonl", [row]), num_eval=0).train[0]["answer"] == "7"
+    assert load(write(tmp_path / "data.jsonl", [{**row, "answer": "8"}]), num_eval=0).train[0]["answer"] == "8"
+
+
+def test_a_ground_truth_that_is_no_text_is_left_to_the_users_function(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("def score(item, response): return 0.0")
+    row = {"prompt": "x", "reward_model": {"ground_truth": {"target": ["a", "b"]}}}
+    path = write(tmp_path / "data.parquet", [row])
+    (item,) = load(path, num_eval=0, reward="my_rewards:score", import_path=str(tmp_path)).train
+    assert (item["answer"], item["metadata"]["reward_model"]) == (None, row["reward_model"])
+    with pytest.raises(ConfigError, match="neither text nor a number but dict"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [(72.0, "72"), (-0.0, "0"), (0.5, "0.5"), (1e300, "1e+300"), (Decimal("72.00"), "72"), (Decimal("1.50"), "1.50")],
+)
+def test_a_whole_number_of_a_column_of_doubles_is_an_integer(tmp_path, value, answer):
+    path = write(tmp_path / "data.parquet", [{"prompt": "x", "answer": value}])
+    assert load(path, num_eval=0).train[0]["answer"] == answer
+
+
+AS_TEXT = {"prompt": "What is 1+1?", "answer": "2"}
+AS_MESSAGES = {"prompt": [{"content": " What is 1+1?\n", "role": "user"}], "answer": "2"}
+
+
+@pytest.mark.parametrize("repeated", [(AS_TEXT, AS_MESSAGES), (AS_MESSAGES, AS_TEXT)])
+def test_a_text_and_the_same_text_as_the_users_message_are_one_prompt(tmp_path, repeated):
+    first, second = repeated
+    source = write(tmp_path / "train.jsonl", [first, second, *sums(3)])
+    held_out = str(write(tmp_path / "eval.jsonl", [second]))
+    assert len(load(source, num_eval=0).train) == 4
+    assert len(load(source, num_eval=1, eval_path=held_out).train) == 3
+    fields = {"task": {"source": f"jsonl:{source}"}, "eval": {"prompts": 0, "sets": {"other": f"jsonl:{held_out}"}}}
+    assert len(load_task(Profile.model_validate(fields)).train) == 3
+
+
+def test_a_system_message_makes_another_prompt():
+    user = {"role": "user", "content": "x"}
+    assert prompt_key([{"role": "system", "content": "Think."}, user]) != prompt_key("x") == prompt_key([user])
+    assert prompt_key([{**user, "role": "system"}]) != prompt_key("x")
+
+
+def test_uids_stay_those_of_earlier_versions():
+    assert content_uid("What is 1+1?", "2") == "fdbe58a675b5a179"
+    assert content_uid([{"role": "user", "content": "What is 1+1?"}], "2") == "85e7a5d06ecc6c00"
 
 
 def test_a_verl_file_is_noted_if_its_rewards_would_be_exact_matches(tmp_path):

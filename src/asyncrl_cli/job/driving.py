@@ -42,6 +42,7 @@ log = logging.getLogger("asyncrl")
 
 ANOTHER_CHECKPOINT = "take another checkpoint"
 SAME_DATA = "resume with the run's original data: task.source's file as it was then, or the same version of reasoning-gym"
+SAME_EVALS = "later evals could not be compared with earlier ones: restore the files of task.eval_path and eval.sets as they were"
 
 Crew = tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]
 """The trainer, the rollout workers, for a resumed run the payloads of the checkpoint's groups, and the scorers."""
@@ -61,11 +62,13 @@ class PromptFeed:
     """Implements `loop.ports.Feed` on a task's training items: shuffled per epoch, endless, resumable at any point.
 
     An epoch's order is a function of (seed, epoch) alone, so the state is a position, not a history:
-    `{"seed", "epoch", "cursor", "num_items", "fingerprint"}`. The uids consumed so far are the first `cursor` of that order
-    and all items of every earlier epoch. The loop does not stop between epochs: the next prompt is simply one of the next epoch.
+    `{"seed", "epoch", "cursor", "num_items", "fingerprint", "evals"}`. The uids consumed so far are the first `cursor` of that
+    order and all items of every earlier epoch. The loop does not stop between epochs: the next prompt is one of the next epoch.
+
+    `eval_sets`: the feed does not give these items. Their fingerprints (`evals`) tell a resumed run whether they have changed.
     """
 
-    def __init__(self, items: Sequence[Item], *, seed: int) -> None:
+    def __init__(self, items: Sequence[Item], *, seed: int, eval_sets: Mapping[str, Sequence[Item]] | None = None) -> None:
         if not items:
             raise ValueError("a feed needs at least one item")
         self._items = tuple(items)
@@ -73,6 +76,7 @@ class PromptFeed:
         if len(self._index_of) != len(self._items):
             raise ValueError(f"{len(self._items)} items have only {len(self._index_of)} different uids")
         self._fingerprint = fingerprint(self._items)
+        self._evals = {name: fingerprint(evals) for name, evals in (eval_sets or {}).items()}
         self._seed = seed
         self._enter(epoch=0, cursor=0)
 
@@ -100,6 +104,7 @@ class PromptFeed:
             "cursor": self._cursor,
             "num_items": len(self._items),
             "fingerprint": self._fingerprint,
+            "evals": self._evals,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -113,6 +118,7 @@ class PromptFeed:
                 f"{state['fingerprint'][:8]}, now {len(self._items)} with {self._fingerprint[:8]}",
                 hint=SAME_DATA,
             )
+        self._compare_evals(state.get("evals"))
         if state["seed"] != self._seed:
             raise RefusedError(
                 f"the checkpoint's prompts were shuffled with seed {state['seed']}, now {self._seed}",
@@ -123,6 +129,16 @@ class PromptFeed:
             where = f"epoch {epoch}, cursor {cursor} of {len(self._items)} items"
             raise RefusedError(f"the prompt feed's state is damaged: {where}", hint=ANOTHER_CHECKPOINT)
         self._enter(epoch=epoch, cursor=cursor)
+
+    def _compare_evals(self, before: Any) -> None:
+        if before is None:  # older checkpoints have no fingerprints of evals
+            return
+        if not isinstance(before, Mapping):
+            raise RefusedError(f"the prompt feed's state is damaged: evals is {before!r:.80}", hint=ANOTHER_CHECKPOINT)
+        changed = [name for name in before | self._evals if before.get(name) != self._evals.get(name)]
+        if changed:
+            names = ", ".join(f"eval.sets.{name:.80}" if name else "the eval prompts" for name in changed)
+            raise RefusedError(f"the checkpoint was made with other items for evals: {names} changed", hint=SAME_EVALS)
 
     def _enter(self, *, epoch: int, cursor: int) -> None:
         # Sorting by Random.random() and not Random.shuffle: only random() is promised to stay the same in every Python.
@@ -142,12 +158,13 @@ def make_pipeline(
     store = CheckpointStore(directory.path, keep=keep, profile=profile.name, write_trainer=trainer.write)
     if checkpoint is not None:
         store.abandon_newer(checkpoint.step)
+    eval_sets = {"": task.eval, **task.eval_sets}
     world = World(
-        feed=PromptFeed(task.train, seed=profile.run.seed),
+        feed=PromptFeed(task.train, seed=profile.run.seed, eval_sets=eval_sets),
         trainer=trainer,
         workers=workers,
         scorers=scorers,
-        eval_sets={"": task.eval, **task.eval_sets},
+        eval_sets=eval_sets,
         observers=[observers],
         checkpoints=store,
         resume_from=checkpoint and ResumeFrom(loop_state=checkpoint.loop_state, payloads=payloads),

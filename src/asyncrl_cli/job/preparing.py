@@ -243,8 +243,9 @@ def _fit(groups: GroupsState, directory: Path) -> bool:
 
 
 def refuse_other_prompts(checkpoint: Checkpoint, task: Task, seed: int) -> None:
-    """Raises RefusedError unless the task still has the same items, and the prompts that the checkpoint names."""
-    feed, groups = PromptFeed(task.train, seed=seed), checkpoint.loop_state["groups"]
+    """Raises RefusedError unless the task still has the same items, also for evals, and the prompts that the checkpoint names."""
+    feed = PromptFeed(task.train, seed=seed, eval_sets={"": task.eval, **task.eval_sets})
+    groups = checkpoint.loop_state["groups"]
     feed.restore(groups["feed"])
     for entry in (*groups["running"], *groups["again"], *(finished["try"] for finished in groups["finished"])):
         feed.find(*entry["key"][:2])

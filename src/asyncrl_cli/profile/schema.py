@@ -103,7 +103,8 @@ class TaskSection(Section):
     prompt_key: str = "prompt"
     """A file's column with the prompt: text, or a list of messages with `role` and `content`. `column.field` names a field."""
     answer_key: str = "answer"
-    """A file's column with the answer, or a field of a column: `reward_model.ground_truth` in verl's files."""
+    """A file's column with the answer, or a field of a column (`column.field`). By default, where there is no column `answer`, it
+    is verl's `reward_model.ground_truth` or SkyRL's `reward_spec.ground_truth`."""
     eval_path: PathText | None = None
     """File of eval prompts. Default: `eval.prompts` items of the source are held out."""
     environment: str = "auto"

@@ -39,15 +39,21 @@ def make_item(prompt: Prompt, answer: str | None, metadata: Mapping[str, Any]) -
 def content_uid(prompt: Prompt, answer: str | None) -> str:
     """16 hex digits: the same item has the same uid in every run, whatever its place in the source."""
     content = hashlib.blake2b(digest_size=8)
-    for text in (prompt_key(prompt), answer or ""):
+    for text in (content_text(prompt), answer or ""):
         encoded = text.encode("utf-8", "surrogatepass")
         content.update(len(encoded).to_bytes(8, "little") + encoded)
     return content.hexdigest()
 
 
-def prompt_key(prompt: Prompt) -> str:
-    """A text that identifies a prompt. Equal prompts give the same text if their messages' fields are in the same order."""
+def content_text(prompt: Prompt) -> str:
+    """The text from which uids are made. It tells a text from a list with the same text as its only message."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """The same for prompts that a model sees as the same: a text, and a list with this text as the user's only message. Space
+    around a message does not count, because many chat templates strip it."""
+    return json.dumps([{**message, "content": message["content"].strip()} for message in messages_of(prompt)], sort_keys=True)
 
 
 def take_new(items: Iterator[Item], num: int, taken: set[str]) -> tuple[list[Item], int]:

@@ -14,9 +14,12 @@ from asyncrl_cli.errors import ConfigError, first_names, nearest
 from asyncrl_cli.tasks.item import Prompt
 
 PROMPT_KEY, ANSWER_KEY = "task.prompt_key", "task.answer_key"
+KEYS = f"{PROMPT_KEY} or {ANSWER_KEY}"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-GROUND_TRUTH = "ground_truth"
-"""The field of the answer in verl's column `reward_model` and in SkyRL's `reward_spec`."""
+DEFAULT_ANSWER = "answer"
+GROUND_TRUTHS = ("reward_model.ground_truth", "reward_spec.ground_truth")
+"""Where verl's and SkyRL's files have the answer."""
+MAX_EXACT_FLOAT = 2.0**53
 MAX_COLUMNS_NAMED = 20
 
 
@@ -24,7 +27,14 @@ def prompt_and_answer(
     row: Mapping[str, Any], prompt: str, answer: str, place: str, *, needs_answer: bool
 ) -> tuple[Prompt, str | None]:
     """`prompt` and `answer` name a column, or a field in one (`column.field`). Raises a ConfigError that begins with `place`."""
-    return _prompt(row, prompt, place), _answer(row, answer, place, needs_answer)
+    return _prompt(row, prompt, place), _answer(row, answer_column(row, answer), place, needs_answer)
+
+
+def answer_column(row: Mapping[str, Any], named: str) -> str:
+    """The name of the answer's column: `named`, or verl's or SkyRL's if `named` is the default and the row lacks it."""
+    if named != DEFAULT_ANSWER or named in row:
+        return named
+    return next((name for name in GROUND_TRUTHS if _find(row, name) is not None), named)
 
 
 def _prompt(row: Mapping[str, Any], column: str, place: str) -> Prompt:
@@ -58,12 +68,23 @@ def _answer(row: Mapping[str, Any], column: str, place: str, needs_answer: bool)
         return None
     value = _column(row, column, place, ANSWER_KEY)
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
-        if not isinstance(value, int) and not math.isfinite(value):
-            raise ConfigError(f'{place}: column "{column}" is {value}, which cannot be an answer')
-        return str(value)
+        return _number(value, column, place)
+    if not isinstance(value, str) and column in GROUND_TRUTHS and not needs_answer:
+        return None  # a user's own function reads it from the column
     if not isinstance(value, str):
         raise _unfit(value, "text nor a number", column, place, ANSWER_KEY)
     return _whole_text(value, column, place) if needs_answer else value
+
+
+def _number(value: int | float | Decimal, column: str, place: str) -> str:
+    """A number as text. Whole numbers have no decimals: pandas makes a column of integers with one missing value doubles."""
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):
+        what = f'{place}: column "{column}" is {value}, which cannot be an answer'
+        raise ConfigError(what, hint=f"remove the row, or name another column: {ANSWER_KEY}")
+    is_whole = abs(value) <= MAX_EXACT_FLOAT and value == int(value)
+    return str(int(value)) if is_whole else str(value)
 
 
 def _unfit(value: Any, expected: str, column: str, place: str, key: str) -> ConfigError:
@@ -76,12 +97,14 @@ def _kind(value: Any) -> str:
 
 def _whole_text(value: str, column: str, place: str) -> str:
     if not value.strip():
-        raise ConfigError(f'{place}: column "{column}" is empty')
+        raise ConfigError(f'{place}: column "{column}" is empty', hint=f"remove the row, or name another column: {KEYS}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"U+{ord(value[error.start]):04X}"
-        raise ConfigError(f'{place}: column "{column}" holds the lone surrogate {half} at {error.start}') from error
+        raise ConfigError(
+            f'{place}: column "{column}" holds the lone surrogate {half} at {error.start}', hint="write the file again as UTF-8"
+        ) from error
     return value
 
 
@@ -91,7 +114,7 @@ def _column(row: Mapping[str, Any], name: str, place: str, key: str) -> Any:
     if value is not None or name in (names := list(_names(row))):
         return value
     listed = first_names([f"{column:.80}" for column in row], MAX_COLUMNS_NAMED) or "none"
-    truth = (found for found in names if key == ANSWER_KEY and found.rpartition(".")[2] == GROUND_TRUTH)
+    truth = (found for found in GROUND_TRUTHS if key == ANSWER_KEY and found in names)
     guess = next(truth, None) or nearest(name, names)
     hint = f'set {key} = "{guess}"' if guess else f"set {key} to one of them"
     raise ConfigError(f'{place}: no column "{name}"; it has: {listed}', hint=hint)

@@ -13,7 +13,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.child import ChildFailed, call_once
-from asyncrl_cli.tasks.item import Item, content_uid, make_item, prompt_key
+from asyncrl_cli.tasks.item import Item, content_text, content_uid, make_item
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rows import prompt_and_answer
 from asyncrl_cli.tasks.splits import Splits, hold_out
@@ -70,6 +70,6 @@ def _distinct(rows: Sequence[Row], source: str) -> list[Item]:
         prompt, answer = prompt_and_answer(row, "prompt", "answer", f"{source}:{number}", needs_answer=False)
         content = {name: value for name, value in row.items() if name != "example_id"}
         item = make_item(prompt, answer, {"row": row})
-        uid = content_uid(prompt, prompt_key([content]))
+        uid = content_uid(prompt, content_text([content]))
         items.setdefault(uid, {**item, "uid": uid})
     return list(items.values())
