@@ -193,10 +193,10 @@ class Engine(Protocol):
         """Logprobs of the given tokens under the current weights."""
 
     async def sleep(self) -> None:
-        """Free device memory for the trainer (colocate). No request runs, and none arrives before `wake`."""
+        """Free device memory for the trainer (colocate). No request runs."""
 
     async def wake(self) -> None:
-        """Take the device memory back, with the weights from before `sleep`."""
+        """Take the device memory back. A `load` follows before the next request: the weights' values may be gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,6 +185,12 @@ class InProcessLlm:
     async def resume_generation(self) -> None:
         self.calls.append("resume")
 
+    async def sleep(self, level: int, mode: str) -> None:
+        self.calls.append(f"sleep {level}")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {' '.join(tags)}")
+
     async def start_weight_update(self) -> None:
         self.calls.append("start")
         self._loading, self.order = {}, []

@@ -125,8 +125,17 @@ def test_a_pass_may_be_smaller_than_a_sequence_where_prompts_are_computed_in_par
 
 
 def test_more_slots_than_vllms_own_pass_get_a_larger_one() -> None:
-    assert "max_num_batched_tokens" not in engine_arguments(*setup("cuda", slots=2048))
-    assert engine_arguments(*setup("cuda", slots=2049))["max_num_batched_tokens"] == 2049
+    assert "max_num_batched_tokens" not in engine_arguments(*setup(slots=2048))
+    assert engine_arguments(*setup(slots=2049))["max_num_batched_tokens"] == 2049
+
+
+@pytest.mark.parametrize(("made", "tokens"), [(setup("cuda"), 8192), (setup("cuda", slots=9000), 9000)])
+def test_gpus_prefill_more_tokens_per_step_than_vllms_default_which_is_2048_for_an_engine_in_other_code(
+    made: Setup, tokens: int
+) -> None:
+    assert engine_arguments(*made)["max_num_batched_tokens"] == tokens
+    whole = made_for("x", device="cuda", engine_args={"enable_chunked_prefill": False}, max_model_len=10_000)
+    assert engine_arguments(*whole)["max_num_batched_tokens"] == 10_000
 
 
 @pytest.mark.slow

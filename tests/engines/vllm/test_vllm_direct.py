@@ -199,7 +199,16 @@ def test_vllms_reload_puts_new_bytes_under_a_tied_layer_that_keeps_no_packed_cop
 class Direct:
     """An engine whose vLLM is in-process, and rank 0 with versions 1 and 2."""
 
-    def __init__(self, model: Qwen3ForCausalLM, model_dir: Path, backend: str, timeout_s: float = WAIT_S, **llm: Any) -> None:
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        model_dir: Path,
+        backend: str,
+        timeout_s: float = WAIT_S,
+        device: str = "cpu",
+        colocate: bool = False,
+        **llm: Any,
+    ) -> None:
         self.exchange, self.memory, self.held = Exchange(), InProcessMemory(), HeldVersions()
         self.weights = {version: tiny.weights_after(model, version) for version in (1, 2)}
         self.layouts = {version: layouts_of(self.held, version, weights) for version, weights in self.weights.items()}
@@ -209,7 +218,7 @@ class Direct:
         else:
             self.end = IpcExports(self.held, self.memory.produce, buffer_bytes=100_000, collect=self.memory.collect)
         lengths = {"slots": 2, "max_prompt_tokens": 8, "max_response_tokens": 8}
-        self.made = made_for(model_dir, transport=backend, timeout_s=timeout_s, **lengths)
+        self.made = made_for(model_dir, transport=backend, timeout_s=timeout_s, device=device, colocate=colocate, **lengths)
         self.shape = skeleton(model_dir, trust_remote_code=False)
         self.llm = InProcessLlm(self.exchange, self.memory if backend == "ipc" else None, **llm)
         self.engine = self._engine(self.llm)
@@ -262,6 +271,31 @@ def test_each_load_brings_all_bytes_of_its_version_within_one_pause(
             assert report.pause_s >= report.load_s > 0
             assert there.memory.collected == (version if backend == "ipc" else 0)
         assert there.llm.init_info == {"packed": True} if backend == "ipc" else there.llm.init_info["world_size"] == 2
+
+    run(body)
+
+
+def test_a_colocated_engine_gives_back_its_weights_too_and_gets_cache_and_requests_only_after_the_next_load(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
+    async def body() -> None:
+        there = Direct(model, model_dir, "ipc", device="cuda", colocate=True)
+        await there.connect()
+        await there.engine.sleep()
+        asked = asyncio.create_task(there.engine._gate.entered("a request"))
+        await there.engine.wake()
+        await asyncio.sleep(0)
+        assert not asked.done()
+        assert there.llm.calls == ["sleep 2", "wake weights"]
+        await there.load(1, "drain")
+        assert await asked
+        rest = [call for call in there.llm.calls if call != "update"]
+        assert rest == ["sleep 2", "wake weights", "pause", "start", "finish", "wake kv_cache", "resume"]
+        assert there.holds(1)
+        there.llm.calls.clear()
+        there.engine._gate.leave()
+        await there.load(2, "drain")
+        assert "wake kv_cache" not in there.llm.calls
 
     run(body)
 

@@ -64,6 +64,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         self._counters = VllmCounters()
         self._num_scored = 0
         self._transfer = SharedMemory()
+        self._cache_sleeps = False
         self._llm: AsyncLLM | None = None
         self._form: SavedForm
 
@@ -165,17 +166,20 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             return Scores(logprobs=logprobs, pause_s=0.0)
 
     async def sleep(self) -> None:
-        """On a GPU, move the weights to the host and free the KV cache. (vLLM on a CPU can do neither.)"""
+        """On a GPU, discard weights and KV cache. (vLLM on a CPU cannot.) Requests wait until a version has been loaded."""
         if sleeps(self._profile, self._place.device):
             self._raise_failure()
+            self._gate.close()
             llm = self._running_llm()
-            await answer(llm, llm.sleep(level=1, mode="wait"))
+            await answer(llm, llm.sleep(level=2, mode="wait"))
 
     async def wake(self) -> None:
+        """Allocate the weights, whose values come with the next load; the cache gets its memory once they have come."""
         if sleeps(self._profile, self._place.device):
             self._raise_failure()
             llm = self._running_llm()
-            await answer(llm, llm.wake_up())
+            self._cache_sleeps = True
+            await answer(llm, llm.wake_up(tags=["weights"]))
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
         """Sample the response. If a load came before the trajectory's first token, start again: the request's salt is of the old
@@ -222,6 +226,9 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                 self._counters.caches_cleared()
             try:
                 await self._transfer.update(llm, weights, version, self._form.required.keys())
+                if self._cache_sleeps:
+                    await answer(llm, llm.wake_up(tags=["kv_cache"]))
+                    self._cache_sleeps = False
             except BaseException as error:
                 self._fail(told(error) if llm.errored else f"loading version {version} into vLLM failed half-way: {told(error)}")
                 await end_processes(llm)  # they may still be waiting for bytes, and would not react to a resume

@@ -42,6 +42,9 @@ PAGE_TOKENS = 128
 """Largest page of vLLM's KV cache: 16 tokens on GPUs, 128 on CPUs."""
 BATCHED_TOKENS = 2048
 """Smallest `max_num_batched_tokens` that vLLM chooses by default. vLLM refuses to start if it is less than the slots."""
+BATCHED_TOKENS_ON_GPUS = 8192
+"""`max_num_batched_tokens` on GPUs. vLLM's own default for them depends on how it is started, and for AsyncLLM started by other
+code there is none: it would prefill BATCHED_TOKENS per step."""
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 SPARE_CACHE_PAGES = 64
 """Pages for cached prefixes, in addition to those that the slots need. vLLM reserves one of them."""
@@ -131,7 +134,10 @@ def engine_arguments(profile: Profile, place: Place) -> dict[str, Any]:
         # If a prompt (or, under recompute-kv, a partial response) is prefilled in parts, vLLM rewinds its seeded generator, which a
         # CPU generator does not support: the engine process would end with "CPU Generator does not use offset".
         arguments["enable_chunked_prefill"] = False
-    if rollout.slots > BATCHED_TOKENS:
+    if device == "cuda":
+        whole = 0 if rollout.engine_args.get("enable_chunked_prefill", True) else longest
+        arguments["max_num_batched_tokens"] = max(BATCHED_TOKENS_ON_GPUS, rollout.slots, whole)
+    elif rollout.slots > BATCHED_TOKENS:
         arguments["max_num_batched_tokens"] = max(rollout.slots, longest)
     if processes > 1:
         arguments["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would start Ray actors of its own
