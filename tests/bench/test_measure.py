@@ -93,6 +93,14 @@ def test_maxima_waste_and_reward_are_those_of_the_whole_run() -> None:
     assert figures["wall_s"] == 165.0
 
 
+def test_the_final_reward_has_its_interval_where_the_eval_recorded_one() -> None:
+    lines = run_lines()
+    assert "final_reward_low" not in figures_of(stretch_of(lines), 4)
+    lines[-1] = {**lines[-1], "eval/reward_low": 0.5, "eval/reward_high": 0.9}
+    figures = figures_of(stretch_of(lines), 4)
+    assert (figures["final_reward_low"], figures["final_reward"], figures["final_reward_high"]) == (0.5, 0.75, 0.9)
+
+
 def test_what_was_not_measured_is_absent() -> None:
     figures = figures_of(stretch_of(run_lines()), 4)
     assert figures["trainer_idle_ratio"] == pytest.approx(0.5)

@@ -43,6 +43,7 @@ def test_a_prompt_weighs_the_same_however_many_of_its_samples_have_a_score():
     assert summary.reward_mean == (0.5 + 1.0) / 2
     assert summary.best == ((2, 1.0), (4, 1.0))  # of four only "b" has enough
     assert (summary.num_prompts, summary.num_failed) == (2, 6)
+    assert summary.rewards == (0.5, 1.0, None)
     assert summary.truncated_ratio == 1 / 6
     assert summary.response_tokens_median == 4
 
@@ -52,3 +53,15 @@ def test_one_sample_per_prompt_has_no_best_and_failures_alone_no_summary():
     assert single is not None
     assert (single.reward_mean, single.best) == (0.25, ())
     assert summary_of([(EvalTry({"uid": "a"}), Failure("reward", "it raised"))], version=0, eval_s=1.0) is None
+
+
+def test_rewards_are_in_the_order_of_uids_whichever_worker_was_first():
+    ended = [(EvalTry({"uid": uid}), meta(reward)) for uid, reward in (("c", 0.3), ("a", 0.1), ("b", 0.2))]
+    one, other = (summary_of(order, version=0, eval_s=1.0) for order in (ended, ended[::-1]))
+    assert one is not None
+    assert other is not None
+    assert one.rewards == other.rewards == (0.1, 0.2, 0.3)
+    assert one.prompts == other.prompts
+    fewer = summary_of(ended[1:], version=0, eval_s=1.0)
+    assert fewer is not None
+    assert fewer.prompts != one.prompts

@@ -181,6 +181,14 @@ def test_each_eval_set_has_keys_of_its_own(make):
     }
 
 
+def test_an_evals_line_has_the_spread_of_its_prompts(make):
+    figures = {"response_tokens_median": 4, "eval_s": 1, "num_failed": 1, "version": 1, "num_prompts": 4, "reward_mean": 0.5}
+    line = metrics().update(make["record"](1, 0, [], evals=(EvalSummary(rewards=(0.0, None, 1.0, 0.0, 1.0), **figures),)))
+    assert line["eval/reward_std"] == pytest.approx(0.57735, abs=1e-5)  # sqrt(1 / 3)
+    # Agresti and Coull, 2 of 4: 0.5 -+ 1.96 * sqrt(0.25 / (4 + 1.96 ** 2))
+    assert (line["eval/reward_low"], line["eval/reward_high"]) == pytest.approx((0.15, 0.85), abs=5e-4)
+
+
 def test_every_key_is_there_when_everything_was_measured(make):
     watched = metrics()
     line = watched.update(make["full_record"](50))

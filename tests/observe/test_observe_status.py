@@ -180,6 +180,16 @@ def test_a_single_eval_is_told_once() -> None:
     assert format._evals(evals) == "0.300 (version 0) -> 0.700 (version 4), 512 prompts"
 
 
+def test_an_evals_interval_is_told_and_kept_and_its_rewards_are_not(facts) -> None:
+    live = Observers(facts, [], clock=lambda: 0.0).live
+    eval_event = {"event": "eval", "version": 0, "reward_mean": 0.25, "reward_low": 0.1, "reward_high": 0.5, "num_prompts": 4}
+    live.event({**eval_event, "time_s": 1.0, "prompts": "ab", "rewards": (0.0, 0.0, 0.0, 1.0)})
+    status = live.picture()
+    assert format._evals(status["eval"]["history"]) == "0.250 [0.100..0.500] (version 0), 4 prompts"
+    assert status["notes"][-1]["text"] == "eval of version 0: 0.250 [0.100..0.500]"
+    assert "rewards" not in status["eval"]["history"][0]
+
+
 def test_the_last_sixty_evals_are_kept_each_version_once(facts):
     live = Observers(facts, [], clock=lambda: 0.0).live
     evals = [{"event": "eval", "time_s": 1.0, "version": version, "reward_mean": 0.5, "num_prompts": 8} for version in range(70)]

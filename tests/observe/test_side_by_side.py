@@ -95,3 +95,21 @@ def test_a_run_that_has_trained_nothing_is_compared_without_rewards(
     said = capsys.readouterr()
     assert "rewards are not compared" in said.err
     assert "reward at" not in said.out
+
+
+def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear(runs: list[Recorded]) -> None:
+    """64 prompts of which 16 and 40 are right; of the same prompts one run has all that the other has, and 24 more."""
+    ends = {"reward_low": 0.1, "reward_high": 0.9, "num_prompts": 64, "prompts": "same"}
+    for recorded, right in zip(runs, (16, 40), strict=True):
+        rewards = [1.0] * right + [0.0] * (64 - right)
+        event = {"event": "eval", "time_s": 9.0, "version": 3, "reward_mean": right / 64, "rewards": rewards, **ends}
+        recorded.files.events.write_text(json.dumps(event) + "\n", encoding="utf-8")
+    found = {figure.label: figure for figure in side_by_side(runs).figures}
+    assert found["last eval"].texts == ["0.250 [0.100..0.900]", "0.625 [0.100..0.900]"]
+    # Agresti and Min: 24.5 rises, 0.5 falls, 66 pairs: 24 / 66 -+ 1.96 / 66 * sqrt(25 - 24 ** 2 / 66)
+    assert found["against a"].texts == ["-", "+0.375 (95%: 0.244 to 0.483)"]
+    other = runs[1].files.events
+    other.write_text(other.read_text(encoding="utf-8").replace("same", "other"), encoding="utf-8")
+    # Newcombe, for other prompts: 0.375 -+ sqrt(0.525 ** 2 + 0.65 ** 2) and sqrt(0.275 ** 2 + 0.15 ** 2) to the other ends
+    again = {figure.label: figure for figure in side_by_side(runs).figures}["against a"].texts
+    assert again == ["-", "+0.375 (95%: -0.461 to 0.688): too few prompts to tell"]

@@ -122,6 +122,50 @@ def test_the_verdict_says_what_the_figures_mean(tmp_path, figures, said):
     assert said in words(page(make_run(tmp_path / "otter", lines=lines)))
 
 
+def scores(*rewards, version):
+    known = {"event": "eval", "version": version, "reward_mean": float(np.mean(rewards)), "num_prompts": len(rewards)}
+    return {**known, "time_s": 10.0, "step": 6, "reward_low": 0.0, "reward_high": 0.5, "prompts": "ab", "rewards": rewards}
+
+
+def judged(directory, *events):
+    """The findings of a run with these events."""
+    path = make_run(directory) / "events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return {finding.about: finding for finding in run_data(Recorded(directory)).findings}
+
+
+def test_a_rise_within_the_scatter_of_few_prompts_is_no_good_news(tmp_path):
+    found = judged(tmp_path / "otter", scores(0, 0, 0, 0.1, version=0), scores(0.1, 0.1, 0.1, 0.1, version=3))["learning"]
+    assert found.weight == "note"
+    assert "from 0.025 [0.000..0.500] to 0.100 [0.000..0.500], a change of +0.075 (95%: " in found.text
+    assert "over the same 4 prompts: too few prompts to tell it from no change." in found.text
+    assert re.fullmatch(r"A change of this size would show with about eval\.prompts = \d+\.", found.change)
+
+
+@pytest.mark.parametrize(("first", "last", "weight"), [(0.0, 1.0, "good"), (1.0, 0.0, "bad")])
+def test_a_change_that_the_prompts_can_tell_is_judged(tmp_path, first, last, weight):
+    same = [0.0, 1.0] * 20
+    events = scores(*same, *[first] * 20, version=0), scores(*same, *[last] * 20, version=3)
+    found = judged(tmp_path / "otter", *events)["learning"]
+    assert (found.weight, found.change) == (weight, "")
+    assert "over the same 60 prompts." in found.text
+
+
+def test_evals_of_an_older_version_without_intervals_are_no_good_news(tmp_path):
+    found = run_data(Recorded(make_run(tmp_path / "otter"))).findings[0]
+    assert (found.about, found.weight) == ("learning", "note")
+
+
+def test_the_runs_own_warnings_are_in_the_verdict_each_once(tmp_path):
+    flat = "all trajectories of the last 5 train steps have the reward 0.1, which teaches nothing"
+    warnings = [{"event": "warning", "time_s": 12.0, "message": message} for message in (flat, flat, *"abcde")]
+    directory = tmp_path / "otter"
+    found = judged(directory, *warnings)
+    told = [finding for finding in run_data(Recorded(directory)).findings if finding.about == "warning"]
+    assert [finding.text for finding in told] == [*(f"At 0:00:12: {text}" for text in (flat, *"abcd")), "And 1 further warning."]
+    assert (told[0].weight, found["warning"].change) == ("bad", "asyncrl logs otter")
+
+
 def test_resources_are_to_be_divided_otherwise_where_a_side_has_several_processes(tmp_path):
     run = make_run(tmp_path / "otter", lines=[line(step) for step in range(1, 7)])
     logs = run / "logs" / "attempt-1"

@@ -171,7 +171,8 @@ def _of_whole_run(lines: Sequence[Line]) -> dict[str, float]:
     if "waste/tokens_discarded" in last:
         found["tokens_discarded"] = float(last["waste/tokens_discarded"])
     if "eval/reward_mean" in last and last["eval/version"] == last["version"]:
-        found["final_reward"] = float(last["eval/reward_mean"])
+        names = {"final_reward": "mean", "final_reward_low": "low", "final_reward_high": "high"}
+        found |= _known({name: last.get(f"eval/reward_{key}") for name, key in names.items()})
     return found
 
 

@@ -75,6 +75,8 @@ REST = (
     TableFigure("max span", "max_span", count),
     TableFigure("tokens discarded", "tokens_discarded", count),
     TableFigure("final reward", "final_reward", fixed, key=True),
+    TableFigure("  95% interval from", "final_reward_low", fixed),
+    TableFigure("  to", "final_reward_high", fixed),
     TableFigure("speedup", "speedup", times, key=True, strong=True),
     TableFigure("  per token", "speedup_per_token", times, key=True),
     TableFigure("% of the bound", "bound_ratio", percent, key=True, strong=True),

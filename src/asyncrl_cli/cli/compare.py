@@ -61,7 +61,8 @@ def _print(made: SideBySide) -> None:
     print_prose("")
     _print_table("figures", made.names, [(figure.label, figure.texts) for figure in made.figures])
     print_prose(
-        "\nrewards: mean over the last tenth of the samples that all runs have trained; idleness, staleness, speed: the whole run"
+        "\nrewards: mean over the last tenth of the samples that all runs have trained; last eval: with its 95% interval "
+        "over prompts; idleness, staleness, speed: the whole run"
     )
 
 

@@ -8,8 +8,9 @@ mean@n and best@N.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from math import comb
 from statistics import fmean, median
 from typing import Any
@@ -155,8 +156,11 @@ class Evaluator:
         fields: dict[str, Any] = {"eval_set": name} if name else {}
         if failures:
             fields["failures"] = dict(Counter(failure.kind for failure in failures))
+        if summary.interval is not None:
+            fields["reward_low"], fields["reward_high"] = summary.interval
         scored = {"eval_s": summary.eval_s, "reward_mean": summary.reward_mean, "num_prompts": summary.num_prompts}
-        self._event("eval", version=current.version, **scored, **fields)
+        by_prompt = {"prompts": summary.prompts, "rewards": summary.rewards}
+        self._event("eval", version=current.version, **scored, **fields, **by_prompt)
 
 
 class _Eval:
@@ -179,14 +183,15 @@ def summary_of(ended: Sequence[tuple[EvalTry, EvalOutcome]], *, version: int, ev
     scored = [(entry, outcome) for entry, outcome in ended if isinstance(outcome, TrajectoryMeta)]
     if not scored:
         return None
-    rewards: dict[str, list[float]] = defaultdict(list)
+    rewards: dict[str, list[float]] = {uid: [] for uid in sorted({entry.item["uid"] for entry, _ in ended})}
     for entry, meta in scored:
         rewards[entry.item["uid"]].append(meta.reward)
+    means = tuple(fmean(own) if own else None for own in rewards.values())
     samples = 1 + max(entry.sample for entry, _ in ended)
     return EvalSummary(
         version=version,
-        reward_mean=fmean(map(fmean, rewards.values())),
-        num_prompts=len(rewards),
+        reward_mean=fmean(mean for mean in means if mean is not None),
+        num_prompts=sum(mean is not None for mean in means),
         response_tokens_median=median(meta.response_tokens for _, meta in scored),
         eval_s=eval_s,
         num_failed=len(ended) - len(scored),
@@ -194,6 +199,8 @@ def summary_of(ended: Sequence[tuple[EvalTry, EvalOutcome]], *, version: int, ev
         samples_per_prompt=samples,
         truncated_ratio=fmean(meta.finish_reason != "stop" for _, meta in scored),
         best=tuple(_best(list(rewards.values()), samples)),
+        rewards=means,
+        prompts=sha256("\n".join(rewards).encode()).hexdigest()[:16],
     )
 
 

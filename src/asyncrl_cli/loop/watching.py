@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.intervals import Interval, mean_interval
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, Stay
 from asyncrl_cli.safe_files import Count
@@ -35,6 +36,8 @@ class EvalSummary:
     `reward_mean`: mean over prompts of the mean of their scored samples, verl's `mean@n`; `best`: (N, mean over prompts of the best
     of N samples) for N = 2, 4, ... `num_prompts`: those with a scored sample. `num_failed`: samples without a score, which no
     mean includes. `truncated_ratio`: share of the scored samples that did not end by themselves. `eval_s`: for all sets together.
+    `rewards`: the mean reward of each prompt of the set in the order of uids, None for one without a scored sample; `prompts`: a
+    digest of the uids. Results with the same digest can be compared prompt by prompt.
     """
 
     version: Count
@@ -47,6 +50,14 @@ class EvalSummary:
     samples_per_prompt: Count = 1
     truncated_ratio: float = 0.0
     best: tuple[tuple[Count, float], ...] = ()
+    rewards: tuple[float | None, ...] = ()
+    prompts: str = ""
+
+    @property
+    def interval(self) -> Interval | None:
+        """The 95% interval of `reward_mean`; None in a checkpoint of a version that did not keep `rewards`."""
+        known = [reward for reward in self.rewards if reward is not None]
+        return mean_interval(known) if known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,14 +169,20 @@ def _warnings(status: Mapping[str, Any]) -> str:
 
 def _evals(points: list[Mapping[str, Any]]) -> str:
     ends = [points[0], points[-1]] if len(points) > 1 else points
-    values = " -> ".join(f"{number(point['reward_mean'], 3)} (version {point['version']})" for point in ends)
+    values = " -> ".join(f"{scored(point)} (version {point['version']})" for point in ends)
     return f"{values}, {count(ends[-1].get('num_prompts'))} prompts"
+
+
+def scored(point: Mapping[str, Any]) -> str:
+    """An eval's mean reward and, if it is known, its 95% interval: `0.250 [0.102..0.431]`."""
+    mean, low, high = (number(point.get(f"reward_{key}"), 3) for key in ("mean", "low", "high"))
+    return f"{mean} [{low}..{high}]" if "reward_low" in point else mean
 
 
 def _eval_text(event: Mapping[str, Any]) -> str:
     on = f" on {event['eval_set']}" if "eval_set" in event else ""
     failed = ", ".join(f"{amount} failed ({kind})" for kind, amount in event.get("failures", {}).items())
-    score = f"eval of version {event.get('version')}{on}: {number(event.get('reward_mean'), 3)}"
+    score = f"eval of version {event.get('version')}{on}: {scored(event)}"
     return f"{score}, {failed}" if failed else score
 
 

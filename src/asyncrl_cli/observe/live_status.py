@@ -115,7 +115,8 @@ class LiveStatus:
         if event.get("reward_mean") is None or "version" not in event:
             return
         self._lasting["eval_s"] = event.get("eval_s")
-        ended = {key: event[key] for key in ("version", "reward_mean", "num_prompts", "eval_set") if key in event}
+        kept = ("version", "reward_mean", "reward_low", "reward_high", "num_prompts", "eval_set")
+        ended = {key: event[key] for key in kept if key in event}
         same = [point for point in self._lasting["evals"] if point.get("eval_set") == ended.get("eval_set")]
         for point in [point for point in same if point["version"] == ended["version"]] or same[: max(0, len(same) + 1 - HISTORY)]:
             self._lasting["evals"].remove(point)

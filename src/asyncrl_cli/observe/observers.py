@@ -121,7 +121,7 @@ class Observers(Observer):
         if line["event"] == "warning":
             log.warning("%s", line.get("message", ""))
         elif "group" not in line:
-            log.info("%s", to_json(line))
+            log.info("%s", to_json({key: value for key, value in line.items() if key != "rewards"}))
         self.live.event(line)
         self._each("event", line)
 

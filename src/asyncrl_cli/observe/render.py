@@ -26,6 +26,7 @@ from asyncrl_cli.observe.format import (
     is_number,
     ledger_line,
     number,
+    scored,
     share,
     small,
     sparkline,
@@ -265,7 +266,7 @@ def _learning(status: Status, width: int) -> list[Text]:
         lines.append(trained.append(sparkline(reward["history"], 20), "green"))
     for name, points in by_set(status["eval"]["history"]).items():
         scores = [point["reward_mean"] for point in points]
-        curve = label("eval").append(f"{number(scores[-1], 3)} ", "bold").append(sparkline(scores, 18), "green")
+        curve = label("eval").append(f"{scored(points[-1])} ", "bold").append(sparkline(scores, 18), "green")
         curve.append(f" from {number(scores[0], 3)} (v{points[0]['version']}..{points[-1]['version']})", "dim")
         lines.append(curve.append(f" {name}") if name else curve)
     if status["eval"]["running"] and not _is_over(status):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from asyncrl_cli.observe.format import LEADING, NOTHING, clock, count, number, share
+from asyncrl_cli.loop.intervals import Change
+from asyncrl_cli.observe.eval_changes import change_of, change_text
+from asyncrl_cli.observe.format import LEADING, NOTHING, clock, count, is_number, number, scored, share
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.profile.arithmetic import mode_of
 from asyncrl_cli.profile.keys import PARAMS, entries_of
@@ -146,16 +148,32 @@ def _rewards(curves: Sequence[Curve], samples: int, time_s: float, target: float
 def _totals(runs: Sequence[Recorded]) -> Iterable[Figure]:
     """Figures of the whole runs, from their last status."""
     totals = [run.status.get("totals", {}) for run in runs]
-    evals = [[point for point in run.status.get("eval", {}).get("history", ()) if not point.get("eval_set")] for run in runs]
-    last = [points[-1] if points else None for points in evals]
-    yield _figure("last eval", [point and point["reward_mean"] for point in last], _reward)
-    yield _figure("version of the last eval", [point and point["version"] for point in last], count)
+    last = [_last_eval(run) for run in runs]
+    rewards = [point and point["reward_mean"] for point in last]
+    yield Figure(label="last eval", values=rewards, texts=[scored(point) if point else NOTHING for point in last])
+    changes = [change_of(last[0], point) if last[0] and point else None for point in last[1:]]
+    if any(changes):
+        values = [None, *(change and asdict(change) for change in changes)]
+        yield Figure(label=f"against {runs[0].name}", values=values, texts=[NOTHING, *map(_against, changes)])
+    yield _figure("version of the last eval", [point and point.get("version") for point in last], count)
     for key, (label, form) in LEADING.items():
         label = "tokens/s trainer" if key == "trainer/tokens_per_s" else label
         yield _figure(label, [total.get(key) for total in totals], form)
     yield _figure("staleness mean", [total.get("staleness/mean") for total in totals], number)
     yield _figure("staleness max", [total.get("staleness/max") for total in totals], count)
     yield _figure("partial", [total.get("fully_async/partial/partial_ratio") for total in totals], share)
+
+
+def _last_eval(run: Recorded) -> Mapping[str, Any] | None:
+    """On the held-out split."""
+    found = [event for event in run.events("eval") if not event.get("eval_set") and is_number(event.get("reward_mean"))]
+    return found[-1] if found else None
+
+
+def _against(change: Change | None) -> str:
+    if change is None:
+        return NOTHING
+    return change_text(change) + ("" if change.is_clear else ": too few prompts to tell")
 
 
 def _figure(label: str, values: Sequence[Any], form: Any) -> Figure:

@@ -49,6 +49,8 @@ def _record(**fields: Any) -> Any:
 class EvalPoint(TypedDict):
     version: Count
     reward_mean: float
+    reward_low: NotRequired[float]
+    reward_high: NotRequired[float]
     num_prompts: NotRequired[Count]
     eval_set: NotRequired[str]
 

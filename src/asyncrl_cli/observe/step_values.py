@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
+from statistics import stdev
 
 from asyncrl_cli.loop.attempts import GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
@@ -60,6 +61,10 @@ def eval_values(summary: EvalSummary) -> dict[str, Value]:
     figures: dict[str, int | float] = {name: getattr(summary, name) for name in names}
     if summary.samples_per_prompt > 1:
         figures[f"reward/mean@{summary.samples_per_prompt}"] = summary.reward_mean
+    if summary.interval is not None:
+        figures["reward_low"], figures["reward_high"] = summary.interval
+    if len(known := [reward for reward in summary.rewards if reward is not None]) > 1:
+        figures["reward_std"] = stdev(known)
     figures |= {f"reward/best@{size}/mean": best for size, best in summary.best}
     prefix = f"eval/{summary.eval_set}/" if summary.eval_set else "eval/"
     return {prefix + name: Last(figure) for name, figure in figures.items()}

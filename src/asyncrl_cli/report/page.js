@@ -141,10 +141,13 @@ function evalTraces(run, place) {
   return [...new Set(run.evals.map((one) => one.eval_set || ""))].map((set, number) => {
     const own = run.evals.filter((one) => (one.eval_set || "") === set);
     const name = `${several ? run.name + ": " : ""}eval ${set}`.trim();
+    const tint = tintOf(place, colour(number + 1));
+    const reach = (key) => own.map((one) => (one[key] === null ? 0 : Math.abs(one[key] - one.reward_mean)));
     return {
       type: "scatter", mode: "lines+markers", name, x: own.map((one) => one[AXES[axis][0]]), y: own.map((one) => one.reward_mean),
       text: own.map((one) => `version ${one.version}`), hovertemplate: "%{y:.3f} (%{text})",
-      line: { color: tintOf(place, colour(number + 1)), width: 2, dash: "dot" },
+      error_y: { type: "data", symmetric: false, array: reach("reward_high"), arrayminus: reach("reward_low"), color: tint, thickness: 1, width: 4 },
+      line: { color: tint, width: 2, dash: "dot" },
       marker: { size: own.length > MOST_MARKS ? 4 : 10, symbol: ["diamond", "circle", "square", "star"][number % 4], line: { color: css("--paper"), width: 1 } },
     };
   });

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
-from asyncrl_cli.observe.format import clock, count, evenly, event_text, number
+from asyncrl_cli.observe.format import clock, count, evenly, event_text, is_number
 from asyncrl_cli.observe.lines import EventLine, Totals
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.status import read_status
@@ -17,6 +17,7 @@ from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import PlacementSection
 from asyncrl_cli.report.columns import columns_of, rounded
+from asyncrl_cli.report.learning import learned, warned
 from asyncrl_cli.report.timeline import Timeline
 from asyncrl_cli.report.verdict import Remark, verdict_of
 from asyncrl_cli.safe_files import read_lines
@@ -32,6 +33,7 @@ MARKS = {
 }
 """Event -> its name on the page."""
 PUBLISHED = "published"
+EVAL_KEYS = ("version", "reward_mean", "reward_low", "reward_high", "eval_set")
 MOST_MARKS = 100
 """Limit for each kind of mark."""
 
@@ -64,7 +66,8 @@ def run_data(recorded: Recorded) -> RunData:
         raise RefusedError(
             f"run '{recorded.name}' has nothing to report yet: no train step has ended", hint=f"asyncrl status {recorded.name}"
         )
-    events = [_event(event, settings.schedule.step_groups * profile.rollout.n) for event in recorded.events(*MARKS, PUBLISHED)]
+    recorded_events = list(recorded.events(*MARKS, PUBLISHED))
+    events = [_event(event, settings.schedule.step_groups * profile.rollout.n) for event in recorded_events]
     scored = [event for event in events if event["event"] == "eval" and event["reward_mean"] is not None]
     evals = list({(event["version"], event["eval_set"]): event for event in scored}.values())  # a resume may repeat one
     charts = {
@@ -84,7 +87,7 @@ def run_data(recorded: Recorded) -> RunData:
         name=recorded.name,
         loaded=recorded.loaded,
         facts=_facts(recorded, settings, totals),
-        findings=[*_outcome(recorded, totals, events), *verdict],
+        findings=[*_outcome(recorded, totals, recorded_events), *verdict],
         charts=charts,
     )
 
@@ -92,7 +95,7 @@ def run_data(recorded: Recorded) -> RunData:
 def _event(event: EventLine, samples_per_step: int) -> dict[str, Any]:
     """What a page shows of an event."""
     name, step = event["event"], event.get("step", 0)
-    own = {key: event.get(key) for key in ("version", "reward_mean", "eval_set")} if name == "eval" else {}
+    own = {key: event.get(key) for key in EVAL_KEYS} if name == "eval" else {}
     text = event_text(event) or f"{name}: {event.get('worker', '')}"
     place = {"step": step, "time_s": rounded(event.get("time_s", 0.0)), "samples": step * samples_per_step}
     return {"event": name, "kind": MARKS.get(name, name), "text": text, **own, **place}
@@ -152,21 +155,12 @@ def _state(recorded: Recorded) -> str:
     return found.remark or (phase if phase in ENDED else f"{phase}, {found.liveness}")
 
 
-def _outcome(recorded: Recorded, totals: Totals, events: list[dict[str, Any]]) -> Iterator[Remark]:
-    phase = str(recorded.status.get("phase", ""))
+def _outcome(recorded: Recorded, totals: Totals, events: list[EventLine]) -> Iterator[Remark]:
     if error := str(recorded.status.get("error", "")):
         yield Remark("outcome", "bad", f"The run ended in an error: {error}", f"asyncrl logs {recorded.name}")
     resumes = sum(event["event"] == "resumed" for event in events)
     again = f", resumed {counted(resumes, 'time')}" if resumes else ""
     text = f"{count(totals.steps)} train steps in {clock(totals.last.get('time_s'))}{again}. "
-    scores = [event["reward_mean"] for event in events if event.get("reward_mean") is not None and not event["eval_set"]]
-    first, last = totals.first.get("reward/mean"), totals.last.get("reward/mean")
-    if len(scores) > 1:
-        text += f"Held-out reward went from {number(scores[0], 3)} to {number(scores[-1], 3)}."
-        is_better = scores[-1] > scores[0]
-    else:
-        text += f"Training reward went from {number(first, 3)} to {number(last, 3)}; there are no two evals to compare."
-        is_better = False
-    if first == last == 0 and not any(scores):
-        text += " A reward of 0 everywhere teaches nothing: `asyncrl samples` shows the answers."
-    yield Remark("learning", "good" if is_better and phase != "failed" else "note", text)
+    evals = [event for event in events if is_number(event.get("reward_mean")) and not event.get("eval_set")]
+    yield learned(evals, totals, text)
+    yield from warned([event for event in events if event["event"] == "warning"], recorded.name)
