@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.rank_actors import naming_nodes
-from asyncrl_cli.train.first_meeting import RanksMissing, met
+from asyncrl_cli.train.first_meeting import RanksMissing, first_collective, met
 from tests.free_port import free_port
 
 
@@ -61,6 +62,30 @@ def test_a_rank_that_cannot_reach_rank_0_says_so(tmp_path: Path) -> None:
     assert isinstance(error, ExecutorFailed)
     assert point.removeprefix("tcp://") in error.message
     assert "doctor --address" in error.hint
+
+
+@pytest.mark.parametrize(("others", "named"), [((), "none of them"), ((0, 2), "not rank 1 of 3")])
+def test_a_first_sum_that_blocks_within_the_call_ends_in_time_and_names_who_did_not_finish(
+    others: tuple[int, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL's does, which makes its communicator there."""
+    never, store = threading.Event(), dist.FileStore(str(tmp_path / "ranks"), 3)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: never.wait())
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    for other in others:
+        store.set(f"summed/{other}", "")
+    with pytest.raises(ExecutorFailed, match=rf"but {named} finished the first sum over nccl within .* = 0.05 s"):
+        first_collective(torch.device("cpu"), store, rank=1, world_size=3, timeout_s=0.05)
+    never.set()
+
+
+def test_an_error_of_the_first_sum_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(tensor: torch.Tensor) -> None:
+        raise dist.DistBackendError("no socket")
+
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    with pytest.raises(dist.DistBackendError, match="no socket"):
+        first_collective(torch.device("cpu"), dist.FileStore(str(tmp_path / "ranks"), 1), rank=0, world_size=1, timeout_s=60)
 
 
 def test_missing_ranks_are_named_with_their_nodes() -> None:

@@ -6,8 +6,9 @@ interface that other nodes cannot reach, it would hang.
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from urllib.parse import urlparse
 
@@ -18,7 +19,6 @@ from asyncrl_cli.errors import ExecutorFailed
 
 KEY = "trainer.meeting_timeout_s"
 NETWORK_HINT = "`asyncrl doctor --address` tries the network between the nodes; NCCL_DEBUG=INFO makes NCCL say more"
-POLL_S = 0.01
 
 
 class RanksMissing(ExecutorFailed):
@@ -26,9 +26,8 @@ class RanksMissing(ExecutorFailed):
 
     def __init__(self, ranks: Sequence[int], world_size: int, timeout_s: float) -> None:
         self.ranks = tuple(ranks)
-        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         super().__init__(
-            f"{names} of {world_size} did not join the process group within {KEY} = {timeout_s:g} s", hint=NETWORK_HINT
+            f"{_names(ranks)} of {world_size} did not join the process group within {KEY} = {timeout_s:g} s", hint=NETWORK_HINT
         )
 
 
@@ -55,16 +54,37 @@ def met(init_method: str, *, rank: int, world_size: int, timeout_s: float) -> di
     return store
 
 
-def first_collective(device: torch.device, timeout_s: float) -> None:
-    """Raises ExecutorFailed if the ranks, which have all joined, do not complete an all-reduce in time."""
-    work = dist.all_reduce(torch.ones(1, device=device), async_op=True)
-    assert work is not None
-    deadline_s = time.monotonic() + timeout_s
-    while not work.is_completed():
-        if time.monotonic() > deadline_s:
-            raise ExecutorFailed(
-                f"all ranks joined, but their first sum over {dist.get_backend()} did not finish within {KEY} = {timeout_s:g} s",
-                hint=NETWORK_HINT,
-            )
-        time.sleep(POLL_S)
-    work.wait()
+def first_collective(device: torch.device, store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> None:
+    """Sum a number over all ranks, in a thread: NCCL connects within the first call, which may then block for ever.
+
+    `store`: of the process group. Raises ExecutorFailed if the sum is not finished in time, with the ranks that it misses.
+    """
+    summed: Future[None] = Future()
+    progress = store.clone()  # the group's own is locked while NCCL waits for it
+
+    def first_sum() -> None:
+        try:
+            ones = torch.ones(1, device=device)
+            dist.all_reduce(ones)
+            ones.item()  # waits for the device
+            progress.set(f"summed/{rank}", "")
+            summed.set_result(None)
+        except Exception as error:
+            summed.set_exception(error)
+
+    threading.Thread(target=first_sum, name="first sum", daemon=True).start()
+    try:
+        summed.result(timeout_s)
+    except TimeoutError as error:
+        if summed.done():  # torch's own
+            raise
+        missing = [other for other in range(world_size) if not progress.check([f"summed/{other}"])]
+        names = "none of them" if len(missing) == world_size else f"not {_names(missing)} of {world_size}"
+        raise ExecutorFailed(
+            f"all ranks joined, but {names} finished the first sum over {dist.get_backend()} within {KEY} = {timeout_s:g} s",
+            hint=NETWORK_HINT,
+        ) from error
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -44,7 +44,7 @@ class Ranks:
         # gloo connects all ranks here; NCCL does in the first collective.
         first_s = timeout_s if backend == "nccl" else min(meeting_s, timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=first_s))
-        first_collective(device, meeting_s)
+        first_collective(device, store, rank=rank, world_size=world_size, timeout_s=meeting_s)
         _set_pg_timeout(timedelta(seconds=timeout_s))
         world = dist.group.WORLD
         assert world is not None
