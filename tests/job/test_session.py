@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,14 +13,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.job import local_ray
+from asyncrl_cli.job import local_ray, session
 from asyncrl_cli.job.reaper import families, living
 from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.profile.loaded import load
 
 from .crew import nodes, small_profile
 
@@ -231,6 +234,33 @@ def test_a_plan_that_does_not_fit_is_refused_before_ray_starts() -> None:
     ):
         pass
     assert not ray.is_initialized()
+
+
+def session_of_a_7b(directory: Path, monkeypatch: pytest.MonkeyPatch, free_gib: float, *sets: str) -> float:
+    """GiB of the object store that a session with Qwen2.5-7B's sizes and so much free shared memory would start with."""
+    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
+    started: list[int] = []
+    monkeypatch.setattr(session.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free_gib * 2**30)))
+    monkeypatch.setattr(session, "_start_here", lambda stack, cluster, plan, store_bytes: started.append(store_bytes))
+    with ray_session(load("base", [*sets]).profile, cluster=nodes((8, 8)), model_dir=directory):
+        return round(started.pop() / 2**30, 1)
+
+
+def test_the_object_store_holds_two_versions_in_the_dtype_in_which_they_travel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7,615,616,512 parameters: 4 * 7.6e9 bytes in bfloat16 are 28.4 GiB; a quarter of a GiB for payloads is added."""
+    assert session_of_a_7b(tmp_path, monkeypatch, 60, "model.dtype=bfloat16") == 28.6
+    assert session_of_a_7b(tmp_path, monkeypatch, 60, "model.dtype=float32") == 57.0
+    refusal = r"needs 28.6 GiB of shared memory .* in bfloat16, and /dev/shm has 24.0 GiB"
+    with pytest.raises(PreflightError, match=refusal) as refused:
+        session_of_a_7b(tmp_path, monkeypatch, 24, "model.dtype=bfloat16")
+    assert "--set weights.transport=disk" in refused.value.hint
+    assert session_of_a_7b(tmp_path, monkeypatch, 24, "weights.transport=disk") == 0.2
+    # 40,370,176 values of adapters, in float32, twice
+    assert session_of_a_7b(tmp_path, monkeypatch, 24, "model.dtype=float32", "lora.rank=16", "lora.sync=adapter") == 0.6
 
 
 def test_an_address_nobody_listens_at_is_refused_in_time() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import signal
 import socket
 import tempfile
@@ -23,14 +24,15 @@ from urllib.parse import urlsplit
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.job.lifeline import head_lifeline, lifeline
 from asyncrl_cli.job.reaper import Reaper
+from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
+from asyncrl_cli.plan.memory import object_store_bytes, published_parameters
 from asyncrl_cli.profile.schema import Profile
 
-OBJECT_STORE_BYTES = 256 * 2**20
-"""Shared memory of a local session for the payloads in flight; the model's versions are added to it."""
 CONNECT_TIMEOUT_S = 10.0
+SHARED_MEMORY = Path("/dev/shm")
 LONGEST_DIRECTORY = 36
 """In characters. Ray makes socket paths below this directory, and the kernel limits a socket's path to 107."""
 
@@ -54,7 +56,9 @@ def ray_session(
         else:
             cluster = cluster or local_cluster()
             plan = compile_job(profile, cluster)
-            _start_here(stack, cluster, plan, model_dir)
+            store_bytes = object_store_bytes(profile, _published_parameters(profile, model_dir) if model_dir else 0)
+            _check_shared_memory(profile, store_bytes)
+            _start_here(stack, cluster, plan, store_bytes)
         yield plan
 
 
@@ -75,7 +79,28 @@ def connected(address: str) -> Iterator[ClusterResources]:
         yield ray_cluster()
 
 
-def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, plan: JobPlan, model_dir: Path | None) -> None:
+def _published_parameters(profile: Profile, model_dir: Path) -> int:
+    try:
+        return published_parameters(profile, shape_of_directory(model_dir))
+    except ShapeUnknown:  # no file has less than two bytes per parameter
+        return sum(path.stat().st_size for path in model_dir.glob("*.safetensors")) // 2
+
+
+def _check_shared_memory(profile: Profile, store_bytes: int) -> None:
+    """Raises PreflightError if Ray would refuse an object store that /dev/shm cannot hold. (A small one it keeps on disk.)"""
+    from ray._private.ray_constants import REQUIRE_SHM_SIZE_THRESHOLD
+
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else store_bytes
+    if store_bytes > max(free, REQUIRE_SHM_SIZE_THRESHOLD):
+        gib, dtype = store_bytes / 2**30, profile.model.dtype
+        raise PreflightError(
+            f"ray's object store needs {gib:.1f} GiB of shared memory for two versions of the weights in {dtype}, and "
+            f"{SHARED_MEMORY} has {free / 2**30:.1f} GiB free",
+            hint=f"--set weights.transport=disk, or docker run --shm-size={gib + 1:.0f}g",
+        )
+
+
+def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, plan: JobPlan, store_bytes: int) -> None:
     """Start the daemons and connect to them. They end with `stack`, and with this process."""
     base = tempfile.gettempdir()
     short_base = base if len(base) + 16 <= LONGEST_DIRECTORY else "/tmp"
@@ -85,9 +110,6 @@ def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, plan: Jo
     try:
         from asyncrl_cli.job.local_ray import local_node
 
-        # Two published versions of the model in float32.
-        versions_bytes = sum(4 * path.stat().st_size for path in model_dir.glob("*.safetensors")) if model_dir else 0
-        store_bytes = OBJECT_STORE_BYTES + versions_bytes
         cpus, gpus = max(plan.cpus, cluster.cpus), max(plan.gpus, cluster.gpus)
         node = local_node(directory, num_cpus=cpus, num_gpus=gpus, object_store_bytes=store_bytes)
         address, daemons = stack.enter_context(node)

@@ -55,6 +55,8 @@ BYTES_PER_MB = 2**20
 SAMPLED_LOGIT_BYTES = 24
 """Per value: float32 logits, log-softmax, probabilities and choice, and the float64 running sum of the sampler."""
 
+PAYLOAD_BYTES = 256 * 2**20
+"""Shared memory of a local session for the payloads in flight."""
 SHARED_CACHE = "engine's cache"
 """Item name of a cache that takes whatever its engine's share of the device leaves."""
 
@@ -245,6 +247,18 @@ def _whole_gradients(plan: JobPlan, shape: ModelShape, value_bytes: int, adapter
         fresh = 0 if value_bytes == MASTER_BYTES else value_bytes * max(shape.root_parameters, shape.layer_parameters)
         return MASTER_BYTES * shape.parameters + fresh, "float32, of all parameters, until the last microbatch"
     return (value_bytes + MASTER_BYTES) * shape.root_parameters, "of embedding and head, not yet reduced"
+
+
+def published_parameters(profile: Profile, shape: ModelShape) -> int:
+    """How many values a version has on its way to the workers."""
+    return adapter_parameters(profile, shape) if profile.lora.sync == "adapter" else shape.parameters
+
+
+def object_store_bytes(profile: Profile, parameters: int) -> int:
+    """Size of a local session's object store: the payloads in flight and, if versions of so many parameters travel through it, two
+    of them."""
+    versions = 2 * BYTES_OF[profile.model.dtype] * parameters if profile.weights.transport == "object-store" else 0
+    return PAYLOAD_BYTES + versions
 
 
 def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
