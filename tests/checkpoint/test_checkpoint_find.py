@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checkpoint.find import find_run, resolve
+from asyncrl_cli.checkpoint.find import find_run, refuse_ended, resolve
 from asyncrl_cli.checkpoint.sealed import load_checkpoint, newest_intact
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.errors import ConfigError, RefusedError
@@ -93,6 +93,29 @@ def test_a_run_or_a_checkpoint_is_found_by_name_and_by_directory(run_dir):
     assert resolve(str(newest), runs_dir) == newest
     assert resolve(str(run_dir / "checkpoints" / "latest"), runs_dir) == newest
     assert resolve(str(run_dir / "checkpoints" / "step-000020"), runs_dir).name == "step-000020"
+
+
+@pytest.mark.parametrize("name", ["otter/step-000020", "otter/step-20", "{run_dir}/step-20"])
+def test_a_checkpoint_is_named_by_its_run_and_its_step(run_dir, name):
+    assert resolve(name.format(run_dir=run_dir), run_dir.parent) == run_dir / "checkpoints" / "step-000020"
+
+
+def test_a_step_that_is_not_there_or_has_no_run_is_an_error_that_names_what_there_is(run_dir):
+    with pytest.raises(ConfigError) as caught:
+        resolve("otter/step-000030", run_dir.parent)
+    assert caught.value.hint == "checkpoints of otter: step-000040, step-000020"
+    with pytest.raises(ConfigError) as caught:
+        resolve("step-20", run_dir.parent)
+    assert caught.value.hint == "did you mean otter/step-000020"
+
+
+def test_a_finished_run_is_refused_unless_it_becomes_longer(run_dir):
+    (run_dir / "status.json").write_text('{"phase": "done", "train_steps": 40}')
+    ended = load_checkpoint(run_dir / "checkpoints" / "step-000040")
+    with pytest.raises(RefusedError, match="all of its 40 steps") as caught:
+        refuse_ended(ended, 40)
+    assert "--set run.train_steps=80 continues it" in caught.value.hint
+    refuse_ended(ended, 41)
 
 
 def test_of_a_run_whose_newest_checkpoint_is_damaged_nothing_older_is_taken_in_silence(run_dir):

@@ -15,7 +15,9 @@ import pytest
 from asyncrl_cli.checkpoint.sealed import checkpoints_in, load_checkpoint, newest_intact
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.loop.ports import Cut
+from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.storage import sync_files
+from asyncrl_cli.weights.disk import kept_versions
 
 
 def cut(step, **loop_state):
@@ -101,9 +103,26 @@ def test_resuming_at_an_older_step_sets_the_later_ones_aside(tmp_path):
     store = store_in(tmp_path / "otter", keep=9)
     for step in (20, 40, 60):
         write(store, step)
-    assert [path.name for path in store.abandon_newer(20)] == ["abandoned-step-000060", "abandoned-step-000040"]
+    assert [path.name for path in store.abandon_newer(20, 20)] == ["abandoned-step-000040", "abandoned-step-000060"]
     assert newest_intact(store.directory) == store.directory / "step-000020"
     assert os.readlink(store.directory / "latest") == "step-000020"
+
+
+def test_samples_and_kept_versions_of_abandoned_steps_are_set_aside_too(tmp_path):
+    store = store_in(tmp_path / "otter")
+    write(store, 20)
+    samples = tmp_path / "otter" / "samples"
+    samples.mkdir()
+    for step in (1, 20, 30):
+        (samples / f"step-{step:06d}.jsonl").write_text("{}\n")
+    for version in (9, 10, 11):
+        (tmp_path / "otter" / "versions" / f"version-{version:06d}").mkdir(parents=True)
+    for _ in range(2):
+        store.abandon_newer(20, 10)
+        assert Recorded(tmp_path / "otter").sampled_steps == [1, 20]
+        assert kept_versions(tmp_path / "otter" / "versions") == [9, 10]
+        assert (samples / "abandoned-step-000030.jsonl").exists()
+        (samples / "step-000030.jsonl").write_text("{}\n")  # the next attempt writes it, and is abandoned as well
 
 
 def test_the_event_loop_goes_on_while_files_are_written(tmp_path, monkeypatch):

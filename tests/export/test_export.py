@@ -17,6 +17,8 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, RefusedError
 from asyncrl_cli.export import export as export_module
 from asyncrl_cli.export.export import export
+from asyncrl_cli.export.source import _step_of
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.disk import keep_version, version_directory
 from tests.export.conftest import SEQUENCE, K, MadeRun, checkpoint, model_with_tokenizer, open_run, profile_of
 
@@ -333,3 +335,13 @@ def test_experts_are_written_as_in_the_models_own_files(tmp_path, make_trainer, 
     with safe_open(tmp_path / "original" / "model.safetensors", framework="pt") as file:
         assert names == set(file.keys())
     assert_equal(weights_of(result.path), {name: parameter.detach() for name, parameter in original.named_parameters()})
+
+
+def test_the_step_of_a_version_is_the_recorded_one_which_an_extension_has_moved(tmp_path):
+    """K = 4: six steps, then an extension, whose first window begins at step 6."""
+    sets = {"run": {"train_steps": 20}, "async_training": {"trigger_parameter_sync_step": 4}}
+    profile = Profile.model_validate(sets)
+    assert _step_of(tmp_path, profile, 3) == 12
+    published = [{"event": "published", "version": version, "step": step} for version, step in ((1, 4), (2, 6), (3, 10))]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in published))
+    assert [_step_of(tmp_path, profile, version) for version in (1, 2, 3)] == [4, 6, 10]

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, RefusedError, StallError
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
 from tests.loop.proof.faults import Fault, FaultKind, Faults
@@ -135,6 +135,52 @@ def test_an_eval_that_takes_too_long_is_reported_absent_and_warned_of():
     assert ran.error is None
     assert not ran.recorder.named("eval")
     assert "eval.timeout_s" in ran.recorder.named("warning")[0].fields["message"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_finished_run_can_be_extended_even_if_its_last_window_was_short(mode):
+    """K is 1, 2 or 4. The extension begins a window, wherever the run ended."""
+    first = run_world(settings(mode, train_steps=7, eval_every_versions=2), evals=40)
+    ended, state = first.checkpoints.cuts[-1]
+    longer = settings(mode, train_steps=18, eval_every_versions=2)
+    second = run_world(longer, evals=40, seed=3, resume_from=resume_from(ended, state))
+    assert second.error is None
+    prompts = [key.uid for key in first.trained + second.trained]
+    assert len(prompts) == len(set(prompts)) == 18 * 4
+    steps_per_window = longer.schedule.window_steps
+    assert [batch.step_in_window for batch in second.trainer.batches] == [index % steps_per_window for index in range(11)]
+    version = -(-7 // steps_per_window) + -(-11 // steps_per_window)
+    assert second.recorder.steps[-1].version == version
+    evaluated = [event.version for event in first.recorder.named("eval") + second.recorder.named("eval")]
+    assert evaluated == sorted(set(evaluated))
+    assert evaluated[-1] == version
+    assert all(worker.loads[0] == -(-7 // steps_per_window) for worker in second.workers)
+    assert max(second.staleness(), default=0) <= longer.schedule.max_staleness
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("step", [9, 13])
+def test_a_checkpoint_of_an_extension_continues_it(mode, step):
+    """Step 9 is within the second run's window if K is 4, and so is 13, where a run that was never extended would begin one."""
+    first = run_world(settings(mode, train_steps=7))
+    longer = settings(mode, train_steps=18, checkpoint_every_steps=1)
+    second = run_world(longer, seed=3, resume_from=resume_from(*first.checkpoints.cuts[-1]))
+    cut = next(cut for cut in second.checkpoints.cuts if cut[0].step == step)
+    third = run_world(longer, seed=4, resume_from=resume_from(*cut))
+    assert third.error is None
+    assert third.recorder.steps[-1].version == second.recorder.steps[-1].version
+    before = [group.key for batch in second.trainer.batches if batch.step <= step for group in batch.groups]
+    assert len({key.uid for key in first.trained + before + third.trained}) == 18 * 4
+
+
+def test_a_window_that_cannot_be_is_refused():
+    cut, state = run_world(settings("stream-off-policy", train_steps=12)).checkpoints.cuts[-1]
+    for version, taken in ((1, 0), (13, 0), (3, 3), (2, 16), (2, 15)):
+        with pytest.raises(RefusedError, match="is not in a window"):
+            run_world(
+                settings("stream-off-policy", train_steps=20),
+                resume_from=resume_from(cut, state | {"window": {"version": version, "taken_groups": taken}}),
+            )
 
 
 @pytest.mark.parametrize("mode", MODES)

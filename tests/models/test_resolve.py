@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.models import resolve
@@ -27,6 +28,12 @@ def with_path(path: Path | str) -> Profile:
 @pytest.fixture
 def copy(built, tmp_path) -> Path:
     return Path(shutil.copytree(built, tmp_path / "model"))
+
+
+def test_no_progress_bar_of_transformers_comes_between_our_own_lines(tmp_path, capsys):
+    logging.enable_progress_bar()
+    resolve.built_untaught(Profile.model_validate({"model": {"cache_dir": str(tmp_path)}}))
+    assert capsys.readouterr().err == ""
 
 
 def refusal(path: Path | str, task) -> PreflightError:

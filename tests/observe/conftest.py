@@ -71,6 +71,7 @@ def record(
         "step": step,
         "version": window,
         "window": window,
+        "step_in_window": 0,
         "ended_s": ended_s,
         "groups": tuple(groups),
         "timing_s": timing_s,

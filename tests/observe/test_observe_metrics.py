@@ -37,7 +37,7 @@ def test_staleness_in_train_steps_counts_from_the_step_that_made_the_version(mak
     t, group = make["trajectory"], make["group"]
     # K = 4. Step 11 of the lines is step 10 from 0; version 2 was made by step 8, version 1 by step 4.
     groups = [group("a", t(1.0, (1, 3), (2, 9)), t(0.0, (2, 12)))]
-    line = metrics(window_steps=4).update(make["record"](11, 2, groups))
+    line = metrics(window_steps=4).update(make["record"](11, 2, groups, step_in_window=2))
     assert line["staleness/steps_max"] == 6
     assert line["staleness/steps_mean"] == pytest.approx((3 * 6 + 21 * 2) / 24)
 
@@ -275,7 +275,7 @@ def test_a_random_run_agrees_with_numpy(make):
             seen_in_window += len(trajectories)
             stale_groups += max(oldest[-5:]) >= 1
             groups.append(make["group"](f"{step}-{index}", *trajectories))
-        line = watched.update(make["record"](step, window, groups))
+        line = watched.update(make["record"](step, window, groups, step_in_window=(step - 1) % 3))
         ages = window - np.array(tokens)
         assert line["staleness/mean"] == pytest.approx(ages.mean())
         assert line["staleness/max"] == ages.max()

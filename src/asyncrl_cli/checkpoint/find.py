@@ -9,14 +9,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from asyncrl_cli.checkpoint.sealed import LOOP_STATE, STEP_NAME, Checkpoint, checkpoints_in, finish_interrupted_replacements
-from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.checkpoint.sealed import (
+    LOOP_STATE,
+    STEP_NAME,
+    Checkpoint,
+    checkpoints_in,
+    finish_interrupted_replacements,
+    step_name,
+)
+from asyncrl_cli.errors import ConfigError, RefusedError, first_names
 from asyncrl_cli.paths import as_typed
 from asyncrl_cli.safe_files import MAX_JSON_BYTES, UnsafeFile, open_regular, parse_json, read_bytes, read_text, reason
 from asyncrl_cli.storage import naming
@@ -123,13 +131,13 @@ def holder(run_dir: Path) -> str:
     return "another process"  # it has the lock but has not written its pid yet
 
 
-def refuse_ended(checkpoint: Checkpoint) -> None:
-    """Raises RefusedError if this is the last checkpoint of a finished run, which has nothing left to train."""
-    known = last_status(checkpoint.directory.parent.parent)
-    if known.get("phase") == "done" and checkpoint.step == known.get("train_steps"):
+def refuse_ended(checkpoint: Checkpoint, train_steps: int) -> None:
+    """Raises RefusedError if this is the last checkpoint of a finished run, and `train_steps` leaves nothing to train."""
+    phase = last_status(checkpoint.directory.parent.parent).get("phase")
+    if phase == "done" and checkpoint.step == train_steps:
         raise RefusedError(
-            f"run '{checkpoint.run}' is done: it has trained all of its {checkpoint.step} steps",
-            hint="start another run with more run.train_steps, or resume an earlier checkpoint of this one",
+            f"run '{checkpoint.run}' is done: it has trained all of its {train_steps} steps",
+            hint=f"--set run.train_steps={2 * train_steps} continues it; or resume an earlier checkpoint",
         )
 
 
@@ -156,11 +164,13 @@ def resolve(argument: str, runs_dir: Path) -> Path:
 
 
 def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
-    """The directory of a run, given by name or path, or of a checkpoint, given by path.
+    """The directory of a run, given by name or path, or of a checkpoint, given by path or as RUN/step-N.
 
     Raises ConfigError if there is no such directory, RefusedError if the directory is neither a run nor a checkpoint.
     """
-    for candidate in (runs_dir / argument, Path(argument)):
+    run, step = _parse_step(argument)
+    of_run = [place / run / "checkpoints" / step_name(step) for place in (runs_dir, Path())] if run and step is not None else []
+    for candidate in (runs_dir / argument, Path(argument), *of_run):
         if has_checkpoints(candidate):
             return candidate
         is_named_so = os.path.isdir(candidate) and STEP_NAME.fullmatch(candidate.resolve().name)
@@ -171,7 +181,27 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
             f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json",
             hint=known_runs(runs_dir),
         )
-    raise ConfigError(f"no run or checkpoint '{argument}' (looked in {runs_dir})", hint=known_runs(runs_dir))
+    what = f"no run or checkpoint '{argument}' (looked in {runs_dir})"
+    raise ConfigError(what, hint=known_runs(runs_dir) if step is None else _known_steps(run, step, runs_dir))
+
+
+def _parse_step(argument: str) -> tuple[str, int | None]:
+    """The run and the step of an argument RUN/step-N or step-N, with or without leading zeros."""
+    run, _, last = argument.rpartition("/")
+    match = re.fullmatch(r"step-([0-9]{1,15})", last)
+    return run, int(match[1]) if match else None
+
+
+def _known_steps(run: str, step: int, runs_dir: Path) -> str:
+    """Text for a hint: the checkpoints of the run, or, without a run, those of this step."""
+    if run and has_checkpoints(runs_dir / run):
+        return f"checkpoints of {run}: {first_names([path.name for path in checkpoints_in(runs_dir / run / 'checkpoints')])}"
+    names = [name for name in run_names(runs_dir) if (runs_dir / name / "checkpoints" / step_name(step)).is_dir()]
+    return (
+        "did you mean " + first_names([f"{name}/{step_name(step)}" for name in names])
+        if names and not run
+        else known_runs(runs_dir)
+    )
 
 
 def has_checkpoints(directory: Path) -> bool:

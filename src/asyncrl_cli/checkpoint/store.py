@@ -12,27 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.checkpoint.sealed import (
     LOOP_STATE,
     LoopStateFile,
-    checkpoints_in,
     finish_interrupted_replacements,
     seal,
     sealed_checkpoints,
     step_name,
-    step_of,
 )
 from asyncrl_cli.errors import StorageError
 from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.storage import fsync, remove, remove_tree, replace_link, replace_text, telling_storage
 
 PROFILE_FILES = ("config.resolved.json", "profile.toml")
-LATEST = "latest"
+LATEST, SAMPLES, VERSIONS = "latest", "samples", "versions"
+NUMBERED = re.compile(r"[a-z]+-([0-9]{6,15})(\.jsonl)?")
 
 
 class CheckpointStore:
@@ -69,17 +69,19 @@ class CheckpointStore:
                 raise
             raise StorageError(f"the checkpoint of step {cut.step} cannot be written: {error.message}", hint=error.hint) from error
 
-    def abandon_newer(self, step: int) -> list[Path]:
-        """Rename checkpoints later than `step` to `abandoned-...`, before a resume at `step` from which the run may diverge.
+    def abandon_newer(self, step: int, version: int) -> list[Path]:
+        """Rename checkpoints and samples later than `step`, and kept versions later than `version`, to `abandoned-...`, before a
+        resume from which the run may diverge.
 
-        Otherwise, if this attempt crashes early, the next resume would take one of them for the newest."""
-        moved = []
-        for directory in checkpoints_in(self.directory):
-            if step_of(directory) > step:
-                aside = directory.with_name(f"abandoned-{directory.name}")
-                remove(aside)
-                moved.append(directory.rename(aside))
-        if moved and (remaining := sealed_checkpoints(self.directory)):
+        Otherwise they would pass for the newest ones: for the next resume, if this attempt crashes early, for `samples` and
+        `export`."""
+        places = (
+            (self.directory, "step-*", step),
+            (self._run_dir / SAMPLES, "step-*.jsonl", step),
+            (self._run_dir / VERSIONS, "version-*", version),
+        )
+        moved = [path for place, pattern, newest in places for path in _set_aside(place, pattern, newest)]
+        if remaining := sealed_checkpoints(self.directory):
             replace_link(self.directory / LATEST, remaining[0].name)
         return moved
 
@@ -108,3 +110,13 @@ class CheckpointStore:
         for directory in sealed_checkpoints(self.directory)[self._keep :]:
             remove_tree(directory)
         return final
+
+
+def _set_aside(place: Path, pattern: str, newest: int) -> Iterator[Path]:
+    """Rename what has a higher number than `newest`."""
+    for path in sorted(place.glob(pattern)):
+        match = NUMBERED.fullmatch(path.name)
+        if match is not None and int(match[1]) > newest:
+            aside = path.with_name(f"abandoned-{path.name}")
+            remove(aside)
+            yield path.rename(aside)

@@ -45,7 +45,9 @@ ASYNCRL_RUN__SEED=3 is --set run.seed=3.
 Ctrl-C once: finish the step, write a checkpoint, exit with 130; [bold]asyncrl resume[/] continues. Twice: end at once."""
 RESUME_EXAMPLES = """
   asyncrl resume first                                   from the newest checkpoint of run "first"
-  asyncrl resume runs/first/checkpoints/step-000040      from this one; later checkpoints are set aside
+  asyncrl resume first/step-000040                       from this one; later checkpoints are set aside
+  asyncrl resume first --set run.train_steps=200         makes a run longer, even if it is done
+  asyncrl resume first --set trainer.lr=1e-6             with another learning rate
   asyncrl resume first --set rollout.workers=2 --set placement.trainer_workers=1"""
 
 
@@ -153,7 +155,9 @@ def _detach(arguments: Sequence[str], name: str, runs_dir: Path, address: str | 
 
 
 def resume(
-    target: Annotated[str, run_argument("CHECKPOINT|RUN", "A checkpoint's directory, or a run's name or directory.")],
+    target: Annotated[
+        str, run_argument("CHECKPOINT|RUN", "A run's name or directory, RUN/step-000040, or a checkpoint's directory.")
+    ],
     sets: SetOption = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     ui: UiOption = "auto",

@@ -94,7 +94,7 @@ def doctor(
         # A failed import leaves traces in this process, so check again in a fresh one.
         again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]
         raise typer.Exit(subprocess.run(again, check=False).returncode)
-    with Starting("none" if as_json else "auto", stderr()) as checking:
+    with Starting("auto", stderr()) as checking:
         if address is not None:
             from asyncrl_cli.job.preflight import cluster_findings
 

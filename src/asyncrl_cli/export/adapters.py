@@ -33,12 +33,14 @@ def merged_weights(source: Source, given: Path | None) -> SavedWeights:
     Raises what `resolve_model` raises, and RefusedError if the base model lacks a weight with an adapter or has another shape.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from asyncrl_cli.models.saved_form import persistent_buffers
 
     profile = source.profile
     base_dir = given or resolve_model(profile, load_task(profile, source.run_dir))
     check_model_directory(base_dir)
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(base_dir, dtype="auto", trust_remote_code=profile.model.trust_remote_code)
     base = dict(model.named_parameters()) | persistent_buffers(model)
     adapted = {name.partition(ADAPTER)[0] + ".weight" for name in source.weights.shapes}

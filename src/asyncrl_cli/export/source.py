@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from asyncrl_cli.checkpoint.find import find_run_or_checkpoint, has_checkpoints, resolve
 from asyncrl_cli.checkpoint.sealed import Checkpoint, Damaged, checkpoints_in, load_checkpoint, read_manifest
 from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import read_document
 from asyncrl_cli.profile.schema import Profile
@@ -118,7 +119,7 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
     if version is None or checkpoint.at_window_boundary:
         weights, step = trainer_weights(directory), checkpoint.step
     else:
-        weights, step = file_weights([directory / PUBLISHED_FILE]), _step_of(profile, checkpoint.version)
+        weights, step = file_weights([directory / PUBLISHED_FILE]), _step_of(run_dir, profile, checkpoint.version)
     return Source(
         weights=weights,
         path=directory,
@@ -141,14 +142,17 @@ def _kept(run_dir: Path, version: int) -> Source:
         run=run_dir.resolve().name,
         run_dir=run_dir,
         profile=profile,
-        step=_step_of(profile, version),
+        step=_step_of(run_dir, profile, version),
         version=version,
     )
 
 
-def _step_of(profile: Profile, version: int) -> int:
+def _step_of(run_dir: Path | None, profile: Profile, version: int) -> int:
+    """The train step that made the version, as the run recorded it. Without the record, as it follows from the profile."""
+    published = Recorded(run_dir).events("published") if run_dir is not None else iter(())
     schedule = Schedule.of(profile)
-    return min(version * schedule.window_steps, schedule.train_steps)
+    planned = min(version * schedule.window_steps, schedule.train_steps)
+    return next((event["step"] for event in published if event.get("version") == version and "step" in event), planned)
 
 
 def run_dir_of(checkpoint: Path) -> Path | None:

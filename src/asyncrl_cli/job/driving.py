@@ -157,7 +157,7 @@ def make_pipeline(
     keep = profile.checkpoint.keep
     store = CheckpointStore(directory.path, keep=keep, profile=profile.name, write_trainer=trainer.write)
     if checkpoint is not None:
-        store.abandon_newer(checkpoint.step)
+        store.abandon_newer(checkpoint.step, checkpoint.version)
     eval_sets = {"": task.eval, **task.eval_sets}
     world = World(
         feed=PromptFeed(task.train, seed=profile.run.seed, eval_sets=eval_sets),

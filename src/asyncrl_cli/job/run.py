@@ -26,6 +26,7 @@ from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.starting import Starting, StartStatus
 from asyncrl_cli.observe.terminal import neutral
+from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.loaded import read_document, to_document, to_toml
 from asyncrl_cli.profile.resuming import changed
 from asyncrl_cli.profile.schema import Profile
@@ -62,8 +63,8 @@ class Run:
         Raises RefusedError for a damaged or foreign checkpoint, ConfigError for wrong `sets`.
         """
         checkpoint = load_checkpoint(resolve(argument, runs_dir))
-        refuse_ended(checkpoint)
         loaded = changed(read_document(checkpoint.directory / "config.resolved.json"), sets)
+        refuse_ended(checkpoint, train_steps_of(loaded.profile))
         check_resumable(checkpoint, loaded.profile)
         return cls(loaded.profile, loaded.origins, loaded.warnings, ui=ui, address=address, checkpoint=checkpoint)
 

@@ -101,6 +101,10 @@ class Admission:
         consumed_before = self.trained_groups + len(self.ledger.training) - self.taken_in_window
         return min(self.window_groups, self._total_groups - consumed_before)
 
+    def is_last(self, version: int) -> bool:
+        """Whether `version` is the run's last: no window follows it."""
+        return version == self.version and self.window_size == 0
+
     @property
     def takes_left(self) -> int:
         return self.window_size - self.taken_in_window

@@ -36,9 +36,18 @@ SCHEMA_VERSION: Final = 2
 """Version 2 names prompts by uid and epoch; version 1 held the prompts' items, which do not survive JSON."""
 
 
+class WindowState(TypedDict):
+    """The current window: its version, and how many groups it has taken."""
+
+    version: Count
+    taken_groups: Count
+
+
 class LoopState(TypedDict):
     schema_version: Literal[2]
     step: Count
+    window: NotRequired[WindowState]
+    """Earlier states lack it. It follows from the step, except in a run that was extended after a last window of fewer steps."""
     time_s: float
     groups: GroupsState
     running_tokens: Count
@@ -108,6 +117,7 @@ def freeze(board: Board, so_far: Sequence[SoFar] = ()) -> Cut:
     state: LoopState = {
         "schema_version": SCHEMA_VERSION,
         "step": board.step,
+        "window": {"version": board.version, "taken_groups": board.admission.taken_in_window},
         "time_s": board.time_before_s + board.now_s(),
         "groups": groups,
         "running_tokens": sum(found.rest_tokens for found in so_far),
@@ -119,7 +129,7 @@ def freeze(board: Board, so_far: Sequence[SoFar] = ()) -> Cut:
     return Cut(
         step=board.step,
         version=board.version,
-        at_window_boundary=board.step == 0 or board.settings.ends_window(board.step),
+        at_window_boundary=board.admission.taken_in_window == 0,
         loop_state={**state},
         payloads=board.groups.payloads(),
         kept=tuple(entry["key"] for entry in groups["running"] if entry.get("kept")),
@@ -137,7 +147,7 @@ def thaw(board: Board, resumed: ResumeFrom) -> None:
     board.evaluator.ended = state["evals_ended"]
     for observer, observed in zip(board.observers, state["observers"], strict=True):
         observer.restore(observed)
-    board.admission.version, board.admission.taken_in_window = board.settings.window_after(board.step)
+    board.admission.version, board.admission.taken_in_window = _window(state, board.settings)
     board.event("resumed", from_step=board.step)
     board.groups.restore(state["groups"], resumed.payloads, state["running_tokens"])
     for worker in board.admission.workers.values():
@@ -163,12 +173,15 @@ def read_state(content: Mapping[str, Any], settings: LoopSettings) -> LoopState:
 
 
 def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
-    """Contradictions to the settings or the step. A cut lies between two train steps, so version, window and trained groups follow
-    from the step."""
+    """Contradictions to the settings or the step. A cut lies between two train steps, so trained groups follow from the step."""
     step, groups, schedule = state["step"], state["groups"], settings.schedule
-    version, taken = settings.window_after(step)
+    version, taken = _window(state, settings)
     if step > schedule.train_steps:
         yield f"step {step} of {schedule.train_steps}"
+    steps_in_window, rest = divmod(taken, schedule.step_groups)
+    is_whole = version <= step - steps_in_window <= version * schedule.window_steps
+    if rest or taken >= schedule.window_groups or not is_whole or (taken and step == schedule.train_steps):
+        yield f"step {step} is not in a window of version {version} with {taken} groups taken"
     if (state["last_eval_version"] or 0) > version:
         yield f"last_eval_version is {state['last_eval_version']}, but the version is {version}"
     trained = groups["ledger"]["ended"].get(Stage.TRAINED, 0)
@@ -190,6 +203,12 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
     may_wait = settings.profile.async_training.on_stale == "wait"
     if may_wait and not takeable_in_time(deadlines, version, takes_left, schedule.window_groups):
         yield "the deadlines of its finished groups cannot be kept"
+
+
+def _window(state: LoopState, settings: LoopSettings) -> tuple[int, int]:
+    """The version, and how many groups its window has taken."""
+    window = state.get("window")
+    return settings.window_after(state["step"]) if window is None else (window["version"], window["taken_groups"])
 
 
 def _wrong_prompts(groups: GroupsState) -> Iterator[str]:

@@ -84,8 +84,8 @@ class Publishing:
     async def first(self) -> None:
         """Publish the first version for the workers: 0 in a fresh run, the checkpoint's version in a resumed one."""
         board = self._board
-        is_gathered = board.step == 0 or board.settings.ends_window(board.step)
-        self._publish_beside(await self._gather(board.version) if is_gathered else None)
+        begins_window = board.admission.taken_in_window == 0
+        self._publish_beside(await self._gather(board.version) if begins_window else None)
         await self._held_by_all()
 
     async def end_window(self) -> None:

@@ -87,7 +87,9 @@ class Training:
 
     @property
     def _step_in_window(self) -> int:
-        return self._board.step % self._board.schedule.window_steps
+        """How many train steps of the current window have ended."""
+        taken, training = self._board.admission.taken_in_window, len(self._board.ledger.training)
+        return (taken - training) // self._board.schedule.step_groups
 
     def _may_take(self) -> bool:
         board, admission = self._board, self._board.admission
@@ -175,14 +177,14 @@ class Training:
 
         In this order the checkpoint's counters include this step; the stall that it causes is part of the next step's time.
         """
-        board, window = self._board, self._board.version
-        if board.settings.ends_window(board.step):
+        board, window, step_in_window = self._board, self._board.version, self._step_in_window - 1
+        if board.admission.takes_left == 0:
             await self._publishing.end_window()
         report = await self._with_critic(report)
         is_last = board.step == board.schedule.train_steps
         if is_last:
             await self._publishing.finish()
-        self._record(window, groups, report)
+        self._record(window, step_in_window, groups, report)
         every = board.profile.checkpoint.every_steps
         if is_last or (every and board.step % every == 0):
             await self._checkpoint()
@@ -191,12 +193,13 @@ class Training:
         with self._times.spending("checkpoint"):
             await self._checkpointer.cut()
 
-    def _record(self, window: int, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
+    def _record(self, window: int, step_in_window: int, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
         board, evaluator = self._board, self._board.evaluator
         record = StepRecord(
             step=board.step,
             version=board.version,
             window=window,
+            step_in_window=step_in_window,
             ended_s=board.now_s(),
             groups=groups,
             timing_s=self._times.close(),

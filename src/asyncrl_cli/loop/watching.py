@@ -64,6 +64,7 @@ class EvalSummary:
 class StepRecord:
     """All facts of one train step, from which observers make metrics (docs/metrics.md).
 
+    `window`: the version that the window began with; `step_in_window`: how many train steps it had before this one.
     `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other; also, if they took time, wait_scores,
     and ref and values (columns that the trainer computed). `reports`: the newest report of each executor, by name. `spans`: those
     of *all* reports since the previous step, by executor, already mapped to the driver's clock; the same for `stays`, if they are
@@ -75,6 +76,7 @@ class StepRecord:
     step: int
     version: int
     window: int
+    step_in_window: int
     ended_s: float
     groups: tuple[GroupResult, ...]
     timing_s: Mapping[str, float]

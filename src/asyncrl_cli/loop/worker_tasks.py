@@ -110,7 +110,7 @@ class WorkerTasks(RestartableTasks):
                 await self._load(published)
             if not board.stopping:
                 with board.changes.waiting(who, f"the eval of version {slots.version} to end"):
-                    await board.evaluator.work(self.worker, slots, is_last=slots.version == board.schedule.syncs)
+                    await board.evaluator.work(self.worker, slots, is_last=board.admission.is_last(slots.version))
             board.changes.notify(Change.LOADED)
 
     async def _load(self, published: Published) -> None:

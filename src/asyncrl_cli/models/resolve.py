@@ -180,11 +180,8 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
     if (directory / DESCRIPTION).is_file():
         progress(f"cached model {directory}", 0, 0, "")
         return directory
-    from transformers.utils import logging  # imported late: a cached model needs no torch, whose import takes seconds
+    from asyncrl_cli.models.warm_start import warm_start  # imported late: a cached model needs no torch, which takes seconds
 
-    from asyncrl_cli.models.warm_start import warm_start
-
-    logging.disable_progress_bar()
     tokenizer, taught = _written(task, lessons)
     model = tiny_model(len(tokenizer), seed=seed)
 
@@ -250,6 +247,9 @@ def _digest(content: Any) -> str:
 
 def _save(directory: Path, model: PreTrainedModel, tokenizer: Any, description: Mapping[str, Any]) -> None:
     """Write the model to the cache. Raises PreflightError, which names the key `model.cache_dir`, if that fails."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     try:
         with appearing_directory(directory) as working, naming(working):
             model.save_pretrained(working)

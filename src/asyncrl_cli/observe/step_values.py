@@ -119,15 +119,15 @@ def episode_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
 
 
 def staleness_values(record: StepRecord, window_steps: int, trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
-    """Staleness in versions, and in train steps: version v has been trained for v * K steps, so when step s (counted from 0) trains
-    one of its tokens, the token is s - v * K steps old.
+    """Staleness in versions, and in train steps: a token of version v that is trained in window w, after s of its steps, is
+    (w - v) * K + s steps old.
 
     `mean` and `steps_mean` are over all sampled tokens of the step; `oldest_mean` and `newest_mean` over its trajectories.
     """
     sampled = [trajectory for trajectory in trajectories if trajectory.version_tokens]
     counts = [(version, count) for trajectory in sampled for version, count in trajectory.version_tokens]
     in_versions = [(record.window - version, count) for version, count in counts]
-    in_steps = [(record.step - 1 - version * window_steps, count) for version, count in counts]
+    in_steps = [(versions * window_steps + record.step_in_window, count) for versions, count in in_versions]
     oldest = [record.window - trajectory.oldest for trajectory in sampled]
     return {
         "staleness/mean": _weighted_mean(in_versions),

@@ -6,9 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl_cli.engines.port import kind_of
@@ -19,10 +21,13 @@ from asyncrl_cli.profile.schema import Profile
 
 NEEDED = {"ray": "2.60.", "torch": "2.13.", "transformers": "5.19.0", "reasoning-gym": "", "numpy": "", "safetensors": ""}
 """Packages and how their versions must begin; `pyproject.toml` says why."""
-IMPORT_TIMEOUT_S = 180.0
-"""vLLM takes 15 s on an idle machine."""
+IMPORT_TIMEOUT_S = 60.0
+"""How long an import is waited for: vLLM's takes 15 s on an idle machine."""
+LOOK_EVERY_S = 1.0
 LEAST_SHARED_MEMORY_BYTES = 512 * 2**20
 GIB = 2**30
+Say = Callable[..., None]
+"""Called as `observe.starting.Starting`: (what is done), and `figures`, how far it is."""
 
 
 def engine_refusal(profile: Profile, device: str) -> PreflightError | None:
@@ -47,19 +52,15 @@ class Finding:
     hint: str = ""
 
 
-def examine(say: Callable[[str], None]) -> Iterator[Finding]:
-    """All findings, one by one. `say` is called with a message before a slow check."""
+def examine(say: Say) -> Iterator[Finding]:
+    """All findings, one by one. `say` is called before a slow check and while it runs."""
     say("checking packages and the machine")
     yield Finding("python", sys.version.split()[0], sys.version_info >= (3, 11), "asyncrl needs 3.11 or newer")
     yield from (_package(name, start) for name, start in NEEDED.items())
-    yield from (_machine(), _cpu(), _threads(), _shared_memory(), _gpus())
-    say("importing Ray")
-    yield _importable("ray", "ray")
-    say("importing transformers' continuous batching")
-    yield _importable("engine transformers", "transformers.generation.continuous_batching")
-    say("loading packages that came with vLLM")
-    hint = "asyncrl doctor --fix removes what vLLM does not need"
-    yield from (Finding(name, "does not load beside this torch", False, hint) for name in vllm_kind.broken_packages())
+    yield from (_machine(), _cpu(), _threads(), _shared_memory(), _gpus(say))
+    yield _importable(say, "ray", "ray")
+    yield _importable(say, "engine transformers", "transformers.generation.continuous_batching")
+    yield from _stray_packages(say)
     yield _vllm(say)
 
 
@@ -111,38 +112,60 @@ def _shared_memory() -> Finding:
     return Finding("shared memory", f"{free / 2**20:.0f} MiB free in /dev/shm", is_enough, hint)
 
 
-def _gpus() -> Finding:
+def _gpus(say: Say) -> Finding:
     count = local_cluster().gpus
     if not count:
         return Finding("GPUs", "none: runs use the CPU")
-    wrong = _failure_of("import torch; assert torch.cuda.is_available()")
     hint = "this torch is built without CUDA, or the driver is missing; --set placement.device=cpu needs neither"
-    return Finding("GPUs", str(count), not wrong, hint)
+    return _tried(say, "GPUs", "import torch; assert torch.cuda.is_available()", str(count), str(count), hint)
 
 
-def _vllm(say: Callable[[str], None]) -> Finding:
+def _stray_packages(say: Say) -> Iterator[Finding]:
+    hint, fails = "asyncrl doctor --fix removes what vLLM does not need", "does not load beside this torch"
+    for name in vllm_kind.STRAY_PACKAGES:
+        if find_spec(name) is not None and not (found := _tried(say, name, f"import {name}", "", fails, hint)).ok:
+            yield found
+
+
+def _vllm(say: Say) -> Finding:
     """vLLM is optional, but if it is installed it has to work."""
     found, line = vllm_kind.installed_version(), vllm_kind.install_command("cuda" if local_cluster().gpus else "cpu")
     if found is None:
         return Finding("engine vllm", "not installed (optional)", hint=line)
     if found.split("+")[0] != vllm_kind.VLLM_VERSION:
         return Finding("engine vllm", f"{found}, asyncrl works with {vllm_kind.VLLM_VERSION} (optional)", hint=line)
-    say("importing vLLM, which takes a while")
-    return _importable("engine vllm", "vllm.v1.engine.async_llm", f"{found}, ", line)
+    return _importable(say, "engine vllm", "vllm.v1.engine.async_llm", f"{found}, ", line)
 
 
-def _importable(what: str, module: str, version: str = "", hint: str = "install asyncrl again: pip install .") -> Finding:
-    wrong = _failure_of(f"import {module}")
-    return Finding(what, f"{version}cannot be imported: {wrong}" if wrong else f"{version}imports", not wrong, hint)
+def _importable(say: Say, what: str, module: str, version: str = "", hint: str = "install asyncrl again: pip install .") -> Finding:
+    return _tried(say, what, f"import {module}", f"{version}imports", f"{version}cannot be imported: {{}}", hint)
 
 
-def _failure_of(program: str) -> str:
-    """Why `program` fails in a fresh Python process; "" if it does not. Importing here would leave modules and warnings."""
+def _tried(say: Say, what: str, program: str, works: str, fails: str, hint: str) -> Finding:
+    """Whether `program` works; `{}` in `fails` becomes the reason. One that takes too long says nothing about the installation."""
+    doing = f"{program} (at most {IMPORT_TIMEOUT_S:g} s)"
+    say(doing)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
-        )
+        wrong = _failure_of(program, lambda waited_s: say(doing, figures=f"{waited_s:.0f} s"))
     except subprocess.TimeoutExpired:
-        return f"it takes longer than {IMPORT_TIMEOUT_S:g} s"
-    said = done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"]
-    return said[-1] if done.returncode else ""
+        return Finding(
+            what, f"not known: `{program}` takes longer than {IMPORT_TIMEOUT_S:g} s", None, "other processes use the cores?"
+        )
+    return Finding(what, fails.format(wrong) if wrong else works, not wrong, hint)
+
+
+def _failure_of(program: str, waiting: Callable[[float], None] = lambda waited_s: None) -> str:
+    """Why `program` fails in a fresh Python process; "" if it does not. Importing here would leave modules and warnings. `waiting`
+    is called about once a second. Raises TimeoutExpired, and kills the process, after `IMPORT_TIMEOUT_S`."""
+    began_s, command = time.monotonic(), [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace") as child:
+        while True:
+            try:
+                said = child.communicate(timeout=min(LOOK_EVERY_S, IMPORT_TIMEOUT_S))[1].strip().splitlines()
+                return (said or [f"the process ended with {child.returncode}"])[-1] if child.returncode else ""
+            except subprocess.TimeoutExpired:
+                waited_s = time.monotonic() - began_s
+                if waited_s >= IMPORT_TIMEOUT_S:
+                    child.kill()
+                    raise
+                waiting(waited_s)

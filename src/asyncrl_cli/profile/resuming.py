@@ -1,7 +1,8 @@
 """`asyncrl resume --set`: a resumed run may compute elsewhere and with other numbers of workers, but it stays the same run.
 
-Keys may change if they say where and how the run computes, what it writes, or how long it waits. All other keys determined what
-the checkpoint holds (weights, groups, their deadlines), so changing them is refused with that reason.
+Keys may change if they say where and how the run computes, what it writes, or how long it waits. So may the learning rates, for a
+run that diverges, and the run's length, which can only grow. All other keys determined what the checkpoint holds (weights, groups,
+their deadlines), so changing them is refused with that reason.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl_cli.errors import ConfigError, combine
+from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import entries_of, validate
 from asyncrl_cli.profile.loaded import Layer, Loaded, merge, set_layer
@@ -16,7 +18,8 @@ from asyncrl_cli.profile.schema import Profile
 
 MAY_CHANGE = frozenset({
     *("placement", "weights", "checkpoint", "logging"),
-    *("run.stop_grace_s", "run.stall_timeout_s", "run.ship"),
+    *("run.train_steps", "run.total_rollout_steps", "run.stop_grace_s", "run.stall_timeout_s", "run.ship"),
+    *("trainer.lr", "critic.lr"),
     *("trainer.max_tokens_per_microbatch", "trainer.activation_checkpointing", "trainer.max_skipped_steps"),
     *("trainer.offload_optimizer", "trainer.sequence_parallel_size", "trainer.meeting_timeout_s"),
     *("trainer.nnodes", "trainer.n_gpus_per_node", "rollout.nnodes", "rollout.n_gpus_per_node"),
@@ -29,7 +32,7 @@ MAY_CHANGE = frozenset({
 """Keys that may change, and sections in which every key may change except those in `FIXED`."""
 FIXED = {
     "placement.colocate": "it decided how the checkpoint's groups were admitted",
-    "run": "prompts, windows and the learning rate's schedule follow from it",
+    "run": "the order of the prompts follows from it",
     "model": "the checkpoint's weights are that model's",
     "lora": "the checkpoint's weights are those of its adapters",
     "task": "the checkpoint's groups were made and rewarded by it",
@@ -51,7 +54,7 @@ def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
     profile = validate(*merge([Layer(origin="default", values=values, origins=loaded.origins), layer]))
     _refuse_fixed(before, profile)
     told = {**loaded.origins} | {key: "--set (resume)" for key in layer.values}
-    return Loaded(profile=profile, origins=told, warnings=tuple(check(profile)))
+    return Loaded(profile=profile, origins=told, warnings=(*check(profile), *_longer_schedule(before, profile)))
 
 
 def _refuse_fixed(before: Profile, after: Profile) -> None:
@@ -60,8 +63,20 @@ def _refuse_fixed(before: Profile, after: Profile) -> None:
     hint = "start another run for that (`asyncrl export`, then --set model.path=...), or leave it out"
     reasons = {key: FIXED.get(key) or FIXED.get(key.partition(".")[0]) or ELSE for key in moved}
     problems = [ConfigError(f"{key} cannot change in a resumed run: {why}", hint=hint) for key, why in reasons.items()]
+    steps, steps_before = train_steps_of(after), train_steps_of(before)
+    if steps < steps_before:
+        shorter = f"a resumed run cannot become shorter: {steps} train steps, after {steps_before}"
+        problems.append(ConfigError(shorter, hint="`asyncrl stop` ends a run before its last step, with a checkpoint"))
     if problems:
         raise combine(problems)
+
+
+def _longer_schedule(before: Profile, after: Profile) -> list[str]:
+    """A warning if a schedule that falls to zero at the run's end now falls over the longer run."""
+    schedule, steps = after.trainer.lr_schedule, train_steps_of(after)
+    if schedule == "constant" or steps == train_steps_of(before):
+        return []
+    return [f"trainer.lr_schedule = {schedule} now falls to zero at step {steps}, so the learning rate rises with this resume"]
 
 
 def may_change(key: str) -> bool:
