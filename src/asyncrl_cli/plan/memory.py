@@ -7,7 +7,7 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
                             root group's; CPU: all, in float32), on GPUs float32 gradients 4P/r, what the layers keep of one
                             microbatch, and a chunk of its logits with the head's gradient, or one layer that is computed again
                    update   on CPUs float32 gradients 4P/r, which replace the whole ones; with trainer.offload_optimizer, on GPUs,
-                            the moments and gradients (the moments are then on the host always)
+                            the gradients and a slice of the moments (which are on the host otherwise)
                    host     the window's first weights 4P/r (recompute, K > 1), a checkpoint's copy; rank 0: published buckets
     reference      always   float32 weights 4P/r of its own P (algorithm.use_kl_loss, use_kl_in_reward)
     ref, prox      always   apart (placement.tasks): 4P/r by their own r; prox receives eP at a sync
@@ -47,7 +47,7 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, ActivationCheckpointing, Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD, is_apart
-from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES
+from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES, MOMENTS_SLICE_BYTES
 
 MASTER_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
@@ -190,7 +190,11 @@ def _trained(
     lora = f"LoRA of rank {profile.lora.rank}, float32, {over}"
     yield item("always", "adapters", MASTER_BYTES * trained if adapters else 0, lora)
     if is_offloaded(profile, plan):
-        yield item("update", "optimizer's step", 3 * MASTER_BYTES * trained, f"AdamW's two moments and the gradients, {over}")
+        largest = -(-2 * MASTER_BYTES * shape.vocab_size * shape.hidden_size // ranks)
+        moments = min(2 * MASTER_BYTES * trained, max(MOMENTS_SLICE_BYTES, largest))
+        yield item(
+            "update", "optimizer's step", MASTER_BYTES * trained + moments, "the gradients, and a slice of AdamW's two moments"
+        )
     else:
         yield item("always", "optimizer", 2 * MASTER_BYTES * trained, f"AdamW's two moments, float32, {over}")
     # On CPUs the whole gradients stay until the last backward pass, and are then replaced group by group.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from asyncrl_cli.profile.schema import Place, Profile, TrainerSection
+from asyncrl_cli.train import MOMENTS_SLICE_BYTES
 from asyncrl_cli.train.first_meeting import first_collective, met
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -109,9 +110,25 @@ def learning_rate(trainer: TrainerSection, optimizer_steps: int, total_optimizer
     return trainer.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+@dataclass(frozen=True, slots=True)
+class MomentsSlice:
+    """Parameters that are stepped together, by name, and the AdamW of these alone."""
+
+    parameters: dict[str, DTensor]
+    adamw: torch.optim.AdamW
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """This rank's shards on its device, by `<moment>/<parameter>`."""
+        states = {name: self.adamw.state[parameter] for name, parameter in self.parameters.items()}
+        return {f"{moment}/{name}": _local(state[moment]) for name, state in states.items() for moment in MOMENTS}
+
+
 class PolicyOptimizer:
     """AdamW on this rank's shards. `steps_made` counts the run's optimizer steps across resumes, without skipped ones; learning
-    rate and bias correction depend on it. `skipped_in_a_row` counts the steps skipped since the last one made; 0 after a resume."""
+    rate and bias correction depend on it. `skipped_in_a_row` counts the steps skipped since the last one made; 0 after a resume.
+
+    With offloaded moments the step goes slice by slice, so that only one slice's moments are on the device at a time.
+    """
 
     def __init__(
         self, section: TrainerSection, ranks: Ranks, parameters: dict[str, DTensor], *, total_optimizer_steps: int
@@ -120,26 +137,29 @@ class PolicyOptimizer:
         self._total_steps = total_optimizer_steps
         self._ranks = ranks
         self._parameters = parameters
-        self._adamw = torch.optim.AdamW(
-            parameters.values(),
-            lr=learning_rate(section, 0, total_optimizer_steps),
-            betas=section.betas,
-            weight_decay=section.weight_decay,
-            fused=True,
-        )
+        self._on_host: dict[str, torch.Tensor] | None = {} if _offloads(section, ranks) else None
         self.steps_made = 0
         self.skipped_in_a_row = 0
+        self._slices = [
+            self._slice(part) for part in _sliced(parameters, math.inf if self._on_host is None else MOMENTS_SLICE_BYTES)
+        ]
+        self._ranks.synchronize()
+
+    def _slice(self, parameters: dict[str, DTensor]) -> MomentsSlice:
+        section, rate = self._section, learning_rate(self._section, 0, self._total_steps)
+        adamw = torch.optim.AdamW(parameters.values(), lr=rate, betas=section.betas, weight_decay=section.weight_decay, fused=True)
         for parameter in parameters.values():
             # Created here, not at the first step, so that step 0 has a state to save, and a resume has one to load into.
-            self._adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=ranks.device),
+            adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=self._ranks.device),
                 **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
             }
-        self._on_host: dict[str, torch.Tensor] | None = None
-        if _offloads(section, ranks):
-            live = self._live_moments()
-            self._on_host = {key: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for key, t in live.items()}
-            self._offload(self._on_host)
+        made = MomentsSlice(parameters, adamw)
+        if self._on_host is not None:
+            moments = made.moments()
+            self._on_host |= {key: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for key, t in moments.items()}
+            self._to_host(moments, self._on_host)
+        return made
 
     def step(self) -> tuple[float, float]:
         """Clip the gradients, step, and clear them. Returns (global gradient norm before clipping, learning rate).
@@ -153,54 +173,63 @@ class PolicyOptimizer:
         norm_value = norm.item()
         rate = learning_rate(self._section, self.steps_made, self._total_steps)
         if not math.isfinite(norm_value):
-            self._adamw.zero_grad(set_to_none=True)
+            for part in self._slices:
+                part.adamw.zero_grad(set_to_none=True)
             self.skipped_in_a_row += 1
             return norm_value, rate
         torch._foreach_mul_(gradients, (self._section.grad_clip / (norm + CLIP_EPSILON)).clamp(max=1.0))
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        with self._moments_on_device():
-            self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        del gradients  # or no slice's gradients would be freed before the last one's step
+        for part in self._slices:
+            self._step(part, rate)
+        if self._on_host is not None and self._ranks.device.type == "cuda":
+            self._ranks.synchronize()  # the host's copies are complete
+            torch.cuda.empty_cache()  # for other processes on this GPU
         self.steps_made += 1
         self.skipped_in_a_row = 0
         return norm_value, rate
 
+    def _step(self, part: MomentsSlice, rate: float) -> None:
+        """Copies and step are queued in order on the device's stream: the host need not wait between them."""
+        part.adamw.param_groups[0]["lr"] = rate
+        moments = part.moments() if self._on_host is not None else {}
+        for key, local in moments.items():
+            local.untyped_storage().resize_(self._on_host[key].nbytes)
+            local.copy_(self._on_host[key], non_blocking=True)
+        part.adamw.step()
+        part.adamw.zero_grad(set_to_none=True)
+        if self._on_host is not None:
+            self._to_host(moments, self._on_host)
+
     def moments(self) -> dict[str, torch.Tensor]:
         """This rank's shards of both moments, by `<moment>/<parameter>`: the host copies if they are offloaded."""
-        return self._live_moments() if self._on_host is None else self._on_host
+        return {k: t for part in self._slices for k, t in part.moments().items()} if self._on_host is None else self._on_host
 
-    def _live_moments(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{moment}/{name}": _local(self._adamw.state[parameter][moment])
-            for name, parameter in self._parameters.items()
-            for moment in MOMENTS
-        }
-
-    @contextmanager
-    def _moments_on_device(self) -> Iterator[None]:
-        if self._on_host is None:
-            yield
-            return
-        for key, local in self._live_moments().items():
-            local.untyped_storage().resize_(self._on_host[key].nbytes)
-            local.copy_(self._on_host[key])
-        yield
-        self._offload(self._on_host)
-
-    def _offload(self, on_host: dict[str, torch.Tensor]) -> None:
-        """Copy the moments to the host and free their device memory, for other processes too."""
-        for key, local in self._live_moments().items():
-            on_host[key].copy_(local)
+    @staticmethod
+    def _to_host(moments: dict[str, torch.Tensor], on_host: dict[str, torch.Tensor]) -> None:
+        for key, local in moments.items():
+            on_host[key].copy_(local, non_blocking=True)
             local.untyped_storage().resize_(0)
-        if self._ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def restore_steps(self, steps_made: int) -> None:
         """Set the counters; the moments are written in place through `moments`."""
         self.steps_made = steps_made
-        for parameter in self._parameters.values():
-            self._adamw.state[parameter]["step"].fill_(float(steps_made))
+        for part in self._slices:
+            for state in part.adamw.state.values():
+                state["step"].fill_(float(steps_made))
+
+
+def _sliced(parameters: dict[str, DTensor], limit_bytes: float) -> Iterator[dict[str, DTensor]]:
+    """The parameters in order, cut where the moments of a slice would exceed the limit. One parameter may exceed it alone."""
+    part: dict[str, DTensor] = {}
+    num_bytes = 0
+    for name, parameter in parameters.items():
+        moments_bytes = len(MOMENTS) * _local(parameter).nbytes
+        if part and num_bytes + moments_bytes > limit_bytes:
+            yield part
+            part, num_bytes = {}, 0
+        part[name] = parameter
+        num_bytes += moments_bytes
+    yield part
 
 
 def _offloads(section: TrainerSection, ranks: Ranks) -> bool:
