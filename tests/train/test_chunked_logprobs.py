@@ -43,7 +43,7 @@ def loss_of(logprobs):
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_chunks_give_the_values_and_gradients_of_whole_logits(name, chunk_tokens, monkeypatch):
-    monkeypatch.setattr(chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", chunk_tokens * SIZES["vocab_size"])
+    monkeypatch.setattr(chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]})
     model, temperature = made(name), 0.7
     scored = ForwardPass(model, temperature)(scoring_microbatch(SEQUENCES, torch.device("cpu")))
     loss_of(scored.logprobs_N).backward()
@@ -63,7 +63,7 @@ def test_gradients_of_chunks_in_bfloat16_are_added_up_in_float32(monkeypatch):
     """A sum of many chunks in bfloat16 would lose its small parts; here it is as near to float32 as whole logits are."""
     heads = {}
     for dtype, chunk_tokens in ((torch.float32, 1000), (torch.bfloat16, 1000), (torch.bfloat16, 1)):
-        monkeypatch.setattr(chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", chunk_tokens * SIZES["vocab_size"])
+        monkeypatch.setattr(chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]})
         model = made("untied", dtype)
         batch = scoring_microbatch([[i * j % 61 for i in range(60)] for j in range(1, 9)], torch.device("cpu"))
         ForwardPass(model, 1.0)(batch).logprobs_N.mean().backward()

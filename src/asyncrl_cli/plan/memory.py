@@ -202,7 +202,7 @@ def _trained(
     yield item("step", "gathered", *_gathered(plan, shape, profile.model.dtype))
     yield item("step", "whole gradients", *_whole_gradients(plan, shape, e, adapters))
     yield item("step", "activations", kept, f"{tokens} tokens of a microbatch; trainer.activation_checkpointing = {recompute}")
-    logits, how = _logits(tokens, shape, e, trains_head=not adapters) if has_logits else (0, "")
+    logits, how = _logits(tokens, shape, e, plan.device, trains_head=not adapters) if has_logits else (0, "")
     again = 0 if recompute == "none" else tokens * activation_bytes_per_token(shape, e)
     if logits >= again:  # the head's backward pass comes before the layers'
         yield item("step", "logits", logits, how)
@@ -210,13 +210,14 @@ def _trained(
         yield item("step", "recomputed layer", again, f"{tokens} tokens in one layer, while its backward pass runs")
 
 
-def _logits(tokens: int, shape: ModelShape, value_bytes: int, *, trains_head: bool) -> tuple[int, str]:
+def _logits(tokens: int, shape: ModelShape, value_bytes: int, device: str, *, trains_head: bool) -> tuple[int, str]:
     """Logits of a chunk, and the head's gradient: that of one chunk and, if there are several, their float32 sum."""
     head, values = shape.vocab_size * shape.hidden_size * trains_head, tokens * shape.vocab_size
-    if values <= LOGITS_CHUNK_ELEMENTS:
+    chunk_values = LOGITS_CHUNK_ELEMENTS[device]
+    if values <= chunk_values:
         return LOGITS_COPIES * MASTER_BYTES * values + value_bytes * head, f"{tokens} tokens * {shape.vocab_size} of vocabulary"
-    copies = LOGITS_COPIES * MASTER_BYTES * LOGITS_CHUNK_ELEMENTS
-    chunk = f"{LOGITS_CHUNK_ELEMENTS // shape.vocab_size} tokens * {shape.vocab_size} of vocabulary"
+    copies = LOGITS_COPIES * MASTER_BYTES * chunk_values
+    chunk = f"{chunk_values // shape.vocab_size} tokens * {shape.vocab_size} of vocabulary"
     return copies + (MASTER_BYTES + value_bytes) * head, f"{chunk} at a time{', and the gradient of the head' * trains_head}"
 
 

@@ -33,13 +33,12 @@ class Head(NamedTuple):
     vocab_size: int
     temperature: float
 
-    @property
-    def chunk_tokens(self) -> int:
-        return max(1, LOGITS_CHUNK_ELEMENTS // self.vocab_size)
+    def chunk_tokens(self, device: torch.device) -> int:
+        return max(1, LOGITS_CHUNK_ELEMENTS[device.type] // self.vocab_size)
 
     def score(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor) -> Scored:
         """Logprobs of the targets, and entropies. A single chunk keeps its logits for the backward pass, which is faster."""
-        if len(targets_N) <= self.chunk_tokens:
+        if len(targets_N) <= self.chunk_tokens(targets_N.device):
             return self.score_chunk(hidden_NH, targets_N)
         return Scored(*_Chunks.apply(self, targets_N, hidden_NH, *self.parameters))
 
@@ -53,7 +52,7 @@ class Head(NamedTuple):
 
     def scaled_logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         logits_NV = self.logits_of(hidden_NH).float()
-        return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature  # saves a copy of 128 MiB
+        return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature  # saves a copy
 
 
 class _Chunks(torch.autograd.Function):
@@ -63,7 +62,7 @@ class _Chunks(torch.autograd.Function):
     def forward(ctx: Any, head: Head, targets_N: torch.Tensor, hidden_NH: torch.Tensor, *parameters: torch.Tensor) -> Any:
         ctx.head = head
         ctx.save_for_backward(targets_N, hidden_NH)
-        size = head.chunk_tokens
+        size = head.chunk_tokens(targets_N.device)
         chunks = zip(hidden_NH.split(size), targets_N.split(size), strict=True)
         logprobs, entropies = zip(*(head.score_chunk(hidden, targets) for hidden, targets in chunks), strict=True)
         scored = Scored(torch.cat(logprobs), torch.cat(entropies))
@@ -77,7 +76,7 @@ class _Chunks(torch.autograd.Function):
         hidden_gradient_NH = torch.empty_like(hidden_NH)
         trained = [parameter for parameter in head.parameters if parameter.requires_grad]
         sums = {id(p): torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in trained}
-        for rows in torch.arange(len(targets_N)).split(head.chunk_tokens):
+        for rows in torch.arange(len(targets_N)).split(head.chunk_tokens(targets_N.device)):
             chunk = slice(int(rows[0]), int(rows[-1]) + 1)
             hidden_gradient_NH[chunk], *found = _chunk_gradients(
                 head, trained, hidden_NH[chunk], targets_N[chunk], gradient_N[chunk]
