@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from asyncrl_cli.bench.compare import Contest, contest_of
 from asyncrl_cli.bench.entries import check_sets
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.simulate.workload_files import load_workload
 
 
 def contest(*profiles: str, baseline: str = "colocate", sets: Sequence[str] = (), **length: int) -> Contest:
@@ -87,3 +89,96 @@ def test_what_the_bench_sets_itself_is_no_set() -> None:
     with pytest.raises(ConfigError, match=r"run\.seed") as refused:
         check_sets(["rollout.slots=32", "run.seed=4"])
     assert refused.value.hint == "use --seed"
+
+
+GPU_WORKLOAD = """
+[lengths]
+median_tokens = 20.0
+sigma = 0.5
+[decoding]
+step_s = 0.01
+step_s_per_sequence = 0.001
+[training]
+s_per_token = 0.001
+[syncing]
+parameter_bytes = 1e6
+gather_bytes_per_s = 1e8
+send_bytes_per_s = 1e8
+load_bytes_per_s = 1e8
+"""
+OWN = """
+extends = "partial-rollout"
+[model]
+path = "builtin:untaught"
+[task]
+source = "reasoning-gym:chain_sum"
+[trainer]
+ppo_mini_batch_size = 10
+[rollout]
+n = 4
+workers = 2
+min_workers = 1
+interrupt = "recompute-kv"
+[async_training]
+on_stale = "requeue"
+max_staleness = 2
+[placement]
+tasks = [["train"], ["prox"], ["rollout"]]
+[algorithm]
+old_logprobs = "recompute"
+"""
+
+
+@pytest.mark.parametrize(("keep_k", "window"), [(False, (4, 40)), (True, (1, 10))])
+def test_a_profile_of_ones_own_is_compared_with_its_colocated_twin_at_the_first_try(keep_k: bool, window, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "my.toml").write_text(OWN, encoding="utf-8")
+    out = tmp_path / "out"
+    out.mkdir()
+    sets = ["placement.device=cpu", "async_training.staleness_threshold=1"]
+    twin, own = contest_of(None, [str(tmp_path / "my.toml")], directory=out, keep_k=keep_k, sets=sets).entries
+    assert [twin.name, own.name] == ["my-colocate", "my"]
+    assert (twin.mode, own.mode) == ("colocate", "partial-rollout")
+    assert (twin.window_steps, twin.window_groups) == window
+    assert twin.plan.cpus == own.plan.cpus == 4
+    assert twin.profile.task == own.profile.task
+    assert twin.profile.model == own.profile.model
+    assert Path(twin.reference) == out / "my-colocate.toml"
+
+
+def test_on_gpus_the_twin_takes_turns_on_as_many(tmp_path: Path) -> None:
+    rollout = "[rollout]\nengine = 'vllm'\n[weights]\ntransport = 'nccl'\n[trainer]\nn_gpus_per_node = 2\n"
+    gpus = f"{rollout}[placement]\ndevice = 'cuda'\ngpus = 8\nratio = '1:3'\n"
+    (tmp_path / "my.toml").write_text(f'extends = "partial-rollout"\n{gpus}', encoding="utf-8")
+    (tmp_path / "at.toml").write_text(GPU_WORKLOAD, encoding="utf-8")
+    made = contest_of(None, [str(tmp_path / "my.toml")], directory=tmp_path, workload=load_workload(str(tmp_path / "at.toml")))
+    twin, own = made.entries
+    assert (twin.plan.gpus, own.plan.gpus, twin.plan.trainer_workers) == (8, 8, 8)
+    assert twin.profile.weights.transport == "object-store"
+
+
+def test_the_length_suits_both_sides_unless_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text(OWN, encoding="utf-8")
+    own = [str(tmp_path / "my.toml")]
+    assert contest_of(None, own, directory=tmp_path).groups == 390  # the next multiple of R = 10 from 384 on
+    with pytest.raises(ConfigError, match="384 groups are no multiple of R = 10"):
+        contest_of(None, own, directory=tmp_path, groups=384)
+    assert not (tmp_path / "my-colocate.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ('extends = "colocate"', "'my' is colocated, like its baseline would be"),
+        ('extends = "one-step-off"\n[reward_model]\npath = "judge"', "has a reward model, which needs its own resources"),
+    ],
+)
+def test_a_profile_without_a_twin_says_why(toml: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text(toml, encoding="utf-8")
+    with pytest.raises(ConfigError, match=said) as refused:
+        contest_of(None, [str(tmp_path / "my.toml")], directory=tmp_path)
+    assert refused.value.hint.startswith("--compare")
+
+
+def test_k_is_kept_only_for_a_twin() -> None:
+    with pytest.raises(ConfigError, match="--keep-k is for the baseline"):
+        contest_of(None, ["partial-rollout"], keep_k=True)

@@ -31,7 +31,7 @@ class Quiet:
 
 def runs(directory: Path, seeds: tuple[int, ...] = (0,)) -> list[RealRun]:
     contest = contest_of("colocate", ["partial-rollout"], sets=SETS)
-    return runs_of(contest.entries, seeds, contest.groups, SETS, directory)
+    return runs_of(contest.entries, seeds, contest.groups, directory)
 
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

@@ -235,3 +235,22 @@ def test_results_that_are_none_are_refused(tmp_path: Path, content: str) -> None
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(RefusedError, match=r"results\.json"):
         read_results(tmp_path / "results.json")
+
+
+def test_a_table_says_where_the_sides_are_not_equal() -> None:
+    equal = comparison()
+    assert "not equal" not in report_text(equal, [])
+    base, other, *_ = equal.results
+    figures = {"tokens_per_s": 100.0, "window_time_s": 10.0}
+    ranges = {name: Range(median=value, min=value, max=value) for name, value in figures.items()}
+    longer = replace(ranges["tokens_per_s"], median=110.0)
+    same = replace(base, figures={**base.figures, **ranges})
+    unequal = replace(
+        other,
+        contestant=replace(other.contestant, step_groups=256),
+        figures={**other.figures, **ranges, "tokens_per_s": longer},
+    )
+    text = report_text(replace(equal, results=[same, unequal]), [])
+    assert "| not equal |  | K, length |" in text
+    assert "| steps per sync (K) | 4 | 2 |" in text
+    assert "| groups per sync (W) | 512 | 512 |" in text

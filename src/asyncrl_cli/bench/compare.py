@@ -7,27 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from asyncrl_cli.bench.bars import Bars
+from asyncrl_cli.bench.baseline import baseline_toml
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of, groups_for_all
 from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.phases import NO_CLUSTER_BOUND, REPEATS, with_capacities
 from asyncrl_cli.bench.real import make_run, runs_of
 from asyncrl_cli.bench.results import Comparison, FinishedRun, Result, is_uneven, summarise, unevenness
 from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
+from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.job.process import StopRequests
 from asyncrl_cli.job.session import connected
 from asyncrl_cli.observe.lines import spent_s
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
+from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.profile.loaded import Loaded, load
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.toml_files import is_file_reference
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, profile_for
 from asyncrl_cli.simulate.world import virtual_cluster
-from asyncrl_cli.storage import remove
+from asyncrl_cli.storage import remove, replace_text
 
 REAL_GROUPS = 384
 ENOUGH_WINDOWS = 3
@@ -36,11 +42,10 @@ ENOUGH_WINDOWS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """The profiles to compare, the baseline first. Each runs once per seed, with the keys in `sets`, and trains `groups` groups:
-    on the virtual clock if there is a `workload`, on the Ray cluster at `address` if that is given."""
+    """The profiles to compare, the baseline first. Each runs once per seed and trains `groups` groups: on the virtual clock if
+    there is a `workload`, on the Ray cluster at `address` if that is given."""
 
     entries: Sequence[Entry]
-    sets: tuple[str, ...]
     seeds: Sequence[int]
     groups: int
     workload: Workload | None
@@ -62,9 +67,11 @@ class Contest:
 
 
 def contest_of(
-    baseline: str,
+    baseline: str | None,
     profiles: Sequence[str],
     *,
+    directory: Path = Path(),
+    keep_k: bool = False,
     sets: Sequence[str] = (),
     seeds: Sequence[int] = (0,),
     groups: int | None = None,
@@ -72,23 +79,51 @@ def contest_of(
     workload: Workload | None = None,
     address: str | None = None,
 ) -> Contest:
-    """Check the profiles and determine the runs' length: `groups`, or `windows` of the baseline, or a default. Raises ConfigError
-    if the profiles cannot be compared."""
+    """Check the profiles and determine the runs' length: `groups`, or about `windows` of the baseline, or about a default.
+
+    Without a `baseline` that of the first profile that is a file is derived and written to `directory` (`keep_k`: baseline.py); if
+    all are shipped profiles it is `colocate`. Raises ConfigError if the profiles cannot be compared.
+    """
     check_sets(sets)
+    own = next(filter(is_file_reference, profiles), None) if baseline is None else None
+    if keep_k and own is None:
+        raise ConfigError(
+            "--keep-k is for the baseline that is derived from a profile's file", hint="--profile my.toml, without --compare"
+        )
     flags = {"run.seed": seeds[0], "run.train_steps": 1, "eval.every_versions": 0, "checkpoint.every_steps": 0}
 
-    def loaded(reference: str) -> Loaded:
+    def loaded(reference: str, sets: Sequence[str]) -> Loaded:
         return load(reference, sets, flags) if workload is None else profile_for(workload, reference, sets, groups=1)
 
-    here = local_cluster if address is None else partial(_cluster_at, address)
-    entries = entries_of((baseline, *profiles), loaded, virtual_cluster if workload else lambda profile: here())
+    def cluster(profile: Profile) -> ClusterResources:
+        if workload is not None:
+            return virtual_cluster(profile)
+        return local_cluster() if address is None else _cluster_at(address)
+
+    with ExitStack() as undo:
+        references: dict[str, Sequence[str]] = dict.fromkeys([baseline or "colocate", *profiles], sets)
+        if own is not None:
+            base = loaded(own, sets)
+            path = directory / f"{stem_of(base.profile.name)}-colocate.toml"
+            replace_text(path, baseline_toml(base, compile_job(base.profile, cluster(base.profile)), keep_k=keep_k))
+            undo.callback(path.unlink)
+            references = {str(path): (), **dict.fromkeys(profiles, sets)}
+        entries = entries_of(references, loaded, cluster)
+        groups = _length(entries, groups, windows, workload)
+        undo.pop_all()
+    return Contest(entries=entries, seeds=seeds, groups=groups, workload=workload, address=address)
+
+
+def _length(entries: Sequence[Entry], groups: int | None, windows: int | None, workload: Workload | None) -> int:
+    """The groups that each run trains: those that the user gave, or a number that suits all profiles."""
     if groups is not None and windows is not None:
         raise ConfigError("--groups and --windows both set the length of the runs", hint="give one of the two")
     window_groups = entries[0].window_groups
-    default = workload.windows * window_groups if workload else REAL_GROUPS
-    groups = groups or (windows or 0) * window_groups or default
+    if groups is None:
+        default = workload.windows * window_groups if workload else REAL_GROUPS
+        return groups_for_all(entries, windows * window_groups if windows else default)
     check_groups(entries, groups)
-    return Contest(entries=entries, sets=tuple(sets), seeds=seeds, groups=groups, workload=workload, address=address)
+    return groups
 
 
 @cache
@@ -108,7 +143,7 @@ def compare_simulated(contest: Contest, workload: Workload, directory: Path, bar
     """Compare on the virtual clock. The first run of each profile is recorded in `directory`/runs. Raises AsyncrlError if any run
     fails or anything else is wrong; then nothing is kept."""
     groups, runs_dir = contest.groups, directory.resolve() / "runs"
-    loaded = [profile_for(workload, entry.reference, contest.sets, groups=groups) for entry in contest.entries]
+    loaded = [profile_for(workload, entry.reference, entry.sets, groups=groups) for entry in contest.entries]
     jobs = [
         SimulatedJob(loaded=one, workload=workload, seed=seed, runs_dir=runs_dir if seed == contest.seeds[0] else None)
         for seed in contest.seeds
@@ -142,7 +177,7 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     of the machine at that time.
     """
     runs_dir = directory.resolve() / "runs"
-    planned = runs_of(contest.entries, contest.seeds, contest.groups, contest.sets, runs_dir, contest.address)
+    planned = runs_of(contest.entries, contest.seeds, contest.groups, runs_dir, contest.address)
     for run in planned:
         bars.run(run.name, 0, contest.groups)
     finished: list[FinishedRun] = []

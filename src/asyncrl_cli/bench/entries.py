@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.bench.results import Contestant
@@ -53,9 +53,10 @@ SAME_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry(Contestant):
-    """A profile that can be run. `reference` is how the user named it; `plan` its resources."""
+    """A profile that can be run. `reference`: its name or file; `sets`: the `--set`s on top of it; `plan`: its resources."""
 
     reference: str
+    sets: tuple[str, ...]
     loaded: Loaded
     plan: JobPlan
 
@@ -65,12 +66,15 @@ class Entry(Contestant):
 
 
 def entries_of(
-    references: Sequence[str], load: Callable[[str], Loaded], cluster: Callable[[Profile], ClusterResources]
+    references: Mapping[str, Sequence[str]],
+    load: Callable[[str, Sequence[str]], Loaded],
+    cluster: Callable[[Profile], ClusterResources],
 ) -> list[Entry]:
-    """The baseline first; `cluster` says what a profile may use. Raises ConfigError where the profiles cannot be compared."""
+    """`references`: the profiles with the `--set`s of each, the baseline first. `cluster` says what a profile may use. Raises
+    ConfigError where the profiles cannot be compared."""
     entries: list[Entry] = []
-    for reference in dict.fromkeys(references):
-        loaded = load(reference)
+    for reference, sets in references.items():
+        loaded = load(reference, sets)
         schedule = Schedule.of(loaded.profile)
         entry = Entry(
             name=loaded.profile.name,
@@ -78,6 +82,7 @@ def entries_of(
             step_groups=schedule.step_groups,
             window_groups=schedule.window_groups,
             reference=reference,
+            sets=tuple(sets),
             loaded=loaded,
             plan=compile_job(loaded.profile, cluster(loaded.profile)),
         )
@@ -85,7 +90,7 @@ def entries_of(
             raise ConfigError(f"two of the profiles are named '{entry.name}'", hint="give one of them another `name`")
         entries.append(entry)
     if len(entries) < 2:
-        raise ConfigError(f"'{references[0]}' cannot be compared with itself", hint="--profile partial-rollout")
+        raise ConfigError(f"'{entries[0].reference}' cannot be compared with itself", hint="--profile partial-rollout")
     for entry in entries[1:]:
         _check_same_work(entries[0], entry)
         _check_same_resources(entries[0], entry)

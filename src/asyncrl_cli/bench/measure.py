@@ -132,6 +132,7 @@ def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | No
         **{f"step_{name}_s": total / num_steps for name, total in parts.items()},
         **{f"window_{name}_s": total / windows for name, total in parts.items()},
         "tokens_per_s": stretch.tokens / seconds,
+        "tokens_per_group": stretch.tokens / stretch.groups,
     }
     # An eval keeps workers busy: steps beside one say nothing about idleness.
     alone = Totals(line for line in stretch.lines if spent_s(line, "eval") == 0.0)

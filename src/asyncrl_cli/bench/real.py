@@ -35,7 +35,6 @@ class RealRun:
     repeat: int
     seed: int
     groups: int
-    sets: Sequence[str]
     runs_dir: Path
     address: str | None = None
 
@@ -62,7 +61,7 @@ class RealRun:
             "eval.every_versions": 0,
             "checkpoint.every_steps": 0,
         }
-        sets = [*self.sets, *(f"{key}={value}" for key, value in own.items())]
+        sets = [*self.entry.sets, *(f"{key}={value}" for key, value in own.items())]
         arguments = ["--profile", self.entry.reference, *(part for text in sets for part in ("--set", text))]
         place = ["--runs-dir", str(self.runs_dir), "--name", self.name, "--ui", "none", "--json"]
         place += ["--address", self.address or "local"]
@@ -70,11 +69,11 @@ class RealRun:
 
 
 def runs_of(
-    entries: Sequence[Entry], seeds: Sequence[int], groups: int, sets: Sequence[str], runs_dir: Path, address: str | None = None
+    entries: Sequence[Entry], seeds: Sequence[int], groups: int, runs_dir: Path, address: str | None = None
 ) -> list[RealRun]:
     """The runs in the order in which they are made."""
     return [
-        RealRun(entry=entry, repeat=repeat, seed=seed, groups=groups, sets=sets, runs_dir=runs_dir, address=address)
+        RealRun(entry=entry, repeat=repeat, seed=seed, groups=groups, runs_dir=runs_dir, address=address)
         for repeat, seed in enumerate(seeds)
         for entry in entries
     ]

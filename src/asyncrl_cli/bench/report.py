@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from asyncrl_cli.bench.results import Comparison
+from asyncrl_cli.bench.results import Comparison, differences
 from asyncrl_cli.bench.table import markdown_of
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.plan.cluster import usable_cores
@@ -121,6 +121,8 @@ def short_notes(comparison: Comparison) -> Iterator[str]:
     window, baseline = comparison.window_groups, comparison.baseline
     yield f"s per {window} groups: {window} is W of {baseline}; a group is all responses to one prompt"
     yield "wall time, maxima, tokens discarded and reward cover the whole run; the rest excludes warm-up and run-out"
+    if any(differences(comparison.results[0], result) for result in comparison.results[1:]):
+        yield f"not equal to {baseline}: part of the speedup is fewer syncs (K, W) or fewer tokens (length), not asynchrony"
     yield "wait_data: the trainer waits for groups; gather: it collects new weights"
     if comparison.has_bound:
         yield "limited by: the phase that would take longer without any waits; that is the bound, and its time is the ideal"

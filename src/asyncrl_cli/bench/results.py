@@ -83,6 +83,11 @@ class Contestant:
     step_groups: int
     window_groups: int
 
+    @property
+    def window_steps(self) -> int:
+        """K"""
+        return self.window_groups // self.step_groups
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
@@ -189,6 +194,13 @@ def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[in
         figures={name: Range.of(found) for name, found in values.items()},
         seeds=tuple(own),
     )
+
+
+def differences(baseline: Result, other: Result) -> list[str]:
+    """Where the two differ in more than their schedule: train steps (K) or groups (W) between two syncs, lengths of responses."""
+    ours, theirs = baseline.contestant, other.contestant
+    found = [("K", ours.window_steps != theirs.window_steps), ("W", ours.window_groups != theirs.window_groups)]
+    return [*(name for name, differs in found if differs), *(["length"] if is_uneven([baseline, other]) else [])]
 
 
 def unevenness(results: Sequence[Result]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli.bench import measure
-from asyncrl_cli.bench.results import Comparison, Range
+from asyncrl_cli.bench.results import Comparison, Range, Result, differences
 from asyncrl_cli.observe.format import NOTHING, clock, count, share
 
 Shown = Callable[[float], str]
@@ -69,6 +69,7 @@ REST = (
     TableFigure("rollouter idle", "rollouter_idle_ratio", share, always=True),
     TableFigure("trainer idle", "trainer_idle_ratio", share, always=True),
     TableFigure("tokens/s", "tokens_per_s", count),
+    TableFigure("tokens per group", "tokens_per_group", count),
     TableFigure("staleness mean", "staleness_mean", fixed),
     TableFigure("staleness max", "staleness_max", count),
     TableFigure("partial ratio", "partial_ratio", percent),
@@ -112,7 +113,7 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
         ]
 
     step_groups = [result.contestant.step_groups for result in results]
-    made = rows(SPEED)
+    made = [*_unequal(results), *rows(SPEED)]
     if any(groups != comparison.window_groups for groups in step_groups):
         made += rows(WINDOW)
     made += [TableRow(label="train step, groups (R)", cells=tuple(map(str, step_groups))), *rows((*STEP, *REST))]
@@ -122,6 +123,19 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
         if rates := rows(metrics):
             made += [TableRow(label=heading), *rates]
     return made
+
+
+def _unequal(results: Sequence[Result]) -> list[TableRow]:
+    """Rows that say where the sides differ in more than their schedule; none if they do not."""
+    found = [differences(results[0], result) for result in results]
+    if not any(found):
+        return []
+    contestants = [result.contestant for result in results]
+    return [
+        TableRow(label="not equal", cells=tuple(", ".join(names) for names in found), strong=True),
+        TableRow(label="steps per sync (K)", cells=tuple(str(one.window_steps) for one in contestants)),
+        TableRow(label="groups per sync (W)", cells=tuple(str(one.window_groups) for one in contestants)),
+    ]
 
 
 def _cell(spread: Range | None, shown: Shown, with_spread: bool) -> str:

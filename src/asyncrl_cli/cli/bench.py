@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
   asyncrl bench                  partial-rollout against colocate
+  asyncrl bench -p my.toml       your profile against its own colocated twin
   asyncrl bench -p stale-samples -p partial-rollout --repeat 3
   asyncrl bench --simulate verl-7b-math-128 -p stream-off-policy
   asyncrl bench --compare partial-rollout -p my.toml --json > results.json
@@ -38,14 +39,18 @@ workload, and labels its results SIMULATED."""
 
 def bench(
     baseline: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--compare",
             metavar="BASELINE",
-            help="The profile to compare the others with.",
+            help="The profile to compare the others with. Default: a colocated twin of the first --profile FILE, or colocate.",
             autocompletion=completion.profiles,
         ),
-    ] = "colocate",
+    ] = None,
+    keep_k: Annotated[
+        bool,
+        typer.Option("--keep-k", help="The colocated twin syncs after every train step (K = 1), instead of with your profile's K."),
+    ] = False,
     profiles: Annotated[
         list[str] | None, profile_option("A profile to compare; may be repeated. Default: partial-rollout.")
     ] = None,
@@ -81,18 +86,20 @@ def bench(
     from asyncrl_cli.simulate.workload_files import load_workload
 
     workload = None if simulate is None else load_workload(simulate)
-    contest = contest_of(
-        baseline,
-        profiles or ["partial-rollout"],
-        sets=sets or (),
-        seeds=range(seed, seed + repeat),
-        groups=groups,
-        windows=windows,
-        workload=workload,
-        address=address,
-    )
-    warn(*contest.warnings)
     with output_directory(out) as directory:
+        contest = contest_of(
+            baseline,
+            profiles or ["partial-rollout"],
+            directory=directory,
+            keep_k=keep_k,
+            sets=sets or (),
+            seeds=range(seed, seed + repeat),
+            groups=groups,
+            windows=windows,
+            workload=workload,
+            address=address,
+        )
+        warn(*contest.warnings)
         with Bars(stderr()) as bars:
             bars.say(f"SIMULATED {workload.name}" if workload else "real runs")
             comparison = compare(contest, directory, bars)
