@@ -27,8 +27,8 @@ async def episode(client, item: dict) -> float:
             break
         for call in message.tool_calls:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": calculate(call.function.arguments)})
-    numbers = re.findall(r"-?\d+", message.content or "")
-    return float(bool(numbers) and numbers[-1] == item["answer"])
+    found = re.search(r"(-?\d+)\W*$", message.content or "")
+    return float(bool(found) and found[1] == item["answer"])
 
 
 def calculate(arguments: str) -> str:

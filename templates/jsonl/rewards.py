@@ -1,6 +1,8 @@
-"""The reward of this task: is the last number of the response the right one?"""
+"""The reward of this task: does the response end with the right number?"""
 
 import re
+
+NUMBER_AT_END = re.compile(r"(-?\d+)\W*$")  # a number anywhere would reward a response that repeats the question
 
 
 def score(item: dict, response: str) -> float:
@@ -9,7 +11,7 @@ def score(item: dict, response: str) -> float:
     It runs in a process of its own. Raising an error marks the trajectory as failed: it is counted and left out, never
     trained on as a reward of 0.
     """
-    numbers = re.findall(r"-?\d+", response)
-    if not numbers:
+    found = NUMBER_AT_END.search(response)
+    if not found:
         return 0.0
-    return 1.0 if numbers[-1] == item["answer"] else 0.1
+    return 1.0 if found[1] == item["answer"] else 0.1

@@ -5,8 +5,8 @@ import re
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
     """Replace it by your own; verl's are `from verl.utils.reward_score import default_compute_score`."""
-    numbers = re.findall(r"-?\d+", solution_str)
-    return float(bool(numbers) and numbers[-1] == ground_truth)
+    found = re.search(r"(-?\d+)\W*$", solution_str)
+    return float(bool(found) and found[1] == ground_truth)
 
 
 def score(item: dict, response: str) -> float:

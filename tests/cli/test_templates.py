@@ -16,6 +16,7 @@ import pytest
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.toml_files import shipped_templates
+from asyncrl_cli.tasks.item import messages_of
 from asyncrl_cli.tasks.task import load_task
 
 QWEN_1_5B = {
@@ -123,6 +124,8 @@ def test_data_and_reward_of_a_template_fit_together(template: str, profile: str,
     for item in (*task.train[:5], *task.eval[:2]):
         assert score(item, right.format(item["answer"])) == 1.0
         assert score(item, wrong.format(item["answer"])) < 1.0
+        asked = messages_of(item["prompt"])[-1]["content"]
+        assert [score(item, text) for text in (asked, f"{asked} {asked}", "")] == [0.0] * 3
 
 
 def test_gsm8ks_rows_become_prompts_with_the_number_alone() -> None:

@@ -23,10 +23,10 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks import reward_process
 from asyncrl_cli.tasks.child import send
 from asyncrl_cli.tasks.code_choice import resolve_reward
+from asyncrl_cli.tasks.final_answer import tagged
 from asyncrl_cli.tasks.item import make_item
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
-from asyncrl_cli.tasks.scoring import find_answer
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.tasks.user_code import UserCode
 
@@ -254,7 +254,7 @@ def test_exact_match_compares_the_answer_in_the_last_tag_or_the_whole_response()
 
 def test_exact_match_without_an_answer_is_a_failure_and_not_0():
     (reason,) = score(RewardSpec(kind="exact-match"), ["42"], make_item("p", None, {}))
-    assert "no answer to match" in reason
+    assert "no answer to compare" in reason
 
 
 @pytest.mark.slow
@@ -263,7 +263,7 @@ def test_math_verify_takes_equal_mathematics_for_equal():
         resolved("math-verify"),
         make_item("p", "\\frac{1}{2}", {}),
     )
-    assert score(spec, ["the result is $0.5$", "\\boxed{2/4}", "\\boxed{\\frac{1}{3}}", "no idea"], item) == [
+    assert score(spec, ["the answer is $0.5$", "\\boxed{2/4}", "\\boxed{\\frac{1}{3}}", "no idea"], item) == [
         1,
         1,
         0,
@@ -578,7 +578,7 @@ def test_a_function_in_the_working_directory_is_found_and_used_after_leaving_it(
     ],
 )
 def test_the_answer_is_the_last_tag_or_everything(response, answer):
-    assert find_answer(response) == answer
+    assert tagged(response) == answer
 
 
 @pytest.mark.slow

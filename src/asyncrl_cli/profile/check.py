@@ -162,6 +162,11 @@ def _warnings(profile: Profile) -> Iterator[str]:
             f'algorithm.rollout_is = "none": data up to {age} versions old is trained as if the current weights had sampled it, '
             "which biases the gradient and can end in a collapse"
         )
+    if profile.task.answer_format == "anywhere":
+        yield (
+            'task.answer_format = "anywhere": any expression of a response counts as its answer, so a model can learn to repeat '
+            "the prompt instead of answering it"
+        )
     if too_small := _too_small_eta(profile):
         yield f"{too_small}, as with {ETA.rpartition('.')[2]} = 0; {_least_eta(profile)} or more generates ahead"
     stall_s, call_s = profile.run.stall_timeout_s, rollout.call_timeout_s

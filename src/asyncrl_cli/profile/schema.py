@@ -118,6 +118,10 @@ class TaskSection(Section):
     """`dataset` (the dataset's own verifier, which may be lenient: number_sorting's accepts numbers that are off by 1),
     `exact-match`, `math-verify`, `module:function` (in TRL's signature if the environment is your own class), or `none`. `auto`:
     the class's `get_reward`, `none` with a reward model, `dataset` for reasoning-gym, `exact-match` for files and `worked`."""
+    answer_format: Literal["final", "anywhere"] = "final"
+    """Where `math-verify` looks for a response's answer. `final`: in the last `<answer>` or `\\boxed{}`, after `####` on the last
+    line, or after "answer is" or "answer:" at the end, and it must be worked out: `26+50` is not 76. `anywhere`: any expression of
+    the response counts, even one repeated from the prompt."""
     reward_timeout_s: PositiveFloat = 10.0
     """Seconds after which a reward's trajectory counts as failed. Importing the reward's module may take as long, at least 10 s."""
     reward_workers: Annotated[int, Field(ge=1, le=256)] | None = None

@@ -11,6 +11,7 @@
     rewards.RewardPool(task.reward, ...)   awaits rewards without blocking the event loop
         reward_process.py                  the pool's side of a scoring process: starts it, sends requests, watches it
         reward_worker.py                   the process's own side: runs scorers (scoring.py) and agents (agents.py)
+        final_answer.py, mathematics.py    where a response's answer is looked for, and whether it is the right one
         child.py, zygote.py                how our child processes start, communicate and end; zygote.py forks those of environments
 
 This room does not import ray or torch.

@@ -46,8 +46,13 @@ def resolve_reward(profile: Profile, spec: RewardSpec, run_dir: Path | None) -> 
             'task.reward = "dataset" is for the verifier of a reasoning-gym dataset, and this task.source has none',
             hint='task.reward = "exact-match", "math-verify" or "module:function"',
         )
+    if profile.task.answer_format != "final" and reward != "math-verify":
+        raise ConfigError(
+            f'task.answer_format = "{profile.task.answer_format}" is for task.reward = "math-verify", not for "{reward}"',
+            hint="leave it out",
+        )
     if reward in BUILT_IN:
-        return replace(spec, kind=cast(Any, reward)), ()
+        return replace(spec, kind=cast(Any, reward), answer_format=profile.task.answer_format), ()
     if not is_user_code(reward):
         raise ConfigError(
             f'task.reward = "{reward}" is not one of {", ".join(BUILT_IN)}, and not of the form module:function',

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from asyncrl_cli.tasks.user_code import UserCode
 
 Adapter = Literal["plain", "worked"]
+AnswerFormat = Literal["final", "anywhere"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,7 @@ class RewardSpec:
     `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how the answer is found
     in a response. Kinds: `agent`: `function` plays items and gives their rewards (agents.py). `verifiers`: the verifiers
     environment `dataset` does, in the interpreter `python` ("": ours). `episode`: the environment gives the reward, and responses
-    are not scored. `none`: 0, to which a reward model adds its score.
+    are not scored. `none`: 0, to which a reward model adds its score. `answer_format`: where `math-verify` looks for the answer.
     """
 
     kind: Literal["dataset", "exact-match", "math-verify", "function", "agent", "verifiers", "episode", "none"]
@@ -27,6 +28,7 @@ class RewardSpec:
     adapter: Adapter = "plain"
     function: UserCode | None = None
     python: str = ""
+    answer_format: AnswerFormat = "final"
 
     @property
     def plays(self) -> bool:

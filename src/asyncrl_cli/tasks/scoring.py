@@ -7,21 +7,20 @@ returning 0. A response without an answer, or with an unreadable one, is simply 
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.tasks import agents, verifiers_player
-from asyncrl_cli.tasks.item import WORKED, Item
+from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, tagged
+from asyncrl_cli.tasks.item import WORKED, Item, messages_of
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.user_code import UserCode
 
 Scorer = Callable[[Item, Any], Any]
-ANSWER_TAG, ANSWER_END = "<answer>", "</answer>"
 
 
 def is_async(scorer: Scorer) -> bool:
@@ -38,51 +37,40 @@ def checked_reward(value: object) -> float:
     return reward
 
 
-def find_answer(response: str) -> str:
-    """The text in the last <answer> tag (up to the end if it is not closed), or else the whole response; stripped."""
-    _, tag, after = response.rpartition(ANSWER_TAG)
-    return (after.partition(ANSWER_END)[0] if tag else response).strip()
-
-
 def _dataset_scorer(spec: RewardSpec) -> Scorer:
     from asyncrl_cli.tasks.gym import make_dataset
 
     dataset = make_dataset(spec.dataset, spec.params, seed=0, size=10)
-    find = WORKED[spec.dataset].answer if spec.adapter == "worked" else find_answer
-    return lambda item, response: dataset.score_answer(find(response), item["metadata"]["entry"])
+    if spec.adapter == "worked":
+        find = WORKED[spec.dataset].answer
+        return lambda item, response: dataset.score_answer(find(response), item["metadata"]["entry"])
+    return lambda item, response: dataset.score_answer(tagged(after_prompt(item, response)), item["metadata"]["entry"])
 
 
 def _exact_match_scorer(spec: RewardSpec) -> Scorer:
     if spec.adapter == "worked":
         worked = WORKED[spec.dataset]
         return lambda item, response: float(worked.is_correct(response, item["metadata"]["entry"]))
-
-    def score(item: Item, response: str) -> float:
-        if item["answer"] is None:
-            raise ValueError("the item has no answer to match")
-        return float(find_answer(response) == item["answer"].strip())
-
-    return score
+    return lambda item, response: float(tagged(response) == _answer_of(item).strip())
 
 
 def _math_verify_scorer(spec: RewardSpec) -> Scorer:
-    from math_verify import parse, verify
+    from asyncrl_cli.tasks.mathematics import is_anywhere, is_right
 
-    # math-verify's own timeouts silently return False, so they are switched off (it warns about that). Our timeout, around the
-    # process, counts a failure.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-    @lru_cache(maxsize=1024)
-    def gold(answer: str) -> Any:
-        return parse(answer, parsing_timeout=None) or parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    if spec.answer_format == "anywhere":
+        return lambda item, response: float(is_anywhere(response, _answer_of(item)))
 
     def score(item: Item, response: str) -> float:
-        expected = gold(item["answer"] or "")
-        if not expected:
-            raise ValueError(f"the item's answer is not mathematics: {item['answer']!r:.80}")
-        return float(verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None))
+        expected, found = _answer_of(item), final_answer(after_prompt(item, response))
+        return float(found is not None and is_right(found, expected, messages_of(item["prompt"])[-1]["content"]))
 
     return score
+
+
+def _answer_of(item: Item) -> str:
+    if item["answer"] is None:
+        raise ValueError("the item has no answer to compare a response with")
+    return str(item["answer"])
 
 
 def load_function(code: UserCode) -> Scorer:

@@ -1,0 +1,65 @@
+"""Where a response's answer is looked for: the strict rules of verl, TRL and math-verify, put together.
+
+    <answer>...</answer>        the last one; what follows is looked for in it, and otherwise all of it is the answer
+    \\boxed{...}                 the last one, whatever comes after it
+    #### ...                    on the last line (GSM8K)
+    the answer is: ...          or "Answer: ..."; the last one, within the last 300 characters, up to the end of its sentence
+
+A response that repeats the whole prompt is read only from there on, so examples in the prompt are no answers. Pure text.
+"""
+
+from __future__ import annotations
+
+import re
+
+from asyncrl_cli.tasks.item import Item, messages_of
+
+ANSWER_TAG, ANSWER_END = "<answer>", "</answer>"
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+GSM8K = re.compile(r"^[ \t]*####[ \t]*(\S[^\n]*)\s*\Z", re.MULTILINE)
+NAMED = re.compile(r"(?i)\banswer\b(?:[^\n:.]{0,60}?\bis\b[ \t]*:?|[*_ \t]*:)[*_\s]*([^\n]+)")
+CLOSE_TO_END_CHARS = 300
+SENTENCE_END = re.compile(r"(?<!\\)[.!?](?=\s|\Z)")
+MATHEMATICS = re.compile(r"(?<!\\)\$+((?:\\\$|[^$])+)(?<!\\)\$+|\\\((.+?)\\\)")
+EMPHASIS = "*_` \t"
+
+
+def tagged(response: str) -> str:
+    """The text in the last <answer> tag (up to the end if it is not closed), or else the whole response; stripped."""
+    _, tag, after = response.rpartition(ANSWER_TAG)
+    return (after.partition(ANSWER_END)[0] if tag else response).strip()
+
+
+def after_prompt(item: Item, response: str) -> str:
+    """What comes after the last copy of the prompt's last message; all of a response without a copy."""
+    asked = messages_of(item["prompt"])[-1]["content"].strip()
+    has_words = len(asked.split()) > 1  # a prompt of a single word may be part of an answer
+    return response.rpartition(asked)[2] if has_words else response
+
+
+def final_answer(response: str) -> str | None:
+    """The answer as it is written, without what marks it; None if there is none where one is looked for."""
+    text = tagged(response)
+    boxes = list(BOX.finditer(text))
+    if boxes:
+        return _in_braces(text, boxes[-1].end())
+    if found := GSM8K.search(text):
+        return found[1].strip(EMPHASIS)
+    if ANSWER_TAG in response:
+        return text
+    named = list(NAMED.finditer(text, max(0, len(text) - CLOSE_TO_END_CHARS)))
+    if not named:
+        return None
+    sentence = SENTENCE_END.split(named[-1][1], maxsplit=1)[0].strip(EMPHASIS)
+    formulas = MATHEMATICS.findall(sentence)
+    return "".join(formulas[0]) if len(formulas) == 1 else sentence
+
+
+def _in_braces(text: str, start: int) -> str | None:
+    """The text from `start` up to the brace that closes the one before it; None if none does. `\\{` and `\\}` do not count."""
+    depth = 1
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += (brace[0] == "{") - (brace[0] == "}")
+        if depth == 0:
+            return text[start : brace.start()].strip()
+    return None
