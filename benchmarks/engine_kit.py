@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ def need_vllm(parser: ArgumentParser, without: str) -> None:
 
 
 def make_random_model(directory: Path, parameters: int, *, vocab_size: int | None = None, seed: int = 0) -> RandomModel:
-    """A Qwen3 with about so many float32 parameters and a tokenizer that has one character."""
+    """A Qwen3 with about so many float32 parameters and a tokenizer of letters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
@@ -79,7 +80,7 @@ def make_random_model(directory: Path, parameters: int, *, vocab_size: int | Non
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(directory)
-    _save_tokenizer(directory, end_of_sequence=sizes["vocab_size"])
+    save_tokenizer(directory, end_of_sequence=sizes["vocab_size"])
     return RandomModel(directory=directory, parameters=sum(p.numel() for p in model.parameters()), vocab_size=sizes["vocab_size"])
 
 
@@ -107,11 +108,12 @@ def _sizes(parameters: int, vocab_size: int | None) -> dict[str, int]:
     }
 
 
-def _save_tokenizer(directory: Path, end_of_sequence: int) -> None:
+def save_tokenizer(directory: Path, end_of_sequence: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "a": 3, "<eos>": end_of_sequence}, unk_token="<pad>"))
+    letters = {letter: number for number, letter in enumerate(ascii_lowercase, start=3)}
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, **letters, "<eos>": end_of_sequence}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(directory)
@@ -125,7 +127,7 @@ def make_builtin_model(directory: Path) -> RandomModel:
     vocab_size = int(model.config.vocab_size)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(directory)
-    _save_tokenizer(directory, end_of_sequence=vocab_size)
+    save_tokenizer(directory, end_of_sequence=vocab_size)
     return RandomModel(directory=directory, parameters=sum(p.numel() for p in model.parameters()), vocab_size=vocab_size)
 
 

@@ -1,134 +1,114 @@
-"""Checks that need a GPU: one CUDA GPU (nccl: two). Each check is run, timed and reported as passed or failed.
+"""Checks of all that a GPU executes, one after the other, each in a process of its own and within a time limit.
 
-    python benchmarks/gpu_smoke.py [--parameters 80000000] [--check NAME...] [--json]
+    python benchmarks/gpu_smoke.py [--device cuda | cpu] [--check NAME...] [--limit-s 180] [--json [FILE]]
 
-    trainer    PolicyTrainer under FSDP2 with bfloat16 compute: train steps on made-up groups, then a gather; all finite
-    buckets    VllmEngine in bfloat16 generates while our bucket engine loads the gathered weights; afterwards, and not before, the
-               engine's logprobs of the probes equal the trainer's
-    sleep-1    AsyncLLM.sleep(1) frees the GPU's memory; after wake_up() the greedy response is the same
-    sleep-2    the same with level 2, which discards the weights: they are loaded again before the cache is allocated
-    ipc        like buckets, with the weights sent through CUDA IPC from this process to vLLM's on the same GPU
-    nccl       like buckets, with the weights sent by NCCL to vLLM on a second GPU; skipped if there is only one GPU
-    colocate   `asyncrl train --profile colocate` with vLLM: trainer and rollouts take turns on the one GPU for three train steps;
-               with the object store, then with `ipc`
+    attention  the chosen attention and packing; packed rows have the logprobs and gradients of padded ones
+    modes      activation checkpointing x (offload, recompute, LoRA, critic): losses are those of a CPU
+    resume     a snapshot is written and loaded by another trainer: the same state, and the same next step
+    memory     the allocator's peak in a train step, against the estimate of `asyncrl plan`, at three sizes
+    engine     the transformers engine: a version loaded in flight, the version of each token, logprobs against the trainer's
+    loop       the real loop, trainer and engine in one process: colocate against partial rollout
+    bench      tokens/s by microbatch and by chunk of the logits, and the share of the card's peak
 
-Needs vLLM (pip install 'asyncrl-cli[vllm]'). Without a CUDA GPU it prints that and exits with 0. Exits with 1 if a check fails.
+    probes     with vLLM: a version loaded in flight, logprobs of the probes against the trainer's
+    ipc, nccl  the same, with the weights sent from GPU memory to GPU memory (nccl: two GPUs)
+    sleep      with vLLM: memory freed asleep, the same response after waking up, levels 1 and 2
+    colocate   with vLLM and Ray: `asyncrl train --profile colocate`, with the object store and with ipc
+
+Prints one JSON line per check as soon as it has ended: {"check", "end", "seconds", "card", "detail", "figures"}. `end` is passed,
+failed or skipped (`detail` says why). `--json` also writes the table of docs/gpu.md. Exits with 0 if all checks that were run
+passed, 1 if one failed, 2 if none was run. `--device cpu` runs small models, to see that the checks themselves work.
+
+Needs torch and transformers alone; benchmarks/gpu_wheels.py collects what a machine without a network lacks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
-from engine_kit import RandomModel, has_vllm, make_random_model, table
-from gpu_smoke_direct import check_ipc, check_nccl
-from gpu_smoke_engine import check_buckets, check_sleep_1, check_sleep_2
-from gpu_smoke_kit import GPU_SHARE, TRAIN_STEPS, Skipped, Wrong
-from gpu_smoke_trainer import check_trainer
-
-TRAIN_TIMEOUT_S = 900
+from gpu_smoke_process import Outcome, outcome_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    check: str
-    passed: bool
-    skipped: bool
-    seconds: float
-    detail: str
+class Check(NamedTuple):
+    """Where `check_<name>` is, and the packages that it needs beside torch and transformers."""
+
+    module: str
+    needs: tuple[str, ...] = ()
 
 
-def why_skipped() -> str:
-    """Empty where the checks can be run."""
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no CUDA GPU"
-    return "" if has_vllm() else "vLLM is not installed: pip install 'asyncrl-cli[vllm]'"
-
-
-def check_colocate(_: RandomModel, options: argparse.Namespace) -> str:
-    """In processes of their own: by now this one holds memory of the GPU."""
-    torch.cuda.empty_cache()
-    return "; ".join(f"{transport}: {_colocated(transport)}" for transport in ("object-store", "ipc"))
-
-
-def _colocated(transport: str) -> str:
-    settings = {
-        "weights.transport": transport,
-        "placement.gpus": 1,
-        "rollout.engine": "vllm",
-        "rollout.gpu_memory_utilization": GPU_SHARE,
-        "placement.device": "cuda",
-        "run.train_steps": TRAIN_STEPS,
-    }
-    with tempfile.TemporaryDirectory() as runs_dir:
-        command = [sys.executable, "-m", "asyncrl_cli", "train", "--profile", "colocate", "--name", "smoke", "--ui", "none"]
-        command += ["--runs-dir", runs_dir, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=TRAIN_TIMEOUT_S, check=False)
-        if ended.returncode:
-            raise Wrong(f"asyncrl train exited with {ended.returncode}: {' '.join(ended.stderr.split())[-400:]}")
-        lines = [json.loads(line) for line in (Path(runs_dir) / "smoke" / "metrics.jsonl").read_text().splitlines()]
-    if lines[-1]["step"] != TRAIN_STEPS:
-        raise Wrong(f"the run ended after train step {lines[-1]['step']} of {TRAIN_STEPS}")
-    names = ("timing/step_s", "sync/pause_s", "sync/logprob_abs_diff")
-    return ", ".join(f"{name} {lines[-1][name]:.4g}" for name in names if name in lines[-1])
-
-
-CHECKS: dict[str, Callable[[RandomModel, argparse.Namespace], str]] = {
-    "trainer": check_trainer,
-    "buckets": check_buckets,
-    "ipc": check_ipc,
-    "nccl": check_nccl,
-    "sleep-1": check_sleep_1,
-    "sleep-2": check_sleep_2,
-    "colocate": check_colocate,
+CHECKS = {
+    "attention": Check("gpu_smoke_trainer"),
+    "modes": Check("gpu_smoke_trainer"),
+    "resume": Check("gpu_smoke_trainer"),
+    "memory": Check("gpu_smoke_measures"),
+    "engine": Check("gpu_smoke_engine"),
+    "loop": Check("gpu_smoke_loop"),
+    "bench": Check("gpu_smoke_measures"),
+    "probes": Check("gpu_smoke_vllm", ("vllm",)),
+    "ipc": Check("gpu_smoke_vllm", ("vllm",)),
+    "nccl": Check("gpu_smoke_vllm", ("vllm",)),
+    "sleep": Check("gpu_smoke_vllm", ("vllm",)),
+    "colocate": Check("gpu_smoke_vllm", ("vllm", "ray", "pydantic_settings")),
 }
-
-
-def outcome_of(name: str, model: RandomModel, options: argparse.Namespace) -> Outcome:
-    """Whatever a check ends with is told, so that the others are run too."""
-    began_s = time.perf_counter()
-    skipped = False
-    try:
-        passed, detail = True, CHECKS[name](model, options)
-    except Skipped as why:
-        passed, skipped, detail = True, True, str(why)
-    except Wrong as wrong:
-        passed, detail = False, str(wrong)
-    except Exception as error:
-        traceback.print_exc()
-        passed, detail = False, f"{type(error).__name__}: {error}"
-    return Outcome(check=name, passed=passed, skipped=skipped, seconds=time.perf_counter() - began_s, detail=detail)
+DOCUMENT = Path(__file__).parents[1] / "docs" / "gpu.md"
+LIMIT_S = 180.0
+BEGIN, END = "<!-- checks: written by benchmarks/gpu_smoke.py --json -->", "<!-- end of checks -->"
+HEAD = ("check", "result", "card, torch, transformers", "s", "figures")
+NOT_YET = "not yet run"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=80_000_000, help="size of the random Qwen3 (all checks but colocate)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--check", nargs="+", choices=list(CHECKS), default=list(CHECKS))
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of one check; vLLM starts in minutes")
+    parser.add_argument(
+        "--json", nargs="?", type=Path, const=DOCUMENT, metavar="FILE", help="write the table, by default to docs/gpu.md"
+    )
     options = parser.parse_args()
-    if reason := why_skipped():
-        print(f"skipped: {reason}")
-        return 0
+    outcomes = []
     with tempfile.TemporaryDirectory() as directory:
-        model = make_random_model(Path(directory), options.parameters)
-        outcomes = [outcome_of(name, model, options) for name in options.check]
+        for name in options.check:
+            outcomes.append(_outcome(name, options.device, Path(directory), options.limit_s))
+            print(json.dumps(outcomes[-1]), flush=True)
     if options.json:
-        print(json.dumps({"gpu": torch.cuda.get_device_name(), "outcomes": [asdict(outcome) for outcome in outcomes]}))
-    else:
-        ends = ["skipped" if o.skipped else "ok" if o.passed else "FAILED" for o in outcomes]
-        rows = [[o.check, end, f"{o.seconds:.1f}", o.detail] for o, end in zip(outcomes, ends, strict=True)]
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {model.parameters / 1e6:.1f} million parameters")
-        print(table(["check", "", "seconds", "what was seen"], rows))
-    return int(not all(outcome.passed for outcome in outcomes))
+        write_table(options.json, outcomes)
+    ends = {outcome["end"] for outcome in outcomes}
+    return 1 if "failed" in ends else 0 if "passed" in ends else 2
+
+
+def _outcome(name: str, device: str, directory: Path, limit_s: float) -> Outcome:
+    check = CHECKS[name]
+    if missing := [package for package in check.needs if find_spec(package) is None]:
+        why = f"{' and '.join(missing)} not installed"
+        return {"check": name, "end": "skipped", "seconds": 0.0, "card": device, "detail": why, "figures": {}}
+    return outcome_of(name, check.module, device, directory, limit_s)
+
+
+def write_table(path: Path, outcomes: list[Outcome]) -> None:
+    """Replace these checks' rows in the table of `path`. Others keep theirs; checks that nobody has run yet have a row, too."""
+    text = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{END}\n"
+    before, _, rest = text.partition(BEGIN)
+    table, _, after = rest.partition(END)
+    old = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
+    ran = {outcome["check"]: _row(outcome) for outcome in outcomes if outcome["end"] != "skipped"}
+    rows = [ran.get(name) or old.get(name) or f"| {name} | {NOT_YET} | | | |" for name in CHECKS]
+    head = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    path.write_text("\n".join([f"{before}{BEGIN}", *head, *rows, f"{END}{after}"]), encoding="utf-8")
+
+
+def _row(outcome: Outcome) -> str:
+    figures = ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in outcome["figures"].items()
+    )
+    result = "passed" if outcome["end"] == "passed" else f"**failed**: {outcome['detail']}".replace("|", "/")
+    return f"| {outcome['check']} | {result} | {outcome['card']} | {outcome['seconds']} | {figures} |"
 
 
 if __name__ == "__main__":

@@ -1,132 +1,128 @@
-"""gpu_smoke.py's checks of vLLM's engine: weights in flight, and sleep."""
+"""gpu_smoke.py's check of an engine: weights in flight. With the transformers engine; gpu_smoke_vllm.py has vLLM's."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from engine_kit import MB, PROMPT_TOKENS, RandomModel, pack, prompts_of
-from gpu_smoke_kit import DEVICE, GPU_SHARE, RESPONSE_TOKENS, Wrong
-from gpu_smoke_trainer import trained
+import transformers
+from engine_kit import RandomModel, prompts_of
+from gpu_smoke_kit import PROMPT_TOKENS, Figures, Machine, Skipped, Step, Wrong, trainer_on
 
-from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.profile.schema import ModelSection, Place, Profile, RolloutSection, WeightsSection
-from asyncrl_cli.weights.buckets import Bucket
+from asyncrl_cli.engines.port import Completion, Sampling
+from asyncrl_cli.profile.schema import Profile, RolloutSection
 from asyncrl_cli.weights.versions import Manifest, mean_abs_diff
 
 if TYPE_CHECKING:
-    from asyncrl_cli.engines.vllm.engine import VllmEngine
+    from asyncrl_cli.engines.port import Engine
+    from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
-SLOTS = 32
-LARGEST_DIFFERENCE = 0.05
-"""Of mean logprobs: trainer and engine both round to bfloat16, in different kernels."""
-LOAD_BUCKET_BYTES = 128 * MB
-TIMEOUT_S = 60.0
-
-
-@asynccontextmanager
-async def engine_on_gpu(model: RandomModel, transport: str = "object-store", **engine_args: Any) -> AsyncIterator[VllmEngine]:
-    from asyncrl_cli.engines.vllm.engine import VllmEngine
-
-    lengths = {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": RESPONSE_TOKENS}
-    profile = Profile(
-        model=ModelSection(dtype="bfloat16"),
-        rollout=RolloutSection(slots=SLOTS, gpu_memory_utilization=GPU_SHARE, engine_args=engine_args, **lengths),
-        weights=WeightsSection(transport=transport, timeout_s=TIMEOUT_S),
-    )
-    engine = VllmEngine(profile, Place(model_dir=str(model.directory), device=DEVICE.partition(":")[0]))
-    try:
-        await engine.start()
-        yield engine
-    finally:
-        await engine.close()
+NEEDED_TRANSFORMERS = (5, 19)
+MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.05}
+"""Of mean logprobs: in bfloat16 trainer and engine both round, in different kernels."""
 
 
-async def difference_of(engine: VllmEngine, manifest: Manifest) -> float:
+def need_batching() -> None:
+    """Raises Skipped if transformers' continuous batching is not the one that the engine is written for."""
+    found = transformers.__version__
+    if tuple(map(int, found.split(".")[:2])) < NEEDED_TRANSFORMERS:
+        raise Skipped(f"the engine needs continuous batching of transformers 5.19, not {found} (benchmarks/gpu_wheels.py)")
+
+
+def check_engine(machine: Machine, figures: Figures) -> None:
+    """The transformers engine generates while a trained version is loaded; then its logprobs are the trainer's."""
+    need_batching()
+    asyncio.run(_check_engine(machine, figures))
+
+
+async def _check_engine(machine: Machine, figures: Figures) -> None:
+    from asyncrl_cli.engines.transformers.engine import TransformersEngine
+
+    model = machine.main
+    profile = machine.profile(rollout=rollout_section(slots=16 if machine.is_gpu else 4, response_tokens=96))
+    with trainer_on(machine, model, profile) as trainer:
+        manifest, buckets = trained(trainer, model, profile)
+        engine = TransformersEngine(profile, machine.place(model))
+        try:
+            await engine.start()
+            completions = await load_in_flight(
+                engine, model, manifest, lambda: engine.receive(buckets), profile, figures, slots=profile.rollout.slots
+            )
+        finally:
+            await engine.close()
+        _compare_responses(trainer, prompts_of(model, len(completions)), completions, profile, figures)
+
+
+def rollout_section(*, slots: int, response_tokens: int, **keys: Any) -> RolloutSection:
+    return RolloutSection(slots=slots, max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=response_tokens, **keys)
+
+
+def trained(trainer: PolicyTrainer, model: RandomModel, profile: Profile) -> tuple[Manifest, list[Any]]:
+    """Version 1: the weights after two train steps, each of which must change every parameter."""
+    before = {name: local.clone() for name, local in trainer.model.locals().items()}
+    for number in (1, 2):
+        trainer.train(**Step(model, number=number).arguments(profile))
+    same = [name for name, tensor in trainer.model.locals().items() if torch.equal(tensor, before[name])]
+    if same:
+        raise Wrong(f"{len(same)} of {len(before)} parameters were not trained, {same[0]} among them")
+    trainer.gather(1)
+    return trainer.published(1)
+
+
+async def load_in_flight(
+    engine: Engine,
+    model: RandomModel,
+    manifest: Manifest,
+    receive: Callable[[], Mapping[str, torch.Tensor]],
+    profile: Profile,
+    figures: Figures,
+    *,
+    slots: int,
+) -> list[Completion]:
+    """The version is loaded while all slots generate; then the engine's logprobs of the probes must be the trainer's."""
+    before = await _difference(engine, manifest)
+    response_tokens = profile.rollout.max_response_tokens
+    sampling = Sampling(temperature=1.0, max_response_tokens=response_tokens)
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(engine.generate(f"running-{row}", prompt, sampling, row))
+            for row, prompt in enumerate(prompts_of(model, slots))
+        ]
+        while engine.sampled_tokens < slots * response_tokens // 4:  # noqa: ASYNC110  (counted where the tokens come in)
+            await asyncio.sleep(0.001)
+        weights = await asyncio.to_thread(receive)
+        report = await engine.load(weights, manifest.version, "recompute-kv")
+    completions = [task.result() for task in running]
+    after = await _difference(engine, manifest)
+    versions = sorted({version for completion in completions for version in completion.versions})
+    figures |= {"pause_s": report.pause_s, "load_s": report.load_s, "probes_before": before, "probes_after": after}
+    figures["versions"] = versions
+    if versions != [0, manifest.version] or any(a > b for c in completions for a, b in pairwise(c.versions)):
+        raise Wrong(f"tokens have the versions {versions}, and in each response they must not fall")
+    if not (after <= MAX_LOGPROB_DIFF[profile.model.dtype] and before >= 2 * after):
+        raise Wrong(f"logprobs differ from the trainer's by {after:.4f} after the load, by {before:.4f} before")
+    return completions
+
+
+async def _difference(engine: Engine, manifest: Manifest) -> float:
     scores = await engine.score([list(tokens) for tokens in manifest.probe_tokens], manifest.temperature)
     return mean_abs_diff(scores.logprobs, manifest.probe_logprobs)
 
 
-def check_buckets(model: RandomModel, _: argparse.Namespace) -> str:
-    with trained(model) as (manifest, buckets, _detail):
-        return asyncio.run(_load_buckets(model, manifest, buckets))
-
-
-async def _load_buckets(model: RandomModel, manifest: Manifest, buckets: list[Bucket]) -> str:
-    async with engine_on_gpu(model) as engine:
-        return await load_in_flight(engine, model, manifest, lambda: engine.receive(buckets))
-
-
-async def load_in_flight(
-    engine: VllmEngine, model: RandomModel, manifest: Manifest, receive: Callable[[], Mapping[str, torch.Tensor]]
-) -> str:
-    """The version is loaded while all slots generate; then the engine's logprobs of the probes must be the trainer's."""
-    before = await difference_of(engine, manifest)
-    sampling = Sampling(temperature=1.0, max_response_tokens=RESPONSE_TOKENS)
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(engine.generate(f"running-{row}", prompt, sampling, row))
-            for row, prompt in enumerate(prompts_of(model, SLOTS))
-        ]
-        while engine.sampled_tokens == 0:  # noqa: ASYNC110  (it is counted where the tokens come in)
-            await asyncio.sleep(0.001)
-        weights = await asyncio.to_thread(receive)
-        report = await engine.load(weights, manifest.version, "recompute-kv")
-    versions = {version for task in running for version in task.result().versions}
-    after = await difference_of(engine, manifest)
-    if not (after <= LARGEST_DIFFERENCE and before >= 2 * after):
-        raise Wrong(f"logprobs differ from the trainer's by {after:.4f} after the load, by {before:.4f} before")
-    pause = f"pause {1e3 * report.pause_s:.0f} ms, load {1e3 * report.load_s:.0f} ms"
-    return f"{pause}, |logprob| off by {after:.4f} (before {before:.4f}), versions sampled {sorted(versions)}"
-
-
-def check_sleep_1(model: RandomModel, _: argparse.Namespace) -> str:
-    return asyncio.run(_sleep_and_wake(model, 1))
-
-
-def check_sleep_2(model: RandomModel, _: argparse.Namespace) -> str:
-    return asyncio.run(_sleep_and_wake(model, 2))
-
-
-async def _sleep_and_wake(model: RandomModel, level: int) -> str:
-    """Level 1 keeps the weights in host memory; after level 2 they come again by a load, while the cache is still asleep."""
-    from safetensors.torch import load_file
-
-    greedy = Sampling(temperature=0.0, max_response_tokens=RESPONSE_TOKENS)
-    prompt = prompts_of(model, 1)[0]
-    async with engine_on_gpu(model, enable_sleep_mode=True) as engine:
-        llm = engine._running_llm()
-        expected = await engine.generate("before", prompt, greedy, 0)
-        used = used_bytes()
-        began_s = time.perf_counter()
-        await llm.sleep(level, mode="wait")
-        asleep_s, asleep = time.perf_counter() - began_s, used_bytes()
-        began_s = time.perf_counter()
-        if level == 1:
-            await llm.wake_up()
-        else:
-            await llm.wake_up(tags=["weights"])
-            weights = {name: tensor.bfloat16() for name, tensor in load_file(model.directory / "model.safetensors").items()}
-            await engine.load(engine.receive(pack(weights, 2**28)), 1, "keep-kv")
-            await llm.wake_up(tags=["kv_cache"])
-        awake_s = time.perf_counter() - began_s
-        if await llm.is_sleeping():
-            raise Wrong("the engine still sleeps after wake_up")
-        found = await engine.generate("after", prompt, greedy, 0)
-        if found.tokens != expected.tokens:
-            raise Wrong("the greedy response after waking up is another one")
-        if asleep > used - 100 * MB:
-            raise Wrong(f"{used / MB:,.0f} MiB of the GPU were in use, {asleep / MB:,.0f} MiB still are asleep")
-        memory = f"{used / MB:,.0f} -> {asleep / MB:,.0f} -> {used_bytes() / MB:,.0f} MiB in use"
-        return f"{memory}, asleep in {1e3 * asleep_s:.0f} ms, awake in {1e3 * awake_s:.0f} ms"
-
-
-def used_bytes() -> int:
-    """Of the whole GPU, by all processes."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+def _compare_responses(
+    trainer: PolicyTrainer, prompts: list[list[int]], completions: list[Completion], profile: Profile, figures: Figures
+) -> None:
+    """The trainer's logprobs of the tokens that the new weights sampled, with a cache that they rebuilt."""
+    whole = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
+    scores = trainer.model.logprobs(whole)
+    ours, theirs = [], []
+    for prompt, completion, score in zip(prompts, completions, scores, strict=True):
+        new = [index for index, version in enumerate(completion.versions) if version == 1]
+        ours.append([score[len(prompt) - 1 + index] for index in new])
+        theirs.append([completion.logprobs[index] for index in new])
+    figures["sampled_diff"] = mean_abs_diff(theirs, ours)
+    if not figures["sampled_diff"] <= MAX_LOGPROB_DIFF[profile.model.dtype]:
+        raise Wrong(f"sampled tokens' logprobs differ from the trainer's by {figures['sampled_diff']:.4f}")

@@ -52,7 +52,6 @@ def embedded(plot: Path) -> dict[str, tuple[int, str]]:
     """Exit code and stdout of all that need no vLLM, one after the other in one process: their imports take seconds."""
     commands = [
         *([name, "--help"] for name in NAMES),
-        ["gpu_smoke"],
         ["engines", "--no-vllm", *ENGINES],
         ["weight_sync", "--engine=transformers", *WEIGHT_SYNC],
         ["inflight", "--engine=transformers", *INFLIGHT, "--json", "--plot", str(plot)],
@@ -77,16 +76,6 @@ def test_every_benchmark_says_how_it_is_run(embedded: dict[str, tuple[int, str]]
         assert code == 0
         assert f"usage: {name}" in stdout
         assert f"python benchmarks/{name}.py" in stdout
-
-
-def test_no_gpu_is_said_and_is_no_failure(embedded: dict[str, tuple[int, str]]) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    code, stdout = embedded["gpu_smoke"]
-    assert (code, stdout.count("\n")) == (0, 1)
-    assert stdout.startswith("skipped: ")
 
 
 def test_what_fails_beside_a_measurement_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

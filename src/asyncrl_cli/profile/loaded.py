@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError, create_model
-from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, RefusedError, combine, did_you_mean
 from asyncrl_cli.paths import expand, has_module
@@ -166,6 +165,10 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
             problems.append(ConfigError(f"environment: {above} is given beside {names[key]}", hint="put both in one table"))
     if problems:
         raise combine(problems)
+    if not names:
+        return Layer(origin="environment", values={})
+    from pydantic_settings import BaseSettings, EnvSettingsSource  # a tenth of a second, for few
+
     tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
     source = EnvSettingsSource(
         create_model("Environment", __base__=BaseSettings, **tables), env_prefix=ENV_PREFIX, env_nested_delimiter="__"

@@ -19,6 +19,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,10 +191,13 @@ def of_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layo
     if key.shape != value.shape:
         return in_padded_rows(query, key, value, layout, scaling)
     starts, longest = layout.starts, layout.longest
-    is_grouped = query.shape[1] != key.shape[1]
-    attended: torch.Tensor = varlen_attn(
-        query, key, value, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped
-    )
+    how: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    if (group := query.shape[1] // key.shape[1]) > 1:
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            how["enable_gqa"] = True
+        else:  # torch 2.11
+            key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
+    attended: torch.Tensor = varlen_attn(query, key, value, starts, starts, longest, longest, **how)
     return attended
 
 
@@ -220,7 +224,7 @@ def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
         try:
             attended = kernel(*sample, layout, None)
             found.append([attended, *torch.autograd.grad(attended.float().square().sum(), sample)])
-        except (RuntimeError, ValueError, ImportError) as error:
+        except (RuntimeError, ValueError, TypeError, ImportError) as error:
             logger.warning("torch's attention for rows of different lengths does not run here: %s", first_line(error))
             return torch.tensor(torch.inf, device=ranks.device)
     diffs = [(ours - theirs).norm() / theirs.norm() for theirs, ours in zip(*found, strict=True)]

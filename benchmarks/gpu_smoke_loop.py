@@ -1,0 +1,282 @@
+"""gpu_smoke.py's check of the loop: the real one, with trainer and engine in this process, on one device.
+
+    feed -> loop -> LocalWorker (GroupRunner, transformers engine) -> LocalTrainer (PolicyTrainer in a thread of its own) -> ...
+
+Colocate, where they take turns, against partial rollout, where they share the device all the time. Responses have drawn lengths,
+because a model with random weights never ends one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from decimal import Decimal
+from itertools import chain
+from typing import Any
+
+from engine_kit import RandomModel
+from gpu_smoke_engine import need_batching, rollout_section
+from gpu_smoke_kit import GROUP_SIZE, Figures, Machine, Wrong, trainer_on
+
+from asyncrl_cli.engines.port import Completion, Sampling
+from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.envs.chat import load_chat
+from asyncrl_cli.envs.episode import Limits, Means
+from asyncrl_cli.envs.group_runner import GroupRunner
+from asyncrl_cli.envs.places import Places
+from asyncrl_cli.envs.port import Answer, End, Environment, Turn
+from asyncrl_cli.job.exchange import PartDesk
+from asyncrl_cli.loop.attempts import AttemptKey, Prompt
+from asyncrl_cli.loop.board import World
+from asyncrl_cli.loop.meters import CallMeter, LongPoll, RolloutMeter
+from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.ports import LoadReport, PartRequest, Progress, Published, RolloutWorker, SoFar, TrainBatch, TrainReport
+from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.loop.watching import Observer, StepRecord
+from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.profile.schema import (
+    AsyncTrainingSection,
+    CheckpointSection,
+    EvalSection,
+    Interrupt,
+    Place,
+    PlacementSection,
+    Profile,
+    RunSection,
+    TrainerSection,
+)
+from asyncrl_cli.samples import joined
+from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.train.balance import plan_train_step, training_order
+from asyncrl_cli.weights.versions import mean_abs_diff
+
+WINDOW_STEPS = 2
+MEAN_SHARE, SPREAD = 0.25, 0.7
+"""Response lengths: lognormal, their median as a share of the longest, and the standard deviation of the logarithm."""
+
+
+def check_loop(machine: Machine, figures: Figures) -> None:
+    """Groups and tokens per second, and how long trainer and worker were idle, after the first window."""
+    need_batching()
+    schedules = {
+        "colocate": (AsyncTrainingSection(trigger_parameter_sync_step=1), PlacementSection(colocate=True)),
+        "partial": (
+            AsyncTrainingSection(
+                trigger_parameter_sync_step=WINDOW_STEPS, staleness_threshold=Decimal("0.5"), partial_rollout=True
+            ),
+            PlacementSection(),
+        ),
+    }
+    groups, slots, longest = (8, 64, 256) if machine.is_gpu else (2, 8, 24)
+    for name, (training, placement) in schedules.items():
+        profile = machine.profile(
+            run=RunSection(train_steps=8 if machine.is_gpu else 4),
+            trainer=TrainerSection(ppo_mini_batch_size=groups, lr=1e-6, max_tokens_per_microbatch=16_384),
+            rollout=rollout_section(slots=slots, response_tokens=longest, n=GROUP_SIZE),
+            async_training=training,
+            placement=placement,
+            eval=EvalSection(every_versions=0, prompts=0),
+            checkpoint=CheckpointSection(every_steps=0),
+        )
+        lines = asyncio.run(_run(machine, machine.main, profile))
+        figures |= {f"{name}_{key}": value for key, value in _summary(lines, groups).items()}
+
+
+def _summary(lines: Sequence[Mapping[str, Any]], groups: int) -> dict[str, float]:
+    """Of the steps after the first window, in which kernels are still chosen and nothing overlaps."""
+    later = lines[WINDOW_STEPS:]
+    seconds = sum(line["timing/step_s"] for line in later)
+    summary = {"groups_per_s": groups * len(later) / seconds}
+    for key in ("trainer/tokens_per_s", "rollouter/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio"):
+        summary[key] = sum(line[key] * line["timing/step_s"] for line in later) / seconds
+    if not all(math.isfinite(value) for value in summary.values()):
+        raise Wrong("a figure is not finite")
+    return summary
+
+
+async def _run(machine: Machine, model: RandomModel, profile: Profile) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of a run."""
+    with trainer_on(machine, model, profile) as own, ThreadPoolExecutor(1) as thread:
+        trainer = LocalTrainer(own, profile, thread)
+        worker = LocalWorker(profile, machine.place(model))
+        recorder = _Recorder(profile.async_training.trigger_parameter_sync_step)
+        try:
+            await worker.start()
+            world = World(feed=_Feed(), trainer=trainer, workers=[worker], observers=[recorder])
+            await Pipeline(LoopSettings.of(profile), world).run()
+        finally:
+            await worker.close()
+    return recorder.lines
+
+
+class _Recorder(Observer):
+    def __init__(self, window_steps: int) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._metrics = StepMetrics(trigger_parameter_sync_step=window_steps, started_s=0.0)
+
+    def step(self, record: StepRecord) -> None:
+        self.lines.append(self._metrics.update(record))
+
+
+class _Feed:
+    """Implements `loop.ports.Feed` with words of random letters."""
+
+    def __init__(self) -> None:
+        self._given = 0
+
+    def next(self) -> Prompt:
+        self._given += 1
+        return self.find(str(self._given), 0)
+
+    def find(self, uid: str, epoch: int) -> Prompt:
+        word = "".join(random.Random(uid).choices("abcdefghijklmnopqrstuvwxyz", k=24))
+        return Prompt(uid=uid, epoch=epoch, item={"uid": uid, "prompt": word})
+
+    def state(self) -> dict[str, Any]:
+        return {"given": self._given}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._given = state["given"]
+
+
+class _ByChance(Environment):
+    """One turn, rewarded by chance."""
+
+    async def start(self, item: Item) -> Turn:
+        return Turn(messages=({"role": "user", "content": item["prompt"]},), is_last=True)
+
+    async def step(self, answer: Answer) -> End:
+        return End(reward=float(random.Random(self.episode).random() < 0.5))
+
+
+class _DrawnLengths(TransformersEngine):
+    """Ends each response at a length drawn from its seed."""
+
+    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, **how: Any) -> Completion:
+        longest = sampling.max_response_tokens
+        drawn = random.Random(seed).lognormvariate(math.log(MEAN_SHARE * longest), SPREAD)
+        sampling = replace(sampling, max_response_tokens=max(1, min(longest, round(drawn))))
+        return await super().generate(request_id, prompt_tokens, sampling, seed, **how)
+
+
+class LocalTrainer:
+    """Implements `loop.ports.Trainer`: a `PolicyTrainer`, called in the one thread of `thread`."""
+
+    def __init__(self, trainer: Any, profile: Profile, thread: ThreadPoolExecutor) -> None:
+        self._trainer, self._profile, self._thread = trainer, profile, thread
+        self._meter = CallMeter("trainer-0", "trainer", "groups", time.monotonic)
+
+    async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
+        minibatches, seed = self._profile.async_training.require_batches, self._profile.run.seed
+        groups = training_order(batch.groups, num_minibatches=minibatches, seed=seed, step=batch.step)
+        (plan,) = plan_train_step(groups, self._profile, ranks=1, step=batch.step, window=batch.window)
+        payloads = joined(chain.from_iterable(groups[index].payload for index in plan.groups))
+        given = dict(zip(plan.groups, payloads, strict=True))
+        began_s = time.monotonic()
+        with self._meter.doing(State.BUSY):
+            report = await self._call(self._trainer.train, batch.step_in_window, plan, given)
+        self._meter.add(busy_s=time.monotonic() - began_s, trained_tokens=report.tokens, gauges={"step": batch.step})
+        return report, self._meter.report()
+
+    async def gather(self, version: int) -> tuple[float, ExecutorReport]:
+        with self._meter.doing(State.SYNCING, "weights to be gathered"):
+            gather_s = await self._call(self._trainer.gather, version)
+        return gather_s, self._meter.report()
+
+    async def publish(self, version: int) -> Published:
+        began_s = time.monotonic()
+        manifest, buckets = await asyncio.to_thread(self._trainer.published, version)
+        publish_s = time.monotonic() - began_s
+        return Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, buckets))
+
+    async def snapshot(self, step: int) -> None:
+        await self._call(self._trainer.snapshot, step)
+
+    async def report(self) -> ExecutorReport:
+        return self._meter.report()
+
+    async def _call(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+class LocalWorker(RolloutWorker):
+    """Implements `loop.ports.RolloutWorker` as `job.rollout_actor` does, without Ray, evals and tools."""
+
+    name = "rollout-0"
+
+    def __init__(self, profile: Profile, place: Place) -> None:
+        self.slots = profile.rollout.slots
+        self._changes = LongPoll()
+        self._meter = RolloutMeter(self.name, self.slots, time.monotonic, self._changes.note)
+        self._engine = _DrawnLengths(profile, place, self._meter.running)
+        chat = load_chat(place.model_dir, trust_remote_code=False)
+        places = Places(self.slots, hold=True)
+        means = Means(self._engine, chat, _ByChance, Limits.of(profile), places, self._meter.waiting)
+        self._runner = GroupRunner(means, Sampling.of(profile.rollout, profile.rollout.temperature))
+        self._desk = PartDesk(lambda request, on_sequence: self._runner.run(request, on_sequence), self._changes)
+        self._received: tuple[Any, Any] | None = None
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    def submit(self, request: PartRequest) -> None:
+        self._desk.begin([request])
+
+    async def progress(self, seen: int) -> Progress:
+        seen = await self._changes.after(seen)
+        ended = tuple(replace(result, payload=payload) for result, payload in self._desk.take())
+        counters = self._engine.counters()
+        report = self._meter.report(
+            version=self._engine.version,
+            sampled_tokens=self._engine.sampled_tokens,
+            decode_steps=self._engine.decode_steps,
+            running_tokens=self._runner.running_tokens,
+            sums=counters.sums,
+            gauges=counters.gauges,
+        )
+        freed = {key: number for key, number in self._desk.freed_slots.items() if number}
+        return Progress(seen=seen, ended=ended, freed_slots=freed, reports=(report,))
+
+    async def prefetch(self, published: Published) -> float:
+        began_s = time.monotonic()
+        manifest, buckets = published.handle
+        self._received = manifest, await asyncio.to_thread(self._engine.receive, buckets)
+        return time.monotonic() - began_s
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+        assert self._received is not None
+        manifest, weights = self._received
+        self._meter.load_begins(interrupt)
+        pause = await self._engine.load(weights, version, interrupt)
+        scores = await self._engine.score([list(tokens) for tokens in manifest.probe_tokens], manifest.temperature)
+        self._meter.load_ended()
+        return LoadReport(
+            version=version,
+            send_s=pause.fetch_s,
+            load_s=pause.load_s,
+            pause_s=pause.pause_s + scores.pause_s,
+            logprob_abs_diff=mean_abs_diff(scores.logprobs, manifest.probe_logprobs),
+        )
+
+    async def abort(self, key: AttemptKey) -> None:
+        await self._runner.abort(key)
+
+    async def so_far(self) -> SoFar:
+        return self._runner.so_far()[0]
+
+    async def pause(self) -> None:
+        self._meter.pause(True)
+        await self._engine.sleep()
+
+    async def resume(self) -> None:
+        await self._engine.wake()
+        self._meter.pause(False)
