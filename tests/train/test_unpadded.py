@@ -53,9 +53,24 @@ def one_row_after_the_other(query, key, value, starts_q, starts_k, longest_q, lo
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("kernel", [unpadded.in_padded_rows, unpadded.of_lengths], ids=["padded", "varlen"])
-def test_rows_end_to_end_have_the_values_and_gradients_of_single_sequences(kernel, monkeypatch):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one_row_after_the_other)
+def without_grouped_heads(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size):
+    """The same in torch 2.11, which has no `enable_gqa`."""
+    assert query.shape == key.shape == value.shape
+    lengths = starts_q, starts_k, longest_q, longest_k
+    return one_row_after_the_other(query, key, value, *lengths, scale=scale, window_size=window_size, enable_gqa=False)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "of_torch"),
+    [
+        (unpadded.in_padded_rows, None),
+        (unpadded.of_lengths, one_row_after_the_other),
+        (unpadded.of_lengths, without_grouped_heads),
+    ],
+    ids=["padded", "varlen", "varlen of torch 2.11"],
+)
+def test_rows_end_to_end_have_the_values_and_gradients_of_single_sequences(kernel, of_torch, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG).eval()
     expected = expected_of(model)
@@ -96,20 +111,26 @@ def test_a_kernel_is_as_far_off_as_its_values_and_infinitely_if_it_does_not_run(
     def found():
         return unpadded.kernel_diff(CONFIG, torch.float32, SimpleNamespace(**vars(ALONE), device=torch.device("cpu"))).item()
 
-    def exact(*arguments, scale, **kwargs):
-        return one_row_after_the_other(*arguments, scale=arguments[0].shape[-1] ** -0.5, **kwargs)
+    def exact(*arguments, scale, enable_gqa, **kwargs):
+        return one_row_after_the_other(*arguments, scale=arguments[0].shape[-1] ** -0.5, enable_gqa=enable_gqa, **kwargs)
+
+    def other(*arguments, enable_gqa, **kwargs):
+        return 1.1 * exact(*arguments, enable_gqa=enable_gqa, **kwargs)
 
     def refusing(*_, **__):
         raise ValueError("heads of this size are not supported")
 
-    kernels = {"exact": exact, "other": lambda *a, **k: 1.1 * exact(*a, **k), "refusing": refusing}
+    def with_other_arguments(*, query):
+        """Of a version of torch to come."""
+
+    kernels = {"exact": exact, "other": other, "refusing": refusing, "unknown": with_other_arguments}
     diffs = {}
     for name, kernel in kernels.items():
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
         diffs[name] = found()
     assert diffs["exact"] < 1e-5
     assert diffs["other"] == pytest.approx(1.1**2 - 1, rel=1e-3)  # of gradients; of values it is 0.1
-    assert diffs["refusing"] == float("inf")
+    assert diffs["refusing"] == diffs["unknown"] == float("inf")
 
 
 def differences(directory: str, rank: int) -> list[tuple[float, float, float]]:
