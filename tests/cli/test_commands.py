@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from asyncrl_cli.cli.app import run
+from asyncrl_cli.cli.app import app, run
 
 COMMANDS = [
     *(
@@ -346,3 +349,48 @@ def test_init_overwrites_nothing(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert run(["init", "jsonl", str(tmp_path)]) == 4
     assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def commands_of(group: Any) -> Iterator[Any]:
+    for command in group.commands.values():
+        yield from commands_of(command) if hasattr(command, "commands") else [command]
+
+
+NUMBERS = [
+    (command.name, option)
+    for command in commands_of(typer.main.get_command(app))
+    for option in command.params
+    if option.type_descriptor.annotation in (int, float)
+]
+
+
+@pytest.mark.parametrize(("command", "option"), NUMBERS, ids=[f"{command} {option.opts[0]}" for command, option in NUMBERS])
+@pytest.mark.parametrize("number", ["1e30", "inf", "nan", "-inf", "9" * 30, "9" * 5000])
+def test_a_number_that_cannot_be_meant_is_refused(
+    command: str, option: Any, number: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([command, option.opts[0], number]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "bug" not in said
+    assert option.opts[0] in said or number[:40] in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["logs", "first", "--role", ""], "--role has an empty value"),
+        (["logs", "first", "--role="], "--role has an empty value"),
+        (["init", "jsonl", ""], "an argument is empty"),
+        (["init", ""], "an argument is empty"),
+        (["export", "first", "--out", ""], "--out has an empty value"),
+        (["status", "--runs-dir="], "--runs-dir has an empty value"),
+    ],
+)
+def test_an_empty_word_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(words) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

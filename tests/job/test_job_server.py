@@ -156,6 +156,21 @@ def test_a_log_that_cannot_be_opened_again_is_tried_until_the_job_ends(monkeypat
     assert said == ["one", "two"]
 
 
+def test_a_command_that_never_ends_is_not_followed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(job_server, "LONGEST_COMMAND_S", 0.1)
+    monkeypatch.setattr(job_server, "START_S", 0.1)
+    server = Tailed([[]] * 10_000, ["RUNNING"])
+    with pytest.raises(PreflightError, match="still runs"):
+        server.call(["status"], print)
+
+
+def test_a_line_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_server, "LONGEST_LINE", 100)
+    with pytest.raises(PreflightError, match="a line of more than 100 characters"):
+        Tailed([["x" * 60] * 2], ["RUNNING"]).follow("a job", print)
+
+
 def test_a_job_that_was_stopped_was_interrupted() -> None:
     assert Tailed([[]], ["STOPPED"], "").follow("a job", print) == 130
 

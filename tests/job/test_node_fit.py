@@ -38,7 +38,7 @@ def test_a_shape_is_a_bundle_on_each_of_its_nodes_which_the_processes_share() ->
     rollout = plan.role("rollout")
     assert [plan.bundle_of(rollout, index) for index in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert (rollout.gpus_per_worker, rollout.cpus_per_worker, rollout.threads) == (2, 3, 3)
-    assert [row["bundles"] for row in plan_rows(plan)] == ["0", "0 1"]
+    assert [row["bundles"] for row in plan_rows(plan)] == ["0", "0-1"]
     assert where(plan, FIVE) == {"trainer": {"node-1": 1}, "rollout": {"node-2": 1, "node-3": 1}}
 
 

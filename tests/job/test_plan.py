@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.compiling import compile_job
-from asyncrl_cli.plan.job_plan import JobPlan, plan_rows
+from asyncrl_cli.plan.job_plan import JobPlan, _ranges, plan_rows
 from asyncrl_cli.profile.algorithm_section import RewardModelSection
 from asyncrl_cli.profile.schema import AlgorithmSection, ModelSection, Profile, TrainerSection
 
@@ -270,6 +270,12 @@ def test_a_model_is_shared_by_all_gpus_of_a_worker_and_on_cpus_by_as_many_proces
     with pytest.raises(ConfigError, match=r"tensor_parallel_size = 4, but placement.gpus_per_rollout_worker = 2") as refused:
         shared_by(4, 8, gpus_per_rollout_worker=2)
     assert refused.value.hint.startswith("--set placement.gpus_per_rollout_worker=4")
+
+
+def test_the_bundles_of_a_role_are_ranges() -> None:
+    rows = plan_rows(job(cluster=nodes((200, 64), (200, 64))))
+    assert [row["bundles"] for row in rows] == ["0-63", "0-63"]
+    assert _ranges([8, 0, 2, 1]) == "0-2 8"
 
 
 def test_rows_are_plain_values_one_per_role() -> None:

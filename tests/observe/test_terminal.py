@@ -33,6 +33,15 @@ def said_by(console_options: dict[str, object], text: object) -> str:
     return stream.getvalue()
 
 
+@pytest.mark.parametrize("size", ["0", "00"])
+def test_a_terminal_that_says_it_has_no_columns_is_one_of_unknown_size(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", size)
+    monkeypatch.setenv("LINES", size)
+    assert SafeConsole(file=io.StringIO()).size >= (80, 25)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert SafeConsole(file=io.StringIO()).width == 100
+
+
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_control_sequences_are_shown_as_escapes(text: str) -> None:
     table = Table(title=text)

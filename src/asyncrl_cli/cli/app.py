@@ -110,6 +110,7 @@ def _answer(args: Sequence[str]) -> int:
         _check_working_directory()
         completion.make_ready(os.environ)
         _refuse_long_names(args)
+        _refuse_empty_words(args)
         return app(args=list(args), prog_name="asyncrl", standalone_mode=False) or 0
     except SystemExit as ended:
         # On a closed pipe, Typer and rich exit with 1.
@@ -143,6 +144,20 @@ def _refuse_long_names(args: Sequence[str]) -> None:
                 f"{argument[:40]}... is too long for a name or a path: it has {len(argument):,} characters",
                 hint=f"a name has at most {MAX_NAME_BYTES} bytes, a path {MAX_PATH_BYTES:,}",
             )
+
+
+def _refuse_empty_words(args: Sequence[str]) -> None:
+    """Raises ConfigError for an empty argument, usually that of a variable that is not set: as a path it would be this directory,
+    and as a name any."""
+    for before, argument in zip(("", *args), args, strict=False):
+        option, _, value = argument.partition("=")
+        if argument == "":
+            what = f"{before} has an empty value" if before.startswith("-") else "an argument is empty"
+        elif argument.startswith("--") and argument != option and not value:
+            what = f"{option} has an empty value"
+        else:
+            continue
+        raise ConfigError(what, hint="give a value, or leave it out")
 
 
 def _of_usage(error: TyperException, args: Sequence[str]) -> AsyncrlError:

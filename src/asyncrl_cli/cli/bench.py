@@ -63,7 +63,7 @@ def bench(
             autocompletion=completion.workloads,
         ),
     ] = None,
-    repeat: Annotated[int, number_option("--repeat", "Runs of each profile, with the seeds SEED, SEED + 1, ...")] = 1,
+    repeat: Annotated[int, number_option("--repeat", "Runs of each profile, with the seeds SEED, SEED + 1, ...", most=1000)] = 1,
     groups: Annotated[
         int | None, number_option("--groups", "Groups that each run trains. Default: 384, or the workload's windows.")
     ] = None,

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.table import Column
 from rich.text import Text
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_prose, print_table, run_argument, warn
+from asyncrl_cli.cli.console import (
+    MOST,
+    RUNS_DIR,
+    JsonOption,
+    RunsDirOption,
+    number_option,
+    print_json,
+    print_prose,
+    print_table,
+    run_argument,
+    warn,
+)
 from asyncrl_cli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +36,9 @@ def compare(
     runs_dir: RunsDirOption = RUNS_DIR,
     reward: Annotated[
         float | None,
-        typer.Option("--reward", metavar="R", help="Show the time to this reward. Default: the highest that all runs reached."),
+        number_option(
+            "--reward", "Show the time to this reward. Default: the highest that all runs reached.", least=-MOST, metavar="R"
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

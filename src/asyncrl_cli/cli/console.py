@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from asyncrl_cli.profile.loaded import Loaded
 
 STDOUT = "stdout"
+MOST, MOST_DEVICES = 10**9, 4096
+"""Limits of numbers: of any, and of devices and machines, which are planned one by one."""
 Ui = Literal["auto", "live", "plain", "none"]
 
 
@@ -40,8 +42,17 @@ def set_option(help: str) -> Any:
     return typer.Option("--set", metavar="SECTION.KEY=VALUE", help=help, autocompletion=completion.sets)
 
 
-def number_option(name: str, help: str, *, least: int = 1) -> Any:
-    return typer.Option(name, metavar="N", min=least, help=help)
+def number_option(name: str, help: str, *, least: float = 1, most: float = MOST, metavar: str = "N", also: str = "") -> Any:
+    """An option with a number, which is finite. `also`: its short form."""
+    names = [name, also] if also else [name]
+    return typer.Option(*names, metavar=metavar, min=least, max=most, help=help, callback=_finite)
+
+
+def _finite(number: float | None) -> float | None:
+    """Refuse NaN, which no limit keeps out."""
+    if number is not None and number != number:
+        raise typer.BadParameter("it is not a number")
+    return number
 
 
 def run_argument(metavar: str, help: str) -> Any:

@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_text, run_argument, say, warn
+from asyncrl_cli.cli.console import (
+    RUNS_DIR,
+    JsonOption,
+    RunsDirOption,
+    number_option,
+    print_json,
+    print_text,
+    run_argument,
+    say,
+    warn,
+)
 
 EXAMPLES = """
   asyncrl export first                                    the newest whole checkpoint of run "first"
@@ -19,7 +29,7 @@ GB = 10**9
 def export(
     source: Annotated[str, run_argument("RUN|CHECKPOINT", "A run's name or directory, or a checkpoint's directory.")],
     version: Annotated[
-        int | None, typer.Option("--version", metavar="N", min=0, help="A published version: one that was kept, or a checkpoint's.")
+        int | None, number_option("--version", "A published version: one that was kept, or a checkpoint's.", least=0)
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Directory to write, new or empty. Default: in the run's directory.")
@@ -29,7 +39,7 @@ def export(
         typer.Option("--dtype", help="Data type of the weights. Default: as the run publishes them."),
     ] = None,
     max_shard_size_gb: Annotated[
-        float, typer.Option("--max-shard-size-gb", metavar="GB", min=1e-6, help="Largest weight file, in 10^9 bytes.")
+        float, number_option("--max-shard-size-gb", "Largest weight file, in 10^9 bytes.", least=1e-6, metavar="GB")
     ] = 5.0,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="DIR", help="Directory with config.json and tokenizer, if the run's is gone.")

@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli.cli import completion
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, SetOption, load_profile, profile_option, say
+from asyncrl_cli.cli.console import (
+    MOST_DEVICES,
+    RUNS_DIR,
+    JsonOption,
+    RunsDirOption,
+    SetOption,
+    load_profile,
+    number_option,
+    profile_option,
+    say,
+)
 from asyncrl_cli.errors import ConfigError
 
 EXAMPLES = """
@@ -34,17 +44,17 @@ def plan(
     ] = None,
     sets: SetOption = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", min=0, help="Plan for a machine with N GPUs instead of this one.")
+        int | None,
+        number_option("--gpus", "Plan for a machine with N GPUs instead of this one.", least=0, most=MOST_DEVICES),
     ] = None,
-    nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, max=4096, help="Plan for N machines with --gpus GPUs each.")
-    ] = 1,
+    nodes: Annotated[int, number_option("--nodes", "Plan for N machines with --gpus GPUs each.", most=MOST_DEVICES)] = 1,
     address: Annotated[
         str | None,
         typer.Option("--address", metavar="RAY", help="Plan for a Ray cluster (HOST:PORT): show its nodes, what fits, and where."),
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option("--gpu-memory", metavar="GIB", min=0.1, help="Memory of one GPU. Default: this machine's.")
+        float | None,
+        number_option("--gpu-memory", "Memory of one GPU. Default: this machine's.", least=0.1, most=10**6, metavar="GIB"),
     ] = None,
     tune: Annotated[
         str | None,
@@ -57,8 +67,8 @@ def plan(
     ] = None,
     max_staleness: Annotated[
         int | None,
-        typer.Option(
-            "--max-staleness", metavar="S", min=0, help="With --tune: the strict bound in versions. Default: the profile's."
+        number_option(
+            "--max-staleness", "With --tune: the strict bound in versions. Default: the profile's.", least=0, metavar="S"
         ),
     ] = None,
     out: Annotated[

@@ -27,7 +27,7 @@ def samples(
         Literal["staleness", "reward", "length", "span"] | None,
         typer.Option("--sort", help="Sort by this, largest first. Default: as dumped, group by group."),
     ] = None,
-    most: Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="Show at most N trajectories.")] = 8,
+    most: Annotated[int, number_option("--most", "Show at most N trajectories.", also="-n")] = 8,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:

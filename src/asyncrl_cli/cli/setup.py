@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from asyncrl_cli import __version__
 from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import (
+    MOST_DEVICES,
     RUNS_DIR,
     JsonOption,
     RunsDirOption,
@@ -143,8 +144,12 @@ def init(
             "--shared", metavar="DIR", help="For a cluster: directory shared by all nodes, for the runs. Default: the current one."
         ),
     ] = None,
-    nodes: Annotated[int | None, number_option("--nodes", "For a cluster: number of nodes. Default: as few as possible.")] = None,
-    gpus_per_node: Annotated[int | None, number_option("--gpus-per-node", "For a cluster: GPUs per node. Default: 8.")] = None,
+    nodes: Annotated[
+        int | None, number_option("--nodes", "For a cluster: number of nodes. Default: as few as possible.", most=MOST_DEVICES)
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, number_option("--gpus-per-node", "For a cluster: GPUs per node. Default: 8.", most=MOST_DEVICES)
+    ] = None,
     image: Annotated[
         str | None, typer.Option("--image", metavar="IMAGE", help="For kuberay and skypilot: container image with asyncrl.")
     ] = None,

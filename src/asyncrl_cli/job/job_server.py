@@ -4,8 +4,8 @@
     asyncrl submit ──> JobServer.submit ────> keep what was shipped; exec asyncrl train    a run's driver
     asyncrl status, logs, stop, watch ──────> exec asyncrl status ...                      a short job: we print its output
 
-A run's job has the run's name and directory in its metadata, so it can be found from anywhere. Every request has a limit, and a job
-that is followed is polled while it prints nothing.
+A run's job has the run's name and directory in its metadata, so it can be found from anywhere. Every answer has limits
+(job_client.py), and a job that is followed is polled while it prints nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 
 from asyncrl_cli import __version__
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted, PreflightError, first_line
+from asyncrl_cli.job.cluster_token import HINT
 from asyncrl_cli.job.session import is_job_server
 from asyncrl_cli.job.shipping import PROFILE, Cargo
 from asyncrl_cli.paths import ADDRESS_VARIABLE
 
-REQUEST_S = 30.0
 START_S = 120.0
 """How long a command may wait for its job to start; the server needs some seconds for one."""
 LOOK_EVERY_S = 5.0
@@ -36,7 +36,8 @@ FAILED = "FAILED"
 GOES_ON = ("PENDING", "RUNNING")
 """States of a job that has not ended."""
 LONGEST_COMMAND_S = 3600
-"""Time limit on the cluster for a command that follows a run: nobody may be listening any more."""
+"""Time limit on the cluster for a command that follows a run: nobody may be listening any more. Here, `START_S` more."""
+LONGEST_LINE = 16 * 2**20
 TIMED_OUT = 124
 """The exit code of timeout(1)."""
 MARK = "@asyncrl"
@@ -101,19 +102,14 @@ class JobServer:
         with self._asking():
             from ray.dashboard.modules import dashboard_sdk
             from ray.dashboard.modules.job import sdk
-            from ray.job_submission import JobSubmissionClient
+
+            from asyncrl_cli.job.job_client import BoundedClient
 
             for module in (sdk, dashboard_sdk):  # they log each upload and each connection
                 module.logger.setLevel(logging.WARNING)
             logging.getLogger("ray").setLevel(logging.WARNING)
 
-            class Bounded(JobSubmissionClient):
-                """Ray's own client has no time limit."""
-
-                def _do_request(self, *words: Any, **more: Any) -> Any:
-                    return super()._do_request(*words, **{"timeout": REQUEST_S, **more})
-
-            self._client = Bounded(address)
+            self._client = BoundedClient(address)
 
     def submit(self, job: Job) -> None:
         with tempfile.TemporaryDirectory(prefix="asyncrl-job-") as directory:
@@ -141,7 +137,7 @@ class JobServer:
     def runs(self) -> list[Any]:
         """Ray's details of the jobs that are runs, the newest first."""
         with self._asking():
-            jobs = [job for job in self._client.list_jobs() if job.metadata and RUN_KEY in job.metadata]
+            jobs = [job for job in self._client.list_jobs() if {RUN_KEY, RUNS_DIR_KEY} <= (job.metadata or {}).keys()]
         return sorted(jobs, key=lambda job: job.start_time or 0, reverse=True)
 
     def find(self, run: str | None, otherwise: Path) -> tuple[str, Path]:
@@ -178,19 +174,23 @@ class JobServer:
                 raise PreflightError(
                     f"{self.address} has not started the command within {START_S:g} s: {first_line(found.message)}"
                 )
-            return self.follow(job, write)
+            return self.follow(job, write, most_s=LONGEST_COMMAND_S + START_S)
         finally:
             with contextlib.suppress(AsyncrlError), self._asking():  # an earlier error is raised instead
                 self._client.stop_job(job)
                 self._client.delete_job(job)  # only one that has ended leaves the list
 
-    def follow(self, job: str, write: Write, warn: Write | None = None) -> int:
-        """Hand each line of the job's output to `write` until the job ends. Returns its exit code. Raises PreflightError if the end
-        of the log cannot be fetched; with `warn` this is a warning, for callers to whom the exit code matters more.
+    def follow(self, job: str, write: Write, warn: Write | None = None, *, most_s: float | None = None) -> int:
+        """Hand each line of the job's output to `write` until the job ends. Returns its exit code. Raises PreflightError if that
+        takes longer than `most_s`, or if the end of the log cannot be fetched; with `warn` the latter is a warning, for callers to
+        whom the exit code matters more.
 
         Even a log that closes without an error may not have been read to its end: a proxy may have closed it just before."""
         write = _without_rays_own(write)
-        num_written = asyncio.run(self._follow(job, write))
+        try:
+            num_written = asyncio.run(asyncio.wait_for(self._follow(job, write), most_s))
+        except TimeoutError as error:
+            raise PreflightError(f"{self.address} says after {most_s:g} s that the command still runs") from error
         try:
             with self._asking():
                 log = self._client.get_job_logs(job)
@@ -248,6 +248,8 @@ class JobServer:
                     if chunk is None:
                         return
                     *lines, rest = (rest + chunk).split("\n")
+                    if len(rest) > LONGEST_LINE:
+                        raise PreflightError(f"the log of job {job} has a line of more than {LONGEST_LINE:,} characters")
                     for line in lines:
                         yield line
                     coming = asyncio.ensure_future(anext(chunks, None))
@@ -271,13 +273,14 @@ class JobServer:
         try:
             yield
         except AuthenticationError as error:
-            hint = "copy the token of its user from ~/.ray/auth_token there to this machine, or set RAY_AUTH_TOKEN"
-            raise PreflightError(f"{self.address} refuses access: {first_line(error)}", hint=hint) from error
+            raise PreflightError(f"{self.address} refuses access: {first_line(error)}", hint=HINT) from error
         except (requests.RequestException, aiohttp.ClientError, OSError) as error:
             hint = "is the dashboard up there (`ray start --head --dashboard-host 0.0.0.0`, with ray[default])?"
             raise PreflightError(f"no job server answers at {self.address}: {first_line(error)}", hint=hint) from error
         except (RuntimeError, ValueError) as error:
             raise PreflightError(f"the job server at {self.address} fails: {first_line(error)}") from error
+        except (AttributeError, KeyError, TypeError) as error:  # from Ray's client, which takes an answer's form for granted
+            raise PreflightError(f"{self.address} does not answer as a job server of Ray does: {first_line(error)}") from error
 
 
 def state_of(job: Any) -> str:

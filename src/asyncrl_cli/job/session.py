@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
+from asyncrl_cli.job.cluster_token import token_variables
 from asyncrl_cli.job.lifeline import head_lifeline, lifeline
 from asyncrl_cli.job.reaper import Reaper
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
@@ -69,7 +70,8 @@ def connected(address: str) -> Iterator[ClusterResources]:
     from asyncrl_cli.job.local_ray import ray_variables
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ray_variables())
+        # For `auto`, Ray itself finds out whether the cluster asks for a token.
+        stack.enter_context(ray_variables(**({} if address == "auto" else token_variables(address))))
         try:
             stack.enter_context(_connection(address=address))
         except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:

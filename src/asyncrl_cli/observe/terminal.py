@@ -51,7 +51,9 @@ class SafeConsole(Console):
     control sequences. Bars and lines are drawn in ASCII where the encoding is not UTF."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, **options)
+        # Some terminals say that they have 0 columns, and so do the variables there: their size is not known.
+        sized = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES") or value.strip("0")}
+        super().__init__(highlight=False, markup=False, emoji=False, **{"_environ": sized, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         shapes = {} if "utf" in self.encoding.lower() else _IN_ASCII

@@ -12,7 +12,7 @@ share a GPU (RANK_SHARE), and each computes with all of the bundle's cores while
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -164,7 +164,18 @@ class JobPlan:
 def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
     """One row per role, for `asyncrl plan`: plain values, ready for a table or for JSON."""
     bundles = {role.role: {plan.bundle_of(role, index) for index in range(role.workers)} for role in plan.roles}
-    return [asdict(role) | {"bundles": " ".join(map(str, sorted(bundles[role.role])))} for role in plan.roles]
+    return [asdict(role) | {"bundles": _ranges(bundles[role.role])} for role in plan.roles]
+
+
+def _ranges(numbers: Collection[int]) -> str:
+    """Numbers in words of one column: 0-63, or 0-3 8."""
+    found = list[list[int]]()
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
 
 
 def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> Place:

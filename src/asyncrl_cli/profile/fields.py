@@ -21,6 +21,8 @@ def _exact(value: Any) -> Any:
 
 
 def _path(text: str) -> str:
+    if not text:
+        raise ValueError("it is empty; leave it out")
     if not is_path(text):
         raise ValueError("it is not a valid path on any file system")
     return text
@@ -50,8 +52,10 @@ Eta = Annotated[
 ]
 ARRAY = Field(strict=False)
 """For a tuple: accept a list, which is what TOML's arrays become."""
-Betas = Annotated[tuple[Ratio, Ratio], ARRAY]
-Strings = Annotated[tuple[str, ...], ARRAY]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], ARRAY]
+"""Below 1: a mean that never takes in a gradient would stay what it is, and the bias correction divides by 1 - beta."""
+Strings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], ARRAY]
 Params = dict[str, Any]
 Labels = dict[str, Annotated[str, Field(pattern=LABEL)]]
 """Selects nodes by Ray labels."""

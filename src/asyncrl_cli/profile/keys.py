@@ -234,6 +234,8 @@ _LIMITS = {
     "minimum": " of at least {}",
     "exclusiveMinimum": " above {}",
     "maximum": " and at most {:,}",
+    "exclusiveMaximum": " and below {}",
+    "minLength": " of at least {} character",
     "maxLength": " of at most {} characters",
     "multipleOf": " in steps of {}",
     "examples": ' like "{0[0]}"',
