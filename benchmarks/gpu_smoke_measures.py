@@ -15,7 +15,7 @@ from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.profile.schema import PlacementSection, Profile, RunSection, TrainerSection
-from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, chunked_logprobs
+from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS
 
 GIB = 2**30
 PEAK_BF16_FLOPS = {
@@ -77,8 +77,9 @@ def check_bench(machine: Machine, figures: Figures) -> None:
     if machine.is_gpu:
         figures["matmul_tflops"] = _matmul_flops() / 1e12
     microbatches = (8192, 16_384, 32_768) if machine.is_gpu else (128, 512)
+    chosen = LOGITS_CHUNK_ELEMENTS[machine.device]
     for tokens in microbatches:
-        _bench(machine, figures, tokens, [LOGITS_CHUNK_ELEMENTS] if tokens != 16_384 else [2**25, 2**26, 2**27, 2**28])
+        _bench(machine, figures, tokens, [chosen] if tokens != 16_384 else [2**25, 2**26, 2**27, 2**28])
 
 
 def _bench(machine: Machine, figures: Figures, tokens: int, chunks: list[int]) -> None:
@@ -89,7 +90,7 @@ def _bench(machine: Machine, figures: Figures, tokens: int, chunks: list[int]) -
     peak = _peak_flops()
     with trainer_on(machine, model, profile) as trainer:
         for chunk in chunks:
-            chunked_logprobs.LOGITS_CHUNK_ELEMENTS = chunk
+            LOGITS_CHUNK_ELEMENTS[machine.device] = chunk
             seconds = []
             for _ in range(3):
                 began_s = time.perf_counter()
@@ -100,7 +101,6 @@ def _bench(machine: Machine, figures: Figures, tokens: int, chunks: list[int]) -
             figures[f"{name}_tokens_per_s"] = step.positions / min(seconds)
             if peak:
                 figures[f"{name}_of_peak"] = flops / min(seconds) / peak
-    chunked_logprobs.LOGITS_CHUNK_ELEMENTS = LOGITS_CHUNK_ELEMENTS
 
 
 def _peak_flops() -> float:
