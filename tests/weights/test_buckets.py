@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, unpack, verified
+from asyncrl_cli.weights.buckets import Bucket, BufferPool, DamagedWeights, Packing, Spec, plan_layout, unpack, verified
 from asyncrl_cli.weights.versions import Manifest, make_probes, mean_abs_diff
 from tests.packed import pack
 
@@ -137,3 +137,27 @@ def test_buckets_are_handed_on_one_by_one_each_verified_and_the_last_says_whethe
     buckets[2].data[3] ^= 1
     with pytest.raises(DamagedWeights, match="4 buckets arrived, 3 were sent"):
         list(verified(iter([*buckets, buckets[0]]), manifest))
+
+
+def test_a_versions_memory_is_used_again_once_nobody_has_a_view_of_it_and_never_before():
+    spec = Spec(name="a", dtype="float32", shape=(1000,))
+    pool, layout = BufferPool(pins=False), plan_layout([spec], 10_000)
+
+    def version(number):
+        packing = Packing(layout, pool.take)
+        packing.put("a", torch.full((1000,), float(number)))
+        return packing.seal()
+
+    def address(buckets):
+        return buckets[0].data.ctypes.data
+
+    first, second = version(1), version(2)
+    view, where = unpack(first[0])["a"], address(first)
+    del first  # as rank 0 does when a version is not wanted any more; a transfer still reads it
+    third = version(3)
+    assert len({where, address(second), address(third)}) == 3
+    assert torch.equal(view, torch.full((1000,), 1.0))
+    del view
+    fourth = version(4)
+    assert address(fourth) == where
+    assert [unpack(buckets[0])["a"][0].item() for buckets in (second, third, fourth)] == [2.0, 3.0, 4.0]

@@ -49,7 +49,7 @@ from asyncrl_cli.train.trainer_state import (
     to_host,
     write_state,
 )
-from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, BucketEntry, Packing, plan_layout
+from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, BucketEntry, BufferPool, Packing, plan_layout
 from asyncrl_cli.weights.model_files import write_weights
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
@@ -92,6 +92,7 @@ class PolicyTrainer:
         self._update = PolicyUpdate(profile, self.ranks, self.model, self.optimizer, self.reference, self.critic)
         self._publication: Publication | None = None
         self._layout = plan_layout(self.model.specs, profile.weights.gather_bucket_size_mb * BYTES_PER_MB)
+        self._buffers = BufferPool(pins=self.ranks.device.type == "cuda")
         self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
         self._frozen_logprobs = self._score_frozen()
         self._snapshots: dict[int, tuple[HostState, Counters, Publication | None]] = {}
@@ -111,13 +112,13 @@ class PolicyTrainer:
         return self._update.run(step_in_window, plan, payloads, scores)
 
     def gather(self, version: int, on_full: Callable[[Packing, int], None] = lambda packing, index: None) -> float:
-        """Copy the full parameters, in the engine's dtype, into fresh host buckets on rank 0, and score the probes.
+        """Copy the full parameters, in the engine's dtype, into host buckets that nobody uses on rank 0, and score the probes.
 
         Returns seconds. A collective. Rank 0 holds only the newest version: each gather replaces the previous one. On rank 0,
         `on_full(packing, index)` is called in this thread for each bucket as soon as it is full, and should return at once.
         """
         started_s = time.monotonic()
-        packing = Packing(self._layout) if self.ranks.rank == 0 else None
+        packing = Packing(self._layout, self._buffers.take) if self.ranks.rank == 0 else None
         with torch.no_grad():
             for part in self.model.full():
                 if packing is None:

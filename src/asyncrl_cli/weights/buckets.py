@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -109,11 +111,42 @@ def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[tuple[Buc
     return [tuple(entries) for entries in layout]
 
 
-class Packing:
-    """Fresh buffers of one layout, to be filled tensor by tensor."""
+def zeros(num_bytes: int) -> NDArray[np.uint8]:
+    return np.zeros(num_bytes, dtype=np.uint8)
 
-    def __init__(self, layout: Iterable[tuple[BucketEntry, ...]]) -> None:
-        self.buckets = [Bucket(data=np.zeros(entries[-1].end_bytes, dtype=np.uint8), entries=entries) for entries in layout]
+
+class BufferPool:
+    """Host memory for one version after another: what the last user of a bucket lets go is filled again.
+
+    New memory would be paged in anew for each version. `pins`: page-locked, into which a GPU copies without a detour; making such
+    memory takes longer than filling it.
+    """
+
+    def __init__(self, *, pins: bool) -> None:
+        self._pins = pins
+        self._unused: dict[int, deque[torch.Tensor]] = {}
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory of that size, zeros where nobody ever wrote. It is used again once nothing refers to the array or its views."""
+        unused = self._unused.setdefault(num_bytes, deque())
+        try:
+            memory = unused.pop()
+        except IndexError:
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._pins)
+        data: NDArray[np.uint8] = memory.numpy()
+        weakref.finalize(data, unused.append, memory).atexit = False  # in any thread; a deque needs no lock
+        return data
+
+
+class Packing:
+    """Buffers of one layout, to be filled tensor by tensor. `take`: returns memory of a size in bytes; by default it is new."""
+
+    def __init__(
+        self,
+        layout: Iterable[tuple[BucketEntry, ...]],
+        take: Callable[[int], NDArray[np.uint8]] = zeros,
+    ) -> None:
+        self.buckets = [Bucket(data=take(entries[-1].end_bytes), entries=entries) for entries in layout]
         self._places = {e.spec.name: (index, e) for index, bucket in enumerate(self.buckets) for e in bucket.entries}
         self._missing = [{entry.spec.name for entry in bucket.entries} for bucket in self.buckets]
 
@@ -128,9 +161,13 @@ class Packing:
         """
         index, entry = self._places[name]
         assert tuple(tensor.shape) == entry.spec.shape, f"{name}: {tuple(tensor.shape)} != {entry.spec.shape}"
-        view_of(self.buckets[index].data, entry).copy_(tensor)
+        view_of(self.buckets[index].data, entry).copy_(tensor, non_blocking=True)
         self._missing[index].discard(name)
-        return None if self._missing[index] else index
+        if self._missing[index]:
+            return None
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()  # the copies into pinned memory have arrived
+        return index
 
     def seal(self) -> list[Bucket]:
         """The filled buckets with their fingerprints. Reads all bytes once: call it beside training."""
