@@ -165,7 +165,7 @@ class PolicyTrainer:
         )
         if self.critic is not None:
             counters["critic_steps"] = self.critic.optimizer.steps_made
-        state = to_host(self._parameters(), self._state_tensors()) | random_state(self.ranks)
+        state = to_host(self._parameters(), self._state_tensors(), self._buffers.take) | random_state(self.ranks)
         self._snapshots[step] = (state, counters, self._publication)
 
     def write(self, step: int, directory: Path, with_published: bool) -> None:

@@ -142,7 +142,10 @@ class PolicyUpdate:
                 fill(PROX, self._model.numbers_N, chain.from_iterable(work))
             return len(work)
         if self.needs_window_first:
-            self.window_first = {n: torch.empty_like(t, device="cpu").copy_(t) for n, t in self._model.locals().items()}
+            live = self._model.locals()
+            if self.window_first is None:
+                self.window_first = {n: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for n, t in live.items()}
+            _copy_into(self.window_first, live)
         # The first optimizer step starts from the weights that define prox, so its forward pass gives both theta and prox.
         skipped = 0 if self._algorithm.rollout_is_batch_normalize else 1
         fill(PROX, self._model.numbers_N, chain.from_iterable(work[skipped:]))

@@ -13,11 +13,14 @@ number of ranks. (Each rank restores its own RNG state; the trainer itself draws
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
@@ -27,6 +30,7 @@ from asyncrl_cli.safe_files import Count, Finite, load_json, open_regular, parse
 from asyncrl_cli.storage import sync_files
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import first_row
+from asyncrl_cli.weights.buckets import zeros
 from asyncrl_cli.weights.model_files import write_weights
 
 COUNTERS_FILE, CRITIC_FILE = "trainer.json", "critic.json"
@@ -77,16 +81,23 @@ HostState = dict[str, Rows]
 """One rank's share: `<kind>/<parameter>`, and `rng/...`, the rank's random state."""
 
 
-def to_host(like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor]) -> HostState:
-    """Copy this rank's shards to the host.
+def to_host(
+    like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor], take: Callable[[int], NDArray[np.uint8]] = zeros
+) -> HostState:
+    """Copy this rank's shards to the host, into memory that `take` returns for a size in bytes.
 
     Keys of `local_tensors` are `<kind>/<parameter>`. `like` has the parameters, which give shape and sharding.
     """
     rows = HostState()
     for key, local in local_tensors.items():
         parameter = like[key.split("/", 1)[1]]
-        copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
-        rows[key] = Rows(copy, first_row(parameter), parameter.shape[0])
+        if local.nbytes:
+            copy = torch.from_numpy(take(local.nbytes)).view(local.dtype).view(local.shape)
+        else:  # this rank has no rows of it
+            copy = torch.empty_like(local, device="cpu")
+        rows[key] = Rows(copy.copy_(local, non_blocking=True), first_row(parameter), parameter.shape[0])
+    if any(local.is_cuda for local in local_tensors.values()):
+        torch.cuda.synchronize()  # copies into pinned memory may still be under way
     return rows
 
 

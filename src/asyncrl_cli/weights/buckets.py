@@ -116,7 +116,7 @@ def zeros(num_bytes: int) -> NDArray[np.uint8]:
 
 
 class BufferPool:
-    """Host memory for one version after another: what the last user of a bucket lets go is filled again.
+    """Host memory for one version or snapshot after another: what its last user lets go is filled again.
 
     New memory would be paged in anew for each version. `pins`: page-locked, into which a GPU copies without a detour; making such
     memory takes longer than filling it.
@@ -132,7 +132,9 @@ class BufferPool:
         try:
             memory = unused.pop()
         except IndexError:
-            memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._pins)
+            memory = torch.zeros(num_bytes, dtype=torch.uint8)
+            if self._pins and num_bytes:  # torch's own pinned memory would be rounded up to a power of two
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         data: NDArray[np.uint8] = memory.numpy()
         weakref.finalize(data, unused.append, memory).atexit = False  # in any thread; a deque needs no lock
         return data
