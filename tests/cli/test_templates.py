@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -120,12 +122,18 @@ def test_gsm8k_fits_eight_gpus_of_80_gb(capsys: pytest.CaptureFixture[str], tmp_
 def test_data_and_reward_of_a_template_fit_together(template: str, profile: str, right: str, wrong: str) -> None:
     directory = shipped_templates()[template]
     task = load_task(load(str(directory / profile), ["task.reward=exact-match"], environ={}).profile)
-    score = module_of(directory / "rewards.py").score
+    module = module_of(directory / "rewards.py")
+    score = getattr(module, "score", None) or partial(of_verl, module.compute_score)
     for item in (*task.train[:5], *task.eval[:2]):
         assert score(item, right.format(item["answer"])) == 1.0
         assert score(item, wrong.format(item["answer"])) < 1.0
         asked = messages_of(item["prompt"])[-1]["content"]
         assert [score(item, text) for text in (asked, f"{asked} {asked}", "")] == [0.0] * 3
+
+
+def of_verl(compute_score: Callable[..., float], item: Mapping[str, Any], response: str) -> float:
+    row = item["metadata"]
+    return compute_score(row["data_source"], response, row["reward_model"]["ground_truth"], row["extra_info"])
 
 
 def test_gsm8ks_rows_become_prompts_with_the_number_alone() -> None:

@@ -327,11 +327,12 @@ def test_a_reward_that_is_no_number_fails_and_such_a_fact_is_left_out() -> None:
         asyncio.run(episode.play())
         return episode
 
-    end = End(reward=math.nan)
-    failed = played()
-    assert failed.end is None
-    assert failed.failure == ("reward", "reward of e: it is nan")
-    end = End(reward=1.0, facts={"a": 2.0, "b": math.inf})
+    for number in (math.nan, -math.inf, 1e308):
+        end = End(reward=number)
+        failed = played()
+        assert failed.end is None
+        assert failed.failure == ("reward", f"reward of e: it is {number:g}, not a number up to 1e+09")
+    end = End(reward=1.0, facts={"a": 2.0, "b": math.inf, "c": 1e300})
     assert played().meta().facts == (("a", 2.0),)
 
 

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,17 @@ from asyncrl_cli.envs.processes import EnvironmentProcesses, ProcessEnded
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
 from asyncrl_cli.job.reaper import families, living
 from asyncrl_cli.tasks.item import make_item
+from asyncrl_cli.tasks.reward_spec import RewardPart, RewardSpec
 from asyncrl_cli.tasks.tool_class import ToolClass, inspect_class
 from asyncrl_cli.tasks.user_code import UserCode
 
 HERE = str(Path(__file__).parent)
 FAULTY = ToolClass(code=UserCode(name="faulty:Faulty", import_path=HERE))
+WORTH = RewardPart(
+    name="faulty:worth_of_answers",
+    weight=1.0,
+    spec=RewardSpec(kind="function", function=UserCode(name="faulty:worth_of_answers", import_path=HERE)),
+)
 IMPORT_LIMIT_S = 60.0
 LIMIT_S = 100.0
 """For calls that end by themselves. Longer than `PLAYED_WITHIN_S`: who waits for this limit fails the test."""
@@ -202,10 +209,18 @@ def test_an_episode_without_a_reward_has_failed(how: str, text: str) -> None:
 
 
 def test_a_reward_function_in_the_signature_of_trl_is_added_and_may_log_figures() -> None:
-    tool_class = ToolClass(code=FAULTY.code, reward=UserCode(name="faulty:worth_of_answers", import_path=HERE))
+    tool_class = ToolClass(code=FAULTY.code, rewards=(WORTH,))
     ((_, end),) = playing(after(said("", ("echo", {"text": "a"})), said("bye")), tool_class=tool_class)
     assert end.reward == 1.0 + 3.0  # the messages after the prompt: a call, its result, an answer
-    assert end.facts == {"said": 1.0, "failed_calls": 0}
+    parts = {"reward/get_reward": 1.0, "reward/faulty.worth_of_answers": 3.0}
+    assert end.facts == {"said": 1.0, "failed_calls": 0} | parts
+
+
+def test_reward_functions_of_a_class_have_weights() -> None:
+    parts = (replace(WORTH, weight=0.5), replace(WORTH, name="again", weight=-1.0))
+    tool_class = ToolClass(code=FAULTY.code, rewards=parts)
+    ((_, end),) = playing(after(said("", ("echo", {"text": "a"})), said("bye")), tool_class=tool_class)
+    assert end.reward == 1.0 + 0.5 * 3.0 - 3.0
 
 
 def test_a_process_serves_the_next_episode_with_a_new_object_unless_something_is_left_of_the_last() -> None:

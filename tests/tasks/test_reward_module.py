@@ -19,7 +19,6 @@ from asyncrl_cli.tasks import code_records
 from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.code_records import keep_record, origin
 from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.scoring import load_function
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.tasks.user_code import UserCode
 
@@ -71,6 +70,7 @@ MODULES = {
     "takes one": ("def score(item): return 1.0", "cannot be called with"),
     "takes three": ("def score(item, response, more): return 1.0", "cannot be called with"),
     "takes only names": ("def score(*, item, response): return 1.0", "cannot be called with"),
+    "asks for ids of TRL": ("def score(completions, completion_ids, **kw): ...", "asks for completion_ids"),
     "asks for a name": ("def score(item, response, *, key): return 1.0", "cannot be called with"),
 }
 
@@ -80,25 +80,6 @@ def test_a_bad_reward_module_is_refused_in_time_with_its_name_and_a_hint(tmp_pat
     source, expected = MODULES[name]
     (tmp_path / "bad.py").write_bytes(source.encode("utf-8", "surrogateescape"))
     assert_refused(tmp_path, monkeypatch, "bad:score", expected)
-
-
-@pytest.mark.parametrize(
-    ("signature", "call"),
-    [
-        ("completions, **kwargs", "digits(completions=[response])[0]"),
-        ("prompts, completions, **kwargs", 'digits(prompts=[item["prompt"]], completions=[response])[0]'),
-        ("completions, answer", 'digits(completions=[response], answer=[item["answer"]])[0]'),
-    ],
-)
-def test_a_reward_in_trls_signature_is_refused_with_the_function_that_calls_it(tmp_path, monkeypatch, signature, call):
-    (tmp_path / "trl_rewards.py").write_text(f"def digits({signature}):\n    return [1.0 for _ in completions]\n")
-    assert_refused(tmp_path, monkeypatch, "trl_rewards:digits", "has TRL's signature, .*called with \\(item, response\\)")
-    with pytest.raises(ConfigError) as refused:
-        resolved("trl_rewards:digits")
-    wrapper = f"def score(item, response): return {call}"
-    assert f"`{wrapper}`" in refused.value.hint
-    (tmp_path / "wrapped.py").write_text(f"from trl_rewards import digits\n{wrapper}\n")
-    assert load_function(resolved("wrapped:score").function)({"prompt": "2 + 2", "answer": "4"}, "4") == 1.0
 
 
 def resolved(reward: str, **task: float) -> RewardSpec:
@@ -216,11 +197,12 @@ def began(tmp_path, monkeypatch) -> Path:
     return run_dir
 
 
-def task_of(run_dir: Path, reward: str, *, resumed: bool) -> Task:
+def task_of(run_dir: Path, reward: str | list[str], *, resumed: bool) -> Task:
     task = {"source": f"jsonl:{run_dir.parent}/data.jsonl", "reward": reward}
     profile = Profile.model_validate({"task": task, "eval": {"prompts": 1}})
     loaded = load_task(profile, run_dir if resumed else None)
-    keep_record(run_dir, "reward", loaded.reward.function)
+    for record, code in loaded.user_code.items():
+        keep_record(run_dir, record, code)
     return loaded
 
 
@@ -237,6 +219,18 @@ def test_a_resume_imports_the_module_from_where_the_run_began_and_says_so(began,
     told = origin(began, "reward", task.reward.function)
     assert told == f"task.reward is imported from {began.parent}/home/{file}, as {began}/reward.json says"
     assert not (began.parent / "executed").exists()
+
+
+def test_each_of_several_rewards_is_resumed_from_where_the_run_began(began, monkeypatch):
+    rewards = ["mine:score", "exact-match", "package.inner:score"]
+    task_of(began, rewards, resumed=False)
+    monkeypatch.chdir(began.parent / "elsewhere")
+    files = [code.file for code in task_of(began, rewards, resumed=True).reward.functions]
+    assert files == [str(began.parent / "home" / file) for file in ("mine.py", "package/inner.py")]
+    assert not (began.parent / "executed").exists()
+    (began / "reward-2.json").unlink()
+    with pytest.raises(RefusedError, match=r"reward-2.json is missing"):
+        task_of(began, rewards, resumed=True)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from asyncrl_cli.checkpoint.find import LOCK, failed_start, holder, is_locked, k
 from asyncrl_cli.checkpoint.sealed import checkpoints_in, finish_interrupted_replacements
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.paths import as_typed, check_name
+from asyncrl_cli.profile.schema import MOST_REWARDS
 from asyncrl_cli.safe_files import MIB, UnsafeFile, read_bytes, reason
 from asyncrl_cli.storage import make_in, remove_if_empty, remove_tree, replace_link, replace_text
 
@@ -40,6 +41,7 @@ START_FILES = {
     "logs",
     "model",
     "reward.json",
+    *(f"reward-{number}.json" for number in range(2, MOST_REWARDS + 1)),
     "environment.json",
     "agent.json",
     "weights",

@@ -28,6 +28,7 @@ from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import Trajectory
+from asyncrl_cli.tasks.reward_spec import MAX_REWARD
 from asyncrl_cli.tasks.rewards import RewardFailed
 from asyncrl_cli.timeouts import timeout
 
@@ -257,10 +258,11 @@ class Episode:
             raise self._failed(error) from error
 
     def _checked(self, end: End) -> End:
-        """The end without facts that are not finite: those were not measured. Raises EpisodeFailed if the reward is not finite."""
-        if not math.isfinite(end.reward):
-            raise EpisodeFailed("reward", f"reward of {self.id}: it is {end.reward}")
-        return replace(end, facts={name: fact for name, fact in end.facts.items() if math.isfinite(fact)})
+        """The end without facts that are no figures (NaN, say): those were not measured. Raises EpisodeFailed if the reward is
+        none."""
+        if not abs(end.reward) <= MAX_REWARD:
+            raise EpisodeFailed("reward", f"reward of {self.id}: it is {end.reward:g}, not a number up to {MAX_REWARD:g}")
+        return replace(end, facts={name: fact for name, fact in end.facts.items() if abs(fact) <= MAX_REWARD})
 
     async def _close(self, environment: Environment) -> None:
         try:

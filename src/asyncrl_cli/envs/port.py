@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncrl_cli.tasks.item import Item, messages_of
+from asyncrl_cli.tasks.reward_spec import figures_of
 
 Message = Mapping[str, Any]
 """A chat message in OpenAI's shape: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`, `name` and
@@ -68,7 +69,7 @@ class EpisodeFailed(Exception):
 
 class Rewards(Protocol):
     async def score(self, item: Any, response_text: Any) -> float:
-        """The task's reward. Raises RewardFailed."""
+        """The task's reward, with its parts if it is a `Reward`. Raises RewardFailed."""
 
 
 class Environment(Protocol):
@@ -109,4 +110,5 @@ class OneTurn(Environment):
         return Turn(messages=messages_of(item["prompt"]), is_last=True)
 
     async def step(self, answer: Answer) -> End:
-        return End(reward=await self._rewards.score(self._item, answer.text))
+        reward = await self._rewards.score(self._item, answer.text)
+        return End(reward=float(reward), facts=figures_of(reward))

@@ -18,6 +18,7 @@ from asyncrl_cli.envs.call_log import CallLog
 from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed, Message, Rewards, Turn
 from asyncrl_cli.envs.processes import EnvironmentProcess, EnvironmentProcesses, ProcessEnded
 from asyncrl_cli.tasks.item import Item, messages_of
+from asyncrl_cli.tasks.reward_spec import figures_of
 from asyncrl_cli.tasks.tool_class import ToolClass
 
 MALFORMED = "The tool call could not be read: {}"
@@ -95,7 +96,9 @@ class ToolEnvironment(Environment):
         self._process.ask("reward", self._completion)
         said = await self._answer("reward", "reward", "the reward")
         extra = 0.0 if self.rewards is None else await self.rewards.score(self._item, self._text)
-        return End(reward=said["reward"] + extra, facts={"failed_calls": self._num_failed_calls, **said["facts"]})
+        return End(
+            reward=said["reward"] + extra, facts={"failed_calls": self._num_failed_calls, **said["facts"], **figures_of(extra)}
+        )
 
     async def _answer(self, late: str, dead: str, doing: str) -> Mapping[str, Any]:
         """The next answer of the process. Raises EpisodeFailed, of the kind `late` or `dead`, if there is none."""

@@ -118,11 +118,9 @@ class Run:
         say("starting Ray")
         plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
         keep_model_files(model_dir, directory.path)
-        reward = task.reward.function or (task.tool_class.reward if task.tool_class else None)
-        tools = task.tool_class.code if task.tool_class else None
-        for what, code in (("agent" if profile.task.agent else "reward", reward), ("environment", tools)):
-            keep_record(directory.path, what, code)
-            if note := origin(directory.path, what, code):
+        for record, code in task.user_code.items():
+            keep_record(directory.path, record, code)
+            if note := origin(directory.path, record, code):
                 print(neutral(note), file=sys.stderr, flush=True)  # whatever `ui` is: the record may be somebody else's
         from asyncrl_cli.job.workers import started_workers
 

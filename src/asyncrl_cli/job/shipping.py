@@ -85,7 +85,7 @@ def cargo_of(loaded: Loaded, root: Path) -> Cargo:
 
 def _modules_of(profile: Profile) -> set[str]:
     """Top-level modules of the user's own code."""
-    names = (profile.task.reward, profile.task.environment, profile.task.agent or "")
+    names = (*profile.task.rewards, profile.task.environment, profile.task.agent or "")
     return {name.partition(":")[0].partition(".")[0] for name in names if is_user_code(name)}
 
 

@@ -102,12 +102,14 @@ def filter_values(groups: Sequence[GroupResult], filtered: Sequence[float] | Non
 
 
 def episode_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
-    """Turns, tools and facts of the step's trajectories. Empty if all have a single turn and nothing else to report."""
-    facts: dict[str, Ratio] = {}
+    """Turns, tools and facts of the step's trajectories, and the parts of their rewards. Without turns if all trajectories have a
+    single turn and no facts."""
+    facts, parts = dict[str, Ratio](), dict[str, Ratio]()
     for name, figure in chain.from_iterable(trajectory.facts for trajectory in trajectories):
-        facts[f"env/{name}"] = facts.get(f"env/{name}", Ratio(0.0, 0.0)).merge(Ratio(figure, 1))
+        found, key = (parts, f"{name}/mean") if name.startswith("reward/") else (facts, f"env/{name}")
+        found[key] = found.get(key, Ratio(0.0, 0.0)).merge(Ratio(figure, 1))
     if not facts and all(trajectory.num_turns == 1 and not trajectory.num_forks for trajectory in trajectories):
-        return {}
+        return {**parts}
     turns = [trajectory.num_turns for trajectory in trajectories]
     return {
         "env/turns_mean": Ratio(sum(turns), len(turns)),
@@ -115,6 +117,7 @@ def episode_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
         "env/tool_s": Ratio(sum(trajectory.tool_s for trajectory in trajectories), len(turns)),
         "env/forks": Sum(sum(trajectory.num_forks for trajectory in trajectories)),
         **facts,
+        **parts,
     }
 
 

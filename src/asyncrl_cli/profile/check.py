@@ -17,7 +17,8 @@ from asyncrl_cli.profile import nodes, sharing
 from asyncrl_cli.profile.arithmetic import Schedule, groups_ahead, train_steps_of, window_groups_of
 from asyncrl_cli.profile.clashes import CLASHES, DUAL_BUFFER, ETA, PARTIAL, TRANSPORT, Clash, direct, given
 from asyncrl_cli.profile.keys import values_of
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, MOST_REWARDS, Profile, TaskSection
+from asyncrl_cli.profile.toml_files import shortened, toml_value
 
 ENGINE = "rollout.engine"
 ENGINE_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
@@ -64,6 +65,7 @@ def check(profile: Profile) -> list[str]:
         *name,
         *_sizes(profile),
         *_limits(profile),
+        *_rewards(profile.task),
         *sharing.conflicts(profile),
         *nodes.conflicts(profile),
     ]
@@ -134,6 +136,21 @@ def _limits(profile: Profile) -> Iterator[ConfigError]:
             f"{rollout.max_response_tokens}: every response would be penalized for its length",
             hint=f"--set algorithm.overlong_buffer_tokens={max(rollout.max_response_tokens // 4, 1)}",
         )
+
+
+def _rewards(task: TaskSection) -> Iterator[ConfigError]:
+    """What is wrong with a list or a table of rewards."""
+    if isinstance(task.reward, str):
+        return
+    shown = f"task.reward = {shortened(toml_value(task.reward))}"
+    if not 1 <= len(task.reward) <= MOST_REWARDS:
+        yield ConfigError(f"{shown}: it has {len(task.reward)} rewards", hint=f"name 1 to {MOST_REWARDS}, or one as text")
+    if len(task.rewards) < len(task.reward):
+        yield ConfigError(f"{shown}: a reward is named twice", hint='give it a weight: {"my_rewards:score" = 2.0}')
+    if alone := [name for name in ("auto", "none") if name in task.reward]:
+        yield ConfigError(f'{shown}: "{alone[0]}" is not one of several rewards', hint="name each reward, such as exact-match")
+    if any(weight == 0 for weight in task.rewards.values()):
+        yield ConfigError(f"{shown}: a weight is 0", hint="leave that reward out, or give it a small weight")
 
 
 def _too_small_eta(profile: Profile) -> str:

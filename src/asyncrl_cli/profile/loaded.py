@@ -131,22 +131,27 @@ def _place_code(values: dict[str, Any], origins: dict[str, str], directories: Ma
     """
     if IMPORT_PATH in values:
         return
-    named = {key: str(values.get(key)).partition(":") for key in OWN_CODE}
-    modules = {key: module for key, (module, colon, _) in named.items() if colon}
-    own = {key: directories[origins[key]] for key in modules if origins[key] in directories}
-    beside = {key: directory for key, directory in own.items() if has_module(directory, modules[key])}
+    named = [(key, name.partition(":")) for key in OWN_CODE for name in _names_in(values.get(key))]
+    modules = [(key, module) for key, (module, colon, _) in named if colon]
+    own = {(key, module): directories[origins[key]] for key, module in modules if origins[key] in directories}
+    beside = {code: directory for code, directory in own.items() if has_module(directory, code[1])}
     if not beside:
         return
-    first, directory = next(iter(beside.items()))
+    (first, _), directory = next(iter(beside.items()))
     values[IMPORT_PATH], origins[IMPORT_PATH] = str(directory), origins[first]
-    for key, module in modules.items():
-        place = beside.get(key, Path.cwd())
-        if place != directory and (key in beside or has_module(directory, module)):
+    for key, module in modules:
+        place = beside.get((key, module), Path.cwd())
+        if place != directory and ((key, module) in beside or has_module(directory, module)):
             one, other = (f'{name} = "{shortened(values[name])}"' for name in (first, key))
             raise ConfigError(
                 f"{one} names a module in {directory}, but {other} one in {place}: task.import_path is one directory",
                 hint="put the modules into one directory and name it: --set task.import_path=DIR",
             )
+
+
+def _names_in(value: Any) -> list[str]:
+    """What a key names: `task.reward` may be a list or a table."""
+    return [str(name) for name in (value if isinstance(value, (list, tuple, Mapping)) else [value])]
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:

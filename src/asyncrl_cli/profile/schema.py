@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -33,6 +34,7 @@ Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
 """What a weight load does to a worker's running rollouts: they finish first (drain), or they freeze and then keep their KV cache
 or rebuild it."""
 VERIFIERS = "verifiers:"
+MOST_REWARDS = 16
 ActivationCheckpointing = Literal["none", "selective", "full"]
 DIRECT_TRANSPORTS = ("nccl", "ipc")
 """Values of `weights.transport` that copy between GPU memories during a worker's load."""
@@ -114,10 +116,13 @@ class TaskSection(Section):
     agent: str | None = None
     """`module:function`: used instead of an environment. An `async def episode(client, item)` that plays each prompt through an
     OpenAI client and returns the reward (docs/agents.md)."""
-    reward: str = "auto"
+    reward: str | Strings | dict[str, float] = "auto"
     """`dataset` (the dataset's own verifier, which may be lenient: number_sorting's accepts numbers that are off by 1),
-    `exact-match`, `math-verify`, `module:function` (in TRL's signature if the environment is your own class), or `none`. `auto`:
-    the class's `get_reward`, `none` with a reward model, `dataset` for reasoning-gym, `exact-match` for files and `worked`."""
+    `exact-match`, `math-verify`, `module:function`, or `none`. `auto`: the class's `get_reward`, `none` with a reward model,
+    `dataset` for reasoning-gym, `exact-match` for files and `worked`. A function takes (item, response), or has the parameters of
+    TRL's rewards (`prompts`, `completions`, columns) or of verl's `compute_score`; with an environment that is your own class,
+    TRL's. Several rewards are a list, `["math-verify", "my_rewards:brief"]`, or a table with weights, `{math-verify = 1.0,
+    "my_rewards:brief" = 0.2}`: their weighted sum is the reward, and each has its mean in the metrics."""
     answer_format: Literal["final", "anywhere"] = "final"
     """Where `math-verify` looks for a response's answer. `final`: in the last `<answer>` or `\\boxed{}`, after `####` on the last
     line, or after "answer is" or "answer:" at the end, and it must be worked out: `26+50` is not 76. `anywhere`: any expression of
@@ -133,6 +138,13 @@ class TaskSection(Section):
     `--set` or the environment, the working directory. Modules in two different directories are refused."""
     max_failed_ratio: Ratio = 0.1
     """The run fails if a larger share of trajectories fails (the reward raised or hung, or the prompt was too long)."""
+
+    @property
+    def rewards(self) -> Mapping[str, float]:
+        """The names in `reward` with their weights."""
+        if isinstance(self.reward, str):
+            return {self.reward: 1.0}
+        return self.reward if isinstance(self.reward, dict) else dict.fromkeys(self.reward, 1.0)
 
     @property
     def has_agent(self) -> bool:

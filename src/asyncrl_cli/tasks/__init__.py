@@ -12,6 +12,7 @@
         reward_process.py                  the pool's side of a scoring process: starts it, sends requests, watches it
         reward_worker.py                   the process's own side: runs scorers (scoring.py) and agents (agents.py)
         final_answer.py, mathematics.py    where a response's answer is looked for, and whether it is the right one
+        reward_functions.py                calls the user's reward functions: ours, TRL's, verl's compute_score
         child.py, zygote.py                how our child processes start, communicate and end; zygote.py forks those of environments
 
 This room does not import ray or torch.

@@ -37,15 +37,16 @@ def try_out(
     *,
     limit_key: str = "env.tool_timeout_s",
     at_least_s: float = 0.0,
+    record: str = "",
 ) -> tuple[UserCode, Any, Notes]:
     """Load the code that `task.<what> = name` names, with `check`, in a child process. Returns the code with its file, the result
     of `check` (None if that is a function), and notes for the user.
 
     `run_dir`: set for a resumed run, whose code is imported from the recorded files; raises RefusedError if that is impossible.
-    `expects`: what the code has to be, for the hint. The import may take as long as `limit_key` says, but at least START_LIMIT_S
-    and `at_least_s`. Raises ConfigError if the code cannot be used.
+    `record`: the name of the code's record, if it is not `what`. `expects`: what the code has to be, for the hint. The import may
+    take as long as `limit_key` says, but at least START_LIMIT_S and `at_least_s`. Raises ConfigError if the code cannot be used.
     """
-    file, notes = (None, ()) if run_dir is None else recorded_file(run_dir, what, name)
+    file, notes = (None, ()) if run_dir is None else recorded_file(run_dir, what, name, record)
     code = _user_code(name, file, profile.task.import_path)
     limit_s = max(START_LIMIT_S, at_least_s, attrgetter(limit_key)(profile))
     try:
@@ -94,43 +95,43 @@ class Record:
     sha256: str
 
 
-def keep_record(run_dir: Path, what: str, code: UserCode | None) -> None:
-    """Write the record of a new run's code as `<what>.json` (`what`: "reward", say). A resumed run keeps its record."""
-    path = run_dir / f"{what}.json"
+def keep_record(run_dir: Path, record: str, code: UserCode | None) -> None:
+    """Write the record of a new run's code as `<record>.json` ("reward.json", say). A resumed run keeps its record."""
+    path = run_dir / f"{record}.json"
     if code is not None and not path.exists():
         sha256 = _sha256(code.file) if os.path.isfile(code.file) else ""
-        record = Record(schema_version=SCHEMA_VERSION, function=code.name, file=code.file, sha256=sha256)
-        path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+        content = Record(schema_version=SCHEMA_VERSION, function=code.name, file=code.file, sha256=sha256)
+        path.write_text(json.dumps(asdict(content), indent=2) + "\n", encoding="utf-8")
 
 
-def recorded_file(run_dir: Path, what: str, name: str) -> tuple[str, Notes]:
+def recorded_file(run_dir: Path, what: str, name: str, record: str = "") -> tuple[str, Notes]:
     """The recorded file of the run's code, and a note for the user if it has changed. Raises RefusedError if either is missing."""
-    path = run_dir / f"{what}.json"
+    path = run_dir / f"{record or what}.json"
     if not path.exists():
         raise RefusedError(
             f'{path} is missing: it records where task.{what} = "{name}" was imported from',
             hint="a resumed run imports the module only from its recorded file: restore the record from a copy",
         )
-    record = load_json(path, Record, hint="it was written when the run began; restore it from a copy")
-    if record.schema_version != SCHEMA_VERSION or record.function != name:
-        raise RefusedError(f"{path} is not of this run: it is the record of {record.function} (schema {record.schema_version})")
-    if record.file == "":
+    found = load_json(path, Record, hint="it was written when the run began; restore it from a copy")
+    if found.schema_version != SCHEMA_VERSION or found.function != name:
+        raise RefusedError(f"{path} is not of this run: it is the record of {found.function} (schema {found.schema_version})")
+    if found.file == "":
         return "", ()
     try:
-        has_changed = record.sha256 != "" and record.sha256 != _sha256(record.file)
+        has_changed = found.sha256 != "" and found.sha256 != _sha256(found.file)
     except (OSError, UnsafeFile) as error:
         raise RefusedError(
-            f"the run's {what} module {record.file} cannot be read: {reason(error)}",
+            f"the run's {what} module {found.file} cannot be read: {reason(error)}",
             hint=f"restore it, or write its new place into {path}: the module is imported only from there",
         ) from error
-    return record.file, (f"task.{what}: {record.file} has changed since the run began",) if has_changed else ()
+    return found.file, (f"task.{what}: {found.file} has changed since the run began",) if has_changed else ()
 
 
-def origin(run_dir: Path, what: str, code: UserCode | None) -> str:
+def origin(run_dir: Path, record: str, code: UserCode | None) -> str:
     """Says which file a resumed run's code is imported from; "" for a new run's code and for a built-in module."""
     if code is None or not (code.only_there and code.file):
         return ""
-    return f"task.{what} is imported from {code.file}, as {run_dir / f'{what}.json'} says"
+    return f"task.{record.partition('-')[0]} is imported from {code.file}, as {run_dir / f'{record}.json'} says"
 
 
 def _sha256(file: str) -> str:

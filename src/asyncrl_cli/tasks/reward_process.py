@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, send
-from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.reward_spec import Reward, RewardSpec
 from asyncrl_cli.tasks.reward_worker import IDLE, RunningMark, serve
 
 START_TIMEOUT_S = 60.0
@@ -34,7 +34,7 @@ class RewardFailed(Exception):
         self.kind = kind
 
 
-Outcome = float | RewardFailed
+Outcome = Reward | RewardFailed
 
 
 @dataclass(order=True, slots=True)
@@ -147,8 +147,8 @@ class RewardProcess:
         line = await self.process.stdout.readline()
         if not line.endswith(b"\n"):
             return None
-        number, outcome = json.loads(line)
-        return number, RewardFailed(*outcome) if isinstance(outcome, list) else outcome
+        number, outcome, *parts = json.loads(line)
+        return number, RewardFailed(*outcome) if isinstance(outcome, list) else Reward(outcome, *parts)
 
     async def _watch(self) -> None:
         """Kill the process if a reward runs too long, or if it owes rewards but for long neither runs nor answers one. Once it has

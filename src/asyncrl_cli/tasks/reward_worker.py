@@ -1,7 +1,7 @@
 """The reward process's own side: scores requests, and writes on a shared board which one is running.
 
     pool -> child    pickles: (id, item, response); (id, None, "") if nobody waits for an async reward any more
-    child -> pool    lines of JSON: [id, reward], or [id, ["why there is none", kind]]
+    child -> pool    lines of JSON: [id, reward, parts], or [id, ["why there is none", kind]]
 
 The child's first line has id 0 and says how many rewards it takes at once, or why it cannot score. Ordinary rewards run one at a
 time; async ones run concurrently, each with its own timeout while it awaits. The pool kills the process if the board shows the same
@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.tasks.child import pickles, write_line
 from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.tasks.reward_functions import Scorer, is_async
 from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.scoring import Scorer, build_scorer, checked_reward, is_async
+from asyncrl_cli.tasks.scoring import build_scorer, checked_reward
 from asyncrl_cli.tasks.user_code import describe, report
 
 if TYPE_CHECKING:
@@ -92,11 +93,12 @@ class _Worker:
                 continue
             self.board.enter(request_id)
             try:
-                outcome = checked_reward(self.scorer(item, response))
+                reward = checked_reward(self.scorer(item, response))
+                outcome = [reward, reward.parts]
             except (Exception, SystemExit) as error:
-                outcome = report(error), "raised"
+                outcome = [(report(error), "raised")]
             self.board.leave()
-            write_line(self.results, [request_id, outcome])
+            write_line(self.results, [request_id, *outcome])
 
     async def serve_awaiting(self, requests: BinaryIO) -> None:
         """Run all async rewards concurrently. The pool never has more than MAX_AWAITING running."""
@@ -124,11 +126,12 @@ class _Worker:
 
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                outcome = checked_reward(await announced(self._call(item, response), request_id, self.board))
+                reward = checked_reward(await announced(self._call(item, response), request_id, self.board))
+                outcome = [reward, reward.parts]
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             took_too_long = f"took longer than {self.timeout_s:g} s", "timed-out"
-            outcome = took_too_long if limit.expired() else (report(error), "raised")
-        write_line(self.results, [request_id, outcome])
+            outcome = [took_too_long if limit.expired() else (report(error), "raised")]
+        write_line(self.results, [request_id, *outcome])
 
     async def _call(self, item: Item, response: Any) -> Any:
         return await self.scorer(item, response)

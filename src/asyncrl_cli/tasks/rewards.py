@@ -24,7 +24,7 @@ from typing import Any
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_process import Backlog, PendingReward, RewardFailed, RewardProcess, Rules, start_process
-from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.reward_spec import Reward, RewardSpec
 
 MAX_DEFAULT_WORKERS = 4
 MAX_IDLE_DEATHS = 4
@@ -66,7 +66,7 @@ class RewardPool:
         if self._broken:
             raise ExecutorFailed(f"rewards cannot start: {self._broken}")
 
-    async def score(self, item: Item, response_text: Any) -> float:
+    async def score(self, item: Item, response_text: Any) -> Reward:
         """The reward of a response. Raises RewardFailed if there is none."""
         self._begin()
         number = next(self._numbers)

@@ -34,7 +34,7 @@ def answer_column(row: Mapping[str, Any], named: str) -> str:
     """The name of the answer's column: `named`, or verl's or SkyRL's if `named` is the default and the row lacks it."""
     if named != DEFAULT_ANSWER or named in row:
         return named
-    return next((name for name in GROUND_TRUTHS if _find(row, name) is not None), named)
+    return next((name for name in GROUND_TRUTHS if find(row, name) is not None), named)
 
 
 def _prompt(row: Mapping[str, Any], column: str, place: str) -> Prompt:
@@ -64,7 +64,7 @@ def _message(value: Any, where: str, place: str) -> Mapping[str, str]:
 
 
 def _answer(row: Mapping[str, Any], column: str, place: str, needs_answer: bool) -> str | None:
-    if not needs_answer and _find(row, column) is None:
+    if not needs_answer and find(row, column) is None:
         return None
     value = _column(row, column, place, ANSWER_KEY)
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
@@ -109,8 +109,8 @@ def _whole_text(value: str, column: str, place: str) -> str:
 
 
 def _column(row: Mapping[str, Any], name: str, place: str, key: str) -> Any:
-    """The value that `_find` finds. Raises a ConfigError with a suggestion if the row has no such column or field."""
-    value = _find(row, name)
+    """The value that `find` finds. Raises a ConfigError with a suggestion if the row has no such column or field."""
+    value = find(row, name)
     if value is not None or name in (names := list(_names(row))):
         return value
     listed = first_names([f"{column:.80}" for column in row], MAX_COLUMNS_NAMED) or "none"
@@ -120,15 +120,15 @@ def _column(row: Mapping[str, Any], name: str, place: str, key: str) -> Any:
     raise ConfigError(f'{place}: no column "{name}"; it has: {listed}', hint=hint)
 
 
-def _find(row: Mapping[str, Any], name: str) -> Any:
+def find(row: Mapping[str, Any], name: str) -> Any:
     """The value of a column, or of a field at any depth in it: `column.field`. None if there is none."""
     column, _, rest = name.partition(".")
     inner = row.get(column)
-    return _find(inner, rest) if rest and name not in row and isinstance(inner, Mapping) else row.get(name)
+    return find(inner, rest) if rest and name not in row and isinstance(inner, Mapping) else row.get(name)
 
 
 def _names(row: Mapping[str, Any]) -> Iterator[str]:
-    """Every name that `_find` finds."""
+    """Every name that `find` finds."""
     for column, value in row.items():
         yield column
         if isinstance(value, Mapping):

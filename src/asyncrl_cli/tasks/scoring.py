@@ -7,34 +7,26 @@ returning 0. A response without an answer, or with an unreadable one, is simply 
 from __future__ import annotations
 
 import inspect
-import math
 import numbers
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.tasks import agents, verifiers_player
 from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, tagged
 from asyncrl_cli.tasks.item import WORKED, Item, messages_of
-from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.user_code import UserCode
-
-Scorer = Callable[[Item, Any], Any]
+from asyncrl_cli.tasks.reward_functions import Scorer, is_async, load_function
+from asyncrl_cli.tasks.reward_spec import MAX_REWARD, NoReward, Reward, RewardSpec
 
 
-def is_async(scorer: Scorer) -> bool:
-    return inspect.iscoroutinefunction(scorer) or inspect.iscoroutinefunction(getattr(scorer, "__call__", None))  # noqa: B004
-
-
-def checked_reward(value: object) -> float:
-    """The reward as a float. Raises TypeError or ValueError unless it is a finite number: None or NaN is a failure, not 0."""
+def checked_reward(value: object) -> Reward:
+    """The reward with its parts. Raises TypeError or ValueError unless it is a finite number of at most MAX_REWARD: None or NaN is
+    a failure, not 0."""
     if not isinstance(value, numbers.Real):
         raise TypeError(f"the reward returned {type(value).__name__}, not a number: {value!r:.80}")
     reward = float(value)
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward returned {reward}")
-    return reward
+    if not abs(reward) <= MAX_REWARD:
+        raise ValueError(f"the reward returned {reward:g}; a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}")
+    return value if isinstance(value, Reward) else Reward(reward)
 
 
 def _dataset_scorer(spec: RewardSpec) -> Scorer:
@@ -73,39 +65,36 @@ def _answer_of(item: Item) -> str:
     return str(item["answer"])
 
 
-def load_function(code: UserCode) -> Scorer:
-    """Import a reward function. Raises any error of that import, TypeError if it cannot be a reward, ConfigError if it is TRL's."""
-    found, name = code.load(), code.attribute
-    if inspect.isclass(found):
-        raise TypeError(f"{name} is a class; name a function, or an instance that can be called")
-    if not callable(found):
-        raise TypeError(f"{name} is not a function but {type(found).__name__}")
-    called = found if inspect.isroutine(found) or isinstance(found, partial) else type(found).__call__
-    if inspect.isasyncgenfunction(called) or inspect.isgeneratorfunction(called):
-        raise TypeError(f"{name} yields values; a reward returns one number")
-    try:
-        signature = inspect.signature(found)
-    except ValueError:  # some functions in C have no signature
-        return found
-    if "completions" in signature.parameters:
-        values = {"prompts": 'item["prompt"]', "completions": "response", "answer": 'item["answer"]'}
-        given = ", ".join(f"{key}=[{value}]" for key, value in values.items() if key in signature.parameters)
-        raise ConfigError(
-            f'task.reward = "{code.name}" has TRL\'s signature, {signature!s:.200}; here a reward is called with (item, response)',
-            hint=f"name a function that calls it: `def score(item, response): return {name}({given})[0]`",
-        )
-    try:
-        signature.bind({}, "")
-    except TypeError as error:
-        raise TypeError(f"{name}{signature} cannot be called with (item, response): {error}") from error
-    return found
+def _several_scorer(spec: RewardSpec) -> Scorer:
+    """The weighted sum. Scorers that are coroutine functions are awaited one after the other."""
+    scorers = {part.name: (part.weight, build_scorer(part.spec)) for part in spec.parts}
+
+    def summed(values: Mapping[str, Any]) -> Reward:
+        given = {name: checked_reward(value) for name, value in values.items() if not isinstance(value, NoReward)}
+        if not given:
+            raise ValueError("none of the rewards applies to the item")
+        figures = {name: figure for reward in given.values() for name, figure in reward.parts.items()}
+        return Reward(sum(scorers[name][0] * reward for name, reward in given.items()), figures | given)
+
+    def score(item: Item, response: str) -> Reward:
+        return summed({name: scorer(item, response) for name, (_, scorer) in scorers.items()})
+
+    async def score_awaiting(item: Item, response: str) -> Reward:
+        values = dict[str, Any]()
+        for name, (_, scorer) in scorers.items():
+            value = scorer(item, response)
+            values[name] = await value if inspect.isawaitable(value) else value
+        return summed(values)
+
+    return score_awaiting if any(is_async(scorer) for _, scorer in scorers.values()) else score
 
 
 SCORERS: Mapping[str, Callable[[RewardSpec], Scorer]] = {
     "dataset": _dataset_scorer,
     "exact-match": _exact_match_scorer,
     "math-verify": _math_verify_scorer,
-    "function": lambda spec: load_function(spec.function),
+    "function": lambda spec: load_function(spec.function, spec.answer_key),
+    "several": _several_scorer,
     "agent": lambda spec: agents.player(spec.function),
     "verifiers": lambda spec: verifiers_player.player(spec.dataset, spec.params),
     "none": lambda spec: lambda item, response: 0.0,

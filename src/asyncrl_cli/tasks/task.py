@@ -20,6 +20,7 @@ from asyncrl_cli.tasks.item import WORKED, Item
 from asyncrl_cli.tasks.reward_spec import Adapter, RewardSpec
 from asyncrl_cli.tasks.splits import KINDS, check_no_files, file_of, read_sets, splits_of
 from asyncrl_cli.tasks.tool_class import ToolClass
+from asyncrl_cli.tasks.user_code import UserCode
 from asyncrl_cli.tasks.verifiers_source import verifiers_items, verifiers_spec
 
 SOURCES = {
@@ -63,6 +64,16 @@ class Task:
     notes: tuple[str, ...] = ()
     tool_class: ToolClass | None = None
     eval_sets: Mapping[str, Sequence[Item]] = field(default_factory=dict)
+
+    @property
+    def user_code(self) -> Mapping[str, UserCode]:
+        """The user's own code by the names of its records: `reward`, `reward-2`, ..., `environment`, `agent`."""
+        if self.reward.kind == "agent" and self.reward.function:
+            return {"agent": self.reward.function}
+        tools = self.tool_class
+        functions = [*self.reward.functions, *(code for part in (tools.rewards if tools else ()) for code in part.spec.functions)]
+        rewards = {f"reward-{number}" if number > 1 else "reward": code for number, code in enumerate(functions, start=1)}
+        return {**rewards, **({"environment": tools.code} if tools else {})}
 
     def expected(self, item: Item) -> str | None:
         """The text to compare a response with: the reference answer, in the worked form a correct response; None if there is
@@ -177,7 +188,7 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
         read_items,
         prompt=profile.task.prompt_key,
         answer=profile.task.answer_key,
-        needs_answer=reward.function is None and reward.kind != "episode",
+        needs_answer=reward.needs_answer,
     )
     train, held_out, notes = splits_of(profile, path, read)
     if reward.kind == "exact-match" and DATA_SOURCE in train[0]["metadata"]:

@@ -2,7 +2,7 @@
 
 A class (or function) that takes no arguments makes the environment of one episode. `reset(**columns)` begins it and may return text
 to add to the user's message. All other public methods are the model's tools, described by docstrings and type hints. The reward is
-the sum of `get_reward()`, if there is one, and of task.reward, if that is given. An attribute `done` that is true ends the episode.
+the sum of `get_reward()`, if there is one, and of the functions in task.reward. An attribute `done` that is true ends the episode.
 
     worker -> process    pickles: ("reset", seed, prompt, columns), ("calls", [(tool, arguments), ...]), ("reward", completion),
                          ("finish",)
@@ -23,10 +23,13 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from asyncrl_cli.tasks.child import pickles, write_line
+from asyncrl_cli.tasks.reward_functions import check_trl
+from asyncrl_cli.tasks.reward_spec import Reward, RewardPart, figures_of
 from asyncrl_cli.tasks.scoring import checked_reward
 from asyncrl_cli.tasks.user_code import UserCode, report
 
-NOT_TOOLS = ("reset", "get_reward")
+GET_REWARD = "get_reward"
+NOT_TOOLS = ("reset", GET_REWARD)
 MAX_TEXT_CHARS = 10**6
 """Longest text that `reset` or a tool may return: far more than any context, little enough for a pipe."""
 
@@ -35,12 +38,12 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolClass:
-    """Small and picklable. `tools`: the schemas of its methods, in OpenAI's shape. `reward`: a function in TRL's signature, called
+    """Small and picklable. `tools`: the schemas of its methods, in OpenAI's shape. `rewards`: functions in TRL's signature, called
     with `prompts`, `completions`, `environments` and the columns, each a list of one, and TRL's other arguments."""
 
     code: UserCode
     tools: tuple[Mapping[str, Any], ...] = ()
-    reward: UserCode | None = None
+    rewards: tuple[RewardPart, ...] = ()
 
 
 def inspect_class(code: UserCode) -> tuple[list[dict[str, Any]], bool]:
@@ -63,9 +66,7 @@ def check_reward(code: UserCode) -> None:
     function = code.load()
     if inspect.isclass(function) or not callable(function):
         raise TypeError(f"{code.attribute} is not a function but {type(function).__name__}")
-    asked = inspect.signature(function).parameters.get("completion_ids")
-    if asked is not None and asked.default is asked.empty:
-        raise TypeError(f"{code.attribute} asks for completion_ids, which are not available where environments run")
+    check_trl(code.attribute, inspect.signature(function))
 
 
 class TooLong(Exception):
@@ -73,9 +74,10 @@ class TooLong(Exception):
 
 
 class Player:
-    def __init__(self, make: Callable[[], Any], reward: Callable[..., Any] | None) -> None:
+    def __init__(self, make: Callable[[], Any], rewards: Mapping[str, tuple[float, Callable[..., Any]]]) -> None:
+        """`rewards`: functions in TRL's signature by name, each with its weight."""
         self._make = make
-        self._reward = reward
+        self._rewards = rewards
         self._environment: Any = None
         self._runner: Any = None
 
@@ -116,26 +118,27 @@ class Player:
             return {"text": str({"error": _bounded(str(error))}), "raised": True}
 
     def reward(self, completion: list[Any]) -> Sequence[Line]:
-        rewards, facts = list[Any](), dict[str, float]()
+        given, facts = dict[str, Any](), dict[str, float]()
         if hasattr(self._environment, "get_reward"):
-            rewards.append(self._value(self._environment.get_reward()))
-        if self._reward is not None:
-            columns = {name: [value] for name, value in self._columns.items()}
-            rewards += self._value(
-                self._reward(
+            given[GET_REWARD] = self._value(self._environment.get_reward())
+        for name, (_, function) in self._rewards.items():
+            (given[name],) = self._value(
+                function(
                     prompts=[self._prompt],
                     completions=[completion],
                     environments=[self._environment],
                     trainer_state=None,
                     log_extra=lambda *_: None,
                     log_metric=lambda name, value: facts.update({str(name): float(value)}),
-                    **columns,
+                    **{name: [value] for name, value in self._columns.items()},
                 )
             )
-        given = [checked_reward(reward) for reward in rewards if reward is not None]
-        if rewards and not given:
+        rewards = {name: checked_reward(reward) for name, reward in given.items() if reward is not None}
+        if given and not rewards:
             raise ValueError("the reward is None")
-        return [{"reward": sum(given), "facts": facts}]
+        total = sum(self._rewards[name][0] * reward if name in self._rewards else reward for name, reward in rewards.items())
+        parts = figures_of(Reward(total, rewards)) if len(given) > 1 else {}
+        return [{"reward": checked_reward(total), "facts": {**facts, **parts}}]
 
     def finish(self) -> Sequence[Line]:
         """Drop the environment. `clean`: nothing that it started still runs, so the process can serve another one."""

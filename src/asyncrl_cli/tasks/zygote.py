@@ -39,7 +39,8 @@ def run(requests: BinaryIO, results: BinaryIO, tool_class: ToolClass) -> None:
     libc.prctl(PR_SET_PDEATHSIG, 0)  # it must first kill its processes, and then ends by itself
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
-        player = Player(tool_class.code.load(), tool_class.reward and tool_class.reward.load())
+        rewards = {part.name: (part.weight, code.load()) for part in tool_class.rewards for code in part.spec.functions}
+        player = Player(tool_class.code.load(), rewards)
     except (Exception, SystemExit) as error:
         _tell(control, {"failed": describe(error)})
         os._exit(1)

@@ -41,7 +41,7 @@ class AgentEnvironment(SelfPlayed):
                     raise EpisodeFailed(KINDS.get(failed.kind, "agent"), f"agent of {episode.id}: {failed}") from None
         if not episode.conversation.num_sampled:
             raise EpisodeFailed("agent", f"agent of {episode.id}: it ended without an answer from the model")
-        return End(reward=reward)
+        return End(reward=float(reward))
 
     async def _played(self, episode: Episode) -> float:
         """Run the agent once, with a new conversation. Raises RewardFailed, and the engine's errors."""
