@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, RefusedError
-from asyncrl_cli.export import export as export_module
+from asyncrl_cli.export import writing
 from asyncrl_cli.export.export import export
 from asyncrl_cli.export.source import _step_of
 from asyncrl_cli.profile.schema import Profile
@@ -179,6 +181,14 @@ def test_a_target_that_cannot_be_is_refused_and_a_given_one_before_a_byte_is_rea
     assert f"error: {tmp_path / 'file'} is a file\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--version", "7"], ["--model", "/nope"], ["--adapter"], ["--out", "/dev"]])
+def test_what_can_be_refused_is_refused_before_torch_is_imported(make_run, words):
+    command = ["export", "otter", "--runs-dir", str(make_run().runs_dir), *words]
+    code = f"import sys; from asyncrl_cli.cli.app import run; code = run({command}); print(code, 'torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout in ("2 False\n", "4 False\n"), ran.stderr
+
+
 def test_a_copy_of_a_run_goes_by_its_own_name_and_no_progress_is_called_0(make_run, capsys):
     made = make_run()
     shutil.copytree(made.directory, made.runs_dir / "badger")
@@ -219,7 +229,7 @@ def test_a_full_disk_leaves_nothing_behind(make_run, monkeypatch, tmp_path, erro
             raise error
         path.write_bytes(b"")
 
-    monkeypatch.setattr(export_module, "write_weights", full)
+    monkeypatch.setattr(writing, "write_weights", full)
     with pytest.raises(AsyncrlError, match=r"cannot be written: .*No space left on device"):
         exported(made, out=tmp_path / "there" / "model", max_file_bytes=500_000)
     assert len(files) == 3

@@ -51,15 +51,12 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a run's weights as a Hugging Face model directory."""
-    from asyncrl_cli.checkpoint.find import resolve
+    from asyncrl_cli.export.export import export as export_weights
     from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.plan.cluster import counted
 
-    resolve(source, runs_dir)  # fail on a wrong name before importing torch
     with Starting("auto") as progress:
         progress("looking for the weights")
-        from asyncrl_cli.export.export import export as export_weights
-
         exported = export_weights(
             source,
             runs_dir=runs_dir,

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.export.source import SavedWeights, Source
+from asyncrl_cli.export.saved_weights import SavedWeights
+from asyncrl_cli.export.source import Source
 from asyncrl_cli.models.inspection import check_model_directory
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.tasks.task import load_task
@@ -21,10 +22,6 @@ from asyncrl_cli.weights.model_files import write_weights
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-
-
-def has_adapters(weights: SavedWeights) -> bool:
-    return any(ADAPTER in name for name in weights.shapes)
 
 
 def merged_weights(source: Source, given: Path | None) -> SavedWeights:

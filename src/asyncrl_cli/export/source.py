@@ -1,4 +1,4 @@
-"""Finds, verifies and reads (without ranks) the weights that RUN|CHECKPOINT and --version mean. A refusal lists what exists.
+"""Finds and verifies the weights that RUN|CHECKPOINT and --version mean. A refusal lists what exists, before torch is imported.
 
 RUN                  the trainer's weights in the newest whole checkpoint
 CHECKPOINT           the trainer's weights in that checkpoint
@@ -9,13 +9,11 @@ RUN --version N      kept version N (`weights.keep_versions`), else from a check
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
+from typing import TYPE_CHECKING
 
 from asyncrl_cli.checkpoint.find import find_run_or_checkpoint, has_checkpoints, resolve
 from asyncrl_cli.checkpoint.sealed import Checkpoint, Damaged, checkpoints_in, load_checkpoint, read_manifest
@@ -24,33 +22,25 @@ from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import read_document
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.trainer_state import CRITIC, PUBLISHED_FILE, SavedState
-from asyncrl_cli.weights.disk import kept_versions, version_directory
+from asyncrl_cli.weights.model_files import PUBLISHED_FILE, VERSIONS, kept_versions, version_directory
+
+if TYPE_CHECKING:
+    from asyncrl_cli.export.saved_weights import SavedWeights
 
 RESOLVED = "config.resolved.json"
-VERSIONS = "versions"
 VERSIONS_SHOWN = 8
-WEIGHT_PREFIX = "weight/"
 
 Say = Callable[[str], None]
-Read = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
-"""Reads some tensors by name, so that a model larger than memory can be copied. RefusedError if a file is damaged or gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedWeights:
-    """Shapes of all tensors by name, and how to read some of them. Tied tensors appear once, under their first name."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    read: Read
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
-    """Weights and where they come from. `step`: the number of train steps that made them. `version`: None if they are between two
-    versions; then `after_version` is the older one. `passed_over`: why newer checkpoints were skipped."""
+    """Weights and where they come from. `files`: of a published version; none for the trainer's own in the checkpoint `path`.
 
-    weights: SavedWeights
+    `step`: the number of train steps that made them. `version`: None if they are between two versions; then `after_version` is the
+    older one. `passed_over`: why newer checkpoints were skipped."""
+
+    files: tuple[Path, ...]
     path: Path
     run: str
     run_dir: Path | None
@@ -59,6 +49,17 @@ class Source:
     version: int | None
     after_version: int | None = None
     passed_over: tuple[str, ...] = ()
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the weights are LoRA's adapters alone. A published version is always whole."""
+        return not self.files and bool(self.profile.lora.rank)
+
+    @cached_property
+    def weights(self) -> SavedWeights:
+        from asyncrl_cli.export.saved_weights import file_weights, trainer_weights  # imports torch, which takes seconds
+
+        return file_weights(self.files) if self.files else trainer_weights(self.path)
 
     def __str__(self) -> str:
         version = f"between versions {self.after_version} and {self.after_version + 1}" if self.after_version is not None else ""
@@ -117,11 +118,11 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
     profile, run_dir = read_document(directory / RESOLVED).profile, run_dir_of(directory)
     is_between = not checkpoint.at_window_boundary and version is None
     if version is None or checkpoint.at_window_boundary:
-        weights, step = trainer_weights(directory), checkpoint.step
+        files, step = (), checkpoint.step
     else:
-        weights, step = file_weights([directory / PUBLISHED_FILE]), _step_of(run_dir, profile, checkpoint.version)
+        files, step = (directory / PUBLISHED_FILE,), _step_of(run_dir, profile, checkpoint.version)
     return Source(
-        weights=weights,
+        files=files,
         path=directory,
         run=checkpoint.run if run_dir is None else run_dir.resolve().name,  # a copied run is named after its directory
         run_dir=run_dir,
@@ -137,7 +138,7 @@ def _kept(run_dir: Path, version: int) -> Source:
     directory = version_directory(run_dir / VERSIONS, version)
     profile = read_document(run_dir / RESOLVED).profile
     return Source(
-        weights=file_weights(list(directory.glob("*.safetensors"))),
+        files=tuple(sorted(directory.glob("*.safetensors"))),
         path=directory,
         run=run_dir.resolve().name,
         run_dir=run_dir,
@@ -169,48 +170,3 @@ def _there_are(run_dir: Path, in_checkpoints: Mapping[Path, int]) -> str:
         parts.append(f"kept version{'s' if len(kept) > 1 else ''} {'..., ' if len(kept) > VERSIONS_SHOWN else ''}{shown}")
     parts += [f"version {version} in {path.name}" for path, version in list(in_checkpoints.items())[:VERSIONS_SHOWN]]
     return f"there are: {', '.join(parts)}" if parts else "no version is left: weights.keep_versions was 0"
-
-
-def trainer_weights(directory: Path) -> SavedWeights:
-    """The policy's float32 master weights in a checkpoint, written by any number of ranks."""
-    saved = SavedState(directory)
-    weights = {key.removeprefix(WEIGHT_PREFIX): shape for key, shape in saved.shapes.items() if key.startswith(WEIGHT_PREFIX)}
-    shapes = {name: shape for name, shape in weights.items() if not name.startswith(CRITIC)}
-
-    def read(names: Collection[str]) -> dict[str, torch.Tensor]:
-        tensors = {name: torch.empty(shapes[name], dtype=torch.float32) for name in names}
-        for name, tensor in tensors.items():
-            saved.read(f"{WEIGHT_PREFIX}{name}", tensor)
-        return tensors
-
-    return SavedWeights(shapes, read)
-
-
-def file_weights(paths: Collection[Path]) -> SavedWeights:
-    """One version in safetensors files: a kept version, or the published weights inside a checkpoint."""
-    path_of: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(paths):
-        with _opened(path) as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-        path_of |= {name: path for name in shapes if name not in path_of}
-
-    def read(names: Collection[str]) -> dict[str, torch.Tensor]:
-        with contextlib.ExitStack() as stack:
-            files = {path: stack.enter_context(_opened(path)) for path in {path_of[name] for name in names}}
-            return {name: files[path_of[name]].get_tensor(name) for name in names}
-
-    return SavedWeights(shapes, read)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file. RefusedError if it cannot be opened, or read during the block."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise RefusedError(
-            f"weights in {path} cannot be read: {error}",
-            hint="a live run may have replaced them: export again, or take another checkpoint or --version",
-        ) from error

@@ -39,7 +39,6 @@ from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
 from asyncrl_cli.train.scores import REF, Scores
 from asyncrl_cli.train.trainer_state import (
     ANOTHER_MODEL,
-    PUBLISHED_FILE,
     Counters,
     HostState,
     SavedState,
@@ -50,7 +49,7 @@ from asyncrl_cli.train.trainer_state import (
     write_state,
 )
 from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, BucketEntry, BufferPool, Packing, plan_layout
-from asyncrl_cli.weights.model_files import write_weights
+from asyncrl_cli.weights.model_files import PUBLISHED_FILE, write_weights
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
 FROZEN_PROBES = 4

@@ -34,7 +34,6 @@ from asyncrl_cli.weights.buckets import zeros
 from asyncrl_cli.weights.model_files import write_weights
 
 COUNTERS_FILE, CRITIC_FILE = "trainer.json", "critic.json"
-PUBLISHED_FILE = "published.safetensors"
 CRITIC = "critic."
 """Prefix of the critic's parameters."""
 ANOTHER = "take another checkpoint"

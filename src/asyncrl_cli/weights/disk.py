@@ -12,7 +12,6 @@ what it reads against the bucket fingerprints that the driver sends. When loadin
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -42,23 +41,19 @@ from asyncrl_cli.weights.buckets import (
     unpack,
     view_of,
 )
-from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
+from asyncrl_cli.weights.model_files import (
+    copy_model_files,
+    kept_versions,
+    version_directory,
+    weight_file,
+    write_index,
+    write_weights,
+)
 from asyncrl_cli.weights.sending import Sender, send
 from asyncrl_cli.weights.versions import Manifest
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
-_VERSION_NAME = re.compile(r"version-(\d{6,})")
-
-
-def version_directory(root: Path, version: int) -> Path:
-    return root / f"version-{version:06d}"
-
-
-def kept_versions(root: Path) -> list[int]:
-    """Versions on disk, ascending."""
-    names = (entry.name for entry in root.iterdir()) if root.is_dir() else ()
-    return sorted(int(match[1]) for name in names if (match := _VERSION_NAME.fullmatch(name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,10 @@
-"""Writes Hugging Face directories: copies configuration and tokenizer, names and writes the weight files and their index."""
+"""Writes Hugging Face directories: copies configuration and tokenizer, names and writes the weight files and their index. Also
+names and finds the directories of versions. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +20,24 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 RUN_COPY = "model"
 """Folder in a run's directory with a copy of its model directory without the weights, so that an export needs nothing else."""
+VERSIONS = "versions"
+"""Folder in a run's directory with its kept versions."""
+PUBLISHED_FILE = "published.safetensors"
+"""In a checkpoint: the published version's weights, if they are not the trainer's own."""
 WEIGHTS = "model.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_VERSION_NAME = re.compile(r"version-(\d{6,})")
 DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def version_directory(root: Path, version: int) -> Path:
+    return root / f"version-{version:06d}"
+
+
+def kept_versions(root: Path) -> list[int]:
+    """Versions on disk, ascending."""
+    names = (entry.name for entry in root.iterdir()) if root.is_dir() else ()
+    return sorted(int(match[1]) for name in names if (match := _VERSION_NAME.fullmatch(name)))
 
 
 def copy_model_files(model_dir: Path, target: Path, dtype: str | None = None) -> None:
