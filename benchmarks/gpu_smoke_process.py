@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import sys
@@ -42,6 +43,8 @@ def _run(name: str, module: str, device: str, directory: Path, parent: Connectio
     """Whatever a check ends with is told, with what it had measured by then."""
     from gpu_smoke_kit import Machine, Skipped, Wrong
 
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    logging.getLogger("asyncrl_cli").setLevel(logging.INFO)  # what was chosen, and why
     began_s, figures = time.perf_counter(), dict[str, Any]()
     end, detail, card = "passed", "", device
     try:

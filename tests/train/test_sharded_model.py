@@ -11,7 +11,7 @@ from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Place, Profile, TrainerSection
 from asyncrl_cli.train import sharded_model
 from asyncrl_cli.train.batch import scoring_microbatch
-from asyncrl_cli.train.policy_model import ForwardPass
+from asyncrl_cli.train.policy_model import ForwardPass, PolicyModel
 from asyncrl_cli.train.ranks import Ranks
 
 SIZES = dict(
@@ -53,6 +53,13 @@ def gradients_of(gathered, checked):
         scored.logprobs_N.mean().backward()
     gradients = {name: parameter.grad.to_local() for name, parameter in checked.named_parameters()}
     return gradients, kept, flops.get_total_flops()
+
+
+def test_each_rank_logs_the_attention_and_the_packing_that_it_has_chosen(ranks, tmp_path, caplog):
+    AutoModelForCausalLM.from_config(CONFIGS["tied"]).save_pretrained(tmp_path / "model")
+    caplog.set_level("INFO", logger="asyncrl_cli")
+    PolicyModel(Profile(), str(tmp_path / "model"), ranks)
+    assert "rank 0: attention sdpa, microbatches padded" in caplog.messages
 
 
 @pytest.mark.parametrize("shard_size", ["1KB", "50GB"], ids=["several files", "one file"])

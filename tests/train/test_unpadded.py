@@ -107,6 +107,13 @@ def test_models_whose_sequences_cannot_be_divided_are_refused(config, size, word
     assert "trainer.sequence_parallel_size=1" in refused.value.hint
 
 
+def test_a_model_that_has_to_use_its_own_attention_is_refused_for_that_reason():
+    ranks = SimpleNamespace(rank=0, sequence_size=2, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="sequence_parallel_size = 2 needs sdpa") as refused:
+        unpadded.choose_division(AutoModelForCausalLM.from_config(CONFIG).model, "eager", ranks)
+    assert "sliding windows" not in str(refused.value)
+
+
 def test_a_kernel_is_as_far_off_as_its_values_and_infinitely_if_it_does_not_run(monkeypatch):
     def found():
         return unpadded.kernel_diff(CONFIG, torch.float32, SimpleNamespace(**vars(ALONE), device=torch.device("cpu"))).item()

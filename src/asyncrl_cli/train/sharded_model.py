@@ -7,6 +7,7 @@ so the host never holds more than the rank's shards and one tensor. Models whose
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -38,6 +39,7 @@ Read = Callable[[str, slice], torch.Tensor]
 """Reads rows of a tensor, given its name in memory: on the host, in any dtype."""
 WHOLE = slice(None)
 
+logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 EXPENSIVE = frozenset(
     {
@@ -125,6 +127,8 @@ class ShardedModel(ABC):
         self.divide: Divide = self._gathered(partial(choose_division, decoder, self.attention, ranks))
         self._gathered.release()
         self.is_packed = is_packed(self.divide)
+        layout = "packed without padding" if self.is_packed else "padded"
+        logger.info("rank %d: attention %s, microbatches %s", ranks.rank, self.attention, layout)
         every = cast(dict[str, DTensor], dict(self._content.named_parameters()))
         self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
 

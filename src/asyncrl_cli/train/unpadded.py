@@ -140,6 +140,12 @@ def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks
             return divide
     if size == 1:
         return padded
+    if attention == "eager":
+        raise ConfigError(
+            f"trainer.sequence_parallel_size = {size} needs sdpa, but this {config.model_type} model "
+            "uses its own attention (eager)",
+            hint="--set trainer.sequence_parallel_size=1; the trainer's log says why it is not sdpa",
+        )
     raise ConfigError(
         f"trainer.sequence_parallel_size = {size}: a {config.model_type} model mixes positions by more than causal attention "
         "(sliding windows, soft-caps, recurrent layers), which cannot be divided",
