@@ -47,11 +47,48 @@ def test_gpus_without_known_memory_get_the_estimate_alone(capsys: pytest.Capture
     assert {device["fits"] for device in json.loads(capsys.readouterr().out)["memory"]["devices"]} == {None}
 
 
-def test_a_job_that_does_not_fit_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "-p", "base", "--gpus", "2", "--gpu-memory", "0.2"]) == 0
+def hinted(said: str) -> list[str]:
+    """The arguments that an error's hint gives."""
+    return shlex.split(said.partition("hint: ")[2])
+
+
+def test_a_job_that_does_not_fit_is_refused_after_the_plan_with_sets_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "-p", "base", "--gpus", "2", "--gpu-memory", "0.2"]
+    assert run(plan) == 3
     captured = capsys.readouterr()
-    assert "lower trainer.max_tokens_per_microbatch" in captured.err
+    assert "trainer needs about" in captured.err
     assert "does not fit" in captured.out
+    assert run([*plan, *hinted(captured.err)]) == 0
+    assert "does not fit" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [],
+        ["rollout.engine=vllm", "rollout.max_response_tokens=8192"],
+        ["rollout.max_response_tokens=16384", "rollout.slots=256"],
+        ["placement.colocate=true", "rollout.engine=vllm", "rollout.max_response_tokens=8192"],
+    ],
+)
+@pytest.mark.parametrize("gpu_gib", ["40", "80"])
+def test_the_hint_of_a_plan_leads_to_one_that_fits_in_one_step(
+    sets: list[str], gpu_gib: str, seven_billion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["plan", "-p", "base", "--gpus", "8", "--gpu-memory", gpu_gib]
+    plan += [word for text in (seven_billion, *sets) for word in ("--set", text)]
+    assert run(plan) == 3
+    assert run([*plan, *hinted(capsys.readouterr().err)]) == 0
+
+
+def test_without_settings_that_fit_the_hint_is_a_number_of_gpus_that_do(
+    seven_billion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["plan", "-p", "base", "--set", seven_billion, "--gpu-memory", "24", "--gpus"]
+    assert run([*plan, "2"]) == 3
+    words = hinted(capsys.readouterr().err)
+    gpus, more = words[words.index("--gpus") + 1], words[words.index("--gpus") + 2 :]
+    assert run([*plan, gpus, *more]) == 0
 
 
 @pytest.fixture
@@ -68,17 +105,11 @@ def test_what_cannot_fit_on_any_account_is_refused_after_the_plan_with_sets_that
     assert run(arguments) == 3
     said = capsys.readouterr()
     assert json.loads(said.out)["memory"]["devices"][0]["fits"] is False
-    assert said.err == (
-        "error: a trainer rank's weights and moments take 18.8 GiB of a GPU, which has 16.0 GiB: this cannot run\n"
-        "hint: --set placement.trainer_workers=5\n"  # 75 GiB in parts of 16
-    )
-    arguments += ["--set", "placement.trainer_workers=5"]
-    assert run(arguments) == 3
-    said = capsys.readouterr()
-    assert "a rollout worker's weights take 25.1 GiB" in said.err
-    assert "hint: --set model.dtype=bfloat16" in said.err
-    assert run([*arguments, "--set", "model.dtype=bfloat16"]) == 0
-    assert "by an estimate: a run would start and may fail" in capsys.readouterr().err
+    refusal = "error: a trainer rank's weights and moments take 18.8 GiB of a GPU, which has 16.0 GiB: this cannot run\n"
+    assert said.err.startswith(refusal)  # 75 GiB in parts of 16
+    assert run([*arguments, "--set", "placement.trainer_workers=5"]) == 3
+    assert "a rollout worker's weights take 25.1 GiB" in capsys.readouterr().err
+    assert run([*arguments, *hinted(said.err)]) == 0
 
 
 def test_train_refuses_what_a_plan_refuses(
@@ -108,7 +139,10 @@ def test_options_for_gpus_are_said_to_be_unused_on_cpus(
     assert capsys.readouterr().err == ""
 
 
-def test_this_machines_cores_are_not_held_against_another_machines_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machines_cores_are_not_held_against_another_machines_job(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_fit, "known_memory_bytes", lambda device: None)
     assert run(["plan", "-p", "base", "--gpus", "512", "--json"]) == 0
     assert capsys.readouterr().err == ""
     here = ["plan", "-p", "base", "--set", "placement.device=cpu", "--set", "rollout.workers=512", "--json"]
@@ -451,6 +485,7 @@ def test_the_hub_is_asked_for_a_hub_name_only_and_only_if_wanted(
     seven_billion: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(memory_fit, "known_memory_bytes", lambda device: None)
     assert run(["plan", "--set", seven_billion, "--ask-hub"]) == 0
     assert "6,738,415,616 parameters" in capsys.readouterr().out
     name = "model.path=no-such-owner/no-such-model"

@@ -20,7 +20,7 @@ from asyncrl_cli.plan.memory import (
     estimate_memory,
     kv_cache_bytes,
 )
-from asyncrl_cli.plan.memory_fit import device_needs, memory_warnings
+from asyncrl_cli.plan.memory_fit import cache_warnings, device_needs, shortage
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Place, Profile
 from tests.marks import one_in
@@ -155,7 +155,12 @@ def test_vllm_holds_what_it_loads_once_as_the_other_engine_does() -> None:
 
 def test_ranks_share_what_fsdp_shards_and_nothing_else() -> None:
     alone, shared = (
-        sizes(planned("builtin:tiny", f"placement.trainer_workers={ranks}", "rollout.workers=1", gpus=9)[2], TRAINER)
+        sizes(
+            planned(
+                "builtin:tiny", f"placement.trainer_workers={ranks}", "rollout.workers=1", "trainer.ppo_mini_batch_size=32", gpus=9
+            )[2],
+            TRAINER,
+        )
         for ranks in (1, 8)
     )
     for what in ("parameters", "optimizer", "gradients", "checkpoint"):
@@ -180,6 +185,15 @@ def test_a_trajectory_longer_than_the_budget_counts_whole() -> None:
     budget = sizes(planned("builtin:tiny", "trainer.max_tokens_per_microbatch=1024")[2], TRAINER)
     long = ("trainer.max_tokens_per_microbatch=1024", "rollout.max_prompt_tokens=49", "rollout.max_response_tokens=2000")
     assert sizes(planned("builtin:tiny", *long)[2], TRAINER)["activations"] == 2 * budget["activations"]
+
+
+@pytest.mark.parametrize(("ranks", "tokens"), [(1, 640), (2, 320), (3, 320)])
+def test_a_microbatch_has_no_more_tokens_than_its_ranks_part_of_an_optimizer_step(ranks: int, tokens: int) -> None:
+    """2 groups of 2 trajectories, of at most 160 tokens to be predicted: 8,192 tokens, the default, never come together."""
+    step = ("trainer.ppo_mini_batch_size=2", "rollout.n=2", "rollout.max_prompt_tokens=61", "rollout.max_response_tokens=100")
+    _, _, estimate = planned("builtin:tiny", *step, f"placement.trainer_workers={ranks}")
+    (how,) = (item.how for item in estimate.items if item.what == "activations")
+    assert how.startswith(f"{tokens} tokens of a microbatch")
 
 
 def test_a_head_that_is_not_trained_has_no_gradient() -> None:
@@ -243,21 +257,22 @@ def test_a_peak_is_what_always_stays_and_the_most_expensive_phase() -> None:
     assert made.peak_bytes(ROLLOUT, "device") == 17
 
 
-def test_gpus_that_are_too_small_are_named_with_the_key_that_helps() -> None:
-    estimate = replace(planned("builtin:tiny", "trainer.max_tokens_per_microbatch=4194304", gpus=2)[2], available_bytes=80 * GIB)
+def test_gpus_that_are_too_small_are_named() -> None:
+    long = ("trainer.max_tokens_per_microbatch=4194304", "rollout.max_response_tokens=40000")
+    estimate = replace(planned("builtin:tiny", *long, "rollout.slots=8", gpus=2)[2], available_bytes=80 * GIB)
     needs = device_needs(estimate)
     assert [(need.roles, need.fits) for need in needs] == [((TRAINER,), False), ((ROLLOUT,), True)]
-    (warning,) = memory_warnings(estimate)
-    assert "trainer needs about" in warning
-    assert 'trainer.activation_checkpointing = "full"' in warning
-    assert memory_warnings(replace(estimate, available_bytes=None)) == []
+    refusal = shortage(estimate)
+    assert refusal is not None
+    assert "trainer needs about" in refusal.message
+    assert shortage(replace(estimate, available_bytes=None)) is None
 
 
 def test_a_cache_that_the_engine_would_cut_is_warned_of() -> None:
-    estimate = planned("builtin:tiny", "rollout.slots=64", gpus=2)[2]
+    profile, plan, estimate = planned("builtin:tiny", "rollout.slots=64", gpus=2)
     cache, weights = sizes(estimate, ROLLOUT)["KV cache"], sizes(estimate, ROLLOUT)["weights"]
     available = weights + int(cache * 1.5)
-    warnings = memory_warnings(replace(estimate, available_bytes=available))
+    warnings = cache_warnings(estimate_memory(profile, plan, shape_of("builtin:tiny"), available))
     assert any("rollout.slots = 48 fits" in warning for warning in warnings)
 
 

@@ -14,7 +14,7 @@ from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
-from asyncrl_cli.plan.memory_fit import cannot_fit, device_needs, memory_warnings
+from asyncrl_cli.plan.memory_fit import cache_warnings, cannot_fit, device_needs
 from asyncrl_cli.profile.loaded import load
 from tests.llama import LLAMA_7B
 
@@ -105,7 +105,7 @@ def test_a_share_that_is_too_small_for_the_weights_is_refused_with_one_that_is_n
 def test_slots_that_the_share_has_no_room_for_are_warned_of_with_the_number_that_fits(seven_billion):
     sets = ("model.dtype=bfloat16", "placement.trainer_workers=7", "rollout.slots=256", "rollout.max_response_tokens=1792")
     estimate = planned(*sets, model=seven_billion, gpus=8, gpu_gib=80)
-    (warning,) = memory_warnings(estimate)
+    (warning,) = cache_warnings(estimate)
     # 2048 tokens of 512 KiB each are 1 GiB per slot.
     assert "a KV cache for 256 slots at full length is 256.0 GiB, and vLLM's share of the GPU leaves less" in warning
     fitting = int(warning.partition("rollout.slots = ")[2].partition(" ")[0])

@@ -81,7 +81,7 @@ def plan(
 ) -> None:
     """Show a profile's mode, groups, windows, admission budget, staleness bound, placement and memory.
 
-    Exits with 3 if there are too few GPUs, or if they are too small for the weights alone."""
+    Exits with 3 if there are too few GPUs, or if the job does not fit their memory by the estimate."""
     named = profile or "partial-rollout"
     if address is not None and (gpus is not None or tune is not None or nodes > 1):
         other = "--tune" if tune is not None else "--gpus" if gpus is not None else "--nodes"

@@ -13,6 +13,7 @@ from rich.text import Text
 from asyncrl_cli.cli.console import print_json, print_prose, print_table, warn
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.fitting import with_hint
 from asyncrl_cli.plan.job_plan import COLOCATED, TRAINER, JobPlan, plan_rows
 from asyncrl_cli.plan.machine import engine_refusal
 from asyncrl_cli.plan.memory import MemoryEstimate
@@ -56,9 +57,9 @@ def print_plan(
         given = {"--gpus": None if job.gpus else gpus or None, "--gpu-memory": gpu_memory_gib}
         warnings += [f"{flag} {value:g} is not used: the job runs on CPUs" for flag, value in given.items() if value is not None]
     memory = memory_fit.estimate_or_reason(profile, job, _device_memory_bytes(job, is_here, gpu_memory_gib))
-    refusal = memory_fit.cannot_fit(memory) if isinstance(memory, MemoryEstimate) else None
-    if refusal is None and isinstance(memory, MemoryEstimate):
-        warnings += memory_fit.memory_warnings(memory)
+    refusal = None
+    if isinstance(memory, MemoryEstimate) and (refusal := memory_fit.cannot_fit(memory) or memory_fit.shortage(memory)) is None:
+        warnings += memory_fit.cache_warnings(memory)
     warn(*warnings)
     if as_json:
         print_json(_document(profile, schedule, job, memory) | ({"cluster": there.rows(job)} if shows_nodes else {}))
@@ -67,8 +68,8 @@ def print_plan(
         if shows_nodes:
             there.print(job)
         _print_memory(memory, job)
-    if refusal is not None:
-        raise refusal
+    if refusal is not None and isinstance(memory, MemoryEstimate):
+        raise with_hint(refusal, memory, there.all)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     wire buffers            of nccl and ipc, on the GPUs at both ends; w = weights.load_bucket_size_mb, m the largest tensor:
                             nccl 3 (w + m) at rank 0 during training, 2 (w + m) in each process of vLLM; ipc max(w, m) at both
 
-A microbatch's tokens are counted per rank: trainer.sequence_parallel_size ranks divide a longer trajectory between them.
+A microbatch's tokens are counted per rank: trainer.sequence_parallel_size ranks divide a longer trajectory between them. It has no
+more than its rank's part of an optimizer step: B * n trajectories of the greatest length, without forks.
 With LoRA (`lora.rank`) moments, gradients, the window's first weights and a checkpoint's copy are those of the adapters alone.
 
 A process's peak is what it always holds plus its most expensive phase. Not counted: Python, torch and a GPU's context
@@ -40,7 +41,7 @@ from functools import partial
 from typing import Literal
 
 from asyncrl_cli.engines.port import EngineMemory, kind_of
-from asyncrl_cli.engines.transformers import PAGE_TOKENS, PREFILL_TOKENS_PACKED
+from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS, PREFILL_TOKENS_PACKED
 from asyncrl_cli.models.shape import FAMILY, ModelShape, shape_of
 from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
@@ -122,7 +123,10 @@ class MemoryEstimate:
 def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None = None) -> MemoryEstimate:
     engine = kind_of(profile).memory(profile, plan.device)
     trainer = (*_trainer_device(profile, plan, shape), *_trainer_host(profile, plan, shape), *_further(profile, plan, shape))
-    items = (*trainer, *_rollout(profile, plan, shape, engine, available_bytes))
+    # A colocated rank's weights and moments stay where they are while its GPU generates.
+    stays = sum(item.num_bytes for item in trainer if (item.role, item.place, item.phase) == (TRAINER, "device", "always"))
+    left_bytes = None if available_bytes is None else available_bytes - (stays if plan.colocate else 0)
+    items = (*trainer, *_rollout(profile, plan, shape, engine, left_bytes if engine is None else available_bytes))
     return MemoryEstimate(
         profile=profile,
         plan=plan,
@@ -181,7 +185,9 @@ def _trained(
     """A model in training on the devices of `ranks` processes, `sharing` of which divide a sequence."""
     e, shard, longest = BYTES_OF[profile.model.dtype], -(-shape.parameters // ranks), max_context_tokens(profile)
     trained = -(-adapters // ranks) if adapters else shard
-    tokens = max(profile.trainer.max_tokens_per_microbatch, -(-(longest - 1) // sharing))  # a longer one has its own microbatch
+    rows = -(-profile.trainer.ppo_mini_batch_size * profile.rollout.n * sharing // ranks)  # of an optimizer step, on each rank
+    row_tokens = -(-(longest - 1) // sharing)  # one that is longer than a microbatch has its own
+    tokens = max(min(profile.trainer.max_tokens_per_microbatch, rows * row_tokens), row_tokens)
     over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
     recompute = profile.trainer.activation_checkpointing
     kept = tokens * shape.num_layers * kept_bytes_per_token(shape, e, recompute)
@@ -375,8 +381,15 @@ def _rollout(
 
     apart = f", shared by {gpus} GPUs" if gpus > 1 else ""
     weights, tokens = e * shape.parameters, max_context_tokens(profile)
-    cached = f"{rollout.slots} slots * {tokens} tokens, {profile.model.dtype}{apart}"
-    cache = ("KV cache", kv_cache_bytes(profile, shape) // gpus, cached)
+    wanted, cached = (
+        kv_cache_bytes(profile, shape) // gpus,
+        f"{rollout.slots} slots * {tokens} tokens, {profile.model.dtype}{apart}",
+    )
+    if engine is None and available_bytes is not None and plan.device == "cuda":
+        room = max(int((available_bytes - weights // gpus) * CACHE_SHARE_OF_MEMORY), 0)
+        if wanted > room:
+            wanted, cached = room, f"half of what is free; {cached} would take more"
+    cache = ("KV cache", wanted, cached)
     device, host = (partial(MemoryItem, ROLLOUT, workers, place) for place in ("device", "host"))
     yield device("always", "weights", weights // gpus, f"{profile.model.dtype}{apart}")
     if engine:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import subprocess
 from dataclasses import dataclass
 
-from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
-from asyncrl_cli.plan import cluster
-from asyncrl_cli.plan.compiling import compile_job, device_of
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.plan.memory import SHARED_CACHE, MemoryEstimate, estimate_memory, kv_cache_bytes
 from asyncrl_cli.profile.schema import Profile
@@ -43,16 +40,6 @@ def estimate_or_reason(profile: Profile, plan: JobPlan, available_bytes: int | N
         return str(reason)
 
 
-def refuse_what_cannot_fit(profile: Profile) -> None:
-    """Called before a run on this machine. Raises PreflightError if its GPUs are too small for what a process always holds."""
-    here = cluster.local_cluster()
-    if device_of(profile, here) == "cpu":
-        return
-    estimate = estimate_or_reason(profile, compile_job(profile, here), known_memory_bytes("cuda"))
-    if isinstance(estimate, MemoryEstimate) and (refusal := cannot_fit(estimate)) is not None:
-        raise refusal
-
-
 def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
     """One need per kind of GPU: the trainer's and the rollout's, or the one they share. On CPUs: one for this machine."""
     plan = estimate.plan
@@ -76,17 +63,17 @@ def _shared_gpu(estimate: MemoryEstimate, peaks: dict[str, int]) -> int:
     return max(peaks[TRAINER], estimate.always_bytes(TRAINER) + peaks[ROLLOUT])
 
 
-def memory_warnings(estimate: MemoryEstimate) -> list[str]:
-    """Warnings about what does not fit, with the keys that would help."""
-    warnings = []
+def shortage(estimate: MemoryEstimate) -> PreflightError | None:
+    """The refusal of a job whose peak is larger than a device, by the estimate: a run would start and may fail. None if all fit."""
     for need in device_needs(estimate):
         if need.available_bytes is not None and not need.fits:
             needed = f"{'needs' if len(need.roles) == 1 else 'need'} about {need.num_bytes / GIB:.1f} GiB"
-            warnings.append(
+            return PreflightError(
                 f"{' and '.join(need.roles)} {needed} of a {need.device}'s {need.available_bytes / GIB:.1f} GiB, by an estimate: "
-                f"a run would start and may fail; {_remedy(need, estimate)}"
+                "a run would start and may fail",
+                hint=SMALLER if need.device != MACHINE else "a smaller model, or a machine with more memory",
             )
-    return warnings + _cache_warning(estimate)
+    return None
 
 
 def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
@@ -134,39 +121,8 @@ def known_memory_bytes(device: str) -> int | None:
     return min((int(line) * 2**20 for line in done.stdout.splitlines() if line.strip().isdigit()), default=None)
 
 
-REMEDIES = {
-    "activations": 'trainer.activation_checkpointing = "full", or a lower trainer.max_tokens_per_microbatch',
-    "recomputed layer": "lower trainer.max_tokens_per_microbatch",
-    "logits": "lower trainer.max_tokens_per_microbatch",
-    "KV cache": "lower rollout.slots",
-    SHARED_CACHE: "lower rollout.gpu_memory_utilization",
-    "prefill": "lower rollout.slots",
-    "sampling": "lower rollout.slots",
-    "window's first weights": 'algorithm.old_logprobs = "rollout" keeps none',
-    "checkpoint": "checkpoint.every_steps = 0 writes none",
-    "wire buffers": "lower weights.load_bucket_size_mb",
-}
-"""Item -> how a key makes it smaller. Other items depend only on the model's size and the number of processes."""
-
-
-def _remedy(need: DeviceNeed, estimate: MemoryEstimate) -> str:
-    """Advice: which item is the largest, and how to make it smaller."""
-    if need.device == MACHINE:
-        largest = max((item for role in need.roles for item in estimate.at_peak(role)), key=lambda item: item.total_bytes)
-        fewer = "placement.trainer_workers" if largest.role == TRAINER else "rollout.workers"
-        fallback = f"lower {fewer}" if largest.processes > 1 else "use a smaller model"
-    else:
-        items = [item for role in need.roles for item in estimate.of(role, "device") if item.phase != "start"]
-        largest = max(items, key=lambda item: item.num_bytes)
-        offloaded = ", or trainer.offload_optimizer = true" if largest.what == "optimizer" else ""
-        fallback = (
-            f"use more trainer ranks{offloaded}" if largest.role == TRAINER else "use a smaller model or model.dtype = bfloat16"
-        )
-    return f"the largest part is {largest.what}: {REMEDIES.get(largest.what, fallback)}"
-
-
-def _cache_warning(estimate: MemoryEstimate) -> list[str]:
-    """Warns if the KV cache is too small for all slots. The transformers engine gives it half of the memory free at its
+def cache_warnings(estimate: MemoryEstimate) -> list[str]:
+    """A warning if the KV cache is too small for all slots. The transformers engine gives it half of the memory free at its
     start, vLLM what its share leaves; both evict responses when it is full."""
     plan, rollout = estimate.plan, estimate.profile.rollout
     if plan.device == "cpu" or estimate.available_bytes is None:
@@ -177,9 +133,7 @@ def _cache_warning(estimate: MemoryEstimate) -> list[str]:
         room = held.get("KV cache", 0) + held.get(SHARED_CACHE, 0)
         leaves, then = f"{estimate.engine.name}'s share of the GPU leaves less", "preempted and computed again"
     else:
-        # A colocated rank's weights and moments stay where they are while its GPU generates.
-        taken = held["weights"] + (estimate.always_bytes(TRAINER) if plan.colocate else 0)
-        room = max(int((estimate.available_bytes - taken) * CACHE_SHARE_OF_MEMORY), 0)
+        room = held.get("KV cache", 0)
         leaves, then = "the engine takes at most half of what is free", "evicted and prefilled again"
     if needed <= room:
         return []
