@@ -24,7 +24,7 @@ from tests.loop.worlds import MODES, run_world, settings
 
 def test_a_worker_that_the_run_goes_on_without_is_not_said_to_be_restarted(monkeypatch):
     monkeypatch.setattr(Watching, "said", Counter())
-    assert run(draw(86), Watching).broken is None
+    assert run(draw(5), Watching).broken is None
     assert Watching.said["slots: rollout-N is away"]
 
 

@@ -212,7 +212,8 @@ def test_an_eval_whose_only_worker_dies_is_done_again():
     assert [event.version for event in ran.recorder.named("eval")] == [event.version for event in calm.recorder.named("eval")]
     assert {event.fields["num_prompts"] for event in ran.recorder.named("eval")} == {40}
     assert any(
-        "the eval of version 2 was lost with rollout-0" in event.fields["message"] for event in ran.recorder.named("warning")
+        "the eval of version 2 was interrupted by the loss of rollout-0" in event.fields["message"]
+        for event in ran.recorder.named("warning")
     )
 
 
@@ -427,6 +428,22 @@ def test_one_too_few_ends_the_run_with_a_checkpoint():
     ran = run_with([death(3.0), death(6.0, "rollout-0")], max_restarts=0, **AWAY)
     assert str(ran.error) == "rollout-0 failed: simulated death at 6 s"
     assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("evals", [8, 60])
+def test_another_worker_takes_the_last_eval_over_from_one_that_goes_away(evals, seconds):
+    """Whether the other one is busy with the eval, has nothing left to do (one worker has room for 8), or has yet to load."""
+    lengths = {"response_tokens": lambda rng: rng.randint(60, 120)}
+    calm = run_with([], evals=evals, times=lengths, **AWAY)
+    first = calm.recorder.named("loaded")[-2].fields["worker"]
+    dies = Fault(kind=FaultKind.DIES_IN_EVAL, executor=first, nth=6, seconds=seconds)
+    ran = run_with([dies], max_restarts=0, evals=evals, times=lengths, **AWAY)
+    assert_whole(ran, 12)
+    assert [event.fields["worker"] for event in ran.recorder.named("away")] == [first]
+    scored = [event for event in ran.recorder.named("eval") if event.version == 6]
+    assert [event.fields["num_prompts"] for event in scored] == [evals]
+    assert [summary.version for summary in ran.recorder.steps[-1].evals] == [6]
 
 
 @pytest.mark.parametrize("weights_mode", ["async", "sync"])

@@ -69,8 +69,8 @@ class Recorder:
     def tick(self, snapshot: Snapshot) -> None:
         self.ticks.append(snapshot)
 
-    def state(self) -> dict[str, Any]:
-        return {"steps": len(self.steps)}
+    def state(self, record: StepRecord | None = None) -> dict[str, Any]:
+        return {"steps": len(self.steps) + (record is not None)}
 
     def restore(self, state: Any) -> None:
         self.restored = state

@@ -93,3 +93,22 @@ def test_stale_counts_and_idle_times_of_a_run_tell_its_mode(facts, tmp_path):
     assert totals["partial-rollout"]["fully_async/partial/max_partial_span"] >= 1
     assert totals["colocate"]["overlap_ratio"] == pytest.approx(0, abs=1e-6)
     assert totals["one-step-off"]["overlap_ratio"] > totals["on-policy-pipeline"]["overlap_ratio"]
+
+
+def test_a_checkpoint_counts_a_step_whose_line_comes_later(facts, make):
+    """As the last one does: it is written before the final eval, which the line has. The line itself is none the worse for it."""
+
+    async def main():
+        t, group, record = make["trajectory"], make["group"], make["record"]
+        first, last = (record(step, step, [group("a", t(1.0, (0, 4)), t(0.5, (0, 2), (1, 3)))]) for step in (1, 2))
+        once, twice = Observers(facts, []), Observers(facts, [])
+        for observers in (once, twice):
+            observers.step(first)
+            observers.tick(make["full_snapshot"](make["full_record"](1)))
+        early = once.state(last)
+        assert once.state() != early
+        for observers in (once, twice):
+            observers.step(last)
+        assert once.state() == early == twice.state()
+
+    run_virtual(main())

@@ -27,7 +27,7 @@ from asyncrl_cli.loop.board import Board, ResumeFrom
 from asyncrl_cli.loop.groups import FinishedState, GroupsState, RunningState
 from asyncrl_cli.loop.ports import CheckpointWriter, Cut, RolloutWorker, SoFar
 from asyncrl_cli.loop.states import State
-from asyncrl_cli.loop.watching import EvalSummary
+from asyncrl_cli.loop.watching import EvalSummary, StepRecord
 from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import Count, parse_json
@@ -65,8 +65,9 @@ class Checkpointer:
         self._tasks = tasks
         self._writing: asyncio.Task[None] | None = None
 
-    async def cut(self) -> None:
-        """Freeze a checkpoint and begin to write it, unless this step already has one. Nothing may be in training."""
+    async def cut(self, record: StepRecord | None = None) -> None:
+        """Freeze a checkpoint and begin to write it, unless this step already has one. Nothing may be in training. `record`: of the
+        step, if the observers do not have it yet."""
         board = self._board
         if board.checkpoints is None or board.last_cut == board.step:
             return
@@ -74,7 +75,7 @@ class Checkpointer:
         with board.calling_trainer(State.SYNCING, "a checkpoint's snapshot"):
             await board.trainer.snapshot(board.step)
             so_far = await self._so_far()
-        cut = freeze(board, so_far)
+        cut = freeze(board, so_far, record)
         board.last_cut = board.step
         self._writing = self._tasks.create_task(self._write(board.checkpoints, cut), name=f"checkpoint {board.step}")
 
@@ -108,7 +109,7 @@ class Checkpointer:
         self._board.event("checkpointed", step=cut.step, version=cut.version, path=path.name)
 
 
-def freeze(board: Board, so_far: Sequence[SoFar] = ()) -> Cut:
+def freeze(board: Board, so_far: Sequence[SoFar] = (), record: StepRecord | None = None) -> Cut:
     """The loop's state as JSON, and the handles of the arrays that belong to it. Nothing may be in training."""
     assert not board.ledger.training, "a cut lies between two train steps"
     evals_ended: list[Any] = [asdict(summary) for summary in board.evaluator.ended]
@@ -124,7 +125,7 @@ def freeze(board: Board, so_far: Sequence[SoFar] = ()) -> Cut:
         "restarts": board.restarts,
         "last_eval_version": None if board.evaluator.running else board.evaluator.last_version,
         "evals_ended": evals_ended,
-        "observers": [observer.state() for observer in board.observers],
+        "observers": [observer.state(record) for observer in board.observers],
     }
     return Cut(
         step=board.step,

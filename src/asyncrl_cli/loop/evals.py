@@ -1,8 +1,9 @@
 """Evals: each scores one version on the eval sets' prompts, on the workers that hold that version.
 
 A worker that has loaded a version whose eval is due works on the eval until no tries are left; its next load waits until then.
-Evals take slots but no window budget. If a worker's process dies, its tries go back into the queue. Each set has its own result:
-mean@n and best@N.
+Evals take slots but no window budget. If a worker's process dies, its tries go back into the queue. If it was the last one on the
+eval, another worker that holds the version goes on with it, or the next version that a worker loads is scored instead. Each set has
+its own result: mean@n and best@N.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Evaluator:
         self._now = asyncio.get_running_loop().time
         self._ended_s = 0.0
         self._version_before: int | None = None
+        self._left: _Eval | None = None
+        """An eval whose last worker was lost."""
 
     @property
     def held_s(self) -> dict[str, float]:
@@ -69,20 +72,26 @@ class Evaluator:
         every_versions = self._profile.eval.every_versions
         return version == 0 or is_last or 0 < every_versions <= version - (self.last_version or 0)
 
+    def is_left_to(self, slots: WorkerSlots) -> bool:
+        """Whether the worker holds the version of an eval that was left by its last worker."""
+        return self.running is None and self._left is not None and self._left.version == slots.version and not slots.loading
+
     async def work(self, worker: RolloutWorker, slots: WorkerSlots, *, is_last: bool) -> None:
-        """Start or join the eval of `slots.version`, if it is due. A worker's sync loop calls this after each load."""
-        if self.running is None and self.due(slots.version, is_last):
-            self.running = _Eval(slots.version, self.tries, self._now())
-            self._version_before, self.last_version = self.last_version, slots.version
+        """Start, join or take over the eval of `slots.version`, if it is due. A worker's sync loop calls this after each load, and
+        when `is_left_to` says so."""
+        if self.running is None and (self.is_left_to(slots) or self.due(slots.version, is_last)):
+            self._begin(slots.version)
         current = self.running
         if current is None or current.version != slots.version:
             return
         chunk = max(1, slots.slots // (_CALLS_IN_FLIGHT if is_last else 2 * _CALLS_IN_FLIGHT))
         current.helpers[worker.name] = self._now()
         try:
-            async with asyncio.timeout_at(current.started_s + self._profile.eval.timeout_s), asyncio.TaskGroup() as calls:
-                for _ in range(_CALLS_IN_FLIGHT):
-                    calls.create_task(self._score(current, worker, slots, chunk))
+            async with asyncio.timeout_at(current.started_s + self._profile.eval.timeout_s):
+                while current.queue and not current.timed_out:  # a lost worker may put tries back after the last call has begun
+                    async with asyncio.TaskGroup() as calls:
+                        for _ in range(_CALLS_IN_FLIGHT):
+                            calls.create_task(self._score(current, worker, slots, chunk))
         except TimeoutError:
             current.timed_out = True
             await worker.abort_evals()
@@ -91,17 +100,29 @@ class Evaluator:
         if not current.helpers and self.running is current:
             self._end(current)
 
+    def _begin(self, version: int) -> None:
+        """Begin the eval of a version, or go on with it as if it had not stood still meanwhile."""
+        left, self._left = self._left, None
+        if left is not None and left.version == version:
+            left.started_s = self._now() - left.eval_s
+            self._ended_s -= left.eval_s
+            self.running = left
+        else:
+            self.running = _Eval(version, self.tries, self._now())
+        self._version_before, self.last_version = self.last_version, version
+
     def worker_lost(self) -> int | None:
         """Call when a worker's process is gone and its eval calls have ended, which puts their tries back into the queue.
 
-        If no other worker works on the eval, it is given up and becomes due again with the next version that a worker loads.
-        Returns the version of an eval that was given up, else None.
+        If no other worker works on the eval, it is due again: the next worker that holds its version goes on with it, unless a
+        worker begins that of a newer version first. Returns the version of an eval that was left, else None.
         """
         current = self.running
         if current is None or current.helpers:
             return None
+        current.eval_s = self._now() - current.started_s
         self._ended_s = self.active_s
-        self.running, self.last_version = None, self._version_before
+        self.running, self.last_version, self._left = None, self._version_before, current
         return current.version
 
     async def _score(self, current: _Eval, worker: RolloutWorker, slots: WorkerSlots, chunk: int) -> None:
@@ -169,6 +190,8 @@ class _Eval:
         self.num_tries = len(tries)
         self.queue = deque(tries)
         self.started_s = started_s
+        self.eval_s = 0.0
+        """The seconds that it had run when its last worker was lost."""
         self.helpers: dict[str, float] = {}
         """By worker that the eval runs on: since when it does."""
         self.timed_out = False

@@ -1,8 +1,9 @@
-"""DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups whose trajectories all have the same reward are not trained.
+"""Which groups are not worth training, and when there are so many of them that the run should end.
 
-Their advantages would be 0 under every estimator that compares a response with its group. Such a group is dropped when it finishes,
-which frees its place in the window: another prompt starts there, under all rules of admission. The filter compares the task's
-reward (verl's `filter_groups.metric = "acc"`), without the penalty of `algorithm.overlong_buffer_tokens`.
+DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups whose trajectories all have the same reward are not trained.
+Their advantages would be 0 under every estimator that compares a response with its group. Such a group is dropped when it
+finishes, which frees its place in the window: another prompt starts there, under all rules of admission. The filter compares the
+task's reward (verl's `filter_groups.metric = "acc"`), without the penalty of `algorithm.overlong_buffer_tokens`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,38 @@ from asyncrl_cli.profile.arithmetic import LoopSettings
 
 REASON = "equal rewards"
 """The ledger's reason for dropping such a group."""
+_FROM_TRAJECTORIES = 64
+"""`task.max_failed_ratio` is checked from this many trajectories on."""
+
+
+class FailuresLimit:
+    """`task.max_failed_ratio`. A resumed run counts from zero: what made trajectories fail may have been mended."""
+
+    def __init__(self, max_failed_ratio: float) -> None:
+        self._most = max_failed_ratio
+        self._trajectories = 0
+        self._failed = 0
+        self._last = ""
+
+    def count(self, result: GroupResult) -> None:
+        self._trajectories += len(result.trajectories) + len(result.failures)
+        self._failed += len(result.failures)
+        if result.failures:
+            self._last = result.failures[-1].text
+
+    def check(self) -> None:
+        """Raises AsyncrlError if too many trajectories have failed."""
+        if self._trajectories >= _FROM_TRAJECTORIES and self._failed > self._most * self._trajectories:
+            raise AsyncrlError(
+                f"{self._failed} of {self._trajectories} trajectories failed, more than task.max_failed_ratio = {self._most} "
+                f"allows; the last one: {self._last}",
+                hint="fix the reward, environment or agent (the run's log has every failure) and resume, or resume with a higher "
+                "task.max_failed_ratio",
+            )
 
 
 class GroupFilter:
-    """Judges finished groups. `rewards`: the common reward of each group dropped since the last `take_rewards`."""
+    """Judges finished groups. `rewards`: the common reward of each group dropped since the last train step."""
 
     def __init__(self, settings: LoopSettings) -> None:
         algorithm = settings.profile.algorithm
@@ -25,6 +54,7 @@ class GroupFilter:
         self._num_batches = algorithm.max_num_gen_batches
         self._step_groups = settings.schedule.step_groups
         self._in_a_row = 0
+        self._last = 0.0
 
     def leaves_out(self, result: GroupResult) -> bool:
         """Whether the group should be dropped. Counts it if so."""
@@ -32,7 +62,8 @@ class GroupFilter:
         if not self.is_on or len(rewards) > 1:
             self._in_a_row = 0
             return False
-        self.rewards.extend(rewards)
+        self._last = rewards.pop()
+        self.rewards.append(self._last)
         self._in_a_row += 1
         return True
 
@@ -41,13 +72,8 @@ class GroupFilter:
         most = self._num_batches * self._step_groups
         if self._in_a_row > most:
             raise AsyncrlError(
-                f"each of the last {self._in_a_row} groups had equal rewards (the last one: {self.rewards[-1]:g}), more than "
+                f"each of the last {self._in_a_row} groups had equal rewards (the last one: {self._last:g}), more than "
                 f"algorithm.max_num_gen_batches = {self._num_batches} times R = {self._step_groups}: nothing is left to train",
-                hint="choose prompts that the model solves now and then (too easy and too hard ones give equal rewards), or raise "
-                "rollout.n or algorithm.max_num_gen_batches",
+                hint="start a run with prompts that the model solves now and then (too easy and too hard ones give equal rewards) "
+                "or a larger rollout.n, or resume with a higher algorithm.max_num_gen_batches",
             )
-
-    def take_rewards(self) -> tuple[float, ...]:
-        """Return `rewards` and clear them."""
-        taken, self.rewards = tuple(self.rewards), []
-        return taken

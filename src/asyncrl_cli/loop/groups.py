@@ -18,16 +18,13 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, Kept, Part, PartKey, PartResult, Stage
-from asyncrl_cli.loop.filtering import REASON, GroupFilter
+from asyncrl_cli.loop.filtering import REASON, FailuresLimit, GroupFilter
 from asyncrl_cli.loop.fleet import Placement
 from asyncrl_cli.loop.ledger import LedgerState
 from asyncrl_cli.loop.ports import Feed, PartRequest
 from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
 from asyncrl_cli.safe_files import Count
-
-_FAILED_RATIO_FROM_TRAJECTORIES = 64
-"""`task.max_failed_ratio` is checked from this many trajectories on."""
 
 
 class TryState(TypedDict):
@@ -57,11 +54,10 @@ FinishedState = TypedDict("FinishedState", {"deadline": Count, "try": TryState, 
 
 
 class GroupsState(TypedDict):
-    """The groups' part of a checkpoint. `trajectories`: how many in all, how many failed. `again`: requeued, not yet started."""
+    """The groups' part of a checkpoint. `again`: requeued, not yet started."""
 
     tokens_discarded: Count
     tokens_trained: Count
-    trajectories: tuple[Count, Count]
     ledger: LedgerState
     feed: dict[str, Any]
     running: list[RunningState]
@@ -76,6 +72,7 @@ class Groups:
         self.admission = admission
         self.ledger = admission.ledger
         self.filter = GroupFilter(settings)
+        self._failures_limit = FailuresLimit(settings.profile.task.max_failed_ratio)
         self.tokens_discarded = 0
         self.tokens_trained = 0
         self.failures: Counter[str] = Counter()
@@ -86,8 +83,6 @@ class Groups:
         self._feed = feed
         self._event = event
         self._again: deque[Attempt] = deque()
-        self._trajectories = 0
-        self._failed_trajectories = 0
 
     def start(self) -> list[tuple[str, PartRequest]]:
         """Admit the next prompt, or place again what was lost with a worker. Returns (worker, request) pairs, none if closed."""
@@ -117,12 +112,18 @@ class Groups:
 
     def parts_ended(self, results: Sequence[PartResult]) -> bool:
         """Record a worker's results. Returns true if a group has ended with them. The tokens of groups that were given up in the
-        meantime count as discarded."""
+        meantime count as discarded. `check_limits` says whether too many have failed."""
         attempts = [attempt for result in results if (attempt := self._end_part(result)) is not None]
         whole = [attempt for attempt in dict.fromkeys(attempts) if not (attempt.unplaced or attempt.running_parts())]
         for attempt in whole:
             self._end_running(attempt)
         return bool(whole)
+
+    def check_limits(self) -> None:
+        """Raises AsyncrlError if too many trajectories have failed or too many groups were left out. Call it when the results that
+        have arrived are recorded, and not in between: a checkpoint must not hold a group that has ended and still runs."""
+        self._failures_limit.check()
+        self.filter.check()
 
     def _end_part(self, result: PartResult) -> Attempt | None:
         """Record one result. Returns its attempt; None if the attempt no longer has this part."""
@@ -138,7 +139,8 @@ class Groups:
     def _end_running(self, attempt: Attempt) -> None:
         """The last part of a group has ended."""
         result = GroupResult.of(attempt.key, attempt.ended_parts())
-        self._count_failures(result)
+        self.failures.update(failure.kind for failure in result.failures)
+        self._failures_limit.count(result)
         too_few = len(result.trajectories) < least_trajectories(self._profile)
         is_rewarded = REWARD not in self.admission.scorers
         if reason := "failed" if too_few else REASON if is_rewarded and self.filter.leaves_out(result) else "":
@@ -152,7 +154,6 @@ class Groups:
         """Drop a group that is not worth training."""
         self.tokens_discarded += tokens
         self._end(attempt, Stage.DROPPED, reason)
-        self.filter.check()
 
     def takeable(self, num_groups: int, *, unscored: bool = False) -> bool:
         """Whether `num_groups` can be taken now or, with `unscored`, could be if every finished group were scored."""
@@ -249,7 +250,6 @@ class Groups:
         return {
             "tokens_discarded": self.tokens_discarded,
             "tokens_trained": self.tokens_trained,
-            "trajectories": (self._trajectories, self._failed_trajectories),
             "ledger": self.ledger.state(),
             "feed": self._feed.state(),
             "running": [_encode_running(attempt, kept) for attempt in self.ledger.running.values()],
@@ -269,7 +269,6 @@ class Groups:
         their kept tokens; `lost_tokens` count as discarded. `payloads`: those of `Groups.payloads`, then those of kept groups."""
         self.tokens_discarded = state["tokens_discarded"] + lost_tokens
         self.tokens_trained = state["tokens_trained"]
-        self._trajectories, self._failed_trajectories = state["trajectories"]
         self.failures = Counter(state.get("failures", {}))
         self._feed.restore(state["feed"])
         handles = iter(payloads)
@@ -320,20 +319,6 @@ class Groups:
     def _tell(self, attempt: Attempt, **fields: Any) -> None:
         """Notify the observers that the attempt has entered another stage."""
         self._event(attempt.stage.value, key=attempt.key, **fields)
-
-    def _count_failures(self, result: GroupResult) -> None:
-        self._trajectories += len(result.trajectories) + len(result.failures)
-        self._failed_trajectories += len(result.failures)
-        self.failures.update(failure.kind for failure in result.failures)
-        if self._trajectories < _FAILED_RATIO_FROM_TRAJECTORIES:
-            return
-        most = self._profile.task.max_failed_ratio
-        if self._failed_trajectories > most * self._trajectories:
-            raise AsyncrlError(
-                f"{self._failed_trajectories} of {self._trajectories} trajectories failed, more than task.max_failed_ratio = "
-                f"{most} allows; the last one: {result.failures[-1].text if result.failures else 'an earlier one'}",
-                hint="fix the reward, environment or agent (the run's log has every failure), or raise task.max_failed_ratio",
-            )
 
     def _seed(self, key: AttemptKey) -> int:
         digest = hashlib.blake2b(f"{self._profile.run.seed}/{key}".encode(), digest_size=4).digest()

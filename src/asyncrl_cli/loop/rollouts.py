@@ -119,8 +119,8 @@ class Publishing:
             return self._all_hold_newest() and scored and evaluator.running is None
 
         def missing() -> str:
-            scoring = [f"eval of {evaluator.running}"] if evaluator.running else []
-            return f"version {board.version} to be loaded and scored: {', '.join([*causes.lags(board), *scoring])}"
+            scoring = f"eval of {evaluator.running}" if evaluator.running else "its eval has not begun"
+            return f"version {board.version} to be loaded and scored: {', '.join([*causes.lags(board), scoring])}"
 
         still_s = board.settings.sync_timeout_s + (2 * board.profile.eval.timeout_s if evaluator.tries else 0)
         with self._times.waiting("gather"):
@@ -155,17 +155,14 @@ class Publishing:
         def missing() -> str:
             return f"every worker to load version {board.version}: {', '.join(causes.lags(board))}"
 
-        try:
-            await self._until(self._all_hold_newest, "trainer (sync)", missing, board.settings.sync_timeout_s)
-        except StallError as error:
-            board.stop(error)
+        await self._until(self._all_hold_newest, "trainer (sync)", missing, board.settings.sync_timeout_s)
 
     def _all_hold_newest(self) -> bool:
         return self._board.admission.fleet.are_current(self._board.version)
 
     async def _until(self, condition: Callable[[], bool], who: str, what: Callable[[], str], still_s: float) -> None:
-        """Wait for a condition on all workers, or for a stop. Raises StallError if nothing has moved for `still_s` while all of
-        them were up; restarts have their own limit."""
+        """Wait for a condition on all workers, or for a stop. Stops the run with a StallError if nothing has moved for `still_s`
+        while all of them were up; restarts have their own limit."""
         board, fleet = self._board, self._board.admission.fleet
 
         def ended() -> bool:
@@ -173,7 +170,10 @@ class Publishing:
 
         while not ended():
             await board.changes.until(lambda: ended() or fleet.is_whole(), who, lambda: causes.restarts(board))
-            await board.changes.until(lambda: ended() or not fleet.is_whole(), who, what, still_s=still_s)
+            try:
+                await board.changes.until(lambda: ended() or not fleet.is_whole(), who, what, still_s=still_s)
+            except StallError as error:
+                board.stop(error)
 
     def _publish_beside(self, gather_s: float | None) -> None:
         self._publishing = self._tasks.create_task(self._publish(self._board.version, gather_s), name="publish")

@@ -75,6 +75,7 @@ class ScorerTasks(RestartableTasks):
                 board.groups.scored(name, dict(zip([group.key for group in groups], columns, strict=True)))
             board.scorer_reported(name, report)
             board.changes.notify(Change.GROUPS)
+            board.groups.check_limits()
 
     def _age(self) -> int:
         """A number that rises whenever the columns of untaken groups become useless."""

@@ -154,12 +154,15 @@ class StepTimes:
             self.add("eval", eval_s)
             self.add(part, self._now() - began_s - eval_s)
 
-    def close(self) -> dict[str, float]:
-        """End the step and begin the next one. Returns the ended step's parts in seconds, by name."""
-        now_s = self._now()
-        step_s = now_s - self._began_s
+    def so_far(self) -> dict[str, float]:
+        """The step's parts in seconds, by name."""
+        step_s = self._now() - self._began_s
         timing_s = {**dict.fromkeys(_STEP_PARTS, 0.0), **self._spent_s}
-        timing_s |= {"other": step_s - sum(timing_s.values()), "step": step_s}
-        self._began_s = now_s
+        return timing_s | {"other": step_s - sum(timing_s.values()), "step": step_s}
+
+    def close(self) -> dict[str, float]:
+        """End the step and begin the next one. Returns the ended step's parts."""
+        timing_s = self.so_far()
+        self._began_s = self._now()
         self._spent_s.clear()
         return timing_s

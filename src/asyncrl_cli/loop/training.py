@@ -175,7 +175,8 @@ class Training:
     async def _close_step(self, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
         """Publish if a window ends, write the step's line, then write a checkpoint if one is due.
 
-        In this order the checkpoint's counters include this step; the stall that it causes is part of the next step's time.
+        In this order the checkpoint's counters include this step; the stall that it causes is part of the next step's time. The
+        last step's line has the final eval. Its checkpoint does not wait for that: it is written meanwhile.
         """
         board, window, step_in_window = self._board, self._board.version, self._step_in_window - 1
         if board.admission.takes_left == 0:
@@ -183,38 +184,45 @@ class Training:
         report = await self._with_critic(report)
         is_last = board.step == board.schedule.train_steps
         if is_last:
+            await self._checkpoint(self._record(window, step_in_window, groups, report))
             await self._publishing.finish()
-        self._record(window, step_in_window, groups, report)
+        record = replace(
+            self._record(window, step_in_window, groups, report),
+            timing_s=self._times.close(),
+            spans=board.reports.take_spans(),
+            stays=board.reports.take_stays(),
+        )
+        board.evaluator.ended.clear()
+        board.groups.filter.rewards.clear()
+        board.record(record)
         every = board.profile.checkpoint.every_steps
-        if is_last or (every and board.step % every == 0):
+        if not is_last and every and board.step % every == 0:
             await self._checkpoint()
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self, record: StepRecord | None = None) -> None:
         with self._times.spending("checkpoint"):
-            await self._checkpointer.cut()
+            await self._checkpointer.cut(record)
 
-    def _record(self, window: int, step_in_window: int, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
-        board, evaluator = self._board, self._board.evaluator
-        record = StepRecord(
+    def _record(self, window: int, step_in_window: int, groups: tuple[GroupResult, ...], report: TrainReport) -> StepRecord:
+        """The step so far, without spans and stays."""
+        board = self._board
+        return StepRecord(
             step=board.step,
             version=board.version,
             window=window,
             step_in_window=step_in_window,
             ended_s=board.now_s(),
             groups=groups,
-            timing_s=self._times.close(),
+            timing_s=self._times.so_far(),
             train=report,
             reports=board.reports.latest,
-            spans=board.reports.take_spans(),
-            stays=board.reports.take_stays(),
+            spans={},
             sync=board.sync.summary,
-            evals=tuple(evaluator.ended),
+            evals=tuple(board.evaluator.ended),
             ledger=board.ledger.totals(),
             tokens_discarded=board.groups.tokens_discarded,
             tokens_trained=board.groups.tokens_trained,
-            filtered=board.groups.filter.take_rewards() if board.groups.filter.is_on else None,
+            filtered=tuple(board.groups.filter.rewards) if board.groups.filter.is_on else None,
             restarts=board.restarts,
             failures=dict(board.groups.failures),
         )
-        evaluator.ended.clear()
-        board.record(record)

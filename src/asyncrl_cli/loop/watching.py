@@ -135,8 +135,9 @@ class Observer:
     def tick(self, snapshot: Snapshot) -> None:
         """Another second has passed."""
 
-    def state(self) -> dict[str, Any]:
-        """State for the checkpoint, as JSON. `restore` continues from it."""
+    def state(self, record: StepRecord | None = None) -> dict[str, Any]:
+        """State for the checkpoint, as JSON. `restore` continues from it. `record`: what is known of a step whose record comes
+        later; the state should count it."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -63,6 +63,7 @@ class WorkerTasks(RestartableTasks):
         board.admission.slots_freed(self.worker.name, progress.freed_slots)
         try:
             has_ended = board.groups.parts_ended(progress.ended)
+            board.groups.check_limits()
         except AsyncrlError as error:
             board.stop(error)
         freed = self.slots.room > room
@@ -101,13 +102,19 @@ class WorkerTasks(RestartableTasks):
         return False
 
     async def _keep_in_sync(self) -> None:
-        """For each published version: prefetch it beside generation, load it, and run its eval if one is due."""
+        """For each published version: prefetch it beside generation, load it, and run its eval if one is due. Evals that a lost
+        worker has left come first: those of the version that this worker holds."""
         board, slots, who = self._board, self.slots, f"{self.worker.name} (weights)"
         wanted = partial(board.sync.wanted, slots)
+
+        def takes_over() -> bool:
+            return not board.stopping and board.evaluator.is_left_to(slots)
+
         while True:
-            published = await board.changes.until(wanted, who, "a new version from the trainer", (Change.PUBLISHED,))
-            with board.changes.waiting(who, f"prefetch and load of version {published.version}"):
-                await self._load(published)
+            await board.changes.until(lambda: takes_over() or wanted(), who, "a new version from the trainer", (Change.PUBLISHED,))
+            if not takes_over() and (published := wanted()) is not None:
+                with board.changes.waiting(who, f"prefetch and load of version {published.version}"):
+                    await self._load(published)
             if not board.stopping:
                 with board.changes.waiting(who, f"the eval of version {slots.version} to end"):
                     await board.evaluator.work(self.worker, slots, is_last=board.admission.is_last(slots.version))
@@ -169,6 +176,7 @@ class WorkerTasks(RestartableTasks):
         version = board.evaluator.worker_lost()
         if version is not None:
             board.warn(
-                f"the eval of version {version} was lost with {name}: it begins again on the next version that a worker loads"
+                f"the eval of version {version} was interrupted by the loss of {name}: another worker with that version goes "
+                "on with it, or the next version is scored instead"
             )
         board.changes.notify()

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,12 @@ class Observers(Observer):
         """Report a warning from outside the loop; the loop itself sends `warning` events."""
         self._tell({"time_s": self._clock() + self.metrics.ahead_s, "event": "warning", "message": message})
 
-    def state(self) -> dict[str, Any]:
-        return {"metrics": self.metrics.state(), "live": self.live.state()}
+    def state(self, record: StepRecord | None = None) -> dict[str, Any]:
+        metrics, live = self.metrics, self.live
+        if record is not None:
+            metrics, live = deepcopy((metrics, live))
+            live.line(metrics.update(record))
+        return {"metrics": metrics.state(), "live": live.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raises RefusedError for a `state` that `Observers.state` cannot have written."""

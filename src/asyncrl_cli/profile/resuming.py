@@ -28,6 +28,7 @@ MAY_CHANGE = frozenset({
     *("rollout.enforce_eager", "rollout.engine_args", "rollout.call_timeout_s", "rollout.max_restarts", "rollout.min_workers"),
     *("env.tool_timeout_s", "env.episode_timeout_s", "eval.every_versions", "eval.timeout_s"),
     *("task.reward_timeout_s", "task.reward_workers", "task.max_failed_ratio", "task.python"),
+    *("algorithm.max_num_gen_batches", "async_training.max_requeues", "async_training.on_exhausted"),
 })  # fmt: skip
 """Keys that may change, and sections in which every key may change except those in `FIXED`."""
 FIXED = {

@@ -60,6 +60,11 @@ class LiveAttempt:
     columns: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether every response has come back."""
+        return not self.num_lost and all(part.has_ended for part in self.parts.values())
+
+    @property
     def began(self) -> int:
         """The oldest version that it started on."""
         return min(part.version for part in self.parts.values())

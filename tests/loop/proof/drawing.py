@@ -55,11 +55,15 @@ class Scenario:
     judge_s: float = 0.0
     """Seconds for which a reward model judges a trajectory of an eval."""
 
+    @property
+    def least_workers(self) -> int:
+        """How many workers have room for a group."""
+        return -(-self.settings.profile.rollout.n // self.slots) if self.settings.profile.rollout.placement == "response" else 1
+
     def workers_of(self, leg: int) -> int:
         """A resumed run may have more workers or fewer, as long as a group finds room."""
-        least = -(-self.settings.profile.rollout.n // self.slots) if self.settings.profile.rollout.placement == "response" else 1
         others = random.Random(f"workers {self.seed} {leg}").choice((self.num_workers, 1, 2, 4))
-        return max(others, least) if leg else self.num_workers
+        return max(others, self.least_workers) if leg else self.num_workers
 
     def __str__(self) -> str:
         shown = [name for name in (field.name for field in fields(self)) if name != "settings"]
@@ -111,7 +115,40 @@ def draw(seed: int, *, with_turns: bool = False, with_scorer: bool = False) -> S
         shuffle_seed=rng.choice((None, rng.randrange(2**31))),
     )
     scenario = _with_filter(_with_turns(_with_restarts(_with_placement(scenario), expected_s), is_certain=with_turns))
-    return _with_scorer(scenario, expected_s, is_certain=with_scorer)
+    return _with_limits(_with_eval_deaths(_with_scorer(scenario, expected_s, is_certain=with_scorer)))
+
+
+def _with_limits(scenario: Scenario) -> Scenario:
+    """In half of the scenarios limits that some failed trajectories or groups of equal rewards exceed."""
+    rng = random.Random(f"limits {scenario.seed}")
+    if rng.random() < 1 / 2:
+        return scenario
+    ratio, batches = rng.choice((0.02, 0.05, 0.1, 0.2, 0.4)), rng.choice((1, 1, 2, 3))
+    failed = rng.choice((scenario.failed_rewards, 0.1, 0.4))
+    return replace(
+        scenario, settings=changed(scenario.settings, max_failed_ratio=ratio, max_num_gen_batches=batches), failed_rewards=failed
+    )
+
+
+def _with_eval_deaths(scenario: Scenario) -> Scenario:
+    """In a quarter of the scenarios some workers die in an eval, mostly in the last one. The run may go on without them."""
+    rng, settings, names = random.Random(f"eval deaths {scenario.seed}"), scenario.settings, worker_names(scenario.num_workers)
+    if rng.random() < 3 / 4:
+        return scenario
+    syncs, least = settings.schedule.syncs, scenario.least_workers
+    if not settings.profile.placement.colocate and rng.random() < 0.8 and least < scenario.num_workers:
+        settings = changed(settings, min_workers=rng.randint(least, scenario.num_workers - 1))
+    deaths = tuple(
+        Fault(
+            kind=FaultKind.DIES_IN_EVAL,
+            executor=name,
+            nth=rng.choice((syncs, syncs, rng.randint(0, syncs))),
+            seconds=rng.choice((0.0, rng.random() * 0.3, rng.random() * 3)),
+        )
+        for name in rng.sample(names, rng.randint(1, min(2, len(names))))
+    )
+    prompts = scenario.num_eval_prompts or rng.choice((6, 20))
+    return replace(scenario, settings=settings, num_eval_prompts=prompts, faults=(*scenario.faults, *deaths))
 
 
 def _with_filter(scenario: Scenario) -> Scenario:
@@ -193,7 +230,7 @@ def _with_restarts(scenario: Scenario, expected_s: float) -> Scenario:
     restart_s = rng.choice((0.0, 1.0, 20.0))
     if not settings.profile.placement.colocate and (few := random.Random(f"away {scenario.seed}")).random() < 0.5:
         names = worker_names(scenario.num_workers)
-        least = few.randint(1, scenario.num_workers)
+        least = max(few.randint(1, scenario.num_workers), scenario.least_workers)
         settings = changed(settings, min_workers=least)
         faults += draw_lack_of_room(few, workers=names, at_most=3) if least < scenario.num_workers else []
     return replace(scenario, settings=settings, faults=(*scenario.faults, *faults), restart_s=restart_s)

@@ -43,12 +43,14 @@ SO_FAR_S, NO_ROOM_AFTER_S = 5.0, 3.0
 
 
 class FaultKind(StrEnum):
-    """What may go wrong. The first two happen at a time (`at_s`), the others to an executor's `nth` such call (from 1)."""
+    """What may go wrong. The first two happen at a time (`at_s`), the third `seconds` after the worker is asked to help with the
+    eval of version `nth`, the others to an executor's `nth` such call (from 1)."""
 
     WORKER_DIES = "worker dies"
     """Its calls fail, pending and later ones."""
     WORKER_HANGS = "worker hangs"
     """Its calls never return; their time limits end them."""
+    DIES_IN_EVAL = "worker dies in an eval"
     SLOW_LOAD = "slow load"
     """A load takes `seconds` more."""
     LATE_PREFETCH = "late prefetch"
@@ -65,14 +67,16 @@ class FaultKind(StrEnum):
     """The trainer fails in the `nth` train step of the run."""
 
 
-FATAL = frozenset({FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS, FaultKind.LOST_PREFETCH, FaultKind.STEP_FAILS})
+FATAL = frozenset(
+    {FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS, FaultKind.DIES_IN_EVAL, FaultKind.LOST_PREFETCH, FaultKind.STEP_FAILS}
+)
 """Faults that fail a run: with the executor's own error, after a checkpoint if the trainer is whole. Where restarts are allowed, a
 worker's are mended by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`at_s` on the run's clock, or the `nth` call; `seconds` for kinds that take time."""
+    """`at_s` on the run's clock, or the `nth` call or version; `seconds` for kinds that take time."""
 
     kind: FaultKind
     executor: str
@@ -192,9 +196,11 @@ class Mortal:
         return self._faults.of_call(kind, self.name, self._counts[kind])
 
     def _meet_in_time(self, fault: Fault) -> None:
+        if fault not in self._faults.pending:
+            return
         self._faults.happens(fault)
-        if fault.kind is FaultKind.WORKER_DIES:
-            self._die(f"simulated death at {fault.at_s:g} s")
+        if fault.kind is not FaultKind.WORKER_HANGS:
+            self._die(f"simulated death at {asyncio.get_running_loop().time():g} s")
         else:
             self._is_hung = True
             for task in self._asked.values():
@@ -258,6 +264,9 @@ class FaultyWorker(Mortal, KeepingWorker):
         return await self._ask(super().load(version, interrupt), f"the load of version {version} ({interrupt})", key)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
+        for fault in self._faults.pending:
+            if (fault.kind, fault.executor, fault.nth) == (FaultKind.DIES_IN_EVAL, self.name, request.version):
+                asyncio.get_running_loop().call_later(fault.seconds, self._meet_in_time, fault)
         return await self._ask(super().evaluate(request))
 
     async def abort_evals(self) -> None:
@@ -389,7 +398,7 @@ def draw_faults(
         for _ in range(rng.randint(0, 3))
     ]
     if rng.random() < 0.5:
-        kind = rng.choice(sorted(FATAL))
+        kind = rng.choice(sorted(FATAL - {FaultKind.DIES_IN_EVAL}))
         nth = rng.randint(1, max(1, steps if kind is FaultKind.STEP_FAILS else loads))
         executor = trainer if kind is FaultKind.STEP_FAILS else rng.choice(workers)
         drawn.append(Fault(kind=kind, executor=executor, at_s=rng.random() * until_s, nth=nth))

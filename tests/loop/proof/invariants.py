@@ -12,6 +12,7 @@ hears every call to an executor. From both it keeps books of its own (`books.py`
     loads        versions rise, nothing starts in a load, at most two published versions are on their way
     sync         with weights.mode = "sync" a window is trained only when every worker holds its version
     time         every executor's states, and the parts of every step, sum to the time that passed
+    limits       too many failures or groups left out end the run, and nothing else does in their name
     resume       what a checkpoint has of running responses is neither forgotten nor made again
     restarts     as many as allowed, of workers that are down; only their responses are lost, which are placed again before any new
                  group, and nothing starts before a load
@@ -122,16 +123,22 @@ class Invariants:
                 is_right = held == worker.version if worker.version >= 0 else held < books.version or books.version == 0
                 self.check(is_right, "loads", f"{name} holds {worker.version}, the loop says {held}")
             self.times.check_report(snapshot.reports["feed"])
+            exceeded = self.ledger.limits.exceeded()
+            self.check(not exceeded or books.stopping, "limits", f"the run goes on, and {exceeded} are exceeded")
             self._compare_everything()
         self.last_tick = snapshot
 
-    def state(self) -> dict[str, Any]:
-        """Called when a cut is frozen: then nothing may be in training."""
+    def state(self, record: StepRecord | None = None) -> dict[str, Any]:
+        """Called when a cut is frozen: then nothing may be in training, and no group that has ended may run."""
         trained, in_training = self.books.trained, self.books.totals()["training"]
         self.check(in_training == 0, "cut", f"{in_training} groups are in training at a cut")
-        expected = self.steps.number * self.settings.schedule.step_groups
-        self.check(trained == expected, "cut", f"{trained} groups trained at the cut of step {self.steps.number}")
-        return {"ledger": self.ledger.state(), "step": self.steps.number}
+        step = self.steps.number + (record is not None)
+        expected = step * self.settings.schedule.step_groups
+        self.check(trained == expected, "cut", f"{trained} groups trained at the cut of step {step}")
+        running = {key: attempt for key, attempt in self.books.live.items() if attempt.account == "running"}
+        whole = [key for key, attempt in running.items() if attempt.has_ended]
+        self.check(not whole, "cut", f"{whole} have ended, and run at the cut of step {step}")
+        return {"ledger": self.ledger.state(), "step": step}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.ledger.restore(state["ledger"])

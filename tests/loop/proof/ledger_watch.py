@@ -15,6 +15,7 @@ from asyncrl_cli.loop.ports import PartRequest, SoFar
 from asyncrl_cli.loop.watching import Event
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books, LiveAttempt, PartBook
+from tests.loop.proof.limits_book import LimitsBook
 
 Check = Callable[[bool, str, str], None]
 """`check(holds, invariant, message)` raises if it does not hold."""
@@ -35,6 +36,7 @@ class LedgerWatch:
         self.rewarded: dict[AttemptKey, tuple[float, ...]] = {}
         """Rewards with the reward model's scores."""
         self.asked: set[PartKey] = set()
+        self.limits = LimitsBook(settings)
         self.has_exhausted = False
         self.discarded_tokens = 0
         self.trained_tokens = 0
@@ -208,8 +210,15 @@ class LedgerWatch:
         self.check(kept >= 2, "ledger", f"{key} finished with {kept} trajectories")
         is_judged = "reward" not in self.books.scorers
         self.check(not (is_judged and self._is_equal(key)), "filter", f"{key} finished, and its rewards are equal")
+        self._count(key)
+        if is_judged:
+            self.limits.judged(is_equal=False)
         self.books.live[key].account = "finished"
         self.books.finish_order.append(key)
+
+    def _count(self, key: AttemptKey) -> None:
+        """A group has ended. (Responses without a reward are not kept.)"""
+        self.limits.group_ended(self.settings.profile.rollout.n - self.books.live[key].num_kept)
 
     def _is_equal(self, key: AttemptKey) -> bool:
         """Whether the group is to be left out for equal rewards."""
@@ -232,6 +241,8 @@ class LedgerWatch:
         self.check(scorer not in columns, "scores", f"{key} is scored twice by {scorer}")
         self.check((scorer, key) in self.computed, "scores", f"{key} counts as scored, and {scorer} has not scored it")
         columns[scorer] = (scorer, key)
+        if scorer == "reward":
+            self.limits.judged(is_equal=self._is_equal(key))
 
     def taken(self) -> None:
         """The next step's groups are chosen: other groups' values are of another critic than they will be trained with."""
@@ -275,12 +286,15 @@ class LedgerWatch:
             self._check_whole(key)
             kept = self.books.live[key].num_kept
             self.check(kept < 2, "ledger", f"{key} is dropped with {kept} trajectories")
+            self._count(key)
             self.discarded_tokens += self.books.live[key].tokens
         elif reason == "equal rewards":
             if "reward" in self.books.scorers:
                 self._expect(key, "finished")
             else:
                 self._check_whole(key)
+                self._count(key)
+                self.limits.judged(is_equal=True)
             self.check(self._is_equal(key), "filter", f"{key} is left out with rewards {self.books.live[key].rewards}")
             self.discarded_tokens += self.books.live[key].tokens
         else:

@@ -13,11 +13,11 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, NoRoom, StallError
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, NoRoom, RefusedError, StallError
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.profile.sharing import CRITIC
@@ -26,15 +26,18 @@ from asyncrl_cli.simulate.sequences import ToolWait
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
+from tests.loop.keywords import changed
 from tests.loop.proof.causes import Watching
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, TOOL_TIMEOUT_S, Scenario, draw, worker_names
 from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyScorer, FaultyWorker, KeepingTrainer
 from tests.loop.proof.invariants import InvariantError, Invariants
+from tests.loop.proof.limits_book import BATCHES, RATIO
 from tests.loop.proof.memory import MemoryCheckpoints, resume_from
 from tests.loop.proof.shuffled import loop_of
 from tests.loop.proof.watched import WatchedFeed, WatchedScorer, WatchedTrainer, WatchedWorker
 
-_MAX_LEGS = 4
+_MAX_LEGS = 40
+"""More than there are faults: each ends one run at most."""
 _CALL_TIMEOUT_S = 200.0
 """Longer than any group, shorter than `stall_timeout_s`: what hangs is named before anybody wonders why nothing moves."""
 _WEIGHTS_TIMEOUT_S = 100.0
@@ -54,29 +57,31 @@ class Outcome:
 
 
 def run(scenario: Scenario, checks: type[Invariants] = Invariants) -> Outcome:
-    """Run a scenario; while it ends early, and once if it is drawn so, resume it from a checkpoint and run that."""
+    """Run a scenario. Whatever ends it early, it is resumed from its last checkpoint until it is done. Then it is resumed once
+    more: from its last checkpoint or, if it is drawn so, from another, as if it had crashed some time after it."""
     outcome, faults = Outcome(scenario=scenario), Faults(scenario.faults)
-    resumed: ResumeFrom | None = None
+    cut, is_done, now = None, False, scenario
     try:
         for leg in range(_MAX_LEGS):
-            cuts, error = _leg(scenario, outcome, faults, leg, resumed, checks)
-            cut = _cut_to_resume(scenario, cuts, error, leg)
-            if cut is None:
+            cuts, error = _leg(now, outcome, faults, leg, resume_from(*cut) if cut else None, checks)
+            if error is None and is_done:
                 break
-            resumed = resume_from(*cut)
-    except Exception as error:
-        outcome.broken = error
+            now, is_done = _mended(now, error), is_done or error is None
+            which = -1 if error is not None or scenario.resume_at is None else int(scenario.resume_at * len(cuts))
+            cut = cuts[which] if cuts else cut
+        else:
+            raise InvariantError("ends", f"seed {scenario.seed}, {_MAX_LEGS} runs have not come to the end")
+    except Exception as broken:
+        outcome.broken = broken
     outcome.faults.update({kind.value: count for kind, count in faults.happened.items()})
     return outcome
 
 
-def _cut_to_resume(scenario: Scenario, cuts: Sequence[Any], error: BaseException | None, leg: int) -> Any | None:
-    """The last checkpoint of a run that ended early; of one that is done, any, as if it had crashed some time after it."""
-    if not cuts:
-        return None
-    if error is not None:
-        return cuts[-1]
-    return cuts[int(scenario.resume_at * len(cuts))] if scenario.resume_at is not None and leg == 0 else None
+def _mended(scenario: Scenario, error: BaseException | None) -> Scenario:
+    """What a user changes before the resume of a run that a limit has ended."""
+    ways_out = {RATIO: {"max_failed_ratio": 1.0}, BATCHES: {"max_num_gen_batches": 1000}, "requeued": {"on_exhausted": "drop"}}
+    changes = next((changes for named, changes in ways_out.items() if named in str(error)), None)
+    return replace(scenario, settings=changed(scenario.settings, **changes)) if changes else scenario
 
 
 def _leg(
@@ -108,7 +113,10 @@ async def _run_leg(
     scenario: Scenario, invariants: Invariants, faults: Faults, leg: int, resume_from: ResumeFrom | None
 ) -> tuple[list[Any], AsyncrlError | None]:
     checkpoints, pending = MemoryCheckpoints(write_s=scenario.write_s), list(faults.pending)
-    pipeline = Pipeline(scenario.settings, _world(scenario, invariants, faults, checkpoints, leg, resume_from))
+    try:
+        pipeline = Pipeline(scenario.settings, _world(scenario, invariants, faults, checkpoints, leg, resume_from))
+    except RefusedError as refused:
+        raise InvariantError("resume", f"seed {scenario.seed}: its own checkpoint is refused: {refused}") from refused
     invariants.watch(pipeline)
     if scenario.stop_at_s is not None and leg == 0:
         asyncio.get_running_loop().call_later(scenario.stop_at_s, _stop, pipeline, invariants)
@@ -122,7 +130,7 @@ async def _run_leg(
     happened = [fault for fault in pending if fault not in faults.pending]
     invariants.end(error, _stop_limit_s(scenario, happened))
     _check_explained(scenario, invariants, error, happened)
-    if error is not None and not any(map(_has_no_restart, happened)):
+    if error is None or not any(map(_has_no_restart, happened)):
         _check_last_cut(invariants, [cut.step for cut, _ in checkpoints.cuts], is_resumed=resume_from is not None)
     return checkpoints.cuts, error
 
@@ -155,6 +163,8 @@ def _check_explained(scenario: Scenario, invariants: Invariants, error: AsyncrlE
         holds = error.executor in {fault.executor for fault in fatal} | no_room
     elif isinstance(error, StallError):
         holds = any(fault.kind is FaultKind.WORKER_HANGS for fault in fatal)
+    elif over := {name for name in (RATIO, BATCHES) if name in str(error)}:
+        holds = over <= invariants.ledger.limits.seen
     else:
         holds = "requeued" in str(error) and (
             settings.profile.async_training.on_stale,
