@@ -50,6 +50,33 @@ def test_ranks_that_cannot_be_divided_into_sequence_groups_are_refused() -> None
     assert refused.value.hint == "--set trainer.sequence_parallel_size=2"
 
 
+@pytest.mark.parametrize(
+    ("slots", "workers", "says"),
+    [
+        (8, 1, ["8 on 1 worker: 1 group of rollout.n = 8", "mini_batch_size = 16", "about 16 groups", "slots=128 has"]),
+        (8, 2, ["8 on 2 workers: 2 groups", "about 8 groups", "slots=64 has"]),
+        (16, 2, []),
+        (128, 1, []),
+        (192, 1, []),
+        (10000, 1, ["at most 24 groups of rollout.n = 8, 192 responses", "9808 slots", "slots=192)"]),
+        (10000, 4, ["10000 on 4 workers", "39808 slots", "slots=48)"]),
+    ],
+)
+def test_slots_for_too_few_groups_or_for_more_than_are_ever_under_way_are_warned_of(slots: int, workers: int, says: Any) -> None:
+    """B = W = 16 and eta = 0.5: 24 groups of 8 are admitted."""
+    asked = Profile.model_validate(
+        {
+            "run": {"train_steps": 5},
+            "rollout": {"slots": slots, "n": 8, "workers": workers},
+            "trainer": {"ppo_mini_batch_size": 16},
+            "async_training": {"staleness_threshold": 0.5, "trigger_parameter_sync_step": 1},
+        }
+    )
+    warnings = [warning for warning in compile_job(asked, nodes((16, 0))).warnings if "rollout.slots" in warning]
+    assert len(warnings) == bool(says)
+    assert all(said in warnings[0] for said in says)
+
+
 def profile(*, workers: int | None = None, **placement: Any) -> Profile:
     return small_profile(placement=placement, rollout={"workers": workers})
 

@@ -97,7 +97,8 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
 def test_runs_whose_workers_are_restarted_are_completed():
     """Every invariant held (above); here: the faults that restarts mend ended no run, in any mode."""
     ran = [outcome for first in range(0, NUM_SEEDS, CHUNK_SEEDS) for outcome in outcomes(first) if outcome.counts["restarted"]]
-    whole = [outcome for outcome in ran if not outcome.errors]
+    by_executors = ("ExecutorFailed", "ExecutorLost", "NoRoom", "StallError")
+    whole = [outcome for outcome in ran if not any(error.startswith(by_executors) for error in outcome.errors)]
     assert {outcome.scenario.mode for outcome in whole} == set(MODES)
     assert len(whole) > NUM_SEEDS // 10
     assert sum(outcome.counts["restarted"] for outcome in whole) > len(whole), "some have more than one"
@@ -155,10 +156,11 @@ def test_the_worked_example_of_the_deadline_rule(deadlines, takes_left, is_in_ti
 # What a mistake in the loop looks like: each is made on purpose, and some seed has to notice.
 
 
-def first_broken(seeds, by: type[Exception] = Exception) -> Outcome:
+def first_broken(seeds, invariant: str = "") -> Outcome:
+    """The first outcome in which something broke; `invariant`: in which that one did."""
     for seed in seeds:
         outcome = run(draw(seed))
-        if isinstance(outcome.broken, by):
+        if outcome.broken is not None and invariant in ("", getattr(outcome.broken, "invariant", None)):
             return outcome
     pytest.fail("no seed noticed the mistake")
 
@@ -366,9 +368,7 @@ def test_tokens_over_the_bound_are_noticed_in_the_batch_itself(monkeypatch):
 
     monkeypatch.setattr(Invariants, "check", check_batches_only)
     monkeypatch.setattr(Admission, "deadline_from", deadline_from_the_trainer)
-    broken = first_broken(MUTANT_SEEDS, by=InvariantError).broken  # a resume may refuse such a deadline before
-    assert isinstance(broken, InvariantError)
-    assert broken.invariant == "staleness"
+    first_broken(MUTANT_SEEDS, "staleness")  # a resume may refuse such a deadline before
 
 
 @pytest.mark.slow

@@ -58,17 +58,27 @@ def test_partial_counts_cover_the_window_and_stale_counts_the_run(make):
     first = watched.update(record(3, 1, [group("a", whole, partial), group("b", whole, whole)]))
     assert first["fully_async/partial/total_partial_num"] == 1
     assert first["fully_async/partial/partial_ratio"] == pytest.approx(1 / 4)
-    assert first["fully_async/count/stale_samples_processed"] == 1
     second = watched.update(record(4, 1, [group("c", partial, stale), group("d", whole, whole)]))
     assert second["fully_async/partial/total_partial_num"] == 2
     assert second["fully_async/partial/partial_ratio"] == pytest.approx(2 / 8)
     assert second["fully_async/partial/max_partial_span"] == 1
-    assert second["fully_async/count/stale_samples_processed"] == 2
-    assert second["fully_async/count/stale_trajectory_processed"] == 3
     third = watched.update(record(5, 2, [group("e", t(0.0, (2, 5)), t(1.0, (2, 5)))]))
     assert third["fully_async/partial/total_partial_num"] == 0
     assert third["fully_async/partial/max_partial_span"] == 0
-    assert third["fully_async/count/stale_trajectory_processed"] == 3
+
+
+def test_stale_counts_go_by_the_newest_version_of_a_trajectory_and_of_a_group(make):
+    """verl: a trajectory's `param_version_end`, and a sample's version when its last trajectory has ended, at least one version
+    older than the trainer's."""
+    t, group, record = make["trajectory"], make["group"], make["record"]
+    whole, partial, stale, long_stale = t(1.0, (2, 5)), t(0.0, (0, 5), (2, 5)), t(0.0, (1, 5)), t(0.0, (0, 5), (1, 5))
+    watched, keys = metrics(), [f"fully_async/count/stale_{what}_processed" for what in ("samples", "trajectory")]
+    first = watched.update(record(3, 2, [group("a", whole, partial), group("b", partial, partial)]))
+    assert [first[key] for key in keys] == [0, 0]
+    second = watched.update(record(4, 2, [group("c", partial, stale), group("d", long_stale, stale)]))
+    assert [second[key] for key in keys] == [1, 3]
+    third = watched.update(record(5, 2, [group("e", whole, whole), group("f", stale, stale)]))
+    assert [third[key] for key in keys] == [2, 5]
 
 
 def test_idle_ratios_and_rates_cover_the_time_since_the_previous_line(make):
@@ -227,7 +237,7 @@ def test_every_key_is_there_when_everything_was_measured(make):
 
 def test_time_goes_on_over_a_resume_and_so_do_the_counts(make):
     t, group, record = make["trajectory"], make["group"], make["record"]
-    groups = [group("a", t(1.0, (0, 5), (1, 5)), t(0.0, (1, 5)))]
+    groups = [group("a", t(1.0, (0, 5), (1, 5)), t(0.0, (0, 5)))]
     first = metrics(window_steps=4)
     assert first.update(record(5, 1, groups, ended_s=130.0))["time_s"] == 30.0
     state = json.loads(json.dumps(first.state()))
@@ -235,7 +245,7 @@ def test_time_goes_on_over_a_resume_and_so_do_the_counts(make):
     second.restore(state)
     line = second.update(record(6, 1, groups, ended_s=7012.0))
     assert line["time_s"] == 42.0
-    assert line["fully_async/count/stale_samples_processed"] == 2
+    assert line["fully_async/count/stale_trajectory_processed"] == 2
     assert line["fully_async/partial/total_partial_num"] == 2
     assert line["fully_async/partial/partial_ratio"] == pytest.approx(2 / 4)
 
@@ -262,7 +272,7 @@ def test_a_random_run_agrees_with_numpy(make):
         window = (step - 1) // 3
         if (step - 1) % 3 == 0:
             partial_in_window = seen_in_window = 0
-        groups, tokens, oldest = [], [], []
+        groups, tokens, oldest, newest = [], [], [], []
         for index in range(4):
             trajectories = []
             for _ in range(5):
@@ -271,9 +281,10 @@ def test_a_random_run_agrees_with_numpy(make):
                 trajectories.append(make["trajectory"](rng.random(), *counted))
                 tokens += [version for version, number in counted for _ in range(number)]
                 oldest.append(window - versions[0])
+                newest.append(window - versions[-1])
                 partial_in_window += len(versions) > 1
             seen_in_window += len(trajectories)
-            stale_groups += max(oldest[-5:]) >= 1
+            stale_groups += min(newest[-5:]) >= 1
             groups.append(make["group"](f"{step}-{index}", *trajectories))
         line = watched.update(make["record"](step, window, groups, step_in_window=(step - 1) % 3))
         ages = window - np.array(tokens)

@@ -54,6 +54,12 @@ CONFLICTS = [
     ("partial-rollout", ["placement.ratios=[1,1]"], ["placement.ratios = [1, 1]"], "placement.ratio"),
     (
         "partial-rollout",
+        ["rollout.workers=2", "rollout.slots=6", "rollout.min_workers=1"],
+        ["so few workers have 6 slots, less than rollout.n = 8"],
+        "rollout.min_workers=2, or rollout.slots=8",
+    ),
+    (
+        "partial-rollout",
         [KL, APART, "placement.ratios=[1,1]"],
         ["2 numbers for 3"],
         "each list",

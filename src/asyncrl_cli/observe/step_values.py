@@ -153,11 +153,12 @@ def _weighted_mean(figures: Sequence[tuple[int, int]]) -> Ratio:
 
 
 def stale_counts(window: int, groups: Sequence[GroupResult]) -> dict[str, Value]:
-    """Counts trajectories whose oldest token is stale, and groups with such a trajectory. Lines show the run's totals so far."""
-    stale = [[t for t in group.trajectories if t.version_tokens and window - t.oldest >= 1] for group in groups]
+    """verl's counts: a trajectory is stale if its newest token is (verl's `param_version_end`), a group if all of its tokens are.
+    Lines show the run's totals so far."""
+    newest = [[t.newest for t in group.trajectories if t.version_tokens] for group in groups]
     return {
-        f"{STALE}stale_samples_processed": Sum(sum(1 for trajectories in stale if trajectories)),
-        f"{STALE}stale_trajectory_processed": Sum(sum(len(trajectories) for trajectories in stale)),
+        f"{STALE}stale_samples_processed": Sum(sum(max(versions, default=window) < window for versions in newest)),
+        f"{STALE}stale_trajectory_processed": Sum(sum(version < window for versions in newest for version in versions)),
     }
 
 

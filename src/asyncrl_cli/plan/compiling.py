@@ -10,9 +10,12 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources, asked_gpus, counted, cpu_counts, cuda_counts, scorer_processes
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, Spot
 from asyncrl_cli.plan.node_fit import check_fit
-from asyncrl_cli.profile.arithmetic import tensor_parallel_size
+from asyncrl_cli.profile.arithmetic import groups_ahead, tensor_parallel_size, window_groups_of
 from asyncrl_cli.profile.nodes import shape_of
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Profile, RolloutSection
+
+_MOST_ROUNDS = 4
+"""A warning if a mini batch has more than this many times the groups that are generated at once."""
 
 
 def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
@@ -64,6 +67,7 @@ def device_of(profile: Profile, cluster: ClusterResources) -> str:
 
 def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Iterator[str]:
     on_cpus, rollout = plan.device == "cpu", plan.role(ROLLOUT)
+    yield from _slots_warnings(profile, rollout.workers)
     if not plan.gpus and profile.placement.gpus is not None:
         yield f"placement.gpus = {profile.placement.gpus} is not used: the job runs on CPUs"
     placement = profile.placement
@@ -88,3 +92,24 @@ def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Ite
     if cluster.elastic_cpus and plan.cpus + more > cluster.cpus:
         cores = counted(cluster.cpus, "core")
         yield f"the job's workers compute with {plan.cpus + more} threads on {cores} and slow each other down"
+
+
+def _slots_warnings(profile: Profile, workers: int) -> Iterator[str]:
+    """SkyRL asks for at least as many groups at once as a mini batch has, and for no more than its capacity admits. Fewer are fine
+    here, because responses of the next groups fill the slots; very few are not. The default is not compared with small runs."""
+    slots, n, mini_batch = profile.rollout.slots, profile.rollout.n, profile.trainer.ppo_mini_batch_size
+    at_once, most = max(1, workers * slots // n), window_groups_of(profile) + groups_ahead(profile)
+    there_are = f"rollout.slots = {slots} on {counted(workers, 'worker')}"
+    if at_once * _MOST_ROUNDS < mini_batch:
+        yield (
+            f"{there_are}: {counted(at_once, 'group')} of rollout.n = {n} at a time, but a mini batch has "
+            f"trainer.ppo_mini_batch_size = {mini_batch}: the trainer waits for about {-(-mini_batch // at_once)} groups one after "
+            f"the other, each as long as its longest response (--set rollout.slots={-(-mini_batch * n // workers)} has room for "
+            "all)"
+        )
+    if at_once > most and slots > RolloutSection.model_fields["slots"].default:
+        yield (
+            f"{there_are}: at most {counted(most, 'group')} of rollout.n = {n}, {most * n} responses, are ever under way "
+            f"((1 + eta) * W), so {workers * slots - most * n} slots only take memory, except in evals "
+            f"(--set rollout.slots={-(-most * n // workers)})"
+        )

@@ -112,6 +112,13 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
             f"rollout.slots = {rollout.slots}{where} is less than rollout.n = {rollout.n}: no group ever fits",
             hint=f"--set rollout.slots={-(-rollout.n // spread)} or more",
         )
+    elif rollout.min_workers is not None and rollout.min_workers * rollout.slots < rollout.n:
+        least = -(-rollout.n // rollout.slots)
+        yield ConfigError(
+            f"rollout.min_workers = {rollout.min_workers} with rollout.slots = {rollout.slots}: so few workers have "
+            f"{rollout.min_workers * rollout.slots} slots, less than rollout.n = {rollout.n}, and no group would fit any more",
+            hint=f"--set rollout.min_workers={least}, or rollout.slots={-(-rollout.n // rollout.min_workers)}",
+        )
 
 
 def _limits(profile: Profile) -> Iterator[ConfigError]:

@@ -65,6 +65,7 @@ def run(scenario: Scenario, checks: type[Invariants] = Invariants) -> Outcome:
         for leg in range(_MAX_LEGS):
             cuts, error = _leg(now, outcome, faults, leg, resume_from(*cut) if cut else None, checks)
             if error is None and is_done:
+                outcome.counts["ended early, then resumed to the end"] += len(outcome.errors)
                 break
             now, is_done = _mended(now, error), is_done or error is None
             which = -1 if error is not None or scenario.resume_at is None else int(scenario.resume_at * len(cuts))
