@@ -152,7 +152,8 @@ def test_a_finished_run_can_be_extended_even_if_its_last_window_was_short(mode):
     version = -(-7 // steps_per_window) + -(-11 // steps_per_window)
     assert second.recorder.steps[-1].version == version
     evaluated = [event.version for event in first.recorder.named("eval") + second.recorder.named("eval")]
-    assert evaluated == sorted(set(evaluated))
+    assert list(dict.fromkeys(evaluated)) == sorted(set(evaluated))
+    assert len(evaluated) - len(set(evaluated)) <= 1, "the last checkpoint did not wait for the last eval, which may come again"
     assert evaluated[-1] == version
     assert all(worker.loads[0] == -(-7 // steps_per_window) for worker in second.workers)
     assert max(second.staleness(), default=0) <= longer.schedule.max_staleness

@@ -123,7 +123,7 @@ def freeze(board: Board, so_far: Sequence[SoFar] = (), record: StepRecord | None
         "groups": groups,
         "running_tokens": sum(found.rest_tokens for found in so_far),
         "restarts": board.restarts,
-        "last_eval_version": None if board.evaluator.running else board.evaluator.last_version,
+        "last_eval_version": board.evaluator.last_ended,
         "evals_ended": evals_ended,
         "observers": [observer.state(record) for observer in board.observers],
     }

@@ -57,6 +57,11 @@ class Evaluator:
         """An eval whose last worker was lost."""
 
     @property
+    def last_ended(self) -> int | None:
+        """The last version whose eval has ended."""
+        return self._version_before if self.running is not None else self.last_version
+
+    @property
     def held_s(self) -> dict[str, float]:
         """For each worker of the running eval: the seconds for which the eval has held it. Its next load waits."""
         return {} if self.running is None else {name: self._now() - since_s for name, since_s in self.running.helpers.items()}
