@@ -27,7 +27,9 @@ GB = 10**9
 
 
 def export(
-    source: Annotated[str, run_argument("RUN|CHECKPOINT", "A run's name or directory, or a checkpoint's directory.")],
+    source: Annotated[
+        str, run_argument("RUN|CHECKPOINT", "A run's name or directory, RUN/step-000040, or a checkpoint's directory.")
+    ],
     version: Annotated[
         int | None, number_option("--version", "A published version: one that was kept, or a checkpoint's.", least=0)
     ] = None,

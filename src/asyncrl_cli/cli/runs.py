@@ -27,7 +27,7 @@ from asyncrl_cli.cli.console import (
 )
 from asyncrl_cli.cli.submit import resume_there, say_next, set_words
 from asyncrl_cli.errors import ConfigError, first_names
-from asyncrl_cli.paths import where_runs_are
+from asyncrl_cli.paths import as_typed, where_runs_are
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.run import Run
@@ -104,7 +104,8 @@ def _has_begun(name: str | None, runs_dir: Path) -> bool:
     if name is None:
         raise ConfigError("--resume auto needs the run's name", hint="--name NAME, the same each time")
     if last_status(runs_dir / name).get("phase") == "done":
-        say(f"run '{name}' is done: nothing is left to train")
+        longer = f"`asyncrl resume {as_typed(runs_dir / name)} --set run.train_steps=N` makes it longer"
+        say(f"run '{name}' is done: nothing is left to train; {longer}")
         raise typer.Exit
     return (runs_dir / name).exists() and not never_began(runs_dir / name)
 
