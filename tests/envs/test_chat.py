@@ -255,7 +255,7 @@ def test_the_builtin_model_can_be_offered_tools() -> None:
 def test_a_model_that_cannot_be_offered_tools_is_refused_with_the_reason(template: str, why: str) -> None:
     with pytest.raises(PreflightError, match=f"cannot be offered tools: its chat template .*{why}") as refused:
         chat_of("gemma", template).check_tools()
-    assert "response_template" in (refused.value.hint or "")
+    assert "builtin:tools" in (refused.value.hint or "")
 
 
 def test_a_template_that_refuses_a_second_turn_is_refused_before_the_run() -> None:

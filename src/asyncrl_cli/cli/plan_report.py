@@ -11,6 +11,7 @@ from rich.table import Column
 from rich.text import Text
 
 from asyncrl_cli.cli.console import print_json, print_prose, print_table, warn
+from asyncrl_cli.models.resolve import tokenizer_here
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.fitting import with_hint
@@ -56,6 +57,10 @@ def print_plan(
     if job.device == "cpu":
         given = {"--gpus": None if job.gpus else gpus or None, "--gpu-memory": gpu_memory_gib}
         warnings += [f"{flag} {value:g} is not used: the job runs on CPUs" for flag, value in given.items() if value is not None]
+    if (directory := tokenizer_here(profile)) is not None:
+        from asyncrl_cli.job.preparing import check_chat  # imported late: most plans have no model on this machine
+
+        check_chat(profile, directory)
     memory = memory_fit.estimate_or_reason(profile, job, _device_memory_bytes(job, is_here, gpu_memory_gib))
     refusal = None
     if isinstance(memory, MemoryEstimate) and (refusal := memory_fit.cannot_fit(memory) or memory_fit.shortage(memory)) is None:

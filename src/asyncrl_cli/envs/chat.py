@@ -42,8 +42,8 @@ from asyncrl_cli.tasks.item import messages_of
 MARK, THOUGHT = "asyncrl-mark", "asyncrl-thought"
 QUESTION: Message = {"role": "user", "content": "q"}
 ANOTHER_MODEL = (
-    "take a model whose chat template has tools, or write one (chat_template.jinja in its directory, and response_template in its "
-    "tokenizer_config.json to read what it writes)"
+    'set model.chat_template = "builtin:tools", which adds tools to the model\'s own template, or to the path of another one, or '
+    "take a model whose template has tools"
 )
 PREFIX_TOKENS = 64
 """How many of a prompt's last tokens are read to see how it began the answer."""

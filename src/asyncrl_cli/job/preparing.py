@@ -22,7 +22,7 @@ from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.loop.groups import GroupsState
 from asyncrl_cli.models.inspection import check_model, check_vocabulary
-from asyncrl_cli.models.resolve import further_models, is_builtin, model_here, resolve_model
+from asyncrl_cli.models.resolve import fetched_tokenizer, further_models, is_builtin, model_here, resolve_model
 from asyncrl_cli.models.tiny import UNTAUGHT, demonstrations_of
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.sinks import check_sinks
@@ -31,6 +31,7 @@ from asyncrl_cli.plan.compiling import compile_job, device_of
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.builtin import environment_of
+from asyncrl_cli.tasks.code_choice import has_tool_class
 from asyncrl_cli.tasks.item import messages_of
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
@@ -63,6 +64,8 @@ async def prepare(
         task = load_task(profile, resumed)
         if task.ceiling is not None:
             progress(expectation(task))
+        if needs_turns(profile):  # before gigabytes of weights are downloaded
+            check_chat(profile, model_here(profile) or fetched_tokenizer(profile))
         progress("preparing the model")
         model_dir = resolve_model(profile, task, progress=progress)
         further = further_models(profile, model_dir)
@@ -132,15 +135,25 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
     elif model_dir is not None:
         tokenizer = checked_tokenizer(profile, model_dir)
         check_prompt_lengths(profile, task, partial(tokens, tokenizer))
-        if environment_of(profile.task) != "one-turn":
-            from asyncrl_cli.envs.chat import Chat, stop_tokens_of
-
-            chat = Chat(tokenizer, stop_tokens_of(model_dir))
-            chat.check_turns()
-            if task.tool_class is not None:
-                chat.check_tools()
+        check_chat(profile, model_dir)
     if model_dir is not None:
         check_adapters(profile, model_dir)
+
+
+def needs_turns(profile: Profile) -> bool:
+    """Whether the task needs more of a model's chat template than one prompt."""
+    return not is_builtin(profile) and environment_of(profile.task) != "one-turn"
+
+
+def check_chat(profile: Profile, directory: Path) -> None:
+    """PreflightError if the task needs several turns, or tools, which the chat template of the tokenizer cannot write."""
+    if needs_turns(profile):
+        from asyncrl_cli.envs.chat import Chat, stop_tokens_of
+
+        chat = Chat(opened_tokenizer(profile, directory), stop_tokens_of(directory))
+        chat.check_turns()
+        if has_tool_class(profile):
+            chat.check_tools()
 
 
 def check_adapters(profile: Profile, model_dir: Path) -> None:
@@ -164,16 +177,22 @@ def _num_characters(item: Item, is_chat: bool) -> int:
 
 def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
     """The model's tokenizer. Raises PreflightError if it or the model cannot be used."""
+    vocab_size = check_model(profile, model_dir)
+    tokenizer = opened_tokenizer(profile, model_dir)
+    check_vocabulary(model_dir, len(tokenizer), vocab_size)
+    return tokenizer
+
+
+def opened_tokenizer(profile: Profile, model_dir: Path) -> Any:
+    """The tokenizer in a directory. Raises PreflightError if it cannot be used."""
     from asyncrl_cli.envs.chat import load_tokenizer
 
-    vocab_size = check_model(profile, model_dir)
     try:
         tokenizer = load_tokenizer(model_dir, trust_remote_code=profile.model.trust_remote_code)
         tokens(tokenizer, [{"prompt": "x"}])
     except Exception as error:  # broken tokenizer files make transformers and tokenizers raise any exception
         why = f"the tokenizer in {model_dir} cannot be loaded: {first_line(error)}"
         raise PreflightError(f"model.path: {why}", hint="save it again with save_pretrained") from error
-    check_vocabulary(model_dir, len(tokenizer), vocab_size)
     return tokenizer
 
 

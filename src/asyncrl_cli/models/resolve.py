@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
+from asyncrl_cli.models.chat_templates import with_template
 from asyncrl_cli.models.inspection import check_model_directory, check_positions, refused
 from asyncrl_cli.models.tiny import (
     MAX_POSITIONS,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BUILTIN, REWARD_MODEL = "builtin:", "reward_model"
+TOKENIZER_PATTERNS = ["*token*", "*vocab*", "merges.txt", "*.model", "*.jinja", "config.json", "generation_config.json", "*.py"]
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 RECIPE_VERSION = 3
 """Increase this when a code change makes the same inputs give another model."""
@@ -70,7 +72,25 @@ def _pretrained(profile: Profile) -> Path:
     if (directory := model_here(profile)) is None:
         directory = from_hub(profile.model.path, HUB_PATTERNS, trust_remote_code=profile.model.trust_remote_code)
         check_model_directory(directory)
+        directory = _templated(profile, directory)
     return directory
+
+
+def _templated(profile: Profile, directory: Path) -> Path:
+    return with_template(directory, profile.model.chat_template, _cache_directory(profile))
+
+
+def tokenizer_here(profile: Profile) -> Path | None:
+    """A local directory with the model's tokenizer, which may lack the weights; None if there is none."""
+    local = expand(profile.model.path)
+    has_tokenizer = not is_builtin(profile) and (local / "tokenizer_config.json").is_file()
+    return _templated(profile, local.resolve()) if has_tokenizer else None
+
+
+def fetched_tokenizer(profile: Profile) -> Path:
+    """The same for a model on the hub, of which only the tokenizer is downloaded. Raises PreflightError."""
+    trusts = profile.model.trust_remote_code
+    return _templated(profile, from_hub(profile.model.path, TOKENIZER_PATTERNS, trust_remote_code=trusts))
 
 
 def further_models(profile: Profile, model_dir: Path) -> dict[str, str]:
@@ -90,7 +110,7 @@ def _further_model(profile: Profile, section: str, model_dir: Path) -> Path:
     path, key = getattr(profile, section).path, f"{section}.path"
     if path is None:
         return model_dir
-    other = profile.model_copy(update={"model": profile.model.model_copy(update={"path": path})})
+    other = profile.model_copy(update={"model": profile.model.model_copy(update={"path": path, "chat_template": None})})
     try:
         if is_builtin(other):
             then = "" if section == REWARD_MODEL else " to use the run's initial model"
@@ -124,7 +144,7 @@ def model_here(profile: Profile) -> Path | None:
     local = expand(path)
     if os.path.isdir(local):
         check_model_directory(local)
-        return local.resolve()
+        return _templated(profile, local.resolve())
     if os.path.exists(local):
         raise refused(f"{path} is a file", "name the directory that holds config.json")
     if looks_like_a_path(path):

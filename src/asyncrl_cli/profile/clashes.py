@@ -156,6 +156,11 @@ CLASHES = (
         "--set algorithm.loss_mode=vanilla, or leave algorithm.clip_ratio_c out",
     ),
     Clash(
+        {"model.chat_template": given, "model.path": lambda path: path.startswith("builtin:")},
+        "the built-in models have a template of their own",
+        "leave model.chat_template out",
+    ),
+    Clash(
         {"task.reward": "none", "reward_model.path": None},
         "nothing gives a reward",
         "--set reward_model.path=..., or another task.reward",

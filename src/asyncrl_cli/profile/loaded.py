@@ -220,7 +220,7 @@ def set_layer(sets: Sequence[str]) -> Layer:
 
 def _anchored(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Make paths absolute, so that they survive a resume. A relative path is relative to the file (or the shell) that gives it."""
-    paths = ("task.source", "task.eval_path", IMPORT_PATH, "model.cache_dir", *MODELS)
+    paths = ("task.source", "task.eval_path", IMPORT_PATH, "model.cache_dir", "model.chat_template", *MODELS)
     found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
     anchored: dict[str, Any] = {key: _anchor(key, value, directory) for key, value in found.items()}
     if isinstance(sets := values.get("eval.sets"), Mapping):
@@ -234,6 +234,8 @@ def _anchor(key: str, value: str, directory: Path) -> str:
     if key == "task.source":
         return f"{scheme}:{directory / expand(rest)}" if colon and scheme in ("jsonl", "parquet") and rest else value
     path = directory / expand(value)
+    if key == "model.chat_template" and scheme == "builtin":
+        return value
     if key in MODELS and not os.path.exists(path) and not value.startswith((".", "~")):
         return value
     return str(path)

@@ -73,6 +73,9 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the rollout engine and of the trainer's forward pass; master weights stay float32. Most CPUs have no bfloat16
     instructions and are several times slower with it: `asyncrl doctor` shows what yours has."""
+    chat_template: PathText | None = None
+    """A Jinja file in place of the model's own chat template. `builtin:tools` adds tools to the model's own (docs/agents.md).
+    Exported models have it, too."""
     trust_remote_code: bool = False
     """Allow a hub model to run its own code."""
     warm_start_steps: NonNegativeInt = 300
