@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import pickle
 
 import numpy as np
@@ -161,3 +162,14 @@ def test_a_versions_memory_is_used_again_once_nobody_has_a_view_of_it_and_never_
     fourth = version(4)
     assert address(fourth) == where
     assert [unpack(buckets[0])["a"][0].item() for buckets in (second, third, fourth)] == [2.0, 3.0, 4.0]
+
+
+def test_memory_for_a_gpus_copies_shares_no_page_with_anything_else():
+    """CUDA locks whole pages, and refuses a copy into memory that is locked in part."""
+    pool = BufferPool(pins=False)
+    taken = [pool.take(num_bytes) for num_bytes in (1, 100, mmap.PAGESIZE + 1, 100)]
+    pages = [set(range(a.ctypes.data // mmap.PAGESIZE, (a.ctypes.data + len(a) - 1) // mmap.PAGESIZE + 1)) for a in taken]
+    assert all(a.ctypes.data % mmap.PAGESIZE == 0 for a in taken)
+    assert len(set.union(*pages)) == sum(map(len, pages))
+    assert [len(a) for a in taken] == [1, 100, mmap.PAGESIZE + 1, 100]
+    assert len(pool.take(0)) == 0

@@ -10,6 +10,7 @@ first name; the other names are recorded as `aliases`.
 from __future__ import annotations
 
 import math
+import mmap
 import warnings
 import weakref
 from collections import deque
@@ -132,9 +133,11 @@ class BufferPool:
         try:
             memory = unused.pop()
         except IndexError:
-            memory = torch.zeros(num_bytes, dtype=torch.uint8)
-            if self._pins and num_bytes:  # torch's own pinned memory would be rounded up to a power of two
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+            # Pages of its own: CUDA refuses copies into memory that shares a page with something page-locked. Not torch's own
+            # pinned memory, which is rounded up to a power of two.
+            memory = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+            if self._pins:
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), max(num_bytes, 1), 0))
         data: NDArray[np.uint8] = memory.numpy()
         weakref.finalize(data, unused.append, memory).atexit = False  # in any thread; a deque needs no lock
         return data
