@@ -12,8 +12,8 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / ".ci" / "suite.py"
 ONCE = """
-def fails_before_try(number, then=lambda: None):
-    tries = Path(__file__).with_suffix(".tries")
+def fails_before_try(number, name, then=lambda: None):
+    tries = Path(f"{name}.tries")
     tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
     if len(tries.read_text()) < number:
         then()
@@ -48,40 +48,45 @@ def test_a_suite_that_passes_runs_once_and_ends_with_pytests_own_line(tmp_path):
     assert not (tmp_path / "build" / "flaky.txt").exists()
 
 
-@pytest.mark.parametrize("failures", [1, 2])
-def test_a_test_that_passes_on_a_further_try_is_listed_with_its_first_failure(tmp_path, failures):
-    test = f"def test_it(): fails_before_try({failures + 1})"
-    code, output = run_of(tmp_path, flaky=test, good="def test_a(): pass")
+def test_tests_that_pass_on_a_further_try_are_listed_with_their_first_failures(tmp_path):
+    tests = "def test_once(): fails_before_try(2, 'once')\ndef test_twice(): fails_before_try(3, 'twice')"
+    code, output = run_of(tmp_path, flaky=tests, good="def test_a(): pass")
     assert code == 0
-    assert re.fullmatch(r"2 passed, 1 rerun in \d.*s", last_line(output))
+    assert re.fullmatch(r"3 passed, 2 rerun in \d.*s", last_line(output))
     listed = (tmp_path / "build" / "flaky.txt").read_text()
     assert listed in output
-    assert listed.startswith("flaky:\n  test_flaky.py::test_it\n")
-    assert "the made-up failure" in listed
-    assert output.count("test_good.py") == 1, "what passed is not run again"
+    assert listed.startswith("flaky:\n  test_flaky.py::test_once\n")
+    assert "  test_flaky.py::test_twice\n" in listed
+    assert "AssertionError: the made-up failure" in listed
+    assert (tmp_path / "once.tries").read_text() == "xx", "what has passed is not run again"
+    assert output.count("test_good.py") == 1
 
 
-def test_a_test_that_fails_three_times_fails_ci_whatever_else_recovers(tmp_path):
-    code, output = run_of(tmp_path, flaky="def test_it(): fails_before_try(4)", other="def test_it(): fails_before_try(2)")
+def test_a_test_fails_ci_if_it_fails_three_times_in_its_teardown_too_or_is_skipped_on_a_further_try(tmp_path):
+    tests = """
+def test_always(): fails_before_try(4, 'always')
+@pytest.fixture
+def left():
+    yield
+    assert False
+def test_teardown(left): pass
+def test_skipped():
+    fails_before_try(2, 'skipped')
+    pytest.skip('not now')
+def test_once(): fails_before_try(2, 'once')
+"""
+    code, output = run_of(tmp_path, bad=tests)
     assert code == 1
-    assert len((tmp_path / "test_flaky.tries").read_text()) == 3
-    assert re.fullmatch(r"1 failed, 1 passed, 1 rerun in \d.*s", last_line(output))
-    assert "failed each time:\n  test_flaky.py::test_it\n" in output
-
-
-def test_a_failed_teardown_counts_as_a_failure(tmp_path):
-    test = "@pytest.fixture\ndef left():\n    yield\n    assert False\ndef test_it(left): pass"
-    code, output = run_of(tmp_path, bad=test)
-    assert (code, output.count("run again, alone")) == (1, 2)
-
-
-def test_a_test_that_is_skipped_on_its_second_try_has_not_passed(tmp_path):
-    test = "def test_it():\n    fails_before_try(2)\n    pytest.skip('not now')"
-    assert run_of(tmp_path, odd=test)[0] == 1
+    assert (tmp_path / "always.tries").read_text() == "xxx"
+    assert re.fullmatch(r"3 failed, 1 passed, 1 rerun in \d.*s", last_line(output))
+    failed = output.partition("failed each time:")[2]
+    assert re.findall(r"^  (test_\S+)", failed, re.MULTILINE) == [
+        f"test_bad.py::test_{name}" for name in ("always", "skipped", "teardown")
+    ]
 
 
 def test_a_worker_that_crashes_once_costs_one_rerun_and_loses_no_test(tmp_path):
-    test = "def test_a(): pass\ndef test_it(): fails_before_try(2, lambda: os._exit(1))\ndef test_z(): pass"
+    test = "def test_a(): pass\ndef test_it(): fails_before_try(2, 'it', lambda: os._exit(1))\ndef test_z(): pass"
     code, output = run_of(tmp_path, "-n 2 --dist loadfile", flaky=test, good="def test_a(): pass")
     assert code == 0
     assert re.fullmatch(r"4 passed, 1 rerun in \d.*s", last_line(output))
@@ -102,23 +107,24 @@ def test_pytest_that_dies_with_exit_code_0_fails_ci(tmp_path):
 
 @pytest.mark.parametrize("method", ["signal", "thread"])
 def test_a_timeout_is_run_again_like_any_failure(tmp_path, method):
-    test = "def test_it(): fails_before_try(2, lambda: __import__('time').sleep(60))"
+    test = "def test_it(): fails_before_try(2, 'it', lambda: __import__('time').sleep(60))"
     options = f"-n 1 --timeout=1 --timeout-method={method}"
     code, output = run_of(tmp_path, options, slow=test)
     assert code == 0
     assert re.fullmatch(r"1 passed, 1 rerun in \d.*s", last_line(output))
 
 
-@pytest.mark.parametrize("options", ["-n 0", "-n 1"])
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("options", "name", "text"),
     [
-        ("test_bad.py", "import a_module_that_nobody_has"),
-        ("conftest.py", "def pytest_runtest_setup(item): raise KeyboardInterrupt"),
-        ("conftest.py", "def pytest_runtest_protocol(item, nextitem): raise RuntimeError('internal')"),
-        ("conftest.py", "def pytest_sessionfinish(session): session.exitstatus = 1"),
+        ("-n 0", "test_bad.py", "import a_module_that_nobody_has"),
+        ("-n 1", "test_bad.py", "import a_module_that_nobody_has"),
+        ("-n 0", "conftest.py", "def pytest_runtest_setup(item): raise KeyboardInterrupt"),
+        ("-n 0", "conftest.py", "def pytest_runtest_protocol(item, nextitem): raise RuntimeError('internal')"),
+        ("-n 1", "conftest.py", "def pytest_runtest_protocol(item, nextitem): raise RuntimeError('internal')"),
+        ("-n 0", "conftest.py", "def pytest_sessionfinish(session): session.exitstatus = 1"),
     ],
-    ids=["collection", "interrupted", "internal error", "failed session"],
+    ids=["collection", "collection by a worker", "interrupt", "internal error", "internal error of a worker", "failed session"],
 )
 def test_what_is_not_a_failed_test_fails_ci_at_once(tmp_path, options, name, text):
     (tmp_path / name).write_text(text)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncrl_cli.cli.app import run as asyncrl
 from asyncrl_cli.models.tiny import tiny_tokenizer
 from tests.run.commands import LIMIT_S, SMALL, finish, lines, start
 
@@ -86,17 +87,20 @@ def trained(directory: Path) -> tuple[set[str], int]:
     return seen, most
 
 
-def test_a_file_in_verls_layout_trains_every_version_arrives_over_the_disk_and_the_last_one_is_exported(tmp_path):
+def test_a_file_in_verls_layout_trains_every_version_arrives_over_the_disk_and_the_last_one_is_exported(
+    tmp_path, monkeypatch, capsys
+):
     seen, most = trained(tmp_path)
     run = tmp_path / "runs" / "verl"
     assert_learned_from_verls_rows(run)
     assert_on_policy(run)
     assert_every_version_arrived(run, seen, most)
 
-    code, out, err = finish(start(tmp_path, "export", "verl"))
-    assert code == 0, err
-    assert out == "runs/verl/exports/step-000006\n"
-    assert "version 6 (step 6) of run 'verl'" in err
+    monkeypatch.chdir(tmp_path)
+    assert asyncrl(["export", "verl"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "runs/verl/exports/step-000006\n"
+    assert "version 6 (step 6) of run 'verl'" in said.err
     exported = load_file(run / "exports" / "step-000006" / "model.safetensors")
     kept = load_file(run / "versions" / "version-000006" / "model.safetensors")
     assert exported.keys() == kept.keys()
