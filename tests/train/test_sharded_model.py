@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Place, Profile, TrainerSection
-from asyncrl_cli.train import sharded_model
+from asyncrl_cli.train import keeps_whole_gradients, sharded_model
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.policy_model import ForwardPass, PolicyModel
 from asyncrl_cli.train.ranks import Ranks
@@ -108,3 +108,35 @@ def test_layers_that_are_computed_again_give_the_same_gradients_for_less_memory(
         torch.testing.assert_close(found["full"][name], gradient, msg=name)
     assert kept["full"] < kept["none"] / 3
     assert flops["none"] == flops["selective"] < 0.85 * flops["full"]
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks", "device_gib", "kept"),
+    [
+        (None, 8, 80, True),
+        (None, 8, 48, False),
+        (None, 1, 80, False),
+        (True, 8, 48, True),
+        (False, 8, 80, False),
+        (True, 1, 80, False),
+    ],
+)
+def test_whole_gradients_are_kept_on_gpus_where_they_take_an_eighth_of_one_at_most(told, ranks, device_gib, kept):
+    """1.7 billion parameters have 6.3 GiB of gradients in float32."""
+    assert keeps_whole_gradients(told, ranks=ranks, parameters=1_700_000_000, device_bytes=device_gib * 2**30) == kept
+
+
+def test_gradients_that_are_kept_are_summed_over_ranks_at_the_last_microbatch_alone(ranks, tmp_path, monkeypatch):
+    AutoModelForCausalLM.from_config(CONFIGS["tied"]).save_pretrained(tmp_path / "model")
+    model, empty = (skeleton(tmp_path / "model", trust_remote_code=False) for _ in range(2))
+    gathered = sharded_model.sharded(model, model, tmp_path / "model", Profile(), SavedForm(empty), ranks)
+    calls = []
+    for name in ("requires_gradient_sync", "reshard_after_forward", "reshard_after_backward"):
+        monkeypatch.setattr(type(gathered), f"set_{name}", lambda self, value, name=name: calls.append((name, value)))
+    gathered._keeps_whole = False  # as on a GPU, where parameters are not kept
+    for is_last in (False, False, True):
+        gathered.before_backward(is_last=is_last)
+    assert calls == [("requires_gradient_sync", False), ("requires_gradient_sync", False), ("requires_gradient_sync", True)]
+    gathered._sums_once = False
+    gathered.before_backward(is_last=True)
+    assert len(calls) == 3

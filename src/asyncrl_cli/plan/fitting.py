@@ -55,6 +55,11 @@ def _offload(estimate: MemoryEstimate) -> Values:
     return {"trainer.offload_optimizer": True} if offloads else {}
 
 
+def _sum_each_time(estimate: MemoryEstimate) -> Values:
+    keeps = estimate.plan.device == "cuda" and estimate.profile.trainer.whole_gradients is not False
+    return {"trainer.whole_gradients": False} if keeps else {}
+
+
 def _bfloat16(estimate: MemoryEstimate) -> Values:
     is_wide = estimate.plan.device == "cuda" and estimate.profile.model.dtype == "float32"
     return {"model.dtype": "bfloat16"} if is_wide else {}
@@ -96,7 +101,8 @@ CHANGES: Mapping[tuple[str, str], tuple[Change, ...]] = {
     (TRAINER, "logits"): (_FEWER_TOKENS, _bfloat16),
     (TRAINER, "wire buffers"): (_halved("weights.load_bucket_size_mb", 64),),
     (TRAINER, "optimizer"): (_offload, _more_ranks, _fewer_processes("placement.trainer_workers", TRAINER)),
-    **{(TRAINER, what): _TRAINER for what in ("parameters", "optimizer's step", "gradients", "gathered", "whole gradients")},
+    **{(TRAINER, what): _TRAINER for what in ("parameters", "optimizer's step", "gradients", "gathered")},
+    (TRAINER, "whole gradients"): (_sum_each_time, *_TRAINER),
     (ROLLOUT, "KV cache"): _ROLLOUT,
     (ROLLOUT, "prefill"): _ROLLOUT,
     (ROLLOUT, "sampling"): _ROLLOUT,

@@ -48,7 +48,7 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, ActivationCheckpointing, Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD, is_apart
-from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES, MOMENTS_SLICE_BYTES
+from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS, LOGITS_COPIES, MOMENTS_SLICE_BYTES, keeps_whole_gradients
 
 MASTER_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
@@ -122,7 +122,11 @@ class MemoryEstimate:
 
 def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None = None) -> MemoryEstimate:
     engine = kind_of(profile).memory(profile, plan.device)
-    trainer = (*_trainer_device(profile, plan, shape), *_trainer_host(profile, plan, shape), *_further(profile, plan, shape))
+    trainer = (
+        *_trainer_device(profile, plan, shape, available_bytes),
+        *_trainer_host(profile, plan, shape),
+        *_further(profile, plan, shape, available_bytes),
+    )
     # A colocated rank's weights and moments stay where they are while its GPU generates.
     stays = sum(item.num_bytes for item in trainer if (item.role, item.place, item.phase) == (TRAINER, "device", "always"))
     left_bytes = None if available_bytes is None else available_bytes - (stays if plan.colocate else 0)
@@ -164,10 +168,10 @@ def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
     return pages * PAGE_TOKENS * shape.kv_values_per_token * BYTES_OF[profile.model.dtype]
 
 
-def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
+def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None) -> Iterator[MemoryItem]:
     ranks, adapters = plan.role(TRAINER).workers, adapter_parameters(profile, shape)
     sharing = profile.trainer.sequence_parallel_size
-    yield from _trained(TRAINER, ranks, profile, plan, shape, adapters=adapters, sharing=sharing, has_logits=True)
+    yield from _trained(TRAINER, ranks, profile, plan, shape, available_bytes, adapters=adapters, sharing=sharing, has_logits=True)
     yield from _wires(profile, shape, TRAINER, 1)
 
 
@@ -177,6 +181,7 @@ def _trained(
     profile: Profile,
     plan: JobPlan,
     shape: ModelShape,
+    available_bytes: int | None,
     *,
     adapters: int = 0,
     sharing: int = 1,
@@ -206,7 +211,7 @@ def _trained(
     # On CPUs the whole gradients stay until the last backward pass, and are then replaced group by group.
     yield item("update" if plan.device == "cpu" else "step", "gradients", MASTER_BYTES * trained, f"float32, {over}")
     yield item("step", "gathered", *_gathered(plan, shape, profile.model.dtype))
-    yield item("step", "whole gradients", *_whole_gradients(plan, shape, e, adapters))
+    yield item("step", "whole gradients", *_whole_gradients(profile, plan, shape, adapters, available_bytes))
     yield item("step", "activations", kept, f"{tokens} tokens of a microbatch; trainer.activation_checkpointing = {recompute}")
     logits, how = _logits(tokens, shape, e, plan.device, trains_head=not adapters) if has_logits else (0, "")
     again = 0 if recompute == "none" else tokens * activation_bytes_per_token(shape, e)
@@ -250,10 +255,15 @@ def adapter_parameters(profile: Profile, shape: ModelShape) -> int:
     return shape.num_layers * profile.lora.rank * sum(sides.get(name, 2 * h) for name in chosen)
 
 
-def _whole_gradients(plan: JobPlan, shape: ModelShape, value_bytes: int, adapters: int) -> tuple[int, str]:
+def _whole_gradients(
+    profile: Profile, plan: JobPlan, shape: ModelShape, adapters: int, available_bytes: int | None
+) -> tuple[int, str]:
+    value_bytes, ranks, told = BYTES_OF[profile.model.dtype], plan.role(TRAINER).workers, profile.trainer.whole_gradients
+    trained = adapters or shape.parameters
+    sums_once = plan.device == "cpu" or keeps_whole_gradients(told, ranks=ranks, parameters=trained, device_bytes=available_bytes)
     if adapters:
-        return (MASTER_BYTES * adapters if plan.device == "cpu" else 0), "float32, of the adapters, until the last microbatch"
-    if plan.device == "cpu":
+        return MASTER_BYTES * adapters * sums_once, "float32, of the adapters, until the last microbatch"
+    if sums_once:
         # The sum is float32; with a smaller dtype, the gradients of the current backward pass come on top until they are added.
         fresh = 0 if value_bytes == MASTER_BYTES else value_bytes * max(shape.root_parameters, shape.layer_parameters)
         return MASTER_BYTES * shape.parameters + fresh, "float32, of all parameters, until the last microbatch"
@@ -299,7 +309,7 @@ def _read_whole(shape: ModelShape) -> tuple[int, str]:
     return num_bytes, f"float32, if {shape.model_type} joins tensors of its files"
 
 
-def _further(profile: Profile, plan: JobPlan, policy: ModelShape) -> Iterator[MemoryItem]:
+def _further(profile: Profile, plan: JobPlan, policy: ModelShape, available_bytes: int | None) -> Iterator[MemoryItem]:
     """The reference and the critic, divided between the ranks as the policy is, and the models of scorers with their own processes.
     Raises ShapeUnknown if the path of one of them is not known here."""
     ranks, algorithm = plan.role(TRAINER).workers, profile.algorithm
@@ -308,7 +318,7 @@ def _further(profile: Profile, plan: JobPlan, policy: ModelShape) -> Iterator[Me
         shape = shape_of(profile.ref.path) if profile.ref.path else policy
         yield item("device", "always", "reference", MASTER_BYTES * -(-shape.parameters // ranks), "float32 weights, never trained")
     for task, processes in plan.scorers.items():
-        yield from _scorer(profile, plan, policy, task, processes)
+        yield from _scorer(profile, plan, policy, task, processes, available_bytes)
     if algorithm.has_critic and CRITIC not in plan.scorers:
         shape = _critic_shape(profile, policy)
         shard = -(-shape.parameters // ranks)
@@ -327,19 +337,23 @@ def _critic_shape(profile: Profile, policy: ModelShape) -> ModelShape:
     return replace(shape, parameters=shape.parameters - head, root_parameters=shape.root_parameters - head)
 
 
-def _critic_apart(profile: Profile, plan: JobPlan, policy: ModelShape, processes: int) -> Iterator[MemoryItem]:
+def _critic_apart(
+    profile: Profile, plan: JobPlan, policy: ModelShape, processes: int, available_bytes: int | None
+) -> Iterator[MemoryItem]:
     shape, item = _critic_shape(profile, policy), partial(MemoryItem, CRITIC, processes, "host")
     shard = -(-shape.parameters // processes)
-    yield from _trained(CRITIC, processes, profile, plan, shape)
+    yield from _trained(CRITIC, processes, profile, plan, shape, available_bytes)
     yield item("start", "whole model", *_read_whole(shape))
     if is_offloaded(profile, plan):
         yield item("always", "optimizer", 2 * MASTER_BYTES * shard, "AdamW's two moments, float32, between optimizer steps")
     yield item("sync", "checkpoint", 3 * MASTER_BYTES * shard, "the snapshot that is being written")
 
 
-def _scorer(profile: Profile, plan: JobPlan, policy: ModelShape, task: str, processes: int) -> Iterator[MemoryItem]:
+def _scorer(
+    profile: Profile, plan: JobPlan, policy: ModelShape, task: str, processes: int, available_bytes: int | None
+) -> Iterator[MemoryItem]:
     if task == CRITIC:
-        yield from _critic_apart(profile, plan, policy, processes)
+        yield from _critic_apart(profile, plan, policy, processes, available_bytes)
         return
     path, dtype = {REF: profile.ref.path, REWARD: profile.reward_model.path}.get(task), profile.model.dtype
     shape, item = shape_of(path) if path else policy, partial(MemoryItem, task, processes)

@@ -21,7 +21,7 @@ MAY_CHANGE = frozenset({
     *("run.train_steps", "run.total_rollout_steps", "run.stop_grace_s", "run.stall_timeout_s", "run.ship"),
     *("trainer.lr", "critic.lr"),
     *("trainer.max_tokens_per_microbatch", "trainer.activation_checkpointing", "trainer.max_skipped_steps"),
-    *("trainer.offload_optimizer", "trainer.sequence_parallel_size", "trainer.meeting_timeout_s"),
+    *("trainer.offload_optimizer", "trainer.whole_gradients", "trainer.sequence_parallel_size", "trainer.meeting_timeout_s"),
     *("trainer.nnodes", "trainer.n_gpus_per_node", "rollout.nnodes", "rollout.n_gpus_per_node"),
     *("rollout.engine", "rollout.workers", "rollout.slots", "rollout.placement", "rollout.prefetch_groups", "rollout.hold_slots"),
     *("rollout.interrupt", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization", "rollout.max_model_len"),

@@ -176,6 +176,9 @@ class TrainerSection(Section):
     of trainer ranks and the model's attention heads."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between optimizer steps, at the cost of two copies per step. No effect on CPUs."""
+    whole_gradients: bool | None = None
+    """Keep whole gradients, 4 bytes per parameter, on each GPU until an optimizer step's last microbatch, and sum over ranks once
+    instead of after each microbatch. Default: if they take at most an eighth of a GPU. On CPUs always."""
     lr: PositiveFloat = 2e-4
     """Peak learning rate of AdamW."""
     betas: Betas = (0.9, 0.99)

@@ -10,3 +10,13 @@ LOGITS_COPIES = 3
 """How many float32 copies of them are alive at peak: the log-probabilities, and two gradients in the backward pass."""
 MOMENTS_SLICE_BYTES = 2**30
 """With `trainer.offload_optimizer`: how many bytes of moments are on the device at a time (train/ranks.py)."""
+WHOLE_GRADIENTS_SHARE = 1 / 8
+"""Whole gradients are kept until an optimizer step's last microbatch if they take at most this share of a GPU's memory."""
+
+
+def keeps_whole_gradients(told: bool | None, *, ranks: int, parameters: int, device_bytes: int | None) -> bool:
+    """Whether ranks on GPUs sum gradients once per optimizer step, instead of after each microbatch. `told`:
+    `trainer.whole_gradients`; `parameters`: those that are trained; `device_bytes`: of a GPU, None if unknown."""
+    if told is None:
+        told = device_bytes is not None and 4 * parameters <= WHOLE_GRADIENTS_SHARE * device_bytes
+    return told and ranks > 1

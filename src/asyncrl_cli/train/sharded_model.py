@@ -28,6 +28,7 @@ from asyncrl_cli.models.attention import Attention, choose_attention
 from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
 from asyncrl_cli.profile.schema import ActivationCheckpointing, Profile
 from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.train import keeps_whole_gradients
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.scores import Column, score
@@ -60,23 +61,29 @@ class Gathered(torch.nn.Module):
     """The root of sharding. It calls functions that need the parameters of `content`; FSDP gathers them for the call.
 
     On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer step. With two ranks,
-    gathering for each pass and reducing after each microbatch took a quarter of the time.
+    gathering for each pass and reducing after each microbatch took a quarter of the time. On GPUs gradients alone may be kept
+    (`trainer.whole_gradients`).
     """
 
-    def __init__(self, content: torch.nn.Module, ranks: Ranks) -> None:
+    def __init__(self, content: torch.nn.Module, ranks: Ranks, told: bool | None) -> None:
         super().__init__()
         self.content = content
-        self._keeps_whole = ranks.device.type == "cpu"
+        self._keeps_whole = self._sums_once = ranks.device.type == "cpu"
+        if not self._keeps_whole:
+            trained = sum(parameter.numel() for parameter in content.parameters() if parameter.requires_grad)
+            device_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
+            self._sums_once = keeps_whole_gradients(told, ranks=ranks.world_size, parameters=trained, device_bytes=device_bytes)
 
     def forward(self, function: Callable[[], T]) -> T:
         return function()
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Call this before each microbatch's forward in an optimizer step. On CPUs only the last backward sums over ranks."""
-        if self._keeps_whole:
-            root = cast(FSDPModule, self)
-            root.set_reshard_after_forward(False)
+        """Call this before each microbatch's forward in an optimizer step."""
+        root = cast(FSDPModule, self)
+        if self._sums_once:
             root.set_requires_gradient_sync(is_last)
+        if self._keeps_whole:
+            root.set_reshard_after_forward(False)
             root.set_reshard_after_backward(is_last)
 
     def release(self) -> None:
@@ -175,7 +182,7 @@ def _divided(model: PreTrainedModel, content: torch.nn.Module, profile: Profile,
         if recompute != "none":
             layer.forward = partial(_recomputed, layer.forward, recompute)
         fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
-    return cast(Gathered, fully_shard(Gathered(content, ranks), mesh=ranks.mesh, mp_policy=policy))
+    return cast(Gathered, fully_shard(Gathered(content, ranks, profile.trainer.whole_gradients), mesh=ranks.mesh, mp_policy=policy))
 
 
 def _fill_from_files(
