@@ -98,6 +98,20 @@ def assert_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, reward: str
     assert refused.value.hint
 
 
+@pytest.mark.parametrize("ends", ["", "import os; os._exit(3)\n"])
+def test_of_a_module_that_prints_without_end_only_the_last_words_are_shown(tmp_path, monkeypatch, capfd, ends):
+    (tmp_path / "loud.py").write_text(f"print('x' * 5_000_000 + 'the end', end='')\n{ends}{GOOD}")
+    monkeypatch.chdir(tmp_path)
+    if ends:
+        assert_refused(tmp_path, monkeypatch, "loud:score", "its process ended with exit code 3: xxx")
+        return
+    resolved("loud:score")
+    told = capfd.readouterr().err
+    assert "the end" in told
+    assert "left out the first 4,998,007 bytes" in told
+    assert len(told) < 3000
+
+
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [

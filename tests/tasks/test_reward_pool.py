@@ -693,3 +693,45 @@ def test_there_is_one_process_on_two_cores_and_never_more_than_four(monkeypatch)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
         found.append(default_workers())
     assert found == [1, 1, 2, 3, 4, 4]
+
+
+def test_what_rewards_print_is_at_once_in_a_log_of_bounded_size(tmp_path):
+    (tmp_path / "loud.py").write_text(
+        "import os\n"
+        "def score(item, response):\n"
+        "    print('x' * int(response) if response.isdigit() else response)\n"
+        "    if response == 'dies': os._exit(3)\n"
+        "    return 1.0\n"
+    )
+    spec = RewardSpec(kind="function", function=UserCode(name="loud:score", import_path=str(tmp_path)))
+    log = tmp_path / "reward-0.log"
+
+    async def main() -> Any:
+        pool = RewardPool(spec, timeout_s=20.0, log_path=log)
+        try:
+            await pool.score(ITEM, "quiet words")
+            while b"quiet words" not in (log.read_bytes() if log.exists() else b""):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return await outcomes(pool, ["dies", "9000000"])
+        finally:
+            await pool.close()
+
+    died, scored = asyncio.run(main())
+    assert "died" in died
+    assert scored == 1.0
+    content = log.read_bytes()
+    assert content.count(b"dies") == 2  # two processes have died of it
+    assert b"xxx" in content
+    assert len(content) < 2**20
+
+
+def test_a_reward_that_prints_nothing_makes_no_log(tmp_path, functions):
+    log = tmp_path / "reward-0.log"
+
+    async def main() -> None:
+        pool = RewardPool(spec_of(functions, "by_command"), timeout_s=20.0, log_path=log)
+        await pool.start()
+        await pool.close()
+
+    asyncio.run(main())
+    assert not log.exists()

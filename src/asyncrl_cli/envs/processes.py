@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
-import os
 import pickle
 import signal
 import socket
@@ -21,6 +19,7 @@ from typing import Any
 
 from asyncrl_cli.tasks import zygote
 from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, send
+from asyncrl_cli.tasks.printed import copy_output, to_stderr
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.timeouts import timeout
 
@@ -30,10 +29,6 @@ LINE_LIMIT_BYTES = 16 * 2**20
 START_LIMIT_S, DEATH_LIMIT_S, END_LIMIT_S = 30.0, 2.0, 5.0
 FULL_PAUSE_S = 0.01
 """The zygote's socket holds some 280 commands. If it is full, `take` tries again after this pause."""
-CHUNK_BYTES, CHUNK_PAUSE_S = 2**16, 0.002
-LOGGED_BYTES, LOGGED_BYTES_PER_S = 2**18, 2**14
-
-logger = logging.getLogger(__name__)
 
 
 class ProcessEnded(Exception):
@@ -174,7 +169,7 @@ class EnvironmentProcesses:
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_connection(sock=ours)
-        output = asyncio.create_task(_copy_output(self._zygote), name="environments' output")
+        output = asyncio.create_task(copy_output(self._zygote.stderr, to_stderr, "environments"), name="environments' output")
         self._beside.append(output)
         writer.write(pickle.dumps((zygote.run, (self.tool_class,))))
         said = {"failed": "its start was cancelled"}
@@ -229,32 +224,3 @@ class EnvironmentProcesses:
         except OSError as error:
             raise ProcessEnded(f"the parent of the environment processes does not listen: {error}") from error
         return True
-
-
-def _show(text: bytes) -> int:
-    """Write to our standard error. Returns how many bytes it took: none if it is gone, so that environments do not wait for it."""
-    try:
-        return os.write(2, text)
-    except OSError:
-        return 0
-
-
-async def _copy_output(process: asyncio.subprocess.Process) -> None:
-    """Copy the output to our standard error: LOGGED_BYTES at first, then LOGGED_BYTES_PER_S. The rest is dropped and counted.
-
-    A process that prints faster than this reads has to wait, within the limits of its episode.
-    """
-    clock = asyncio.get_running_loop().time
-    budget, num_dropped, since_s = float(LOGGED_BYTES), 0, clock()
-    while chunk := await process.stderr.read(CHUNK_BYTES):
-        budget, since_s = min(LOGGED_BYTES, budget + (clock() - since_s) * LOGGED_BYTES_PER_S), clock()
-        num_shown = _show(chunk[: max(0, int(budget))])
-        budget -= num_shown
-        if num_shown and num_dropped:
-            logger.warning("left out %s bytes that environments have printed", f"{num_dropped:,}")
-            num_dropped = 0
-        num_dropped += len(chunk) - num_shown
-        if len(chunk) == CHUNK_BYTES:
-            await asyncio.sleep(CHUNK_PAUSE_S)
-    if num_dropped:
-        logger.warning("left out %s bytes that environments have printed", f"{num_dropped:,}")

@@ -112,9 +112,12 @@ class RolloutActor:
         """The processes that compute rewards, or that play agents."""
         task, env = self._profile.task, self._profile.env
         workers = task.reward_workers or default_workers()
+        timeout_s, block_s = task.reward_timeout_s, None
         if task.has_agent:
-            return RewardPool(self._reward, timeout_s=env.episode_timeout_s, block_s=env.tool_timeout_s, workers=workers)
-        return RewardPool(self._reward, timeout_s=task.reward_timeout_s, workers=workers)
+            timeout_s, block_s = env.episode_timeout_s, env.tool_timeout_s
+        name = self._name.replace("rollout", "agent" if task.has_agent else "reward")
+        log_path = self._log_path.with_name(f"{name}.log")
+        return RewardPool(self._reward, timeout_s=timeout_s, block_s=block_s, workers=workers, log_path=log_path)
 
     async def _start_pool(self) -> None:
         if self._reward.kind != "episode":

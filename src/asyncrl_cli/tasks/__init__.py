@@ -14,6 +14,7 @@
         final_answer.py, mathematics.py    where a response's answer is looked for, and whether it is the right one
         reward_functions.py                calls the user's reward functions: ours, TRL's, verl's compute_score
         child.py, zygote.py                how our child processes start, communicate and end; zygote.py forks those of environments
+        printed.py                         copies what they print to a log, at a bounded rate
 
 This room does not import ray or torch.
 """

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import asyncio
 
 PR_SET_PDEATHSIG = 1
+MAX_SHOWN_BYTES, MAX_REASON_CHARS = 2000, 400
+"""How much is shown of what a child has printed, and of its last line in an error."""
 PACKAGE = Path(__file__).resolve().parents[1]
 IN_ANOTHER_PYTHON = """
 import sys, types
@@ -59,11 +61,12 @@ def command(function: Callable[..., Any], python: str = "") -> list[str]:
 
 
 def environment(python: str = "", **variables: str) -> dict[str, str]:
-    """The child's environment variables: ours without Ray's (one is a token). Our package is importable; one thread by default."""
+    """The child's environment variables: ours without Ray's (one is a token). Our package is importable; one thread by default;
+    what is printed appears at once."""
     search = [*([] if python else [str(PACKAGE.parent)]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = {name: os.environ.get(name, "1") for name in THREAD_VARIABLES}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return {**inherited, **threads, "PYTHONPATH": os.pathsep.join(search), **variables}
+    return {**inherited, **threads, "PYTHONPATH": os.pathsep.join(search), "PYTHONUNBUFFERED": "1", **variables}
 
 
 def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, python: str = "", **variables: str) -> Any:
@@ -91,10 +94,9 @@ def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, p
             kill_group(child.pid)
             child.wait()
         answered.seek(0)
-        said.seek(0)
-        content, words = answered.read(), said.read().decode(errors="replace").strip()
+        content, words = answered.read(), _last_words(said)
     if returncode != 0 or not content:
-        last_words = words.rpartition("\n")[2] or "it printed nothing"
+        last_words = words.rpartition("\n")[2][:MAX_REASON_CHARS] or "it printed nothing"
         raise ChildFailed(f"its process ended with {how_it_ended(returncode)}: {last_words}")
     if words:
         print(words, file=sys.stderr)
@@ -102,6 +104,14 @@ def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, p
     if isinstance(answer, Exception):
         raise answer
     return answer
+
+
+def _last_words(said: BinaryIO) -> str:
+    """The end of what a child has printed, and how much is left out."""
+    num_bytes = said.seek(0, os.SEEK_END)
+    left_out = said.seek(max(0, num_bytes - MAX_SHOWN_BYTES))
+    words = said.read(MAX_SHOWN_BYTES).decode(errors="replace").strip()
+    return f"(left out the first {left_out:,} bytes that it printed)\n{words}" if left_out else words
 
 
 def _answer_once(requests: BinaryIO, results: BinaryIO, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

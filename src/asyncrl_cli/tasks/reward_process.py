@@ -11,14 +11,17 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, send
+from asyncrl_cli.tasks.printed import copy_output, to_file
 from asyncrl_cli.tasks.reward_spec import Reward, RewardSpec
 from asyncrl_cli.tasks.reward_worker import IDLE, RunningMark, serve
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 2.0
 END_LOOK_S = 0.005
+LAST_WORDS_S = 0.2
 MAX_WATCH_PERIOD_S = 0.25
 MAX_DEATHS_OF_REWARD = 2
 """A reward fails if this many processes died while computing it. A single death may have another cause."""
@@ -64,8 +67,9 @@ class Rules:
     again: bool = True
 
 
-async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> RewardProcess:
-    """Raises RewardFailed if the system cannot start a process."""
+async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog, log_path: Path | None = None) -> RewardProcess:
+    """`log_path`: the file for what the process prints; None: our standard error. Raises RewardFailed if the system cannot start a
+    process."""
     try:
         with tempfile.TemporaryFile() as shared:  # its memory stays mapped in both processes after it is closed
             os.truncate(shared.fileno(), mmap.PAGESIZE)
@@ -73,12 +77,18 @@ async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> Rew
                 *command(serve, spec.python),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                stderr=None if log_path is None else asyncio.subprocess.PIPE,
                 pass_fds=(shared.fileno(),),
                 env=environment(spec.python),
                 start_new_session=True,  # Ctrl-C at the terminal must reach the driver only
             )
             process.stdin.write(pickle.dumps((serve, (spec, rules.timeout_s, shared.fileno()))))
-            return RewardProcess(process, RunningMark(shared.fileno()), rules, backlog)
+            started = RewardProcess(process, RunningMark(shared.fileno()), rules, backlog)
+            if log_path is not None:
+                started.output = asyncio.create_task(
+                    copy_output(process.stderr, to_file(log_path), "rewards"), name="rewards' output"
+                )
+            return started
     except OSError as error:  # out of memory, processes or file descriptors
         raise RewardFailed(f"a reward process cannot be started: {error}", "unable") from error
 
@@ -91,6 +101,8 @@ class RewardProcess:
     board: RunningMark
     rules: Rules
     backlog: Backlog
+    output: asyncio.Task[None] | None = None
+    """Copies what the process prints."""
     _asked: dict[int, PendingReward] = field(default_factory=dict)
     _last_news_s: float = 0.0
     _num_results: int = 0
@@ -186,10 +198,19 @@ class RewardProcess:
             try:
                 await self._ends_soon()
             finally:
-                self.process._transport.close()  # the pipes, which a process that a reward has started may hold open
                 how = how_it_ended(self.process.returncode)
                 self._give_back(culprit, how)
+                try:
+                    await self._close_output()
+                finally:
+                    self.process._transport.close()  # the pipes, which a process that a reward has started may hold open
         return how if culprit == IDLE and not (self._killed_for or self._num_results) else ""
+
+    async def _close_output(self) -> None:
+        """Copy the last words, unless a process that a reward has started holds the pipe open."""
+        if self.output is not None:
+            await asyncio.wait({self.output}, timeout=LAST_WORDS_S)
+            self.output.cancel()
 
     async def _ends_soon(self) -> None:
         """Wait at most END_TIMEOUT_S for the process to end. (`Process.wait` would also wait for its pipes to close.)"""

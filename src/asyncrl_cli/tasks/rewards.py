@@ -19,6 +19,7 @@ import asyncio
 import os
 import pickle
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import ExecutorFailed
@@ -41,8 +42,18 @@ def default_workers() -> int:
 class RewardPool:
     """Scores responses in `workers` child processes. One event loop; any number of concurrent `score` calls."""
 
-    def __init__(self, spec: RewardSpec, *, timeout_s: float, workers: int = 1, block_s: float | None = None) -> None:
-        """`timeout_s`: limit of one reward. `block_s`: how long one may run without awaiting (default: `timeout_s`)."""
+    def __init__(
+        self,
+        spec: RewardSpec,
+        *,
+        timeout_s: float,
+        workers: int = 1,
+        block_s: float | None = None,
+        log_path: Path | None = None,
+    ) -> None:
+        """`timeout_s`: limit of one reward. `block_s`: how long one may run without awaiting (default: `timeout_s`). `log_path`:
+        the file for what rewards print (default: our standard error)."""
+        self._log_path = log_path
         self._spec = spec
         self._rules = Rules(timeout_s=timeout_s, block_s=block_s or timeout_s, again=not spec.plays)
         self._num_workers = workers
@@ -114,7 +125,7 @@ class RewardPool:
         """Keep one process running: start another when it dies. Raises RewardFailed if none starts, or if they keep dying."""
         num_idle_deaths = 0
         while True:
-            process, died_idle = await start_process(self._spec, self._rules, self._backlog), ""
+            process, died_idle = await start_process(self._spec, self._rules, self._backlog, self._log_path), ""
             try:
                 places = await process.greeting()
                 self._processes.add(process)
