@@ -31,6 +31,7 @@ SECTIONS = {
     "overlap": "weights",
     "probe_sequences": "weights",
     "tasks": "placement",
+    "colocate": "placement",
 }
 
 

@@ -270,6 +270,48 @@ def test_a_gathered_version_does_not_change_when_training_goes_on(tiny_model_dir
         assert not torch.equal(received[name], trainer.model.locals()[name]), name
 
 
+def releases_of(monkeypatch, make_trainer, parts, directory):
+    """The calls of a trainer in order, each followed by "released" if it returns freed memory to the device."""
+    released = []
+    monkeypatch.setattr(ranks.Ranks, "release_cache", lambda _: released.append("released"))
+    trainer = make_trainer(parts)
+    metas, payloads = make_step(3, num_groups=2)
+    for name, call in {
+        "train": lambda: trainer.train(**rank_batch(metas, payloads)),
+        "gather": lambda: trainer.gather(1),
+        "snapshot": lambda: trainer.snapshot(1),
+        "write": lambda: trainer.write(1, directory, with_published=False),
+        "load": lambda: trainer.load(directory),
+    }.items():
+        released.append(name)
+        call()
+    assert all(parameter.grad is None for parameter in trainer.model.parameters.values())
+    return released
+
+
+def test_a_colocated_trainer_returns_its_freed_memory_before_a_worker_has_its_turn(
+    tiny_model_dir, make_trainer, monkeypatch, tmp_path
+):
+    """After the start and after a gather the loop wakes the workers; after a load they are started or woken, too."""
+    found = releases_of(monkeypatch, make_trainer, trainer_parts(tiny_model_dir, colocate=True), tmp_path / "state")
+    assert found == ["released", "train", "gather", "released", "snapshot", "write", "load", "released"]
+
+
+def test_a_trainer_with_a_gpu_of_its_own_keeps_its_freed_memory(tiny_model_dir, make_trainer, monkeypatch, tmp_path):
+    found = releases_of(monkeypatch, make_trainer, trainer_parts(tiny_model_dir), tmp_path / "state")
+    assert "released" not in found
+
+
+@pytest.mark.parametrize(("device", "calls"), [("cuda:0", 1), ("cpu", 0)])
+def test_the_cache_that_is_returned_is_the_gpus(device, calls, monkeypatch):
+    made = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: made.append(1))
+    rank = ranks.Ranks.__new__(ranks.Ranks)
+    rank.device = torch.device(device)
+    rank.release_cache()
+    assert len(made) == calls
+
+
 def test_the_manifests_probe_logprobs_are_those_of_a_plain_forward(tiny_model_dir, make_trainer):
     trainer = make_trainer(trainer_parts(tiny_model_dir, temperature=0.5, probe_sequences=3))
     trainer.gather(7)

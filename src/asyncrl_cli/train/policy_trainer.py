@@ -95,6 +95,7 @@ class PolicyTrainer:
         self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
         self._frozen_logprobs = self._score_frozen()
         self._snapshots: dict[int, tuple[HostState, Counters, Publication | None]] = {}
+        self._hand_over()
 
     def close(self) -> None:
         """Leave the process group."""
@@ -138,6 +139,7 @@ class PolicyTrainer:
                 previous_logprobs=before.probe_logprobs if before is not None and before.version < version else (),
             )
             self._publication = Publication(manifest, packing)
+        self._hand_over()
         return time.monotonic() - started_s
 
     def published(self, version: int) -> tuple[Manifest, list[Bucket]]:
@@ -206,6 +208,12 @@ class PolicyTrainer:
             self.critic.optimizer.restore_steps(saved.critic_steps)
         if self.ranks.rank == 0:
             self._publication = _load_published(directory / PUBLISHED_FILE, self._layout)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Colocate: from here on a rollout worker has the device, and needs all that `asyncrl plan` gives it."""
+        if self.profile.placement.colocate:
+            self.ranks.release_cache()
 
     def _score_frozen(self) -> dict[str, float]:
         """Mean logprobs of fixed tokens under the base model and the reference, by counter name. A collective. Call it before

@@ -83,6 +83,11 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def release_cache(self) -> None:
+        """Return freed device memory, which torch keeps for itself, to the device: another process takes its turn there."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         dist.destroy_process_group()
 
@@ -181,9 +186,9 @@ class PolicyOptimizer:
         del gradients  # or no slice's gradients would be freed before the last one's step
         for part in self._slices:
             self._step(part, rate)
-        if self._on_host is not None and self._ranks.device.type == "cuda":
+        if self._on_host is not None:
             self._ranks.synchronize()  # the host's copies are complete
-            torch.cuda.empty_cache()  # for other processes on this GPU
+            self._ranks.release_cache()
         self.steps_made += 1
         self.skipped_in_a_row = 0
         return norm_value, rate
