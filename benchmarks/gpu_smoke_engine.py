@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from engine_kit import RandomModel, prompts_of
+from engine_kit import RandomModel, generate_all, prompts_of
 from gpu_smoke_kit import PROMPT_TOKENS, Figures, Machine, Skipped, Step, Wrong, trainer_on
 
 from asyncrl_cli.engines.port import Completion, Sampling
@@ -18,6 +18,7 @@ from asyncrl_cli.weights.versions import Manifest, mean_abs_diff
 
 if TYPE_CHECKING:
     from asyncrl_cli.engines.port import Engine
+    from asyncrl_cli.engines.transformers.engine import TransformersEngine
     from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
 NEEDED_TRANSFORMERS = (5, 19)
@@ -48,12 +49,23 @@ async def _check_engine(machine: Machine, figures: Figures) -> None:
         engine = TransformersEngine(profile, machine.place(model))
         try:
             await engine.start()
+            await _measure(engine, model, profile, figures)
             completions = await load_in_flight(
                 engine, model, manifest, lambda: engine.receive(buckets), profile, figures, slots=profile.rollout.slots
             )
         finally:
             await engine.close()
         _compare_responses(trainer, prompts_of(model, len(completions)), completions, profile, figures)
+
+
+async def _measure(engine: TransformersEngine, model: RandomModel, profile: Profile, figures: Figures) -> None:
+    """Tokens per second with all slots busy, and milliseconds per forward pass."""
+    prompts = prompts_of(model, profile.rollout.slots, seed="measured")
+    await generate_all(engine, prompts, 8, name="warm-up")
+    before = engine.decode_steps
+    taken_s, completions = await generate_all(engine, prompts, profile.rollout.max_response_tokens, name="measured")
+    figures["tokens_per_s"] = sum(len(completion.tokens) for completion in completions) / taken_s
+    figures["forward_ms"] = 1e3 * taken_s / (engine.decode_steps - before)
 
 
 def rollout_section(*, slots: int, response_tokens: int, **keys: Any) -> RolloutSection:
@@ -85,13 +97,13 @@ async def load_in_flight(
     """The version is loaded while all slots generate; then the engine's logprobs of the probes must be the trainer's."""
     before = await _difference(engine, manifest)
     response_tokens = profile.rollout.max_response_tokens
-    sampling = Sampling(temperature=1.0, max_response_tokens=response_tokens)
+    sampling, begun = Sampling(temperature=1.0, max_response_tokens=response_tokens), engine.sampled_tokens
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(engine.generate(f"running-{row}", prompt, sampling, row))
             for row, prompt in enumerate(prompts_of(model, slots))
         ]
-        while engine.sampled_tokens < slots * response_tokens // 4:  # noqa: ASYNC110  (counted where the tokens come in)
+        while engine.sampled_tokens < begun + slots * response_tokens // 4:  # noqa: ASYNC110  (counted where the tokens come in)
             await asyncio.sleep(0.001)
         weights = await asyncio.to_thread(receive)
         report = await engine.load(weights, manifest.version, "recompute-kv")

@@ -9,11 +9,13 @@ because a model with random weights never ends one.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal
 from itertools import chain
@@ -30,6 +32,7 @@ from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.envs.port import Answer, End, Environment, Turn
+from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.job.exchange import PartDesk
 from asyncrl_cli.loop.attempts import AttemptKey, Prompt
 from asyncrl_cli.loop.board import World
@@ -56,7 +59,10 @@ from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.train.balance import plan_train_step, training_order
 from asyncrl_cli.weights.versions import mean_abs_diff
 
-WINDOW_STEPS = 2
+TRAIN_STEPS, WINDOW_STEPS = 8, 2
+MOST_S = 30.0
+SHOWN = ("step", "time_s", "timing/step_s", "timing/train_s", "timing/wait_data_s", "sync/pause_s", "rollouter/tokens_per_s")
+logger = logging.getLogger("asyncrl_cli.smoke")
 MEAN_SHARE, SPREAD = 0.25, 0.7
 """Response lengths: lognormal, their median as a share of the longest, and the standard deviation of the logarithm."""
 
@@ -73,10 +79,10 @@ def check_loop(machine: Machine, figures: Figures) -> None:
             PlacementSection(),
         ),
     }
-    groups, slots, longest = (8, 64, 256) if machine.is_gpu else (2, 8, 24)
+    groups, slots, longest = (4, 32, 64) if machine.is_gpu else (2, 8, 24)
     for name, (training, placement) in schedules.items():
         profile = machine.profile(
-            run=RunSection(train_steps=8 if machine.is_gpu else 4),
+            run=RunSection(train_steps=TRAIN_STEPS),
             trainer=TrainerSection(ppo_mini_batch_size=groups, lr=1e-6, max_tokens_per_microbatch=16_384),
             rollout=rollout_section(slots=slots, response_tokens=longest, n=GROUP_SIZE),
             async_training=training,
@@ -84,13 +90,15 @@ def check_loop(machine: Machine, figures: Figures) -> None:
             eval=EvalSection(every_versions=0, prompts=0),
             checkpoint=CheckpointSection(every_steps=0),
         )
-        lines = asyncio.run(_run(machine, machine.main, profile))
+        lines = asyncio.run(_run(name, machine, machine.main, profile))
         figures |= {f"{name}_{key}": value for key, value in _summary(lines, groups).items()}
 
 
 def _summary(lines: Sequence[Mapping[str, Any]], groups: int) -> dict[str, float]:
     """Of the steps after the first window, in which kernels are still chosen and nothing overlaps."""
     later = lines[WINDOW_STEPS:]
+    if not later:
+        raise Wrong(f"{len(lines)} train steps in {MOST_S:g} s")
     seconds = sum(line["timing/step_s"] for line in later)
     summary = {"groups_per_s": groups * len(later) / seconds}
     for key in ("trainer/tokens_per_s", "rollouter/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio"):
@@ -100,28 +108,36 @@ def _summary(lines: Sequence[Mapping[str, Any]], groups: int) -> dict[str, float
     return summary
 
 
-async def _run(machine: Machine, model: RandomModel, profile: Profile) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of a run."""
+async def _run(name: str, machine: Machine, model: RandomModel, profile: Profile) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of a run, which is stopped after `MOST_S`."""
     with trainer_on(machine, model, profile) as own, ThreadPoolExecutor(1) as thread:
         trainer = LocalTrainer(own, profile, thread)
         worker = LocalWorker(profile, machine.place(model))
-        recorder = _Recorder(profile.async_training.trigger_parameter_sync_step)
+        recorder = _Recorder(name, profile.async_training.trigger_parameter_sync_step)
         try:
             await worker.start()
             world = World(feed=_Feed(), trainer=trainer, workers=[worker], observers=[recorder])
-            await Pipeline(LoopSettings.of(profile), world).run()
+            pipeline = Pipeline(LoopSettings.of(profile), world)
+            stop = asyncio.get_running_loop().call_later(MOST_S, pipeline.request_stop)
+            with suppress(Interrupted):
+                await pipeline.run()
+            stop.cancel()
         finally:
             await worker.close()
     return recorder.lines
 
 
 class _Recorder(Observer):
-    def __init__(self, window_steps: int) -> None:
+    """Keeps the lines, and shows them in the log as they come."""
+
+    def __init__(self, name: str, window_steps: int) -> None:
+        self._name = name
         self.lines: list[dict[str, Any]] = []
         self._metrics = StepMetrics(trigger_parameter_sync_step=window_steps, started_s=0.0)
 
     def step(self, record: StepRecord) -> None:
-        self.lines.append(self._metrics.update(record))
+        self.lines.append(line := self._metrics.update(record))
+        logger.info("%s: %s", self._name, {key: line[key] for key in SHOWN if key in line})
 
 
 class _Feed:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from gpu_smoke_kit import GROUP_SIZE, PROMPT_TOKENS, Figures, Machine, Skipped, Step, Wrong, release, trainer_on
+from torch.profiler import ProfilerActivity
 
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
@@ -97,10 +100,33 @@ def _bench(machine: Machine, figures: Figures, tokens: int, chunks: list[int]) -
                 trainer.train(**step.arguments(profile))
                 machine.synchronize()
                 seconds.append(time.perf_counter() - began_s)
+            if chunk == chunks[-1]:
+                _log_profile(machine, figures, tokens, lambda: trainer.train(**step.arguments(profile)))
             name = f"microbatch_{tokens}_chunk_2^{chunk.bit_length() - 1}"
             figures[f"{name}_tokens_per_s"] = step.positions / min(seconds)
             if peak:
                 figures[f"{name}_of_peak"] = flops / min(seconds) / peak
+
+
+def _log_profile(machine: Machine, figures: Figures, tokens: int, run: Callable[[], object]) -> None:
+    """To the log: the operations of one step that take most of the time, on the GPU and on its host. To the figures: the share of
+    the time in which the GPU computed at all, and the operations' shares of that."""
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * machine.is_gpu]
+    with torch.profiler.profile(activities=activities) as profiled:
+        began_s = time.perf_counter()
+        run()
+        machine.synchronize()
+        taken_s = time.perf_counter() - began_s
+    averages = profiled.key_averages()
+    for key in ("self_device_time_total", "self_cpu_time_total")[not machine.is_gpu :]:
+        table = averages.table(sort_by=key, row_limit=15, max_name_column_width=60)
+        print(f"microbatch {tokens}: {key} of {taken_s:.3f} s", table, sep="\n", file=sys.stderr)
+    ops = [op for op in averages if op.self_device_time_total and op.key.startswith(("aten::", "torch_attn::", "c10d::", "fsdp::"))]
+    busy_us = sum(op.self_device_time_total for op in ops)
+    if busy_us:
+        figures[f"microbatch_{tokens}_gpu_busy"] = busy_us / 1e6 / taken_s
+        most = sorted(ops, key=lambda op: op.self_device_time_total, reverse=True)[:8]
+        figures[f"microbatch_{tokens}_ops"] = {op.key: f"{op.self_device_time_total / busy_us:.0%}" for op in most}
 
 
 def _peak_flops() -> float:

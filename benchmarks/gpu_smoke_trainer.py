@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from engine_kit import RandomModel
 from gpu_smoke_kit import LEARNING_RATE, Figures, Machine, Step, Wrong, trainer_on
 
 from asyncrl_cli.loop.ports import TrainReport
@@ -84,11 +85,13 @@ def check_modes(machine: Machine, figures: Figures) -> None:
     """Loss, gradient norm and entropy of two optimizer steps in each mode, in float32: those of a CPU without recomputation of
     activations and without offloading."""
     on_cpu = Machine("cpu", machine.directory, threads=max(1, torch.get_num_threads() // 2))
+    torch.set_float32_matmul_precision("highest")
+    model = machine.model("medium" if machine.is_gpu else "small")
     wrong, largest = [], dict.fromkeys(MAX_METRIC_DIFF, 0.0)
     for name, mode in MODES.items():
-        expected = _metrics(on_cpu, _mode_profile(mode | {"offload": False}, "none"))
+        expected = _metrics(on_cpu, model, _mode_profile(mode | {"offload": False}, "none"))
         for checkpointing in ("none", "selective", "full"):
-            found = _metrics(machine if machine.is_gpu else on_cpu, _mode_profile(mode, checkpointing))
+            found = _metrics(machine if machine.is_gpu else on_cpu, model, _mode_profile(mode, checkpointing))
             for step, limit in MAX_METRIC_DIFF.items():
                 diff = _largest_diff(found[step], expected[step])
                 largest[step] = max(largest[step], diff)
@@ -113,9 +116,8 @@ def _mode_profile(mode: dict[str, Any], checkpointing: str) -> Profile:
     return Profile(model=ModelSection(dtype="float32"), trainer=trainer, algorithm=algorithm, lora=lora)
 
 
-def _metrics(machine: Machine, profile: Profile) -> dict[int, dict[str, float]]:
+def _metrics(machine: Machine, model: RandomModel, profile: Profile) -> dict[int, dict[str, float]]:
     """What is looked at after the first and the second train step."""
-    model = machine.model("medium" if machine.is_gpu else "small")
     with trainer_on(machine, model, profile) as trainer:
         return {number: _looked_at(trainer.train(**Step(model, number=number).arguments(profile))) for number in MAX_METRIC_DIFF}
 
