@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from itertools import chain
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -198,6 +198,39 @@ def test_a_call_that_names_no_tool_or_no_arguments_is_malformed(call: str) -> No
     chat = chat_of("qwen3")
     prompt = chat.render([{"role": "user", "content": "hi"}], TOOLS)
     assert chat.parse(prompt, completion_of(chat, f"<tool_call>{call}</tool_call>"), TOOLS).malformed
+
+
+class Counting:
+    """A tokenizer that notes how long the texts are that it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.lengths = tokenizer, list[int]()
+
+    def __call__(self, text: str, **how: Any) -> Any:
+        self.lengths.append(len(text))
+        return self.tokenizer(text, **how)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+@pytest.mark.parametrize("ask", [lambda chat, text: chat.encode(text), lambda chat, text: chat.render([user(text)])])
+def test_of_a_text_that_is_far_too_long_only_a_part_is_tokenized(ask: Any) -> None:
+    counting = Counting(MODELS[0].tokenizer)
+    chat = Chat(cast(Any, counting), MODELS[0].stop_tokens, max_tokens=1000)
+    assert len(ask(chat, "0123456789" * 10**6)) > 2000
+    assert sum(counting.lengths) <= 2**16
+
+
+def test_a_text_that_may_fit_has_all_its_tokens_however_many_characters_they_have() -> None:
+    text, limit = "the number of calls " * 5000, 12_000
+    plain = Chat(MODELS[0].tokenizer).render([user(text)])
+    assert limit < len(plain) <= 2 * limit < len(text)
+    assert Chat(MODELS[0].tokenizer, max_tokens=limit).render([user(text)]) == plain
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
 def test_a_text_that_is_no_unicode_fails_its_trajectory_alone() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
 
 import aiohttp
 import pytest
 from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
 
+from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
+from asyncrl_cli.envs.gateway import server as gateway_server
+from asyncrl_cli.envs.gateway.server import BODY_BYTES
 from asyncrl_cli.envs.port import EpisodeFailed
-from tests.envs.gateways import CHAT, SAMPLING, Served, gateway, ids, text_of
+from tests.envs.gateways import CHAT, SAMPLING, CharacterChat, Served, gateway, ids, text_of
 from tests.waiting import until
 
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}}
@@ -176,6 +180,67 @@ async def test_refusals_are_in_openais_shape(server: Served) -> None:
         await server.gateway.close_session(session)
         assert (await status(chat, json.dumps({"messages": ASK})))[0] == 410
         assert (await status(chat, json.dumps({"messages": ASK}), {}))[0] == 401
+
+
+class Held(CharacterChat):
+    """Rendering waits until `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def render(self, messages: Any, tools: Any) -> list[int]:
+        assert self.go.wait(timeout=20)
+        return super().render(messages, tools)
+
+
+@served()
+async def test_a_prompt_that_takes_long_to_tokenize_holds_up_nobody_else(server: Served) -> None:
+    slow, (_, access) = Held(), server.open()
+    _, held = server.gateway.open_session("slow", Conversation(cast(Chat, slow)), SAMPLING, 7)
+    async with client_of(held) as patient, client_of(access) as client, aiohttp.ClientSession() as http:
+        waiting = asyncio.create_task(patient.chat.completions.create(model="m", messages=ASK))
+        await until(lambda: server.gateway._num_running == 1)
+        async with http.get(f"{server.gateway.url}/health") as response:
+            assert response.status == 200
+        assert (await client.chat.completions.create(model="m", messages=ASK)).choices[0].message.content == "fine"
+        assert not waiting.done()
+        slow.go.set()
+        assert (await waiting).choices[0].message.content == "fine"
+
+
+@served()
+async def test_a_body_that_no_context_could_hold_is_refused_unread_in_openais_words(server: Served) -> None:
+    session, access = server.open()
+    async with client_of(access) as client:
+        asked = [{"role": "user", "content": "x" * 2 * BODY_BYTES}]
+        refused = await refusal(client.chat.completions.create(model="m", messages=asked))
+    assert (refused.status_code, refused.code, session.finish_reason) == (400, "context_length_exceeded", "length")
+    assert "maximum context length is 400 tokens" in refused.message
+
+
+@served()
+async def test_a_body_that_never_ends_is_given_up(server: Served) -> None:
+    _, access = server.open()
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    url, headers = f"{access.base_url}/chat/completions", {"Authorization": f"Bearer {access.key}"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gateway_server, "BODY_LIMIT_S", 0.05)
+        async with aiohttp.ClientSession() as http, http.post(url, data=endless(), headers=headers) as response:
+            assert (response.status, "did not arrive" in await response.text()) == (400, True)
+
+
+@served()
+async def test_names_of_fields_that_fit_into_no_header_are_ignored_in_silence(server: Served) -> None:
+    _, access = server.open()
+    odd = {"a\r\nSet-Cookie: x": 1, "é": 1, "x" * 9000: 1, **{f"field{number}": 1 for number in range(5000)}}
+    url, headers = f"{access.base_url}/chat/completions", {"Authorization": f"Bearer {access.key}"}
+    async with aiohttp.ClientSession() as http, http.post(url, json={"messages": ASK, **odd}, headers=headers) as response:
+        assert (response.status, response.headers["x-asyncrl-ignored"][:15]) == (200, "field0, field1,")
+        assert "Set-Cookie" not in response.headers
 
 
 @served()

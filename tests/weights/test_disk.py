@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.job.transports import arriving, clear
 from asyncrl_cli.weights.buckets import DamagedWeights, unpack
-from asyncrl_cli.weights.disk import DiskSender
+from asyncrl_cli.weights.disk import DiskSender, read_version, write_manifest
 from asyncrl_cli.weights.sending import send
 from asyncrl_cli.weights.versions import Manifest
 from tests.packed import pack
@@ -108,7 +110,14 @@ def remove_a_file(directory: Path) -> None:
     sorted(directory.glob("*.safetensors"))[0].unlink()
 
 
+def put_a_pipe_there(directory: Path) -> None:
+    path = sorted(directory.glob("*.safetensors"))[0]
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES = {
+    put_a_pipe_there: r"it is a pipe, not a file",
     flip_a_bit: r"bucket 1 of \d+ .* arrived damaged",
     cut_a_file: r"cannot be read",
     remove_a_file: r"it is missing \(is",
@@ -123,6 +132,16 @@ def test_a_damaged_version_is_refused_with_the_old_one_still_loaded(tmp_path, mo
     damage(tmp_path / "version-000007")
     with pytest.raises(DamagedWeights, match=DAMAGES[damage]):
         receive(manifest, refs)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_weights_is_refused_when_a_path_is_loaded(tmp_path):
+    write_manifest(tmp_path, 3)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "files": {"model.safetensors": "0" * 16}}))
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(DamagedWeights, match="it is a pipe, not a file"):
+        read_version(tmp_path)
 
 
 def test_another_version_in_a_versions_place_is_refused(tmp_path, model_dir):

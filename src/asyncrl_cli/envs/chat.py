@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +46,10 @@ ANOTHER_MODEL = (
     'set model.chat_template = "builtin:tools", which adds tools to the model\'s own template, or to the path of another one, or '
     "take a model whose template has tools"
 )
+PIECE_CHARACTERS = 2**16
+"""A text that may be far too long is tokenized in pieces of this length, up to `FAR` times the limit."""
+FAR = 2
+"""A piece's edges may split a token, so the pieces of a text have a few more tokens than the whole, never twice as many."""
 PREFIX_TOKENS = 64
 """How many of a prompt's last tokens are read to see how it began the answer."""
 Tools = Sequence[ToolSchema]
@@ -62,10 +67,14 @@ class Style(NamedTuple):
 
 
 class Chat:
-    """`stop_tokens`: tokens at which the engine ends a response, besides the tokenizer's own."""
+    """`stop_tokens`: tokens at which the engine ends a response, besides the tokenizer's own. `max_tokens`: what callers accept; of
+    a text with more than twice as many only a part is tokenized, which is too long, too."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_tokens: Collection[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_tokens: Collection[int] = (), max_tokens: int = sys.maxsize
+    ) -> None:
         self.tokenizer = tokenizer
+        self._far_tokens = FAR * max_tokens
         self._stops = {*stop_tokens} | ({tokenizer.eos_token_id} - {None})
 
     @property
@@ -88,7 +97,7 @@ class Chat:
             raise EpisodeFailed("template", f"the model cannot be offered tools: {self.why_no_tools}")
         if not self.has_template:
             return self.encode("".join(message["content"] for message in messages))
-        return list(self._applied(messages, tools, tokenize=True, add_generation_prompt=True))
+        return self._ids(self._text(messages, tools))
 
     def bridge(
         self, tokens: Sequence[int], messages: Sequence[Message], new: Sequence[Message], tools: Tools = ()
@@ -165,9 +174,21 @@ class Chat:
 
     def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         try:
+            if len(text) > self._far_tokens and len(beginning := self._beginning(text)) > self._far_tokens:
+                return beginning
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         except TypeError as error:  # JSON may hold lone surrogates, which tokenizers reject
             raise EpisodeFailed("template", f"a text that is not valid Unicode cannot be tokenized: {first_line(error)}") from error
+
+    def _beginning(self, text: str) -> list[int]:
+        """Ids of as many of the text's pieces as it takes to be far too long. A megabyte of text at once takes seconds, and 300 MB
+        of memory."""
+        tokens: list[int] = []
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            tokens += self.tokenizer(text[start : start + PIECE_CHARACTERS], add_special_tokens=False)["input_ids"]
+            if len(tokens) > self._far_tokens:
+                break
+        return tokens
 
     @cached_property
     def _style(self) -> Style:
@@ -213,13 +234,10 @@ class Chat:
     def _text(
         self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = True, style: Style | None = None
     ) -> str:
-        how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        return str(self._applied(messages, tools, style, **how))
-
-    def _applied(self, messages: Sequence[Message], tools: Tools, style: Style | None = None, **how: bool) -> Any:
         dressed = [self._dressed(message, style) if message["role"] == "assistant" else dict(message) for message in messages]
+        how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         try:
-            return self.tokenizer.apply_chat_template(dressed, tools=list(tools) or None, return_dict=False, **how)
+            return str(self.tokenizer.apply_chat_template(dressed, tools=list(tools) or None, **how))
         except (TemplateError, TypeError, ValueError, KeyError) as error:  # whatever a template's expressions may raise
             raise EpisodeFailed("template", f"the model's chat template refuses these messages: {first_line(error)}") from error
 
@@ -237,9 +255,9 @@ class Chat:
         return dressed
 
 
-def load_chat(model_dir: str | Path, *, trust_remote_code: bool) -> Chat:
+def load_chat(model_dir: str | Path, *, trust_remote_code: bool, max_tokens: int) -> Chat:
     """The chat of a model's directory, with the stop tokens of its generation config."""
-    return Chat(load_tokenizer(model_dir, trust_remote_code=trust_remote_code), stop_tokens_of(model_dir))
+    return Chat(load_tokenizer(model_dir, trust_remote_code=trust_remote_code), stop_tokens_of(model_dir), max_tokens)
 
 
 def stop_tokens_of(model_dir: str | Path) -> list[int]:

@@ -144,8 +144,9 @@ class RolloutActor:
         from asyncrl_cli.envs.group_runner import GroupRunner
 
         profile = self._profile
-        chat = load_chat(self._place.model_dir, trust_remote_code=profile.model.trust_remote_code)
         limits, sampling = Limits.of(profile), Sampling.of(profile.rollout, profile.rollout.temperature)
+        trusted, max_tokens = profile.model.trust_remote_code, limits.max_context_tokens
+        chat = load_chat(self._place.model_dir, trust_remote_code=trusted, max_tokens=max_tokens)
         if profile.task.has_agent:
             from asyncrl_cli.envs.gateway.agent_episodes import AgentEnvironment
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 
 from asyncrl_cli.errors import AsyncrlError, RefusedError, first_names
-from asyncrl_cli.safe_files import Count, load_json
+from asyncrl_cli.safe_files import Count, UnsafeFile, load_json, open_regular
 from asyncrl_cli.storage import remove_tree, sync_files
 from asyncrl_cli.weights.buckets import (
     Bucket,
@@ -67,6 +67,7 @@ class BucketFile:
         """Read the bucket. Raises DamagedWeights if the file cannot be read, or holds other tensors."""
         data = np.zeros(self.entries[-1].end_bytes, dtype=np.uint8)
         try:
+            open_regular(self.path).close()  # `safe_open` would wait for a pipe's writer
             with safe_open(self.path, framework="pt") as file:
                 for entry in self.entries:
                     tensor = file.get_tensor(entry.spec.name)
@@ -75,7 +76,7 @@ class BucketFile:
                     view_of(data, entry).copy_(tensor)
         except FileNotFoundError:
             raise self._refused("it is missing (is the run directory the same on all nodes?)") from None
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, UnsafeFile) as error:
             raise self._refused(f"it cannot be read: {error}") from error
         return Bucket(data=data, entries=self.entries)
 
@@ -184,7 +185,8 @@ def read_version(directory: Path) -> tuple[Manifest, list[Bucket]]:
 
 def _bucket(path: Path, fingerprint: str) -> Bucket:
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
         if (found := _fingerprint(content)) != fingerprint:
             raise DamagedWeights(f"{path} has the fingerprint {found}, but its manifest says {fingerprint}")
         return _packed(load_tensors(content))

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from aiohttp import web
 from pydantic import BaseModel
 
-from asyncrl_cli.envs.gateway.openai_requests import Refused, parsed
-from asyncrl_cli.envs.gateway.server import PAUSE_LIMIT_S, Gateway
+from asyncrl_cli.envs.gateway.openai_requests import Refused
+from asyncrl_cli.envs.gateway.server import PAUSE_LIMIT_S, Gateway, body_of
 from asyncrl_cli.errors import ExecutorFailed, RefusedError
 from asyncrl_cli.loop.ports import LoadReport
 from asyncrl_cli.profile.schema import Interrupt
@@ -54,7 +54,7 @@ def admin_routes(gateway: Gateway, loads: Loads) -> list[web.AbstractRouteDef]:
     async def load(request: web.Request) -> web.Response:
         gateway.check_admin(request)
         # A load that has begun is finished even if the client disconnects.
-        await asyncio.shield(asyncio.create_task(_load(loads, parsed(await request.read(), LoadPost)), name="load"))
+        await asyncio.shield(asyncio.create_task(_load(loads, await body_of(request, LoadPost)), name="load"))
         return web.json_response(_described(loads))
 
     async def pause(request: web.Request) -> web.Response:

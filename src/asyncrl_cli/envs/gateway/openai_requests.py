@@ -12,6 +12,7 @@ Training must follow the profile, so the profile alone decides how tokens are sa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -22,6 +23,10 @@ from asyncrl_cli.envs.port import Message
 from asyncrl_cli.safe_files import MAX_NESTING, nesting
 
 MAX_STOPS = 16
+MAX_IGNORED = 20
+"""Limit for the names of ignored fields in the answer's header."""
+FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
+Stop = Annotated[str, Field(max_length=1000)]
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
@@ -53,7 +58,7 @@ class ModelRequest(BaseModel):
     """Any name is accepted: an agent may have been written for another model."""
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     logprobs: bool | int | None = None
@@ -77,10 +82,12 @@ class ModelRequest(BaseModel):
         return tuple(stop for stop in given if stop)
 
     def ignored(self, sampling: Sampling) -> list[str]:
-        """Names of the given fields that have no effect, except those that ask for what the profile says anyway."""
+        """Names of the given fields that have no effect, except those that ask for what the profile says anyway, and those that do
+        not fit into a header."""
         same = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        return sorted(name for name, value in given.items() if name not in same or value != same[name])
+        others = (name for name, value in given.items() if name not in same or value != same[name])
+        return sorted(filter(FIELD_NAME.fullmatch, others))[:MAX_IGNORED]
 
 
 class TextPart(BaseModel):

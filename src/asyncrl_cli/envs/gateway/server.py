@@ -40,12 +40,24 @@ from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.episode import Limits, derived_seed
 from asyncrl_cli.envs.gateway import openai_answers
-from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest, Refused, RewardPost, TextRequest, parsed
+from asyncrl_cli.envs.gateway.openai_requests import (
+    AnyBody,
+    ChatRequest,
+    ModelRequest,
+    Refused,
+    RewardPost,
+    TextRequest,
+    parsed,
+)
 from asyncrl_cli.envs.gateway.session import CLOSED, OnRunning, Session
 from asyncrl_cli.envs.port import EpisodeFailed
 from asyncrl_cli.tasks.agents import Access
 
-MAX_BODY_BYTES = 64 * 2**20
+BODY_BYTES, BODY_BYTES_PER_TOKEN = 2**20, 64
+"""Limit for a request's body: so many bytes, and so many for each token of a context. A token of text takes about 4, or up to 12
+where a client escapes them; the rest is for text that the chat template drops, as it does with earlier thinking."""
+BODY_LIMIT_S = 60.0
+"""How long a client may take to send a body."""
 BACKLOG = 1024
 MAX_CLOSED = 4096
 """How many closed sessions are remembered, so that late requests get 410, not 401."""
@@ -68,6 +80,7 @@ class Gateway:
         self._chat = chat
         self._sampling = sampling
         self._limits = limits
+        self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * limits.max_context_tokens
         self._sessions: dict[str, tuple[str, Session]] = {}
         self._closed: dict[str, str] = {}
         self._num_admitted = 0
@@ -80,7 +93,7 @@ class Gateway:
 
     async def start(self, more_routes: Iterable[web.AbstractRouteDef] = ()) -> None:
         """Listen on a free port of loopback."""
-        app = web.Application(middlewares=[_errors_in_openais_shape], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[_errors_in_openais_shape], client_max_size=self._max_body_bytes)
         app.add_routes([*self._routes(), *more_routes])
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -165,14 +178,18 @@ class Gateway:
 
     async def _post_reward(self, request: web.Request) -> web.Response:
         session = self._session_of(request)
-        session.reward = parsed(await request.read(), RewardPost).reward
+        session.reward = (await body_of(request, RewardPost)).reward
         return web.json_response({"reward": session.reward})
 
     async def _answer(self, kind: type[ModelRequest], request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
-        asked = parsed(await request.read(), kind)
+        try:
+            asked = await body_of(request, kind)
+        except web.HTTPRequestEntityTooLarge:
+            raise session.too_long(f"the request has more than {self._max_body_bytes:,} bytes") from None
         async with self._admitted():
-            answer = openai_answers.answer(await session.reply(asked), asked)
+            reply = await session.reply(asked)
+            answer = await asyncio.to_thread(openai_answers.answer, reply, asked)  # it decodes each token for logprobs
         return await _answered(request, session, asked, answer)
 
     @asynccontextmanager
@@ -205,6 +222,16 @@ class Gateway:
             self._idle.clear()
         else:
             self._idle.set()
+
+
+async def body_of(request: web.Request, kind: type[AnyBody]) -> AnyBody:
+    """The request's body as `kind`. Raises Refused (400), also if it does not arrive in time, and HTTPRequestEntityTooLarge."""
+    try:
+        async with asyncio.timeout(BODY_LIMIT_S):
+            body = await request.read()
+    except TimeoutError:
+        raise Refused(400, f"the body did not arrive within {BODY_LIMIT_S:g} s") from None
+    return await asyncio.to_thread(parsed, body, kind)
 
 
 def _has_key(request: web.Request, key: str) -> bool:

@@ -9,6 +9,8 @@ A request carries all messages of a chat. It is matched to the longest context s
 So sampled ids are never tokenized again where they are trained. Contexts change only when a response is complete: an aborted
 request leaves no trace, and if two requests continue the same context at once, the second one to end makes a fork.
 
+Texts are tokenized in a thread, so that a long one holds up no other session. Contexts are only read and changed in the event loop.
+
 Who waits for whom: a request waits for the engine, which holds it back during a weight load. Closing a session ends its requests.
 """
 
@@ -21,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from asyncrl_cli.engines.port import Completion, Engine, Sampling
-from asyncrl_cli.envs.chat import Tools
+from asyncrl_cli.envs.chat import FAR, Tools
 from asyncrl_cli.envs.conversation import Context, Conversation
 from asyncrl_cli.envs.episode import Limits, derived_seed
 from asyncrl_cli.envs.gateway.openai_answers import Reply
@@ -60,7 +62,8 @@ class Session:
 
     async def _chat(self, request: ChatRequest) -> Reply:
         messages, tools, chat = [message.plain() for message in request.messages], request.offered_tools(), self.conversation.chat
-        context, prompt = self._continued(messages, tools) or self._context_of(chat.render(messages, tools))
+        found = await self._continued(messages, tools)
+        context, prompt = found or self._context_of(await asyncio.to_thread(chat.render, messages, tools))
         completion = await self._generated(prompt, request)
         answer = chat.parse(prompt, completion, tools)
         message = {**answer.message, "content": _before(answer.message.get("content") or "", request.stops)}
@@ -69,7 +72,8 @@ class Session:
 
     async def _complete(self, request: TextRequest) -> Reply:
         chat = self.conversation.chat
-        context, prompt = self._context_of(request.prompt if isinstance(request.prompt, list) else chat.encode(request.prompt))
+        asked = request.prompt
+        context, prompt = self._context_of(asked if isinstance(asked, list) else await asyncio.to_thread(chat.encode, asked))
         completion = await self._generated(prompt, request)
         self._keep(context, prompt, completion, [], ())
         text = _before(chat.decode(completion.tokens), request.stops)
@@ -81,15 +85,16 @@ class Session:
         for request_id in list(self._running):
             await self.engine.abort(request_id)
 
-    def _continued(self, messages: Sequence[Message], tools: Tools) -> tuple[Context, list[int]] | None:
+    async def _continued(self, messages: Sequence[Message], tools: Tools) -> tuple[Context, list[int]] | None:
         """The longest context whose messages `messages` continue, and its ids with those of the new messages."""
         told = [said(message) for message in messages]
         for context in sorted(self.conversation.contexts, key=lambda context: len(context.messages), reverse=True):
             num = len(context.messages)
             if 0 < num < len(told) and context.tools == tools and told[:num] == [said(message) for message in context.messages]:
-                added = self.conversation.chat.bridge(context.tokens, context.messages, messages[num:], tools)
+                tokens, bridge = list(context.tokens), self.conversation.chat.bridge  # the context may grow meanwhile
+                added = await asyncio.to_thread(bridge, tokens, context.messages, messages[num:], tools)
                 if added is not None:
-                    return context, context.tokens + added
+                    return context, tokens + added
         return None
 
     def _context_of(self, tokens: list[int]) -> tuple[Context, list[int]]:
@@ -140,13 +145,17 @@ class Session:
             raise Refused(400, f"this trajectory has had its env.max_turns = {limits.max_turns} answers", "max_turns")
         room = limits.max_context_tokens - len(prompt)
         if room < 1:
-            self.finish_reason = "length"
-            most = f"{limits.max_context_tokens} tokens (env.max_context_tokens)"  # agents look for OpenAI's words
-            why = f"this model's maximum context length is {most}; the prompt has {len(prompt)}"
-            raise Refused(400, why, "context_length_exceeded")
+            more = " or more" if len(prompt) > FAR * limits.max_context_tokens else ""
+            raise self.too_long(f"the prompt has {len(prompt)}{more}")
         asked = (request.max_tokens, request.max_completion_tokens)
         most = min(filter(None, (self.sampling.max_response_tokens, *asked, room)))
         return replace(self.sampling, max_response_tokens=most, stop=(*self.sampling.stop, *request.stops))
+
+    def too_long(self, why: str) -> Refused:
+        """The refusal of a request that is longer than a context may be."""
+        self.finish_reason = "length"
+        most = f"{self.limits.max_context_tokens} tokens (env.max_context_tokens)"  # agents look for OpenAI's words
+        return Refused(400, f"this model's maximum context length is {most}; {why}", "context_length_exceeded")
 
     def _keep(self, context: Context, prompt: list[int], completion: Completion, messages: list[Message], tools: Tools) -> None:
         """Add a whole response to the context, or to a new one if that has grown meanwhile."""
