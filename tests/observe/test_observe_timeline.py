@@ -8,8 +8,9 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.observe.lines import read_timeline
+from asyncrl_cli.observe.lines import joined_timeline
 from asyncrl_cli.observe.observers import Observers, TimelineFile
+from asyncrl_cli.observe.recorded import Recorded
 from tests.observe.conftest import record
 
 
@@ -22,7 +23,7 @@ def test_spans_are_written_on_the_runs_time_and_read_back_joined(tmp_path, facts
         observers.step(record(step, 0, [], spans={"trainer": spans}))
     observers.close("done")
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
-    spans, running = read_timeline(path)
+    spans, running = joined_timeline(Recorded(tmp_path).timeline())
     assert spans == {"trainer": [("starved", 0.0, 1.0), ("busy", 1.0, 4.5)]}
     assert running == {}
 
@@ -37,7 +38,7 @@ def test_running_sequences_are_counted_with_every_status(tmp_path):
     timeline.status({"executors": executors, "progress": {"time_s": 3.25}})
     timeline.spans({"step": 1, "spans": {}})
     timeline.close({})
-    assert read_timeline(path)[1] == {"rollout-0": [(3.25, 7)]}
+    assert joined_timeline(Recorded(tmp_path).timeline())[1] == {"rollout-0": [(3.25, 7)]}
 
 
 def test_a_resume_takes_back_the_lines_of_steps_that_happen_again(tmp_path):
@@ -56,25 +57,26 @@ GOOD = b'{"step": 1, "spans": {"trainer": [["busy", 0.0, 1.0]]}, "running": {"ro
 @pytest.mark.parametrize(
     ("damaged", "reason"),
     [
-        (b'{"step": 2, "spans": {"trai\n', "2: invalid JSON"),
-        (b'{"step": 2, "spans": {"trai\n' + GOOD, "2: invalid JSON"),
-        (b'{"step": 2}\n', "2: spans: "),
-        (b'{"step": 2, "spans": {"trainer": [["busy", 0.0]]}}\n', "2: spans.trainer.0.2: "),
-        (b'{"step": 2, "spans": {}, "running": {"rollout-0": 7}}\n', "2: running.rollout-0: "),
-        (b"\xff\xfe\n", "2: "),
+        (b'{"step": 2, "spans": {"trai\n', "line 2: invalid JSON"),
+        (b'{"step": 2, "spans": {"trai\n' + GOOD, "line 2: invalid JSON"),
+        (b'{"step": 2}\n', "line 2: spans: "),
+        (b'{"step": 2, "spans": {"trainer": [["busy", 0.0]]}}\n', "line 2: spans.trainer.0.2: "),
+        (b'{"step": 2, "spans": {"trainer": [["busy", 3.0, 2.0]]}}\n', "line 2: spans.trainer.0: it ends before it begins"),
+        (b'{"step": 2, "spans": {}, "running": {"rollout-0": 7}}\n', "line 2: running.rollout-0: "),
+        (b"\xff\xfe\n", "line 2: "),
     ],
 )
-def test_a_damaged_timeline_is_one_error_with_its_line(tmp_path, damaged, reason):
-    path = tmp_path / "timeline.jsonl"
+def test_a_damaged_line_of_a_timeline_is_left_out_and_said(tmp_path, damaged, reason):
+    path, run = tmp_path / "timeline.jsonl", Recorded(tmp_path)
     path.write_bytes(GOOD + damaged)
-    with pytest.raises(ConfigError) as caught:
-        read_timeline(path)
-    assert caught.value.message.startswith(f"{path}:{reason}")
-    assert caught.value.hint
+    assert joined_timeline(run.timeline())[0]["trainer"][0] == ("busy", 0.0, 1.0)
+    (note,) = run.damage.notes
+    assert f"{path} left out: 1; {reason}" in note
 
 
 def test_a_timeline_that_is_no_file_is_one_error_with_its_path(tmp_path):
+    (tmp_path / "timeline.jsonl").mkdir()
     with pytest.raises(ConfigError, match="cannot be read: it is a directory") as caught:
-        read_timeline(tmp_path)
+        list(Recorded(tmp_path).timeline())
     assert str(tmp_path) in caught.value.message
     assert caught.value.hint

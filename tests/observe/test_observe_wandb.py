@@ -14,6 +14,7 @@ from asyncrl_cli.observe import background, wandb_sink
 
 SAMPLE = {
     "step": 10,
+    "window": 2,
     "group": "p@0.0",
     "trajectory": 0,
     "reward": 0.5,
@@ -21,6 +22,8 @@ SAMPLE = {
     "text": "a b",
     "versions": [-1, 1, 1, 2],
     "mask": [0, 1, 1, 1],
+    "logprobs": [0.0, -0.5, -0.5, -0.5],
+    "segment_lengths": [4],
 }
 BLOCK_BYTES = 32768
 """The file is a LevelDB log: 7 bytes of its own, then blocks of records (checksum 4, length 2, type 1, data)."""

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.observe.lines import read_metrics
 from asyncrl_cli.observe.recorded import Recorded
 
 
@@ -31,24 +32,29 @@ def test_a_directory_without_files_is_an_empty_run(recorded):
 def test_a_status_of_another_form_is_none(recorded, text):
     recorded.files.status.write_text(text)
     assert recorded.status == recorded.roles == {}
+    (note,) = recorded.damage.notes
+    assert note.startswith(f"{recorded.files.status} is left out: ")
 
 
 def placed(step):
     return {"step": step, "time_s": 2.0 * step, "groups_trained": 16 * step}
 
 
-def test_a_last_line_that_is_cut_short_is_left_out_and_any_other_is_an_error(recorded):
+def test_a_last_line_that_is_cut_short_is_left_out_in_silence_and_any_other_is_said(recorded):
     recorded.files.metrics.write_text(lines(*map(placed, (1, 2))) + '{"step": 3, "rew')
     assert [line["step"] for line in recorded.metrics()] == [1, 2]
-    recorded.files.metrics.write_text('{"step": 1, "rew\n' + lines(placed(2)))
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: invalid JSON"):
-        list(recorded.metrics())
+    assert recorded.damage.notes == []
+    recorded.files.metrics.write_text('{"step": 1, "rew\n' + lines(placed(2), {"step": 3, "groups_trained": 48}, placed(4)) + "7\n")
+    for _ in range(2):  # a line counts once, however often it is read
+        assert [line["step"] for line in recorded.metrics()] == [2, 4]
+        (note,) = recorded.damage.notes
+        assert f"{recorded.files.metrics} left out: 3; line 1: invalid JSON" in note
 
 
-def test_a_line_of_metrics_that_belongs_nowhere_is_named(recorded):
+def test_figures_that_need_every_line_are_not_made_of_a_damaged_file(recorded):
     recorded.files.metrics.write_text(lines(placed(1), {"step": 2, "groups_trained": 32}, placed(3)))
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: time_s: field required"):
-        list(recorded.metrics())
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl left out: 1; line 2: time_s: field required"):
+        read_metrics(recorded.files.metrics)
 
 
 def test_only_the_steps_that_are_asked_for_are_read(recorded):
@@ -84,12 +90,17 @@ def test_an_eval_that_a_resume_has_overtaken_holds_if_its_version_does(recorded)
     assert [(event["version"], event["time_s"]) for event in recorded.events("eval")] == [(0, 2.5), (2, 9.0)]
 
 
+def sample(step):
+    numbers = {"step": step, "window": 1, "trajectory": 0, "reward": 1.0, "segment_lengths": [2]}
+    return {"group": "g", **numbers, "versions": [-1, 1], "logprobs": [0, -0.5], "mask": [0, 1], "pieces": ["a", "b"]}
+
+
 def test_attempts_and_dumps_are_in_the_order_of_their_numbers(recorded):
     for number in (10, 2, 1):
         (recorded.files.logs / f"attempt-{number}").mkdir(parents=True)
     recorded.files.samples.mkdir()
     for step in (1000000, 20):
-        (recorded.files.samples / f"step-{step:06d}.jsonl").write_text(lines({"reward": step}))
+        (recorded.files.samples / f"step-{step:06d}.jsonl").write_text(lines(sample(step)))
     assert [path.name for path in recorded.attempts] == ["attempt-1", "attempt-2", "attempt-10"]
     assert recorded.sampled_steps == [20, 1000000]
-    assert [sample["reward"] for sample in recorded.samples(20)] == [20]
+    assert [one["step"] for one in recorded.samples(20)] == [20]

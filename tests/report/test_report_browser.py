@@ -33,7 +33,7 @@ told.observe(document.documentElement, { attributes: true });
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 def test_a_browser_draws_every_chart_from_the_data_and_finds_no_fault(tmp_path):
     pytest.importorskip("plotly")
-    made = write_report([str(make_run(tmp_path / "otter"))], tmp_path / "page.html", tmp_path, lambda text: None)
+    made, _ = write_report([str(make_run(tmp_path / "otter"))], tmp_path / "page.html", tmp_path, lambda text: None)
     made.write_text(made.read_text().replace("</body>", TELL))
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}/chromium"]
     command = [CHROMIUM, *flags, "--virtual-time-budget=120000", "--dump-dom", made.as_uri()]

@@ -21,7 +21,7 @@ def _no_library(monkeypatch):
 
 
 def made(names, tmp_path, out=None):
-    return write_report([str(name) for name in names], out, tmp_path, lambda *told: None)
+    return write_report([str(name) for name in names], out, tmp_path, lambda *told: None)[0]
 
 
 def test_one_runs_report_lies_in_its_directory_and_is_renewed(tmp_path):

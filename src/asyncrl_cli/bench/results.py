@@ -20,7 +20,7 @@ from typing import Any
 from asyncrl_cli.bench.measure import figures_of, stretch_of, stretches
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.observe.format import evenly
-from asyncrl_cli.observe.lines import Line, read_timeline
+from asyncrl_cli.observe.lines import Line, joined_timeline
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.safe_files import load_json
@@ -267,7 +267,7 @@ def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Drawn
     if not run.files.timeline.is_file():
         return None
     roles, publishes_s = run.roles, [event["time_s"] for event in run.events("published")]
-    (spans, running), stretch = read_timeline(run.files.timeline), stretch_of(lines)
+    (spans, running), stretch = joined_timeline(run.timeline()), stretch_of(lines)
     ends = {line["window"]: line["time_s"] for line in stretch.lines}
     return DrawnRun(
         profile=profile,

@@ -50,8 +50,9 @@ def compare(
 
     if len(runs) < 2:
         raise ConfigError("a comparison needs two runs or more", hint=f"`asyncrl status {runs[0]}` shows one run")
-    made = side_by_side([Recorded.find(run, runs_dir) for run in runs], reward)
-    warn(*_doubts(made))
+    recorded = [Recorded.find(run, runs_dir) for run in runs]
+    made = side_by_side(recorded, reward)
+    warn(*(note for run in recorded for note in run.damage.notes), *_doubts(made))
     if as_json:
         print_json(made.to_json())
     else:

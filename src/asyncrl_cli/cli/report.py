@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, RunsDirOption, print_text, run_argument, say
+from asyncrl_cli.cli.console import RUNS_DIR, RunsDirOption, print_text, run_argument, say, warn
 
 EXAMPLES = """
   asyncrl report first                          the report of run "first"; stdout is the file's path
@@ -33,7 +33,8 @@ def report(
     from asyncrl_cli.report.write import write_report
 
     with Starting("auto") as progress:
-        path = write_report(runs, out, runs_dir, progress, search=search)
+        path, damage = write_report(runs, out, runs_dir, progress, search=search)
+    warn(*damage)
     say(f"{path.stat().st_size / 10**6:.1f} MB; the file needs no network")
     print_text(str(path))
     if open_it:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, number_option, print_json, say, stdout
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, number_option, print_json, say, stdout, warn
 
 EXAMPLES = """
   asyncrl samples my-run                    from the newest dumped step
@@ -37,7 +37,10 @@ def samples(
     from asyncrl_cli.report.trajectories import choose
 
     recorded = Recorded.find(run, runs_dir)
-    chosen = choose(recorded, step, group, sort, most)
+    try:
+        chosen = choose(recorded, step, group, sort, most)
+    finally:
+        warn(*recorded.damage.notes)
     if as_json:
         print_json([{**one.line, "figures": one.figures()} for one in chosen])
         return

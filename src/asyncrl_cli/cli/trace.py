@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, print_json, print_text, say
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, print_json, print_text, say, warn
 from asyncrl_cli.errors import ConfigError
 
 EXAMPLES = """
@@ -42,6 +42,7 @@ def trace(
     recorded = Recorded.find(run, runs_dir)
     path = out or recorded.files.path / "trace.json"
     counted = write_trace(recorded, path, first, last)
+    warn(*recorded.damage.notes)
     if as_json:
         print_json({"trace": str(path), "num_bytes": path.stat().st_size, "entries": dict(counted)})
     groups, trained = counted["group"], counted["step"]

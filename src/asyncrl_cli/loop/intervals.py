@@ -39,7 +39,7 @@ class Change:
     def enough_prompts(self) -> int | None:
         """With this many prompts a true difference of this size would be clear in 80% of all evals. None if this one is clear, or
         without a difference."""
-        if self.is_clear or not self.mean:
+        if self.is_clear or abs(self.mean) < 1e-9:
             return None
         half_width = (self.interval.high - self.interval.low) / 2
         return ceil(self.num_prompts * (half_width / self.mean * (Z + Z_POWER) / Z) ** 2)

@@ -20,7 +20,7 @@ def change_of(before: Point, after: Point) -> Change | None:
     """The change of the mean reward: over the prompts that have a reward in both, if both evals had the same prompts. None if an
     interval is missing."""
     if "rewards" in before and "rewards" in after and before["prompts"] == after["prompts"]:
-        both = zip(before["rewards"], after["rewards"], strict=True)
+        both = zip(before["rewards"], after["rewards"], strict=False)  # as many, unless a file is damaged
         if pairs := [(old, new) for old, new in both if old is not None and new is not None]:
             return paired_change(*zip(*pairs, strict=True))
     of_old, of_new = interval_of(before), interval_of(after)

@@ -13,11 +13,14 @@ from typing import Any, TypeGuard, TypeVar
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTHING = "-"
 SHOWN_WARNINGS = 3
+MOST_SHOWN = 1e15
+"""From here on, numbers are shown as powers of ten, and are no figures of a chart."""
 T = TypeVar("T")
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Whether it is a finite number."""
+    return isinstance(value, int | float) and abs(value) < math.inf
 
 
 def duration(seconds: object) -> str:
@@ -31,7 +34,7 @@ def duration(seconds: object) -> str:
 
 def clock(seconds: object) -> str:
     """`0:01:34`, `3:02:03`."""
-    if not is_number(seconds):
+    if not is_number(seconds) or abs(seconds) >= MOST_SHOWN:
         return _written(seconds, "")
     whole = round(seconds)
     return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
@@ -39,7 +42,9 @@ def clock(seconds: object) -> str:
 
 def _written(value: object, form: str) -> str:
     """`-` for an absent value, never 0. Values that are not finite ("nan", "inf") are strings in JSON and are shown as such."""
-    return NOTHING if value is None else format(value, form) if is_number(value) else str(value)
+    if not is_number(value):
+        return NOTHING if value is None else str(value)
+    return format(value, form if abs(value) < MOST_SHOWN else ".3g")
 
 
 def number(value: object, digits: int = 2) -> str:

@@ -1,43 +1,61 @@
-"""Reads a run's metrics.jsonl, events.jsonl and timeline.jsonl back, derives figures from a line of metrics, and adds lines up."""
+"""Reads a run's metrics.jsonl, events.jsonl, timeline.jsonl and samples back, derives figures from a line of metrics, and adds
+lines up.
+
+Anything may stand in these files. A line is parsed once, as the type of its file, whose numbers are bounded; the code that uses it
+checks nothing again. A line that does not fit is left out, and counted in a `Damage`, for the user to be told.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
+from annotated_types import Interval
+from pydantic import AfterValidator
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.observe.format import is_number
-from asyncrl_cli.observe.status import OPEN, Figure, Seconds
-from asyncrl_cli.safe_files import Count, Finite, UnsafeFile, open_regular, parse_json, read_lines, reason
+from asyncrl_cli.observe.format import MOST_SHOWN, is_number
+from asyncrl_cli.observe.status import Detail, Figure, Seconds
+from asyncrl_cli.safe_files import Count, UnsafeFile, open_regular, parse_json, read_lines, reason
 
 Line = Mapping[str, Any]
-RecordedSpan = tuple[str, float, float]
-"""State, start_s, end_s."""
-Spans = dict[str, list[RecordedSpan]]
-Counts = dict[str, list[tuple[float, float]]]
+Reward = Annotated[float, Interval(ge=-MOST_SHOWN, le=MOST_SHOWN)]
+Counts = dict[str, list[tuple[Seconds, Count]]]
 LISTS = frozenset({"staleness/histogram", "staleness/span_histogram", "response_tokens/quantiles"})
-"""The keys whose values are lists; all others hold single numbers."""
+"""The keys of metrics whose values are lists; all others hold single numbers."""
 
+MOST_NOTED = 100_000
+"""Limit for the damaged lines of a file that are counted."""
 PER_SECOND = ("trainer/", "rollouter/", "overlap_ratio")
 """Figures that are weighted by their step's seconds; all others by its sampled tokens."""
+
+
+def _in_order(span: tuple[str, float, float]) -> tuple[str, float, float]:
+    if span[2] < span[1]:
+        raise ValueError("it ends before it begins")
+    return span
+
+
+RecordedSpan = Annotated[tuple[str, Seconds, Seconds], AfterValidator(_in_order)]
+"""State, start_s, end_s."""
+Spans = dict[str, list[RecordedSpan]]
 
 
 class MetricsLine(TypedDict, extra_items=Figure | list[Figure]):
     """What every line of metrics.jsonl has. All its other keys are figures."""
 
-    step: int | Finite
-    time_s: int | Finite
-    groups_trained: int | Finite
+    step: Count
+    time_s: Seconds
+    groups_trained: Count
 
 
-@OPEN
-class EventLine(TypedDict):
-    """The keys of a line of events.jsonl that are read back."""
+class EventLine(TypedDict, extra_items=Detail):
+    """The keys of a line of events.jsonl that are read back. Others are only shown."""
 
     event: str
     time_s: NotRequired[Seconds]
@@ -49,58 +67,160 @@ class EventLine(TypedDict):
     worker: NotRequired[str]
     reason: NotRequired[str]
     tokens: NotRequired[Count]
-    num_bytes: NotRequired[float]
-    reward_mean: NotRequired[Figure | None]
-    reward_low: NotRequired[Finite]
-    reward_high: NotRequired[Finite]
+    num_bytes: NotRequired[Count]
+    reward_mean: NotRequired[Reward | None]
+    reward_low: NotRequired[Reward]
+    reward_high: NotRequired[Reward]
     num_prompts: NotRequired[Count]
     eval_set: NotRequired[str]
     prompts: NotRequired[str]
-    rewards: NotRequired[list[Finite | None]]
+    rewards: NotRequired[list[Reward | None]]
     publish_s: NotRequired[Seconds]
     send_s: NotRequired[Seconds]
     load_s: NotRequired[Seconds]
     pause_s: NotRequired[Seconds]
+    failures: NotRequired[dict[str, Count]]
 
 
-@OPEN
+def _with_all_it_needs(event: EventLine) -> EventLine:
+    """Keys of an eval that mean nothing alone."""
+    for key, needed in (("rewards", "prompts"), ("reward_low", "num_prompts")):
+        if key in event and needed not in event:
+            raise ValueError(f"it has {key}, but no {needed}")
+    return event
+
+
+Event = Annotated[EventLine, AfterValidator(_with_all_it_needs)]
+
+
 class TimelineLine(TypedDict):
     """The keys of a line of timeline.jsonl that are read back."""
 
     step: NotRequired[Count]
     spans: Spans
     running: NotRequired[Counts]
-    waits: NotRequired[dict[str, list[tuple[float, str]]]]
-    slots: NotRequired[dict[str, list[tuple[Count, str, float, float]]]]
+    waits: NotRequired[dict[str, list[tuple[Seconds, str]]]]
+    slots: NotRequired[dict[str, list[tuple[Count, str, Seconds, Seconds]]]]
+
+
+class SampledSpan(TypedDict):
+    text: str
+
+
+class SampleLine(TypedDict, extra_items=Any):
+    """The keys of a dumped trajectory (samples.py) that are read back. Numbers of a run that diverges may be NaN or infinite."""
+
+    step: Count
+    window: Count
+    group: str
+    trajectory: Count
+    reward: float
+    advantage: NotRequired[float | None]
+    answer: NotRequired[str | None]
+    finish_reason: NotRequired[str]
+    turn_rewards: NotRequired[list[float]]
+    segment_lengths: list[Count]
+    versions: list[Annotated[int, Interval(ge=-1, le=2**53)]]
+    logprobs: list[float]
+    trainer_logprobs: NotRequired[list[float] | None]
+    mask: list[Literal[0, 1]]
+    pieces: NotRequired[list[str]]
+    spans: NotRequired[list[SampledSpan]]
+
+
+def _of_one_length(line: SampleLine) -> SampleLine:
+    """All arrays cover the tokens of all segments. Dumps of older versions have no `pieces`."""
+    arrays = (line.get(key) for key in ("versions", "logprobs", "mask", "pieces", "trainer_logprobs"))
+    lengths = {sum(line["segment_lengths"]), *(len(array) for array in arrays if array is not None)}
+    if len(lengths) > 1:
+        raise ValueError(f"the arrays differ in length: {sorted(lengths)}")
+    return line
+
+
+Sample = Annotated[SampleLine, AfterValidator(_of_one_length)]
+
+
+class Damage:
+    """Lines that were left out because they are malformed. A line counts once, however often it is read."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Path, dict[int, str]] = {}
+
+    def add(self, path: Path, number: int, why: str) -> None:
+        lines = self._lines.setdefault(path, {})
+        if len(lines) < MOST_NOTED:
+            lines[number] = why
+
+    def add_file(self, path: Path, why: str) -> None:
+        """A whole file was left out."""
+        self._lines[path] = {0: why}
+
+    @property
+    def notes(self) -> list[str]:
+        """For each file how many lines, and what is wrong with the first one."""
+        return [_note(path, lines) for path, lines in self._lines.items()]
+
+
+def _note(path: Path, lines: Mapping[int, str]) -> str:
+    if 0 in lines:
+        return f"{path} is left out: {lines[0]}"
+    number, more = min(lines), " or more" if len(lines) == MOST_NOTED else ""
+    return f"damaged lines of {path} left out: {len(lines):,}{more}; line {number}: {lines[number]}"
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The lines of metrics.jsonl, without values that are not finite. Raises as `lines_of`."""
-    return list(metrics_of(path))
+    """All lines of metrics.jsonl, for figures that need every line. Raises ConfigError as `lines_of`, and for a damaged line."""
+    lines = list(metrics_of(path, damage := Damage()))
+    for note in damage.notes:
+        raise ConfigError(note, hint="use another run")
+    return lines
 
 
-def metrics_of(path: Path) -> Iterator[Line]:
-    """`read_metrics`, line by line."""
-    return map(_finite, lines_of(path, MetricsLine))
+def metrics_of(path: Path, damage: Damage) -> Iterator[Line]:
+    """The lines of metrics.jsonl, without values that are not finite."""
+    return map(_finite, lines_of(path, MetricsLine, damage))
 
 
-def lines_of(path: Path, kind: Any, wanted: Callable[[bytes], bool] = bool) -> Iterator[Any]:
-    """The lines that are `wanted`, parsed as `kind`. An incomplete last line is left out: its writer was killed, or is writing it.
+def lines_of(path: Path, kind: Any, damage: Damage, wanted: Callable[[bytes], bool] = bool) -> Iterator[Any]:
+    """The lines that are `wanted`, parsed as `kind`; none if there is no file. Malformed lines are counted in `damage`, but not the
+    last one if it is incomplete: its writer was killed, or is writing it.
 
-    Raises a ConfigError that names a malformed line, or says why the file cannot be read.
+    Raises ConfigError if the file cannot be read.
     """
-    try:
-        for number, line in (lines := enumerate(read_lines(path), start=1)):
+    wrong: tuple[int, str] | None = None  # number and fault of a malformed line, until it is known not to be the last one
+    with _readable(path):
+        for number, line in enumerate(read_lines(path), start=1):
+            if wrong:
+                damage.add(path, *wrong)
+                wrong = None
             if line and not line.isspace() and wanted(line):
                 try:
                     entry = parse_json(line, kind)
-                except ValueError as wrong:
-                    if next(lines, None) is None and _ends_amid_a_line(path):
-                        return
-                    raise ConfigError(f"{path}:{number}: {wrong}", hint="without that line the file can be read") from None
+                except ValueError as error:
+                    wrong = number, str(error)
+                    continue
                 yield entry
+        if wrong and not _ends_amid_a_line(path):
+            damage.add(path, *wrong)
+
+
+def num_lines(path: Path) -> int:
+    """How many lines a file has; 0 if there is none. Raises ConfigError if it cannot be read."""
+    with _readable(path):
+        return sum(1 for _ in read_lines(path))
+    return 0
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Leave the block if the file is missing. Raises ConfigError if it cannot be read."""
+    try:
+        yield
+    except FileNotFoundError:
+        return
     except (OSError, UnsafeFile) as error:
-        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="give the directory of a run, like runs/NAME") from None
+        hint = "the run's other files may be readable without it"
+        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint=hint) from None
 
 
 def _ends_amid_a_line(path: Path) -> bool:
@@ -109,14 +229,12 @@ def _ends_amid_a_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def read_timeline(path: Path) -> tuple[Spans, Counts]:
-    """A run's spans and counts of running sequences, by executor, in order of time. A span that was split over two lines is joined.
-
-    Raises as `lines_of`.
-    """
+def joined_timeline(lines: Iterable[TimelineLine]) -> tuple[Spans, Counts]:
+    """A run's spans and counts of running sequences, by executor, in order of time. A span that was split over two lines is
+    joined."""
     spans: Spans = {}
     running: Counts = {}
-    for line in lines_of(path, TimelineLine):
+    for line in lines:
         for name, stays in line["spans"].items():
             joined = spans.setdefault(name, [])
             for state, start_s, end_s in stays:
@@ -141,7 +259,7 @@ def _finite(line: Line) -> Line:
 def _is_usable(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value) and all(map(_is_usable, value))
-    return is_number(value) and abs(value) < 1e15
+    return is_number(value) and abs(value) < MOST_SHOWN
 
 
 def spent_s(line: Line, part: str) -> float:

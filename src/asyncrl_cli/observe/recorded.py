@@ -1,15 +1,14 @@
 """A recorded run: the contents of the files in its directory, read only when they are needed.
 
 The run may be running, stopped, killed or resumed: an incomplete line at a file's end is left out, and a file that was never
-written is empty. A resume retrains the steps after its checkpoint: metrics.jsonl and timeline.jsonl lose the lines of these steps
-when it starts, events.jsonl keeps them, and `events` leaves them out.
+written is empty. Damaged lines are left out, too, and counted in `damage`. A resume retrains the steps after its checkpoint:
+metrics.jsonl and timeline.jsonl lose the lines of these steps when it starts, events.jsonl keeps them, `events` leaves them out.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -17,18 +16,19 @@ from typing import Any, Self
 
 from asyncrl_cli.checkpoint.find import find_run
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from asyncrl_cli.observe.lines import EventLine, Line, TimelineLine, lines_of, metrics_of
+from asyncrl_cli.observe.lines import Damage, Event, EventLine, Line, Sample, SampleLine, TimelineLine, lines_of, metrics_of
 from asyncrl_cli.observe.status import MAX_STATUS_BYTES, RECORDED
 from asyncrl_cli.profile.loaded import Loaded, read_document
-from asyncrl_cli.safe_files import parse_json, read_bytes
+from asyncrl_cli.safe_files import parse_json, read_bytes, reason
 
 DUMP_NAME = re.compile(r"step-(\d{6,})\.jsonl")
 
 
 class Recorded:
-    """The run in `directory`. Methods that read a file raise ConfigError with path and line if it is malformed."""
+    """The run in `directory`. Methods that read a file raise ConfigError if it cannot be read."""
 
     def __init__(self, directory: Path) -> None:
+        self.damage = Damage()
         self.files = RunDirectory(directory)
         self.name = directory.name
 
@@ -39,10 +39,14 @@ class Recorded:
 
     @cached_property
     def status(self) -> Mapping[str, Any]:
-        """The last status.json; empty if it cannot be read. Any key may be missing: `read_status` is strict, and says whether the
-        run lives."""
-        with suppress(OSError, ValueError):
+        """The last status.json; empty if there is none that can be read. Any key may be missing: `read_status` is strict, and says
+        whether the run lives."""
+        try:
             return parse_json(read_bytes(self.files.status, max_bytes=MAX_STATUS_BYTES), RECORDED)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as wrong:
+            self.damage.add_file(self.files.status, reason(wrong))
         return {}
 
     @cached_property
@@ -62,21 +66,17 @@ class Recorded:
 
     def metrics(self) -> Iterator[Line]:
         """A line per train step (docs/metrics.md), without values that are not finite."""
-        return metrics_of(self.files.metrics) if self.files.metrics.exists() else iter(())
+        return metrics_of(self.files.metrics, self.damage)
 
     def timeline(self, first_step: int = 1, last_step: int | None = None) -> Iterator[TimelineLine]:
         """The lines of these train steps: each executor's spans (state, start_s, end_s), and counts of running sequences."""
-        if not self.files.timeline.exists():
-            return iter(())
-        lines: Iterator[TimelineLine] = lines_of(self.files.timeline, TimelineLine)
+        lines: Iterator[TimelineLine] = lines_of(self.files.timeline, TimelineLine, self.damage)
         wanted = takewhile(lambda line: last_step is None or line.get("step", 0) <= last_step, lines)
         return (line for line in wanted if line.get("step", first_step) >= first_step)
 
     def events(self, *names: str) -> Iterator[EventLine]:
         """The events of these names (default: all) in the order in which they happened, without those between a checkpoint and the
         resume from it: they belong to steps that were trained again."""
-        if not self.files.events.exists():
-            return
         resumes = list(self._events("resumed"))
         for event in self._events(*names, "resumed") if names else self._events():
             if event["event"] == "resumed":
@@ -89,7 +89,8 @@ class Recorded:
     def _events(self, *names: str) -> Iterator[EventLine]:
         # Most lines are about groups. They are recognised by their text, because parsing them all takes long.
         written = re.compile(f'"event": "(?:{"|".join(map(re.escape, names))})"'.encode())
-        for event in lines_of(self.files.events, EventLine, (lambda line: bool(written.search(line))) if names else bool):
+        wanted = (lambda line: bool(written.search(line))) if names else bool
+        for event in lines_of(self.files.events, Event, self.damage, wanted):
             if not names or event["event"] in names:
                 yield event
 
@@ -99,10 +100,9 @@ class Recorded:
         found = (DUMP_NAME.fullmatch(path.name) for path in self.files.samples.glob("step-*.jsonl"))
         return sorted(int(match[1]) for match in found if match)
 
-    def samples(self, step: int) -> Iterator[Mapping[str, Any]]:
+    def samples(self, step: int) -> Iterator[SampleLine]:
         """The dumped trajectories of a train step (samples.py); none if they were not dumped."""
-        path = self.files.samples / f"step-{step:06d}.jsonl"
-        return lines_of(path, dict[str, Any]) if path.exists() else iter(())
+        return lines_of(self.files.samples / f"step-{step:06d}.jsonl", Sample, self.damage)
 
 
 def _is_abandoned(event: EventLine, resumed: EventLine) -> bool:

@@ -105,7 +105,7 @@ def _steps(run: Recorded) -> list[tuple[int, float, float]]:
     """(samples so far, seconds so far, reward) of each train step that has a reward."""
     size = run.loaded.profile.rollout.n
     return [
-        (int(line["groups_trained"]) * size, float(line["time_s"]), float(line["reward/mean"]))
+        (line["groups_trained"] * size, line["time_s"], float(line["reward/mean"]))
         for line in run.metrics()
         if "reward/mean" in line
     ]
@@ -135,7 +135,11 @@ def _extents(runs: Sequence[Recorded], curves: Sequence[Curve]) -> Iterable[Figu
     yield _figure("train steps", [one.get("step") for one in progress], count)
     yield _figure("samples", [curve.samples[-1] if curve.samples else None for curve in curves], count)
     yield _figure("time", [curve.time_s[-1] if curve.time_s else None for curve in curves], clock)
-    yield _figure("samples/s", [curve.samples[-1] / curve.time_s[-1] if curve.samples else None for curve in curves], number)
+    yield _figure("samples/s", [_per_s(curve) for curve in curves], number)
+
+
+def _per_s(curve: Curve) -> float | None:
+    return curve.samples[-1] / curve.time_s[-1] if curve.samples and curve.time_s[-1] > 0 else None
 
 
 def _rewards(curves: Sequence[Curve], samples: int, time_s: float, target: float) -> Iterable[Figure]:

@@ -7,6 +7,7 @@ other programs that read the file.
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import psutil
 from annotated_types import Interval, Len
-from pydantic import ConfigDict, with_config
+from pydantic import AfterValidator, JsonValue
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.checkpoint.find import find_run, is_locked
@@ -31,26 +32,36 @@ SILENT_AFTER_S = 15.0
 """A live run rewrites its status once a second: one older than this is called silent."""
 
 Liveness = Literal["ended", "live", "silent", "dead"]
-Figure = int | float | Literal["nan", "inf", "-inf"]
+
+
+def _finite(value: Any) -> Any:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for entry in inner:
+        _finite(entry)
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        raise ValueError("it is not a finite number")
+    return value
+
+
+Figure = Annotated[int | float | Literal["nan", "inf", "-inf"], AfterValidator(_finite)]
 """JSON has no NaN or infinity: they are written as strings."""
+Detail = Annotated[JsonValue, AfterValidator(_finite)]
+"""Anything else, with the same limit for numbers."""
 Figures = dict[str, Figure]
 Seconds = Annotated[float, Interval(ge=0, le=1e12)]
 Pid = Annotated[int, Interval(ge=1, le=2**31 - 1)]
-OPEN = with_config(ConfigDict(extra="allow"))
-"""Decorator for a TypedDict that keeps unknown keys."""
 
 
 def _record(**fields: Any) -> Any:
-    """The type of a JSON object with these keys."""
-    return OPEN(TypedDict("record", fields))  # type: ignore[operator]
+    """The type of a JSON object with these keys, which may have others."""
+    return TypedDict("record", fields, extra_items=Detail)  # type: ignore[operator]
 
 
-@OPEN
-class EvalPoint(TypedDict):
+class EvalPoint(TypedDict, extra_items=Detail):
     version: Count
-    reward_mean: float
-    reward_low: NotRequired[float]
-    reward_high: NotRequired[float]
+    reward_mean: Figure
+    reward_low: NotRequired[Figure]
+    reward_high: NotRequired[Figure]
     num_prompts: NotRequired[Count]
     eval_set: NotRequired[str]
 
@@ -72,7 +83,7 @@ STATUS = _record(
         step=Count, train_steps=Count, version=Count, groups_trained=Count, groups_total=Count, time_s=Seconds, fraction=float
     ),
     admission=_record(closed_by=str, cause=str, window_taken=Count, window_groups=Count, window_budget=Count)
-    | Annotated[dict[str, Any], Len(0, 0)],
+    | Annotated[dict[str, Detail], Len(0, 0)],
     periods=_record(utilization=PERIOD, steps=PERIOD),
     executors=list[_record(name=str, role=str, state=str, waiting_for=str, state_s=dict[str, Seconds], gauges=Figures)],
     utilization=_record(slot_history=list[float]),
@@ -92,13 +103,16 @@ STATUS = _record(
     notes=list[_record(time_s=Seconds, event=str, text=str)],
     warnings=NotRequired[list[_record(time_s=Seconds, text=str)]],
     num_warnings=Count,
-    totals=dict[str, Any],
+    totals=dict[str, Figure | list[Figure]],
 )
 """The keys that a reader may rely on."""
 RECORDED = _record(
+    profile=NotRequired[str],
+    phase=NotRequired[str],
+    error=NotRequired[str],
     executors=NotRequired[list[_record(name=str, role=str)]],
-    progress=NotRequired[_record(time_s=NotRequired[float])],
-    totals=NotRequired[dict[str, Any]],
+    progress=NotRequired[_record(step=NotRequired[Count], time_s=NotRequired[Seconds])],
+    totals=NotRequired[dict[str, Figure | list[Figure]]],
     eval=NotRequired[_record(history=NotRequired[list[EvalPoint]])],
 )
 """What recorded.py reads of a status; any of it may be missing."""

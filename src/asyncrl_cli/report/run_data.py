@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.observe.format import clock, count, evenly, event_text, is_number
-from asyncrl_cli.observe.lines import EventLine, Totals
+from asyncrl_cli.observe.lines import EventLine, Totals, num_lines
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.status import read_status
 from asyncrl_cli.plan.cluster import counted
@@ -20,7 +20,6 @@ from asyncrl_cli.report.columns import columns_of, rounded
 from asyncrl_cli.report.learning import learned, warned
 from asyncrl_cli.report.timeline import Timeline
 from asyncrl_cli.report.verdict import Remark, verdict_of
-from asyncrl_cli.safe_files import read_lines
 
 MARKS = {
     "eval": "eval",
@@ -53,22 +52,21 @@ def run_data(recorded: Recorded) -> RunData:
     """Raises RefusedError if no train step of the run has ended yet, and what reading its files raises."""
     profile = recorded.loaded.profile
     settings = LoopSettings.of(profile)
-    num_steps = sum(1 for _ in read_lines(recorded.files.metrics)) if recorded.files.metrics.exists() else 0
     totals = Totals()
     length_s = recorded.status.get("progress", {}).get("time_s", 0.0)
     timeline = Timeline(roles=recorded.roles, length_s=length_s).read(recorded.timeline())
     lines = (  # with the shares of the roles' states, and the number of samples trained so far
-        {**line, **timeline.shares.get(int(line["step"]), {}), "samples": line["groups_trained"] * profile.rollout.n}
+        {**line, **timeline.shares.get(line["step"], {}), "samples": line["groups_trained"] * profile.rollout.n}
         for line in totals.of(recorded.metrics())
     )
-    columns = columns_of(lines, num_steps)
+    columns = columns_of(lines, num_lines(recorded.files.metrics))
     if not totals.steps:
         raise RefusedError(
             f"run '{recorded.name}' has nothing to report yet: no train step has ended", hint=f"asyncrl status {recorded.name}"
         )
     recorded_events = list(recorded.events(*MARKS, PUBLISHED))
     events = [_event(event, settings.schedule.step_groups * profile.rollout.n) for event in recorded_events]
-    scored = [event for event in events if event["event"] == "eval" and event["reward_mean"] is not None]
+    scored = [event for event in events if event["event"] == "eval" and is_number(event["reward_mean"])]
     evals = list({(event["version"], event["eval_set"]): event for event in scored}.values())  # a resume may repeat one
     charts = {
         "name": recorded.name,
@@ -83,11 +81,12 @@ def run_data(recorded: Recorded) -> RunData:
         "limits": {"staleness": settings.schedule.max_staleness, "logprob_diff": settings.max_logprob_diff},
     }
     verdict = verdict_of(totals, settings, is_divisible=max(_processes(recorded)) > 1)
+    damage = [Remark("damaged files", "bad", note) for note in recorded.damage.notes]
     return RunData(
         name=recorded.name,
         loaded=recorded.loaded,
         facts=_facts(recorded, settings, totals),
-        findings=[*_outcome(recorded, totals, recorded_events), *verdict],
+        findings=[*_outcome(recorded, totals, recorded_events), *damage, *verdict],
         charts=charts,
     )
 

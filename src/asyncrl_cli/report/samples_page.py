@@ -33,8 +33,8 @@ LEGEND = (
 
 
 def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MAX_CHARACTERS) -> str:
-    """A section with some trajectories of dumped steps, spread over the run; empty if there are none. For a malformed dump the
-    error is shown in its place."""
+    """A section with some trajectories of dumped steps, spread over the run; empty if there are none. For a dump that cannot be
+    read the error is shown in its place."""
     parts, room = [], max_characters
     for text in chain.from_iterable(_of_step(run, step) for step in evenly(run.sampled_steps, MAX_STEPS)):
         if (room := room - len(text)) < 0:

@@ -59,7 +59,8 @@ class Timeline:
             self._merge()
 
     def _merge(self) -> None:
-        ended_s = max(stays[-1][2] for stays in self.spans.values() if stays)  # `length_s` is 0 if the run's status is lost
+        # `length_s` is 0 if the run's status is lost.
+        ended_s = max(end_s for stays in self.spans.values() for _, _, end_s in stays)
         self.merged_s = max(self.length_s, ended_s, 1e-9) * max(len(self.spans), 1) * STATES_PER_CELL / self.most_spans
         self.spans = {name: _merged(stays, self.merged_s) for name, stays in self.spans.items()}
 

@@ -69,7 +69,7 @@ def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = No
 def trace_entries(run: Recorded, first: int = 1, last: int | None = None) -> Iterator[Entry]:
     """All entries of the trace, the names of tracks at the end."""
     lines = [line for line in run.metrics() if last is None or line["step"] <= last]
-    story = Story(run.events(), {int(line["step"]): micros(line["time_s"]) for line in lines}, first, last)
+    story = Story(run.events(), {line["step"]: micros(line["time_s"]) for line in lines}, first, last)
     tracks, groups = Tracks(), {group.key: group for group in story.groups}
     process = tracks.process(LOOP)
     for name in run.roles:
@@ -103,10 +103,11 @@ def executor_entries(lines: Iterable[Mapping[str, Any]], tracks: Tracks, groups:
         for name, texts in line.get("waits", {}).items():
             waits.setdefault(name, []).extend(texts)
         for name, stays in line["spans"].items():
+            joined = spans.setdefault(name, [])
             for state, start_s, end_s in stays:
-                add_span(spans.setdefault(name, []), state, start_s, end_s)
-            yield from _states(name, spans[name][:-1], tracks, waits.get(name, ()))
-            del spans[name][:-1]
+                add_span(joined, state, start_s, end_s)
+            yield from _states(name, joined[:-1], tracks, waits.get(name, ()))
+            del joined[:-1]
         for name, sequences in line.get("slots", {}).items():
             for stay in sequences:
                 yield from _sequence(name, stay, tracks, groups, traced)

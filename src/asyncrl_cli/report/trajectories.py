@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from heapq import nlargest
 from itertools import accumulate, groupby, islice
 from typing import Any, Literal, NamedTuple
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.observe.lines import SampleLine
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.samples import NOT_SAMPLED
 
@@ -36,24 +38,15 @@ class Passage(NamedTuple):
 
 
 class Sampled:
-    """One line of a dump. Raises ConfigError if keys are missing or lengths do not fit together."""
+    """One line of a dump."""
 
-    def __init__(self, line: Mapping[str, Any], told: str) -> None:
-        try:
-            self.step, self.window, self.group = int(line["step"]), int(line["window"]), str(line["group"])
-            self.number, self.reward = int(line["trajectory"]), float(line["reward"])
-            self.versions, self.lengths = list(map(int, line["versions"])), list(map(int, line["segment_lengths"]))
-            self.logprobs = list(map(float, line["logprobs"]))
-            self.texts = _texts(line)
-            trainer = line.get("trainer_logprobs")
-            self.trainer_logprobs = None if trainer is None else list(map(float, trainer))
-        except (LookupError, StopIteration, TypeError, ValueError) as wrong:
-            raise ConfigError(f"{told}: a trajectory is malformed: {wrong!r}", hint="another --step") from None
-        lengths = {len(self.versions), len(self.logprobs), len(self.texts), sum(self.lengths), len(trainer or self.versions)}
-        if len(lengths) > 1:
-            raise ConfigError(f"{told}: the arrays of a trajectory differ in length: {sorted(lengths)}", hint="another --step")
+    def __init__(self, line: SampleLine) -> None:
+        self.step, self.window, self.group, self.number = line["step"], line["window"], line["group"], line["trajectory"]
+        self.reward, self.answer = line["reward"], line.get("answer")
+        self.versions, self.lengths, self.logprobs = line["versions"], line["segment_lengths"], line["logprobs"]
+        self.trainer_logprobs = line.get("trainer_logprobs")
+        self.texts = _texts(line)
         self.line = line
-        self.answer: str | None = None if line.get("answer") is None else str(line["answer"])
 
     @cached_property
     def sampled(self) -> list[int]:
@@ -103,7 +96,7 @@ class Sampled:
 
     def probability(self, logprobs: Sequence[float]) -> float | None:
         """The geometric mean of the sampled tokens' probabilities."""
-        return math.exp(math.fsum(logprobs[i] for i in self.sampled) / len(self.sampled)) if self.sampled else None
+        return _exp(sum(logprobs[i] for i in self.sampled) / len(self.sampled)) if self.sampled else None
 
     @property
     def trainer_probability(self) -> float | None:
@@ -114,7 +107,7 @@ class Sampled:
         """Sampled token -> its probability by the sampler, and by the trainer's weights as the step began; empty if the trainer has
         not scored them."""
         trainer = self.trainer_logprobs
-        return {} if trainer is None else {i: (math.exp(self.logprobs[i]), math.exp(trainer[i])) for i in self.sampled}
+        return {} if trainer is None else {i: (_exp(self.logprobs[i]), _exp(trainer[i])) for i in self.sampled}
 
     def figures(self) -> dict[str, Any]:
         """Derived figures for `--json`, in addition to the dumped line."""
@@ -127,15 +120,20 @@ class Sampled:
         }
 
 
-def _texts(line: Mapping[str, Any]) -> list[str]:
+def _exp(logprob: float) -> float:
+    """The probability, at most 1: a run that diverges may have any logprob."""
+    return math.exp(min(logprob, 0.0))
+
+
+def _texts(line: SampleLine) -> list[str]:
     """The text of each token. In older dumps only that of whole stretches is known: it stands at their first token."""
     if "pieces" in line:
-        return list(map(str, line["pieces"]))
-    texts, spans = [""] * sum(line["segment_lengths"]), iter(line["spans"])
+        return line["pieces"]
+    texts, spans = [""] * len(line["versions"]), iter(line.get("spans", ()))
     ends = list(accumulate(line["segment_lengths"]))
     for end, length in zip(ends, line["segment_lengths"], strict=True):
         for _, indices in groupby(range(end - length, end), key=lambda index: line["mask"][index]):
-            texts[next(indices)] = str(next(spans)["text"])
+            texts[next(indices)] = next((span["text"] for span in spans), "")
     return texts
 
 
@@ -149,7 +147,7 @@ KEYS: dict[Sort, Callable[[Sampled], float]] = {
 
 def trajectories_of(run: Recorded, step: int) -> Iterator[Sampled]:
     """The trajectories of a dumped step, in the order of the dump."""
-    return (Sampled(line, f"samples of step {step} of {run.name}") for line in run.samples(step))
+    return map(Sampled, run.samples(step))
 
 
 def choose(run: Recorded, step: int | None, group: str, sort: Sort | None, most: int) -> list[Sampled]:
@@ -166,7 +164,8 @@ def choose(run: Recorded, step: int | None, group: str, sort: Sort | None, most:
         raise ConfigError(f"step {step} of run '{run.name}' was not dumped", hint=f"dumped near it: {', '.join(map(str, near))}")
     asked = [step] if step is not None else steps[::-1] if group else steps[-1:]
     found = (one for number in asked for one in trajectories_of(run, number) if one.group.startswith(group))
-    chosen = sorted(found, key=KEYS[sort], reverse=True)[:most] if sort else list(islice(found, most))
+    chosen = nlargest(most, found, key=KEYS[sort]) if sort else list(islice(found, most))
     if not chosen:
-        raise ConfigError(f"no dumped trajectory is of group '{group}'", hint="--step N shows the groups of a step")
+        what = f"no dumped trajectory is of group '{group}'" if group else f"the dump of step {asked[0]} has no trajectory"
+        raise ConfigError(what, hint="--step N shows the groups of a step")
     return chosen

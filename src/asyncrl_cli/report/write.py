@@ -37,9 +37,9 @@ LATER_RUN = re.compile(r".*-r[1-9][0-9]*")
 
 def write_report(
     names: Sequence[str], out: Path | None, runs_dir: Path, progress: Callable[..., None], *, search: bool = False
-) -> Path:
-    """Write the page of these runs, or of one bench's directory, and return its file. `search`: with the setting that a simulated
-    search recommends for each run.
+) -> tuple[Path, list[str]]:
+    """Write the page of these runs, or of one bench's directory, and return its file, and what was left out because it is damaged.
+    `search`: with the setting that a simulated search recommends for each run.
 
     Raises ConfigError if a run or bench does not exist, RefusedError for a run without train steps, and as `check_out`.
     """
@@ -50,6 +50,8 @@ def write_report(
     path = out or (bench / NAME if bench else found[0].files.path / NAME if len(found) == 1 else Path(NAME))
     check_out(path, GENERATOR, "report")
     words = bench_html(bench) if bench else ""
+    titles = [f"Samples of {run.name}" if len(found) > 1 else "Samples" for run in found]
+    read = "".join(samples_html(run, title, MAX_CHARACTERS // len(found)) for run, title in zip(found, titles, strict=True))
     runs = []
     for recorded in found:
         progress(f"reading {recorded.name}")
@@ -58,12 +60,10 @@ def write_report(
         heading = "Side by side: whole runs, with warm-up and evals" if bench else "Side by side"
         words += beside_each_other(side_by_side(found), heading)
     words += "".join(searched(recorded, runs_dir, progress) for recorded in found if search)
-    titles = [f"Samples of {run.name}" if len(found) > 1 else "Samples" for run in found]
-    read = "".join(samples_html(run, title, MAX_CHARACTERS // len(found)) for run, title in zip(found, titles, strict=True))
     progress(f"writing {path}")
     title = f"bench {bench.resolve().name}" if bench else " · ".join(run.name for run in runs)
     replace_text(path, page_of(runs, library=plotly() if runs else "", title=title, before=words, after=read))
-    return path
+    return path, [note for recorded in found for note in recorded.damage.notes]
 
 
 def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) -> str:

@@ -22,7 +22,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.observe.lines import EventLine, Line, lines_of, read_metrics, spent_s
+from asyncrl_cli.observe.lines import Line, spent_s
+from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.loaded import Layer, load, read_document
@@ -86,15 +87,15 @@ def calibrate(run_directory: Path) -> Workload:
 
 
 def _calibrated(run_directory: Path) -> Workload:
-    profile = _profile(run_directory)
-    everything = read_metrics(run_directory / "metrics.jsonl")
+    profile, recorded = _profile(run_directory), Recorded(run_directory)
+    everything, published, loaded = (list(found) for found in (recorded.metrics(), *map(recorded.events, ("published", "loaded"))))
     lines = undisturbed(everything)
     _enough(lines, run_directory, f"of {len(everything)} train steps are whole and free of evals and checkpoints")
     job = compile_job(profile, virtual_cluster(profile))
     decoded, trained = decode_points(lines, job.role(ROLLOUT).workers), train_points(lines)
     _enough(decoded, run_directory, "train steps have decoding beside them")
     _enough(trained, run_directory, "train steps have trained tokens")
-    decoding, training, syncing = fit_line(decoded), fit_line(trained), _syncing(run_directory, lines, profile)
+    decoding, training, syncing = fit_line(decoded), fit_line(trained), _syncing(published, loaded, lines, profile)
     apart = _of_scorers(lines, job)
     of_critic, learned_within = apart[CRITIC], CRITIC not in job.scorers
     values_s = of_critic and of_critic / (1 if learned_within else 1 + LEARNING)  # apart, the time includes learning
@@ -102,7 +103,7 @@ def _calibrated(run_directory: Path) -> Workload:
     return Workload(
         name=run_directory.name,
         purpose=f"Calibrated from the run {run_directory.name} ({profile.name}).",
-        notes="\n".join(_notes(lines, profile, decoding, training, scored_s)),
+        notes="\n".join([*_notes(lines, profile, decoding, training, scored_s), *recorded.damage.notes]),
         windows=24,
         profile=_common(profile, job.device, turns),
         profiles={},
@@ -194,11 +195,10 @@ def _common(profile: Profile, device: str, turns: Turns | None) -> dict[str, Any
     return tables | {"placement": tables["placement"] | {"device": device}}
 
 
-def _syncing(run_directory: Path, lines: Sequence[Line], profile: Profile) -> Syncing:
+def _syncing(published: Sequence[Line], loaded: Sequence[Line], lines: Sequence[Line], profile: Profile) -> Syncing:
     """Medians over the run's syncs. If the run had none, a sync costs nothing."""
-    events = list(lines_of(run_directory / "events.jsonl", EventLine))
-    published = [event for event in events if event["event"] == "published" and {"num_bytes", "publish_s"} <= event.keys()]
-    loaded = [event for event in events if event["event"] == "loaded" and {"send_s", "load_s", "pause_s"} <= event.keys()]
+    published = [event for event in published if {"num_bytes", "publish_s"} <= event.keys()]
+    loaded = [event for event in loaded if {"send_s", "load_s", "pause_s"} <= event.keys()]
     num_bytes = max(1.0, float(published[-1]["num_bytes"])) if published else 1.0
     gather_s, publish_s = _median(lines, "sync/gather_s"), _median(published, "publish_s")
     send_s, load_s, pause_s = (_median(loaded, key) for key in ("send_s", "load_s", "pause_s"))
