@@ -164,3 +164,48 @@ def test_the_profiles_of_the_page_are_profiles(tmp_path: Path) -> None:
         (tmp_path / "own.toml").write_text(block if "extends" in block else f'extends = "base"\n{block}')
         load(str(tmp_path / "own.toml"), environ={})
     assert len(blocks) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("transfer_queue.enable", "Ray's object store"),
+        ("transfer_queue.backend.SimpleStorage.num_data_storage_units", "Ray's object store"),
+        ("async_rl.transfer_queue.num_storage_units", "async_training"),
+        ("async_rl.max_staleness", "use async_training.max_staleness"),
+        ("actor_rollout_ref.rollout.enable_async_weight_updates", "use weights.mode"),
+        ("trainer.v1.sampler.max_off_policy_threshold", "use async_training.max_staleness"),
+        ("trainer.v1.separate_async.parameter_sync_step", "use async_training.trigger_parameter_sync_step"),
+        ("orchestrator.group_size", "use rollout.n"),
+        ("generator.inference_engine.num_engines", "use rollout.workers"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "no Megatron"),
+        ("actor.megatron.pipeline_model_parallel_size", "no Megatron"),
+        ("trainer.policy.megatron_config.expert_model_parallel_size", "no Megatron"),
+        ("generator.inference_engine.expert_parallel_size", "no expert parallelism"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size", "no pipeline parallelism"),
+        ("actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend", "no SGLang"),
+        ("sglang.mem_fraction_static", "no SGLang"),
+        ("data.image_key", "no vision"),
+        ("actor_rollout_ref.rollout.quantization", "no FP8 rollouts"),
+    ],
+)
+def test_what_the_peers_have_now_and_what_there_is_not_has_a_hint(key: str, said: str) -> None:
+    assert said in refusal(f"{key}=1").hint
+
+
+def test_an_engine_that_there_is_not_leads_to_those_that_there_are() -> None:
+    assert "vllm" in refusal("rollout.engine=sglang").hint
+
+
+@pytest.mark.parametrize(
+    ("given", "whole"), [("[0.5,0.25,0.25]", (2, 1, 1)), ("[0.25,0.25,0.5]", (1, 1, 2)), ("[0.333,0.333,0.333]", (1, 1, 1))]
+)
+def test_verls_fractions_of_resources_are_read(given: str, whole: tuple[int, ...]) -> None:
+    tasks = 'placement.tasks=[["train"],["prox"],["rollout"]]'
+    loaded = load("stale-samples", [tasks, "algorithm.old_logprobs=recompute", f"placement.ratios={given}"], environ={})
+    assert loaded.profile.placement.ratios == whole
+
+
+@pytest.mark.parametrize("wrong", ["[0.5,0.0,0.5]", "[0.5,-0.5,1.0]", "[1.5,0.5,1]"])
+def test_ratios_that_divide_nothing_are_refused(wrong: str) -> None:
+    assert "an integer of at least 1" in refusal(f"placement.ratios={wrong}").message

@@ -6,6 +6,8 @@ Types are strict: "8" is not an integer, 1 is not a boolean. Eta is an exact dec
 from __future__ import annotations
 
 from decimal import Decimal
+from fractions import Fraction
+from math import lcm
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -28,6 +30,17 @@ def _path(text: str) -> str:
     return text
 
 
+def whole_ratios(ratios: Any) -> Any:
+    """Fractions, as verl writes ratios, as the smallest whole numbers: [0.5, 0.25, 0.25] is [2, 1, 1]. Others are unchanged."""
+    if not isinstance(ratios, list | tuple) or not all(isinstance(ratio, float) and 0 < ratio < 1 for ratio in ratios):
+        return ratios
+    exact = [Fraction(ratio).limit_denominator(MOST_DENOMINATOR) for ratio in ratios]
+    unit = lcm(*(ratio.denominator for ratio in exact))
+    return [int(ratio * unit) for ratio in exact]
+
+
+MOST_DENOMINATOR = 64
+"""Reads 0.333 as a third."""
 LABEL = r"^!?(in\([\w.-]+(, ?[\w.-]+)*\)|[\w.-]+)$"
 """A value or `in(a, b)`; a leading `!` negates either."""
 MOST, MOST_PROCESSES, MOST_DECIMALS = 10**9, 4096, 12

@@ -8,11 +8,13 @@ They are read from the tables of docs/coming-from.md, a page that comes with asy
     | `data.val_files` | `eval.sets`, `task.eval_path` | sets by name; or one file in place of the held-out prompts |
     | `data.gen_batch_size` | | groups are always admitted one by one |
 
-Keys with the same last part and the same meaning in both are not listed: the hint names the nearest known key anyway.
+Keys with the same last part and the same meaning in both are not listed: the hint names the nearest known key anyway. A row of
+`section.*` is for all keys of that section that have no row of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -30,6 +32,11 @@ class PeerKey(NamedTuple):
     theirs: str
     ours: tuple[str, ...]
     note: str
+
+    def covers(self, parts: Sequence[str]) -> bool:
+        """Whether this is the row of a section that the key, in `parts`, belongs to. The key may have fewer parts before it."""
+        *section, last = self.theirs.split(".")
+        return last == "*" and any(section[start:] == list(parts[: len(section) - start]) for start in range(len(section)))
 
     @property
     def meaning(self) -> str:
@@ -61,7 +68,7 @@ def rows() -> tuple[PeerKey, ...]:
 
 def counterpart(key: str) -> PeerKey | None:
     """The row for a key. The key may have fewer parts than in the table (`test_freq`) or more, and Hydra's `+` or dashes. Among
-    several rows, the one with the most parts in common, then the first."""
+    several rows, the one with the most parts in common, then the first. If there is none, the row of its section."""
     parts = key.lstrip("+~-").replace("-", "_").split(".")
     best, most = None, 0
     for row in rows():
@@ -69,7 +76,9 @@ def counterpart(key: str) -> PeerKey | None:
         shared = min(len(theirs), len(parts))
         if shared > most and theirs[-shared:] == parts[-shared:]:
             best, most = row, shared
-    return best
+    if most > 1 or len(parts) == 1:
+        return best
+    return next((row for row in rows() if row.covers(parts)), best)
 
 
 def renamed(name: str) -> PeerKey | None:

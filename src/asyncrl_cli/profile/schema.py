@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection, CriticSection, RefSection, RewardModelSection
 from asyncrl_cli.profile.fields import (
@@ -27,6 +27,7 @@ from asyncrl_cli.profile.fields import (
     Ratio,
     Section,
     Strings,
+    whole_ratios,
 )
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, EnvSection, RolloutSection, WeightsSection
 
@@ -241,8 +242,9 @@ class PlacementSection(Section):
     trainer. `ref` (the reference's logprobs), `prox` (the old-logprob pass), `critic` (values, and the critic's training) and
     `reward` (the reward model, never in the trainer) may have a list of their own: separate processes, which score finished groups
     while others are trained."""
-    ratios: Annotated[tuple[Processes, ...], ARRAY] | None = None
-    """The share of `gpus` of each list of `tasks`, e.g. [2, 1, 1]; replaces `ratio`. On CPUs its number of processes, default 1."""
+    ratios: Annotated[tuple[Processes, ...], ARRAY, BeforeValidator(whole_ratios)] | None = None
+    """The share of `gpus` of each list of `tasks`, e.g. [2, 1, 1], or as fractions [0.5, 0.25, 0.25]; replaces `ratio`. On CPUs its
+    number of processes, default 1."""
     gpus_per_rollout_worker: Processes = 1
     """GPUs of one rollout worker (tensor parallel size)."""
     cpus_per_worker: Processes = 1
