@@ -412,3 +412,27 @@ def test_a_node_that_ray_cannot_tell_of_counts_as_living(monkeypatch: pytest.Mon
     worker = RayRolloutWorker("rollout-0", lambda: None, small_profile())
     assert asyncio.run(worker.node_is_gone()) is False
     assert "cannot tell whether the node of rollout-0 is gone" in caplog.text
+
+
+def test_parts_that_are_ended_by_a_stop_are_no_failures(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether a part is cancelled or its engine, which is closed next, tells it to end."""
+
+    class Closing(Runner):
+        async def run(self, request: PartRequest, on_sequence: Callable[[int], None]) -> tuple[PartResult, GroupPayload]:
+            try:
+                return await super().run(request, on_sequence)
+            except asyncio.CancelledError:
+                if request.key.number % 2:
+                    raise ExecutorFailed("the rollout engine is closed") from None
+                raise
+
+    async def main() -> None:
+        desk = PartDesk(Closing(lambda request: 100.0).run, LongPoll())
+        desk.begin([part(0, number) for number in range(4)])
+        await asyncio.sleep(1.0)
+        await desk.close()
+        assert desk.freed_slots == {}
+        assert desk.take() == []
+
+    run_virtual(main())
+    assert caplog.records == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -525,6 +526,24 @@ def test_a_resumed_run_goes_on_with_the_tokens_of_running_responses(mode):
     finished += sum(m["response_tokens"] for result in ended for m in result["trajectories"])
     assert sampled == pytest.approx(trained - kept_tokens - finished + discarded, abs=1)
     assert max(resumed.staleness()) <= chosen.schedule.max_staleness
+
+
+@pytest.mark.parametrize("mode", ["partial-rollout", "stale-samples"])
+def test_responses_that_the_engine_cannot_continue_start_again_and_their_tokens_are_waste(mode):
+    chosen = settings(mode, train_steps=20, eta=Fraction(2))
+    first = run_world(chosen, times={"response_tokens": lambda rng: 200})
+    cut, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].kept))
+    kept = [one for entry in state["groups"]["running"] for one in entry["kept"].values()]
+    whole, others = ([sum(count for _, count in one[0]) for one in kept if one[1] is is_whole] for is_whole in (True, False))
+    resumed = run_world(
+        chosen, times={"response_tokens": lambda rng: 200}, resume_from=replace(resume_from(cut, state), continues=False)
+    )
+    assert resumed.error is None
+    assert others
+    goes_on = sum(event.fields.get("kept_tokens", 0) for event in resumed.recorder.named("replaced"))
+    assert goes_on == sum(whole)
+    assert resumed.recorder.steps[-1].tokens_discarded >= state["groups"]["tokens_discarded"] + sum(others)
+    assert len({key.uid for key in resumed.trained}) == (20 - cut.step) * 4
 
 
 def test_a_checkpoint_does_without_a_silent_worker_and_says_whose_responses_it_lacks():

@@ -31,11 +31,19 @@ class Track:
     versions: list[int] = field(default_factory=list)
     """Appended to after the other two lists. An aborted response may still grow: tokens without a version do not count yet."""
     finished: FinishReason | None = None
+    """Set before the last token gets its version."""
     num_kept: int = 0
     """How many of the tokens were sampled by another engine."""
 
-    def completion(self, finish_reason: FinishReason) -> Completion:
-        count = len(self.versions)
+    def so_far(self) -> Completion:
+        """The tokens that have a version, which may be the whole response. Another thread may append meanwhile."""
+        count, finished = len(self.versions), self.finished  # in this order: no last token is seen before `finished`
+        if finished is None or count < len(self.tokens):
+            finished = "abort"
+        return self.completion(finished, count)
+
+    def completion(self, finish_reason: FinishReason, count: int | None = None) -> Completion:
+        count = len(self.versions) if count is None else count
         return Completion(
             tokens=self.tokens[:count],
             logprobs=self.logprobs[:count],
@@ -147,7 +155,7 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
 
     def so_far(self, request_id: str) -> Completion | None:
         track = self._tracks.get(request_id)
-        return track.completion(track.finished or "abort") if track is not None else None
+        return track.so_far() if track is not None else None
 
     async def generate(
         self,

@@ -239,6 +239,8 @@ class EngineKind:
     name before its other arguments."""
     loads_in_place: bool = False
     """Whether the engine implements `Engine.load_in_place`, which needs no second buffer."""
+    finds_stops_in_kept: bool = True
+    """Whether a response that another engine began ends at a stop string that begins in its tokens so far."""
     memory: Callable[[Profile, str], EngineMemory | None] = lambda profile, device: None
     """Memory that a worker takes on that device. None: the cache takes half of what is free, as in the transformers engine."""
     conflicts: Callable[[Profile], Iterable[ConfigError]] = lambda profile: ()
@@ -253,6 +255,11 @@ class EngineKind:
 
 def kind_of(profile: Profile) -> EngineKind:
     return engine_kind(profile.rollout.engine)
+
+
+def continues_kept(profile: Profile) -> bool:
+    """Whether the profile's engine can continue responses that another run began, or another engine."""
+    return not profile.rollout.stop or kind_of(profile).finds_stops_in_kept
 
 
 def make_engine(profile: Profile, place: Place, on_running: Callable[[int], None]) -> Engine:

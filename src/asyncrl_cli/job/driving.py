@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.sealed import Checkpoint, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.engines.port import continues_kept
 from asyncrl_cli.envs.call_log import RepeatedCalls
 from asyncrl_cli.errors import AsyncrlError, ConfigError, ExecutorFailed, Interrupted, RefusedError, SessionLost
 from asyncrl_cli.job.process import StopRequests, leave, tell
@@ -159,6 +160,7 @@ def make_pipeline(
     if checkpoint is not None:
         store.abandon_newer(checkpoint.step, checkpoint.version)
     eval_sets = {"": task.eval, **task.eval_sets}
+    continues = continues_kept(profile)
     world = World(
         feed=PromptFeed(task.train, seed=profile.run.seed, eval_sets=eval_sets),
         trainer=trainer,
@@ -167,7 +169,7 @@ def make_pipeline(
         eval_sets=eval_sets,
         observers=[observers],
         checkpoints=store,
-        resume_from=checkpoint and ResumeFrom(loop_state=checkpoint.loop_state, payloads=payloads),
+        resume_from=checkpoint and ResumeFrom(loop_state=checkpoint.loop_state, payloads=payloads, continues=continues),
     )
     pipeline = Pipeline(LoopSettings.of(profile, all_loads_s(profile.weights, len(workers))), world)
     if checkpoint is not None:

@@ -30,6 +30,8 @@ from asyncrl_cli.samples import GroupPayload
 PARTS_PER_ANSWER = 4
 """The most parts that one answer brings. Each has a Ray object for its arrays, which do not pass through the driver. If more
 parts have ended, the next answer comes at once."""
+CLOSE_S = 2.0
+"""How long `PartDesk.close` waits for cancelled parts, whose tools may not end at once."""
 SETTLE_S = 0.002
 """How long an exchange waits before it is sent, for new requests that the last answer has made room for."""
 
@@ -54,6 +56,15 @@ class PartDesk:
         self._ended: deque[Ended] = deque()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """Cancel all parts: nobody asks for them any more, so their end is no failure."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
 
     def begin(self, requests: Sequence[PartRequest]) -> None:
         for request in requests:
@@ -84,6 +95,8 @@ class PartDesk:
         try:
             self._ended.append(await self._run(request, on_sequence))
         except (Exception, asyncio.CancelledError) as error:  # `take` raises it
+            if self._is_closed:
+                return
             logger.exception("part %s failed", request.key)
             if not isinstance(error, Exception):
                 error = ExecutorFailed(f"part {request.key} was cancelled")

@@ -97,6 +97,7 @@ class RolloutActor:
     async def _start(self) -> None:
         profile, place = self._profile, self._place
         self._changes = LongPoll()
+        self._desk = PartDesk(self._play, self._changes)
         self._meter = RolloutMeter(self._name, profile.rollout.slots, time.monotonic, self._changes.note)
         self._engine = make_engine(profile, place, self._meter.running)
         self._pool = self._make_pool()
@@ -106,7 +107,6 @@ class RolloutActor:
         whole = await asyncio.to_thread(merging, profile, place)
         self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1, self._places, whole)
         self._runner = await self._make_runner()
-        self._desk = PartDesk(self._play, self._changes)
 
     def _make_pool(self) -> RewardPool:
         """The processes that compute rewards, or that play agents."""
@@ -171,7 +171,8 @@ class RolloutActor:
         await self._engine.connect(rank_zero)
 
     async def stop(self) -> None:
-        """End the processes of rewards and environments, the gateway and the engine. Running parts end with an error."""
+        """End the running parts, the processes of rewards and environments, the gateway and the engine."""
+        await self._desk.close()
         if self._gateway is not None:
             await self._gateway.close()
         ends = [] if self._processes is None else [self._processes.close()]

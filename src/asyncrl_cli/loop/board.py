@@ -26,10 +26,12 @@ from asyncrl_cli.profile.sharing import CRITIC, REWARD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeFrom:
-    """What a checkpoint holds for the loop: its state, and the payload handles in the order that `Groups.restore` expects."""
+    """What a checkpoint holds for the loop: its state, and the payload handles in the order that `Groups.restore` expects.
+    `continues`: whether the engine can continue responses that had not ended; else they start again."""
 
     loop_state: Mapping[str, Any]
     payloads: Sequence[Any]
+    continues: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,6 +151,8 @@ def thaw(board: Board, resumed: ResumeFrom) -> None:
     board.admission.version, board.admission.taken_in_window = _window(state, board.settings)
     board.event("resumed", from_step=board.step)
     board.groups.restore(state["groups"], resumed.payloads, state["running_tokens"])
+    if not resumed.continues:
+        board.groups.forget_unfinished()
     for worker in board.admission.workers.values():
         worker.version = board.version - 1
 

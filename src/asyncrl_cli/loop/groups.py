@@ -283,6 +283,13 @@ class Groups:
         self.admission.note_unplaced()
         self._again.extend(self._decode(entry) for entry in state["again"])
 
+    def forget_unfinished(self) -> None:
+        """After `restore`: the kept responses that had not ended start again."""
+        for attempt in self.ledger.running.values():
+            whole = {index: kept for index, kept in attempt.kept.items() if kept.is_whole}
+            self.tokens_discarded += sum(kept.tokens for index, kept in attempt.kept.items() if index not in whole)
+            attempt.kept = whole
+
     def arrays_lost(self, worker: str) -> None:
         """The worker's node is gone, and with it the arrays of parts that had ended there. Their responses are generated again."""
         for attempt in [*self.ledger.finished.values()]:

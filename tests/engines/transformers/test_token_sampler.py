@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,41 @@ def sampled(num_rows: int, num_steps: int, **changes: float) -> list[list[int]]:
     assert sampler.decode_steps == num_steps
     assert all(track.finished == "length" for track in sampler.tracks.values())
     return [track.tokens for track in sampler.tracks.values()]
+
+
+class Watched(list[Any]):
+    """Calls `look` before and after each append."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def append(self, entry: Any) -> None:
+        self._look()
+        super().append(entry)
+        self._look()
+
+
+@pytest.mark.parametrize("how", [{"max_response_tokens": 3}, {"stop": ("2",)}, {}])
+def test_a_look_between_any_two_steps_of_the_thread_never_sees_an_ended_response_as_running(how: dict[str, Any]) -> None:
+    """It ends with its third token: at its limit, at a stop string, or at the end token."""
+    loop, seen, ends = asyncio.new_event_loop(), list[Any](), list[Any]()
+    sampling = Sampling(**{"temperature": 1.0, "max_response_tokens": 9, **how})
+    track = SampledTrack(request_id="a", prompt_tokens=[0], sampling=sampling, seed=0, done=loop.create_future())
+    sampler = TokenSampler(version=3, call_soon=lambda *call: ends.append(track.completion("stop").tokens))
+    sampler.tail_text, sampler.eos_tokens = lambda tokens: "".join(map(str, tokens)), frozenset() if how else frozenset({2})
+
+    def look() -> None:
+        completion = track.so_far()
+        seen.append((completion.tokens, completion.finish_reason == "abort"))
+
+    track.tokens, track.logprobs, track.versions = Watched(look), Watched(look), Watched(look)
+    for token in range(3):
+        sampler._record(track, token, 0.0)
+    loop.close()
+    assert [0, 1] in [tokens for tokens, _ in seen]
+    assert all(is_running == (tokens != [0, 1, 2]) for tokens, is_running in seen)
+    assert seen[-1] == ([0, 1, 2], False)
+    assert ends in ([], [[0, 1, 2]])
 
 
 def frequencies(responses: list[list[int]]) -> list[float]:

@@ -114,17 +114,18 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
         return tokens_N
 
     def _record(self, track: SampledTrack, token: int, logprob: float) -> None:
+        """The order is that of `Track`: the event loop may look in between."""
         track.tokens.append(token)
         track.logprobs.append(logprob)
-        track.versions.append(self.version)
-        self.sampled_tokens += 1
-        if token in self.eos_tokens:
+        at_stop_string = token not in self.eos_tokens and bool(track.sampling.stop) and self._ends_in_stop(track)
+        if token in self.eos_tokens or at_stop_string:
             track.finished = "stop"
-        elif track.sampling.stop and self._ends_in_stop(track):
-            track.finished = "stop"
-            self._call_soon(track.finish, "stop")
         elif track.tokens_left == 0:
             track.finished = "length"
+        track.versions.append(self.version)
+        self.sampled_tokens += 1
+        if at_stop_string:
+            self._call_soon(track.finish, "stop")
 
     def _ends_in_stop(self, track: Track) -> bool:
         longest = max(len(stop) for stop in track.sampling.stop)

@@ -164,6 +164,7 @@ KIND = EngineKind(
     make=_make,
     keys=frozenset({"tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args"}),
     direct_transports=frozenset(DIRECT_TRANSPORTS),
+    finds_stops_in_kept=False,
     rank_zero_end=_rank_zero_end,
     memory=memory,
     conflicts=conflicts,
