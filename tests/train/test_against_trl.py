@@ -284,6 +284,7 @@ def estimated(estimator: Any, expected: Callable[[np.ndarray], np.ndarray], seed
 
 
 def main() -> None:
+    sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL would import it, which takes seconds
     import trl
 
     rows = [(case, f"TRL {trl.__version__}", lambda seed, c=case: whole(c, sequences_of(seed))) for case in WHOLE]
