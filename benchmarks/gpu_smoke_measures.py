@@ -21,6 +21,8 @@ from asyncrl_cli.profile.schema import PlacementSection, Profile, RunSection, Tr
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS
 
 GIB = 2**30
+CONTEXT_BYTES = 2 * GIB
+"""Of the card's memory, for the context and fragmentation."""
 PEAK_BF16_FLOPS = {
     "H200": 989e12,
     "H100 NVL": 835e12,
@@ -48,13 +50,16 @@ def check_memory(machine: Machine, figures: Figures) -> None:
             run=RunSection(train_steps=1), trainer=trainer_section, placement=PlacementSection(trainer_workers=1)
         )
         step = Step(model, groups=2, response_tokens=tokens // GROUP_SIZE - PROMPT_TOKENS + 1, is_ragged=False)
+        estimate = _estimated(profile, model.directory)
+        figures[f"{size}_estimated_gib"] = estimate / GIB
+        if machine.is_gpu and estimate > torch.cuda.get_device_properties(0).total_memory - CONTEXT_BYTES:
+            break  # nor do larger ones fit
         release(machine)
         with trainer_on(machine, model, profile) as trainer:
             for _ in range(2):
                 trainer.train(**step.arguments(profile))
             measured = torch.cuda.max_memory_allocated()  # 0 without a GPU
-        estimate = _estimated(profile, model.directory)
-        figures |= {f"{size}_measured_gib": measured / GIB, f"{size}_estimated_gib": estimate / GIB}
+        figures[f"{size}_measured_gib"] = measured / GIB
         if not estimate / MAX_OVERESTIMATE < measured < estimate * MAX_UNDERESTIMATE:
             wrong.append(f"{size}: {measured / GIB:.2f} GiB measured, {estimate / GIB:.2f} estimated")
     if not machine.is_gpu:

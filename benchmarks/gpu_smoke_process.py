@@ -41,6 +41,7 @@ def outcome_of(name: str, module: str, device: str, directory: Path, limit_s: fl
 
 def _run(name: str, module: str, device: str, directory: Path, parent: Connection) -> None:
     """Whatever a check ends with is told, with what it had measured by then."""
+    os.dup2(2, 1)  # the parent's stdout is for the outcomes alone; vLLM logs to stdout
     from gpu_smoke_kit import Machine, Skipped, Wrong
 
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from itertools import combinations, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from engine_kit import RandomModel
@@ -29,15 +30,9 @@ MAX_METRIC_DIFF = {1: 2e-3, 2: 2e-2}
 """Relative, by optimizer step, between GPU and CPU in float32. AdamW's first step has the same size for all gradients, also for
 those of nearly zero, whose sign is rounding."""
 LOOKED_AT = ("train/loss", "train/grad_norm", "train/entropy")
-OFF: dict[str, Any] = {"offload": False, "recompute": False, "lora": False, "critic": False}
-MODES: dict[str, dict[str, Any]] = {
-    "plain": OFF,
-    "offload": OFF | {"offload": True},
-    "recompute": OFF | {"recompute": True},
-    "lora": OFF | {"lora": True},
-    "critic": OFF | {"critic": True},
-    "all": dict.fromkeys(OFF, True),
-}
+SWITCHES = ("recompute", "lora", "critic", "offload")
+Mode = frozenset[str]
+"""The switches that are on."""
 
 
 def check_attention(machine: Machine, figures: Figures) -> None:
@@ -82,37 +77,39 @@ def _differentiated(
 
 
 def check_modes(machine: Machine, figures: Figures) -> None:
-    """Loss, gradient norm and entropy of two optimizer steps in each mode, in float32: those of a CPU without recomputation of
-    activations and without offloading."""
+    """Loss, gradient norm and entropy of two train steps in each mode, in float32: those of a CPU without recomputation of
+    activations and without offloading. All combinations on a GPU; on a CPU each switch alone, and all together."""
     on_cpu = Machine("cpu", machine.directory, threads=max(1, torch.get_num_threads() // 2))
     torch.set_float32_matmul_precision("highest")
     model = machine.model("medium" if machine.is_gpu else "small")
+    counts = range(len(SWITCHES) + 1) if machine.is_gpu else (0, 1, len(SWITCHES))
+    modes = [frozenset(mode) for count in counts for mode in combinations(SWITCHES, count)]
+    without = {mode - {"offload"} for mode in modes}
+    expected = {mode: _metrics(on_cpu, model, _profile(mode, "none")) for mode in without}
     wrong, largest = [], dict.fromkeys(MAX_METRIC_DIFF, 0.0)
-    for name, mode in MODES.items():
-        expected = _metrics(on_cpu, model, _mode_profile(mode | {"offload": False}, "none"))
-        for checkpointing in ("none", "selective", "full"):
-            found = _metrics(machine if machine.is_gpu else on_cpu, model, _mode_profile(mode, checkpointing))
-            for step, limit in MAX_METRIC_DIFF.items():
-                diff = _largest_diff(found[step], expected[step])
-                largest[step] = max(largest[step], diff)
-                if not diff < limit:
-                    wrong.append(f"{name} with {checkpointing}: {diff:.2g} in step {step}")
-    figures |= {"modes": 3 * len(MODES)} | {f"largest_diff_step_{step}": diff for step, diff in largest.items()}
+    for mode, checkpointing in product(modes, ("none", "selective", "full")):
+        found = _metrics(machine if machine.is_gpu else on_cpu, model, _profile(mode, checkpointing))
+        for step, limit in MAX_METRIC_DIFF.items():
+            diff = _largest_diff(found[step], expected[mode - {"offload"}][step])
+            largest[step] = max(largest[step], diff)
+            if not diff < limit:
+                wrong.append(f"{' '.join(sorted(mode)) or 'plain'} with {checkpointing}: {diff:.2g} in step {step}")
+    figures |= {"modes": 3 * len(modes)} | {f"largest_diff_step_{step}": diff for step, diff in largest.items()}
     if wrong:
         raise Wrong(f"relative difference from the CPU: {', '.join(wrong)}")
 
 
-def _mode_profile(mode: dict[str, Any], checkpointing: str) -> Profile:
+def _profile(mode: Mode, checkpointing: str) -> Profile:
     trainer = TrainerSection(
         lr=LEARNING_RATE,
         max_tokens_per_microbatch=1024,
         activation_checkpointing=checkpointing,
-        offload_optimizer=mode["offload"],
+        offload_optimizer="offload" in mode,
     )
     algorithm = AlgorithmSection(
-        adv_estimator="gae" if mode["critic"] else "grpo", old_logprobs="recompute" if mode["recompute"] else "rollout"
+        adv_estimator="gae" if "critic" in mode else "grpo", old_logprobs="recompute" if "recompute" in mode else "rollout"
     )
-    lora = LoraSection(rank=4 if mode["lora"] else 0)
+    lora = LoraSection(rank=4 if "lora" in mode else 0)
     return Profile(model=ModelSection(dtype="float32"), trainer=trainer, algorithm=algorithm, lora=lora)
 
 

@@ -44,7 +44,6 @@ def need_gpu(machine: Machine) -> None:
 
 def check_probes(machine: Machine, figures: Figures) -> None:
     """vLLM generates while our bucket engine loads a trained version; then its logprobs of the probes are the trainer's."""
-    need_gpu(machine)
     asyncio.run(_load(machine, "object-store", figures))
 
 
@@ -118,8 +117,9 @@ def _end(transport: str, held: HeldVersions) -> Any:
 
 
 def _profile(machine: Machine, transport: str = "object-store", **engine_args: Any) -> Profile:
+    share = GPU_SHARE if machine.is_gpu else None
     rollout = rollout_section(
-        slots=SLOTS, response_tokens=RESPONSE_TOKENS, gpu_memory_utilization=GPU_SHARE, engine_args=engine_args
+        slots=SLOTS, response_tokens=RESPONSE_TOKENS, gpu_memory_utilization=share, engine_args=engine_args, engine="vllm"
     )
     return machine.profile(rollout=rollout, weights=WeightsSection(transport=transport, timeout_s=TIMEOUT_S))
 
