@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.job import workers
+from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.plan.compiling import compile_job
 
 from .crew import REWARD, nodes, small_profile
@@ -45,7 +46,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, colocate: bool) -> list[str]:
     for name, fake in {
         "placed": placed,
         "is_local_session": lambda: True,
-        "make_trainer": lambda *args, **kwargs: Recorded(name="trainer", actors=[]),
+        "make_trainer": lambda *args, **kwargs: Recorded(name="trainer", actors=[], warnings=["it is slow"]),
         "makers_of": lambda plan, role, *args, **kwargs: {f"{role}-{i}": None for i in range(plan.role(role).workers)},
         "RayRolloutWorker": made_worker,
         "partial": lambda *args: None,
@@ -55,12 +56,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, colocate: bool) -> list[str]:
 
     async def main() -> None:
         directory = Path("/nowhere")
-        async with workers.started_workers(plan, profile, directory, REWARD, further={}, run_dir=directory, log_dir=directory) as (
+        where = {"run_dir": directory, "log_dir": directory}
+        async with workers.started_workers(plan, profile, directory, REWARD, further={}, warn=warn, **where) as (
             trainer,
             made,
             *_,
         ):
             assert (trainer.name, [worker.name for worker in made]) == ("trainer", [name for name in names])
+
+    def warn(text: str) -> None:
+        seen.append(f"warned: {text}")
 
     names = [f"rollout-{index}" for index in range(plan.rollout_workers)]
     asyncio.run(main())
@@ -78,3 +83,14 @@ def test_where_gpus_are_shared_the_trainer_takes_its_memory_only_when_every_work
 def test_sides_with_gpus_of_their_own_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = recorded(monkeypatch, colocate=False)
     assert seen.index("rollout-0 begins to start") < seen.index("trainer has started")
+    assert seen.count("warned: it is slow") == 1
+
+
+@pytest.mark.parametrize(
+    ("attention", "device", "is_warned"), [("eager", "cuda", True), ("eager", "cpu", False), ("sdpa", "cuda", False)]
+)
+def test_a_trainer_on_a_gpu_warns_of_attention_that_is_slow_there(attention: str, device: str, is_warned: bool) -> None:
+    model, ranks = SimpleNamespace(attention=attention), SimpleNamespace(device=SimpleNamespace(type=device))
+    found = TrainerActor._warnings(SimpleNamespace(_trainer=SimpleNamespace(model=model, ranks=ranks)))  # type: ignore[arg-type]
+    assert bool(found) == is_warned
+    assert all("eager" in warning and "trainer-0" in warning for warning in found)

@@ -87,11 +87,16 @@ class RankActor(ABC):
         return str(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="main")
-    def start(self, init_method: str, nodes: Sequence[str]) -> None:
-        """Join the other processes and load the model. `nodes`: the node of every process."""
+    def start(self, init_method: str, nodes: Sequence[str]) -> list[str]:
+        """Join the other processes and load the model. `nodes`: the node of every process. Returns warnings for the user."""
         with no_collection_while_starting(), naming_nodes(nodes):
             self._start(init_method)
         logger.info("%r started at %s", self, self._place)
+        return self._warnings()
+
+    def _warnings(self) -> list[str]:
+        """Of the start; the same text on all processes that have the same to say."""
+        return []
 
     @abstractmethod
     def _start(self, init_method: str) -> None:
@@ -124,6 +129,8 @@ class RayRanks(ABC):
         self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
         self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
         self._hosts: dict[int, str] = {}
+        self.warnings: list[str] = []
+        """Of the last start, for the user."""
 
     async def prepare(self) -> list[str]:
         """Wait until every process exists and has imported what it needs; none uses its device yet. Returns their nodes."""
@@ -133,7 +140,8 @@ class RayRanks(ABC):
         self._hosts = {}
         nodes = await self.prepare()
         init_method = await self._answer(self.actors[0].meeting_point.remote(), "its start", limit=START_LIMIT)
-        await self.collective("its start", "start", init_method, nodes, limit=START_LIMIT)
+        answers = await self.collective("its start", "start", init_method, nodes, limit=START_LIMIT)
+        self.warnings = list(dict.fromkeys(chain.from_iterable(answers)))
         self._hosts = {rank: shown_host(node) for rank, node in enumerate(nodes)}
 
     async def report(self) -> ExecutorReport:

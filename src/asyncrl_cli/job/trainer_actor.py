@@ -66,6 +66,14 @@ class TrainerActor(RankActor):
         )
         self._sending = Sending(self._make_sender(), overlap=self._profile.weights.overlap)
 
+    def _warnings(self) -> list[str]:
+        if self._trainer.model.attention == "sdpa" or self._trainer.ranks.device.type != "cuda":
+            return []
+        return [
+            "the trainer attends by the model's own function (eager), not by sdpa: slow on a GPU, with all scores in memory "
+            "and padded rows; the log of trainer-0 says why"
+        ]
+
     @ray.method(concurrency_group="main")
     def restore(self, directory: str) -> None:
         """Load a checkpoint's trainer state."""

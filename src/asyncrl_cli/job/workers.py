@@ -55,7 +55,7 @@ async def started_workers(
     checkpoint's groups, scorers.
 
     Workers hold the weights of `model_dir` until the loop has published a version. `further`: what `further_models` found.
-    `log_dir`: where each actor writes `<name>.log`. `warn` gets warnings about the nodes of a cluster. Leaving the block ends the
+    `log_dir`: where each actor writes `<name>.log`. `warn` gets warnings of nodes and of the trainer. Leaving the block ends the
     actors and releases the bundles, within about `STOP_TIMEOUT_S`.
 
     Raises:
@@ -93,6 +93,8 @@ async def started_workers(
                 for worker in workers:  # one by one: making an NCCL group changes rank 0's environment for a moment
                     progress(f"connecting {worker.name} to trainer-0 for weights")
                     await worker.connect(trainer.actors[0])
+            for warning in trainer.warnings:
+                warn(warning)
             yield trainer, workers, await _restored(trainer, checkpoint, progress) if checkpoint else [], scorers
         finally:
             await _stop(trainer, workers, scorers)
