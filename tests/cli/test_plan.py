@@ -14,10 +14,12 @@ import pytest
 
 from asyncrl_cli.bench.search import Row
 from asyncrl_cli.bench.space import Setting
+from asyncrl_cli.bench.tune import Tuned
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.plan_tune import LEGEND, _against_others
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.simulate.workload import Reference
 from asyncrl_cli.simulate.workload_files import Residual
 from tests.llama import LLAMA_7B
 
@@ -442,22 +444,44 @@ load_bytes_per_s = 1e10
 """
 
 
-def test_a_gain_within_the_simulations_own_error_is_called_that() -> None:
-    def fit(window_s: float) -> list[Residual]:
-        parts = {"window": (2.0, window_s), "wait_data": (0.01, 0.05)}  # a small part may be off by anything
-        return [
-            Residual(profile="own", part=part, measured_s=measured_s, predicted_s=predicted_s, calibrated=True)
-            for part, (measured_s, predicted_s) in parts.items()
-        ]
+def tuned(speedup: float | None, known: Any = None, current_s: float = 1.0, **parts: tuple[float, float]) -> Tuned:
+    """A search whose calibrated run took these seconds, measured and simulated, per part."""
+    fit = [
+        Residual(profile="own", part=part, measured_s=measured_s, predicted_s=predicted_s, calibrated=True)
+        for part, (measured_s, predicted_s) in parts.items()
+    ]
+    current = SimpleNamespace(window_time_s=current_s)
+    found: Any = SimpleNamespace(best=SimpleNamespace(window_time_s=1.0), current=current, without_bound=None, speedup=speedup)
+    workload: Any = None
+    return Tuned(workload=workload, profile="own", sets=(), found=found, known=known, fit=fit)
 
-    def doubt(speedup: float | None, fit: Sequence[Residual]) -> list[str]:
-        found = SimpleNamespace(best=SimpleNamespace(window_time_s=1.0), without_bound=None, speedup=speedup)
-        tuned: Any = SimpleNamespace(found=found, known=None, fit=fit)
-        return list(_against_others(tuned))
 
-    (told,) = doubt(1.05, fit(1.8))
-    assert "that gain, 5%, is within the 10%" in told
-    assert [doubt(1.25, fit(1.8)), doubt(0.9, fit(1.8)), doubt(None, fit(1.8)), doubt(1.05, [])] == [[], [], [], []]
+@pytest.mark.parametrize(
+    ("speedup", "parts", "said"),
+    [
+        (1.05, {"window": (2.0, 1.8)}, "the gain, 5%, is within the error of the simulation, 10% of a window"),
+        (1.25, {"window": (2.0, 1.8)}, "the gain, 25%, exceeds the error of the simulation, 10% of a window"),
+        (1.25, {"window": (2.0, 2.0), "wait_data": (0.5, 1.095)}, "the gain, 25%, is within the error of the simulation, 30% of"),
+        (1.25, {}, "nothing measured tells how far the simulation is off"),
+    ],
+)
+def test_a_gain_is_held_against_the_simulations_error(speedup: float, parts: dict[str, tuple[float, float]], said: str) -> None:
+    assert any(said in line for line in _against_others(tuned(speedup, **parts)))
+
+
+def test_a_published_row_of_the_current_setting_tells_the_error_too() -> None:
+    known = Reference(profile="own", window_time_s=1.25, parts_s={}, source="published")
+    assert any("within the error of the simulation, 20%" in line for line in _against_others(tuned(1.1, known)))
+
+
+def test_a_part_that_is_simulated_wrong_is_named_if_it_matters() -> None:
+    def doubted(measured_s: float, predicted_s: float) -> list[str]:
+        lines = _against_others(tuned(None, window=(2.0, 2.0), wait_data=(measured_s, predicted_s)))
+        return [line for line in lines if line.startswith("do not trust")]
+
+    (told,) = doubted(0.5, 1.095)
+    assert "wait_data: 0.5 s measured, 1.095 s simulated, 30% of a window apart" in told
+    assert doubted(0.01, 0.05) == []
 
 
 @pytest.mark.parametrize("machine", [[], ["--gpus", "8", "--gpu-memory", "80"]], ids=["cpu", "gpus"])

@@ -198,8 +198,8 @@ def test_a_row_of_a_profile_of_ones_own_points_at_the_run(tmp_path: Path) -> Non
 
 
 def test_a_run_that_is_too_short_or_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a calibration needs 8"):
-        calibrate(write_run(tmp_path / "short", truth(), "partial-rollout", 6))
+    with pytest.raises(ConfigError, match=r"2 of 4 train steps can be used \(1 warm-up, 1 the last\); a calibration needs 3"):
+        calibrate(write_run(tmp_path / "short", truth(), "partial-rollout", 4))
     with pytest.raises(ConfigError, match=r"config\.resolved\.json cannot be read"):
         calibrate(tmp_path)
 
@@ -209,7 +209,7 @@ def test_a_run_whose_lines_say_nothing_is_refused(tmp_path: Path, key: str) -> N
     directory = write_run(tmp_path / "run", truth(), "partial-rollout", 20)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     write_lines(directory / "metrics.jsonl", [{**line, key: 0.0} for line in lines])
-    with pytest.raises(ConfigError, match="a calibration needs 8"):
+    with pytest.raises(ConfigError, match="a calibration needs 3"):
         calibrate(directory)
 
 
@@ -246,3 +246,26 @@ def test_the_predictions_of_a_fit_add_up_to_what_a_noisy_machine_took() -> None:
     slowed = [1 - point.shared * fit.interference / (1 + fit.interference) for point in noisy]
     predicted = [(fit.constant + fit.slope * point.amount) / rate for point, rate in zip(noisy, slowed, strict=True)]
     assert statistics.fmean(predicted) == pytest.approx(statistics.fmean(point.seconds for point in noisy))
+
+
+def test_a_first_short_run_is_enough_for_a_rough_calibration_and_its_notes_say_so(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", truth(), "partial-rollout", 8)
+    made = calibrate(directory)
+    assert made.notes.startswith("ROUGH: only 5 train steps could be used; 8 or more make the times reliable.")
+    assert made.references[0].window_time_s == pytest.approx(residuals(made, windows=12)[0].predicted_s, rel=0.25)
+    assert "ROUGH" not in calibrate(write_run(tmp_path / "longer", truth(), "partial-rollout", 13)).notes
+
+
+def test_a_refusal_says_which_steps_were_left_out_and_why(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", truth(), "partial-rollout", 8)
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines[3] |= {"timing/eval_s": 0.5 * lines[3]["timing/step_s"]}
+    lines[4] |= {"timing/checkpoint_s": 0.5 * lines[4]["timing/step_s"]}
+    del lines[5]["rollouter/idle_ratio"]
+    write_lines(directory / "metrics.jsonl", lines)
+    with pytest.raises(ConfigError) as refused:
+        calibrate(directory)
+    left_out = (
+        "2 warm-up, 1 beside an eval, 1 beside a checkpoint, 1 without a report of each side (steps far below a second), 1 the last"
+    )
+    assert f"2 of 8 train steps can be used ({left_out})" in refused.value.message

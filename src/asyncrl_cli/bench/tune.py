@@ -32,7 +32,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import ROLLOUT, TRAIN, share_of, tasks_apart
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.workload import Reference, Workload
-from asyncrl_cli.simulate.workload_files import Residual, load_workload, profile_for, reference_sets, residuals
+from asyncrl_cli.simulate.workload_files import WINDOW, Residual, load_workload, profile_for, reference_sets, residuals
 from asyncrl_cli.simulate.world import simulate, virtual_cluster
 
 SCHEMA_VERSION = 1
@@ -85,6 +85,18 @@ class Tuned:
         return f"at most {counted(self.found.space.bound, 'version')} of staleness"
 
     @property
+    def error(self) -> float | None:
+        """How far the simulation is off, as a share of the measured window of the current setting: by the whole window or, if that
+        is more, by its worst part (errors of parts may cancel in the window, and need not in another setting). None: nothing was
+        measured."""
+        whole = next((one for one in self.fit if one.part == WINDOW), None)
+        if whole is not None:
+            return max(abs(one.predicted_s - one.measured_s) for one in self.fit) / whole.measured_s
+        if self.known is None or self.known.window_time_s is None or self.found.current is None:
+            return None
+        return abs(self.found.current.window_time_s / self.known.window_time_s - 1)
+
+    @property
     def recommended_sets(self) -> list[str]:
         """All `--set`s of the recommended run: those given to the search, overridden by those it found."""
         return list({entry.partition("=")[0].strip(): entry for entry in (*self.sets, *self.found.best.setting.sets)}.values())
@@ -108,6 +120,7 @@ class Tuned:
             "recommended": found.best.to_json() | {"sets": self.recommended_sets},
             **{name: row and row.to_json() for name, row in rows.items()},
             "speedup": found.speedup,
+            "error": self.error,
             "current_known": known and {"window_time_s": known.window_time_s, "source": known.source},
             "num_settings": len(found.outcomes),
             "num_trajectories": found.windows * self.window_groups * found.space.profile.rollout.n,

@@ -14,6 +14,7 @@ run cannot show.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -38,6 +39,7 @@ from asyncrl_cli.simulate.observed import (
     fit_line,
     lengths_of,
     old_logprob_s_per_token,
+    reasons_against,
     scorer_s_per_token,
     train_points,
     turns_of,
@@ -46,7 +48,8 @@ from asyncrl_cli.simulate.observed import (
 from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Turns, Workload
 from asyncrl_cli.simulate.world import virtual_cluster
 
-LEAST_STEPS = 8
+LEAST_STEPS, ENOUGH_STEPS = 3, 8
+"""Train steps without which there is no calibration; those from which its times are more than a rough guess."""
 COMMON_KEYS = {
     "trainer": ("ppo_mini_batch_size", "max_tokens_per_microbatch"),
     "rollout": ("workers", "slots", "n", "prefetch_groups", "max_prompt_tokens", "max_response_tokens"),
@@ -90,7 +93,7 @@ def _calibrated(run_directory: Path) -> Workload:
     profile, recorded = _profile(run_directory), Recorded(run_directory)
     everything, published, loaded = (list(found) for found in (recorded.metrics(), *map(recorded.events, ("published", "loaded"))))
     lines = undisturbed(everything)
-    _enough(lines, run_directory, f"of {len(everything)} train steps are whole and free of evals and checkpoints")
+    _enough(lines, run_directory, f"of {len(everything)} train steps can be used{_left_out(everything)}")
     job = compile_job(profile, virtual_cluster(profile))
     decoded, trained = decode_points(lines, job.role(ROLLOUT).workers), train_points(lines)
     _enough(decoded, run_directory, "train steps have decoding beside them")
@@ -145,6 +148,12 @@ def _enough(found: Sequence[Any], run_directory: Path, what: str) -> None:
         )
 
 
+def _left_out(lines: Sequence[Line]) -> str:
+    """` (4 warm-up, 1 the last, 2 beside an eval)`."""
+    reasons = Counter(filter(None, reasons_against(lines)))
+    return f" ({', '.join(f'{times} {reason}' for reason, times in reasons.items())})" if reasons else ""
+
+
 def _notes(lines: Sequence[Line], profile: Profile, decode_fit: Fit, train_fit: Fit, scored_s: float | None) -> list[str]:
     """Notes on what the figures are based on, and what one run cannot show."""
     notes = [
@@ -154,6 +163,8 @@ def _notes(lines: Sequence[Line], profile: Profile, decode_fit: Fit, train_fit: 
         "prefills (included in the constants, prompt_tokens 0: a recompute-kv load costs nothing extra); how workers differ "
         "(speed_spread 0).",
     ]
+    if len(lines) < ENOUGH_STEPS:
+        notes.insert(0, f"ROUGH: only {len(lines)} train steps could be used; {ENOUGH_STEPS} or more make the times reliable.")
     if turns_of(lines) is not None:
         notes.append(
             "A run records only means of turns and tools: all trajectories have the same number of turns here, all tools take "

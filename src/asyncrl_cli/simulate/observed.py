@@ -92,14 +92,24 @@ def _least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, np.ndarray[Any
 
 
 def undisturbed(lines: Sequence[Line]) -> list[Line]:
-    """Lines of train steps without an eval or a checkpoint, without the first WARMING_STEPS and the last."""
-    return [line for line in lines[WARMING_STEPS:-1] if _is_whole(line)]
+    """Lines of train steps without an eval or a checkpoint, without the warm-up and the last. The warm-up is WARMING_STEPS, or a
+    quarter of a short run."""
+    return [line for line, reason in zip(lines, reasons_against(lines), strict=True) if not reason]
 
 
-def _is_whole(line: Line) -> bool:
-    """Whether the step has no eval or checkpoint (under 2% of its time), and every executor reported in time."""
-    beside_s = spent_s(line, "eval") + spent_s(line, "checkpoint")
-    return beside_s < 0.02 * spent_s(line, "step") and all(key in line for key in NEEDED)
+def reasons_against(lines: Sequence[Line]) -> list[str]:
+    """Why each line cannot be used; "" if it can."""
+    warming, last = min(WARMING_STEPS, len(lines) // 4), len(lines) - 1
+    return [
+        "warm-up" if place < warming else "the last" if place == last else _disturbance(line) for place, line in enumerate(lines)
+    ]
+
+
+def _disturbance(line: Line) -> str:
+    for part in ("eval", "checkpoint"):
+        if spent_s(line, part) >= 0.02 * spent_s(line, "step"):
+            return f"beside {'an' if part == 'eval' else 'a'} {part}"
+    return "" if all(key in line for key in NEEDED) else "without a report of each side (steps far below a second)"
 
 
 def _busy(line: Line) -> tuple[float, float, float]:
