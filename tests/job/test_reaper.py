@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,15 @@ if sys.argv[2:]:
     time.sleep(1000)
 sys.stdin.readline()
 subprocess.run([sys.executable, __file__, sys.argv[1], "child"])
+"""
+
+
+MAKES_AGAIN = """
+import os, sys, time
+while True:
+    os.makedirs(f"{sys.argv[1]}/ray/logs", exist_ok=True)
+    print("made", flush=True)
+    time.sleep(0.01)
 """
 
 
@@ -242,3 +252,34 @@ def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(tmp_path: P
         error, hint = told.splitlines()
         assert error.startswith("error: ")
         assert "asyncrl status" in hint
+
+
+def test_a_worker_that_no_look_has_seen_does_not_make_the_directory_again(tmp_path: Path) -> None:
+    """As Ray's do that were started just before the session's end; who only reads there goes on."""
+    directory = tmp_path / "session"
+    token = {"RAY_AUTH_TOKEN_PATH": str(directory / "token")}
+    words = [sys.executable, "-c", MAKES_AGAIN, str(directory)]
+    reader = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", str(directory)])
+    worker = subprocess.Popen(words, env={**os.environ, **token}, stdout=subprocess.PIPE)
+    with worker, reader:
+        try:
+            assert worker.stdout is not None
+            worker.stdout.readline()
+            reaper.remove_directory(str(directory), {os.getpid()})
+            assert worker.wait(ENDS_WITHIN_S) == -9
+            assert not directory.exists()
+            assert reader.poll() is None
+        finally:
+            worker.kill()
+            reader.kill()
+
+
+def test_a_reaper_that_does_not_end_in_time_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that is busy with what a hostile reward has forked."""
+    directory = tmp_path / "session"
+    directory.mkdir()
+    reaping = reaper.Reaper(directory)
+    os.kill(reaping._process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(reaper, "END_TIMEOUT_S", 0.1)
+    reaping.end()
+    assert not directory.exists()

@@ -30,6 +30,7 @@ LOOK_EVERY_S = 1.0
 DAEMONS_EVERY_S = 0.1
 GRACE_S = 3.0
 GIVE_UP_S = 10.0
+REMOVE_S = 3.0
 END_TIMEOUT_S = 20.0
 GOODBYE = b"."
 """What the driver writes to the pipe at an orderly end: the reaper then prints no error."""
@@ -37,6 +38,7 @@ KILLED = "this run's process was killed and could not report why"
 HINT = "`asyncrl status` says how to resume from the last checkpoint, if there is one; if memory ran out, `dmesg` says so"
 DAEMONS = "raylet", "gcs_server"
 """Ray's daemons, by process name. The kernel kills them when the driver's main thread ends: often before the pipe closes."""
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 SHARED_MEMORY = "/dev/shm/psm_"
 
 Processes = set[psutil.Process]
@@ -134,6 +136,31 @@ def remove_shared_memory(names: set[str]) -> None:
             Path(name).unlink()
 
 
+def members_of(directory: str, spared: Iterable[int]) -> Processes:
+    """The living processes that have a session's token."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
+            if process.pid not in spared and process.environ().get(TOKEN_VARIABLE, "").startswith(f"{directory}/"):
+                found.add(process)
+    return living(found)
+
+
+def remove_directory(directory: str, spared: Iterable[int]) -> None:
+    """Remove the session's directory for good. A worker that Ray started after the last look has lost its parents, and would make
+    files there again: it is killed."""
+    until_s = time.monotonic() + REMOVE_S
+    while True:
+        members = members_of(directory, spared)
+        for process in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+        if not (members or os.path.lexists(directory)) or time.monotonic() > until_s:
+            return
+        time.sleep(0.05)
+
+
 def main(driver_pid: int, directory: str, spared: Iterable[int]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -146,7 +173,7 @@ def main(driver_pid: int, directory: str, spared: Iterable[int]) -> None:
             sys.stderr.flush()
     reap(seen)
     remove_shared_memory(memory)
-    shutil.rmtree(directory, ignore_errors=True)
+    remove_directory(directory, {driver_pid, os.getpid(), *spared})
 
 
 _pipe: int | None = None
@@ -157,6 +184,7 @@ class Reaper:
     """The driver's handle on the reaper process, which cleans up after the driver."""
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         others = [str(child.pid) for child in psutil.Process().children()]
         self._words = [sys.executable, "-P", __file__, str(os.getpid()), str(directory), *others]
         self._process = self._start()
@@ -177,6 +205,7 @@ class Reaper:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> subprocess.Popen[bytes]:
         global _pipe
