@@ -43,6 +43,10 @@ def saved(directory: Path, model: str, template: str | None = "") -> Path:
     return directory
 
 
+def chat_in(directory: Path) -> Chat:
+    return load_chat(directory, trust_remote_code=False, max_tokens=1000)
+
+
 WITHOUT_TOOLS: dict[str, tuple[str, str | None]] = {
     "smollm2": ("qwen3", SMOLLM2),
     "gemma, which demands turns and has no system message": ("gemma", ""),
@@ -54,7 +58,7 @@ WITHOUT_TOOLS: dict[str, tuple[str, str | None]] = {
 def test_a_model_without_tools_is_offered_tools_with_the_builtin_template(tmp_path, name):
     model, template = WITHOUT_TOOLS[name]
     own = saved(tmp_path / "own", model, template)
-    chat = load_chat(with_template(own, TOOLS, tmp_path / "cache"), trust_remote_code=False)
+    chat = chat_in(with_template(own, TOOLS, tmp_path / "cache"))
     chat.check_turns()
     chat.check_tools()
     conversation = Conversation(chat)
@@ -76,7 +80,7 @@ def test_a_model_without_tools_is_offered_tools_with_the_builtin_template(tmp_pa
 )
 def test_without_tools_the_models_own_template_writes_what_it_always_did(tmp_path, messages):
     own = saved(tmp_path / "own", "qwen3", SMOLLM2)
-    chats = [load_chat(directory, trust_remote_code=False) for directory in (own, with_template(own, TOOLS, tmp_path / "cache"))]
+    chats = [chat_in(directory) for directory in (own, with_template(own, TOOLS, tmp_path / "cache"))]
     one, other = (chat.render(messages) for chat in chats)
     assert one == other
 
@@ -91,7 +95,7 @@ def test_a_file_replaces_the_template_and_goes_with_the_model(tmp_path):
     assert (made / "model.safetensors").read_bytes() == b"weights"
     keep_model_files(made, tmp_path)
     shutil.rmtree(made)
-    chat: Chat = load_chat(tmp_path / "model", trust_remote_code=False)
+    chat = chat_in(tmp_path / "model")
     assert chat.tokenizer.decode(chat.render([{"role": "user", "content": "q"}])) == "[q]"
 
 
