@@ -185,7 +185,7 @@ def test_a_model_of_the_hub_is_planned_without_an_estimate(capsys: pytest.Captur
 def test_a_plan_for_this_machine_warns_of_a_file_that_is_not_there(
     name: str, machine: list[str], is_warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "prompts.jsonl").touch()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Which number is even, 1 or 2?", "answer": "2"}', encoding="utf-8")
     source = tmp_path / name
     assert run(["plan", "-p", "base", "--set", f"task.source=jsonl:{source}", *machine]) == 0
     told = " ".join(capsys.readouterr().err.split())

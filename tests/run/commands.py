@@ -29,7 +29,8 @@ SMALL = (
 )
 ENDLESS = (*SMALL, "run.train_steps=100000")
 """Longer than any test, on any machine: it is for the test to end it."""
-LONG = (*ENDLESS, "task.reward=paced:score", f"task.import_path={Path(__file__).parent / 'rewards'}", "task.reward_workers=1")
+PACED = ("task.reward=paced:score", f"task.import_path={Path(__file__).parent / 'rewards'}", "task.reward_workers=1")
+LONG = (*ENDLESS, *PACED, "task.rehearsal_items=0")
 """The same at a pace at which it computes little while the test waits: half a second for a step."""
 LIMIT_S = 400
 """A bound on what takes up to a minute."""

@@ -56,6 +56,7 @@ CRITIC_APART = (
     "async_training.staleness_threshold=1",
     "task.reward=held:score",
     "task.reward_timeout_s=300",
+    "task.rehearsal_items=0",
 )
 HELD = """
 import time

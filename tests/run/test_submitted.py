@@ -29,7 +29,7 @@ def score(item, response):
     time.sleep(0.03)  # as in rewards/paced.py
     return float(length(response) % 2)
 """
-SETS = (*ENDLESS, "task.reward=rewards:score", 'run.ship=["helpers.py"]')
+SETS = (*ENDLESS, "task.reward=rewards:score", "task.rehearsal_items=0", 'run.ship=["helpers.py"]')
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from typing import Any
 from rich.table import Column
 from rich.text import Text
 
-from asyncrl_cli.cli.console import print_json, print_prose, print_table, warn
+from asyncrl_cli.cli.console import print_json, print_prose, print_table, print_text, warn
+from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.models.resolve import tokenizer_here
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.compiling import compile_job
@@ -22,7 +23,8 @@ from asyncrl_cli.plan.node_fit import Unplaced, assigned, fitting_hint
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.splits import missing_file
+from asyncrl_cli.tasks.rehearsal import Rehearsal, rehearse
+from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.train.losses import check_loss
 
 MIB, GIB = 2**20, 2**30
@@ -52,8 +54,6 @@ def print_plan(
     warnings = [*loaded.warnings, *job.warnings]
     if (missing := engine_refusal(profile, job.device)) is not None and is_here:
         warnings.append(f"a run on this machine would be refused: {missing.message} ({missing.hint})")
-    if is_here and (unread := missing_file(profile)):
-        warnings.append(f"a run on this machine would be refused: {unread}")
     if job.device == "cpu":
         given = {"--gpus": None if job.gpus else gpus or None, "--gpu-memory": gpu_memory_gib}
         warnings += [f"{flag} {value:g} is not used: the job runs on CPUs" for flag, value in given.items() if value is not None]
@@ -65,16 +65,37 @@ def print_plan(
     refusal = None
     if isinstance(memory, MemoryEstimate) and (refusal := memory_fit.cannot_fit(memory) or memory_fit.shortage(memory)) is None:
         warnings += memory_fit.cache_warnings(memory)
-    warn(*warnings)
+    rehearsal = _rehearsed(profile)
+    if is_here and isinstance(rehearsal, AsyncrlError):
+        warnings.append(f"a run on this machine would be refused: {rehearsal.message}")
+    if isinstance(rehearsal, AsyncrlError):
+        rehearsal = Rehearsal(name=f'"{profile.task.reward}"', reason=rehearsal.message)
+    warn(*warnings, *rehearsal.warnings())
     if as_json:
-        print_json(_document(profile, schedule, job, memory) | ({"cluster": there.rows(job)} if shows_nodes else {}))
+        document = _document(profile, schedule, job, memory) | {"rehearsal": rehearsal.document()}
+        print_json(document | ({"cluster": there.rows(job)} if shows_nodes else {}))
     else:
         _print_tables(profile, schedule, job)
         if shows_nodes:
             there.print(job)
         _print_memory(memory, job)
+        print_text("\n" + "\n".join(rehearsal.lines()))
     if refusal is not None and isinstance(memory, MemoryEstimate):
         raise with_hint(refusal, memory, there.all)
+    rehearsal.check()
+
+
+def _rehearsed(profile: Profile) -> Rehearsal | AsyncrlError:
+    """The rehearsal of the reward on the first training items; or why the task cannot be loaded here."""
+    import asyncio
+
+    items, wanted = profile.task.rehearsal_items, profile.task.train_prompts
+    task = profile.task.model_copy(update={"train_prompts": min(items, wanted or items) or wanted})
+    few = profile.model_copy(update={"task": task, "eval": profile.eval.model_copy(update={"prompts": 0, "sets": {}})})
+    try:
+        return asyncio.run(rehearse(few, load_task(few)))
+    except AsyncrlError as error:
+        return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,6 +34,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.builtin import environment_of
 from asyncrl_cli.tasks.code_choice import has_tool_class
 from asyncrl_cli.tasks.item import messages_of
+from asyncrl_cli.tasks.rehearsal import rehearse
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
 
@@ -44,36 +46,53 @@ Say = Callable[..., None]
 
 
 async def prepare(
-    profile: Profile, say: Say, address: str | None = None, resumed: Path | None = None
+    profile: Profile,
+    say: Say,
+    address: str | None = None,
+    resumed: Path | None = None,
+    show: Callable[[str], None] = lambda line: None,
 ) -> tuple[Task, Path, dict[str, str]]:
     """Returns the task, the model's directory and those of `further_models`. Raises ConfigError or PreflightError if the engine,
     task, models or prompts cannot be used.
 
     With `address` the engine runs on the nodes of that cluster, which this process cannot examine. `resumed`: the directory of
-    the run being resumed.
+    the run being resumed, whose reward is not rehearsed again. `show` gets the lines of the rehearsal's table.
     """
 
-    def work(look: Callable[[], None]) -> tuple[Task, Path, dict[str, str]]:
+    def load(look: Callable[[], None]) -> Task:
+        say("looking for the engine")
+        check_surroundings(profile, address)
+        look()
+        say("loading the task")
+        task = load_task(profile, resumed)
+        look()
+        if task.ceiling is not None:
+            say(expectation(task))
+        if needs_turns(profile):  # before gigabytes of weights are downloaded
+            check_chat(profile, model_here(profile) or fetched_tokenizer(profile))
+        return task
+
+    def prepare_model(look: Callable[[], None]) -> tuple[Path, dict[str, str]]:
         def progress(text: str, *how_far: Any) -> None:
             look()
             say(text, *how_far)
 
-        progress("looking for the engine")
-        check_surroundings(profile, address)
-        progress("loading the task")
-        task = load_task(profile, resumed)
-        if task.ceiling is not None:
-            progress(expectation(task))
-        if needs_turns(profile):  # before gigabytes of weights are downloaded
-            check_chat(profile, model_here(profile) or fetched_tokenizer(profile))
         progress("preparing the model")
         model_dir = resolve_model(profile, task, progress=progress)
         further = further_models(profile, model_dir)
         look()
         check_prompts(profile, task, model_dir)
-        return task, model_dir, further
+        return model_dir, further
 
-    return await interruptible(work)
+    task = await interruptible(load)
+    if resumed is None:
+        say("rehearsing the reward")
+        rehearsal = await rehearse(profile, task)
+        for line in rehearsal.lines():
+            show(line)
+        rehearsal.check()
+        task = replace(task, notes=(*task.notes, *rehearsal.warnings()))
+    return task, *await interruptible(prepare_model)
 
 
 def expectation(task: Task) -> str:

@@ -20,7 +20,7 @@ from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.checkpoint.sealed import Checkpoint, load_checkpoint
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.job.driving import Crew, RunResult, make_observers, make_pipeline, run_to_the_end
-from asyncrl_cli.job.preparing import Say, check_resumable, prepare, refuse_other_prompts
+from asyncrl_cli.job.preparing import check_resumable, prepare, refuse_other_prompts
 from asyncrl_cli.job.process import END_S, StopRequests, end_descendants, leave, leave_soon, logged_to, tell
 from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.observe.live_status import RunFacts
@@ -108,11 +108,12 @@ class Run:
             return await self._to_the_end(directory, task, crew, warnings)
 
     async def _start_everything(
-        self, stack: AsyncExitStack, directory: RunDirectory, log_dir: Path, say: Say
+        self, stack: AsyncExitStack, directory: RunDirectory, log_dir: Path, say: Starting
     ) -> tuple[Task, Crew, Sequence[str]]:
         """Start all that the loop needs. Returns the task, the workers and the warnings to show; `stack` ends what was started."""
         profile = self.profile
-        task, model_dir, further = await prepare(profile, say, self.address, directory.path if self.checkpoint else None)
+        resumed = directory.path if self.checkpoint else None
+        task, model_dir, further = await prepare(profile, say, self.address, resumed, say.show)
         if self.checkpoint is not None:
             refuse_other_prompts(self.checkpoint, task, profile.run.seed)
         say("starting Ray")

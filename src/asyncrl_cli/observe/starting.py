@@ -91,6 +91,11 @@ class Starting:
             self._said_s = self._now()
             print(neutral(line), file=self._console.file, flush=True)
 
+    def show(self, line: str) -> None:
+        """Print a line that stays."""
+        if self._is_plain or not self._progress.disable:
+            self._console.print(Text(neutral(line)), soft_wrap=True)
+
 
 def _how_far(task: Task, figures: str, is_new: bool) -> str:
     """ "120/300  40%  loss 0.61  0:00:25 left", as far as it is known. There is no count before the first item is done."""

@@ -131,6 +131,9 @@ class TaskSection(Section):
     """Where `math-verify` looks for a response's answer. `final`: in the last `<answer>` or `\\boxed{}`, after `####` on the last
     line, or after "answer is" or "answer:" at the end, and it must be worked out: `26+50` is not 76. `anywhere`: any expression of
     the response counts, even one repeated from the prompt."""
+    rehearsal_items: Annotated[int, Field(ge=0, le=1024)] = 64
+    """Items on which the reward is tried before a new run and by `asyncrl plan`, for at most 20 s: their reference answers must
+    score; the prompt repeated, an empty text and other items' answers must not. 0: no rehearsal."""
     reward_timeout_s: PositiveFloat = 10.0
     """Seconds after which a reward's trajectory counts as failed. Importing the reward's module may take as long, at least 10 s."""
     reward_workers: Annotated[int, Field(ge=1, le=256)] | None = None

@@ -8,6 +8,7 @@
         code_choice.py                     chooses the reward (reward_spec.py) and the environment class (tool_class.py)
         code_records.py                    tries out user code (user_code.py) in a child process, and records its file
         item.py                            what an item is; compact prompts with written-out working, for builtin:tiny
+    rehearsal.rehearse(profile, task)      tries the reward before a run: references must score, and what is no answer must not
     rewards.RewardPool(task.reward, ...)   awaits rewards without blocking the event loop
         reward_process.py                  the pool's side of a scoring process: starts it, sends requests, watches it
         reward_worker.py                   the process's own side: runs scorers (scoring.py) and agents (agents.py)

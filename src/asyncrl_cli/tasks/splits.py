@@ -5,7 +5,6 @@ The task's reward judges all of them, and no eval prompt is trained on.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -36,15 +35,6 @@ def file_of(source: str, key: str) -> Path:
             f'{key} = "{source}": the file does not look like {kind}', hint="only the names of parquet files end in .parquet"
         )
     return expand(path)
-
-
-def missing_file(profile: Profile) -> str:
-    """The error of a run whose `task.source` names a file, or a pattern of files, that is not there; "" if it does not."""
-    if profile.task.source.partition(":")[0] not in KINDS:
-        return ""
-    path = file_of(profile.task.source, "task.source")
-    is_there = any(path.parent.glob(path.name)) if "*" in path.name else os.path.exists(path)
-    return "" if is_there else f"task.source: {path} does not exist"
 
 
 def check_no_files(profile: Profile) -> None:

@@ -1,0 +1,280 @@
+"""A rehearsal of the reward before a run: does it reward the reference answers, and nothing that is no answer?
+
+    items -> the reference in the usual forms ──> reward processes ──> rewards ─┬─> table
+          -> the prompt, nothing, other answers ─┘                              └─> warnings, or an error
+
+No model is needed. What counts is what an advantage sees, the differences within an item: a text is rewarded like a right answer if
+it earns more than the least of the item's texts, and at least half of the way to the most that a form of the reference earns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.builtin import environment_of
+from asyncrl_cli.tasks.item import Item, messages_of
+from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
+from asyncrl_cli.tasks.scoring import build_scorer
+from asyncrl_cli.tasks.task import Task
+from asyncrl_cli.tasks.user_code import describe
+from asyncrl_cli.timeouts import timeout
+
+LIMIT_S = 20.0
+"""For all texts together, once the reward's process has started."""
+MAX_PROBED, AT_ONCE = 8, 4
+"""Items tried if none has an answer; items scored at the same time, so that some are done when the time is up."""
+FORMS = {
+    "the reference answer as it is": "{}",
+    "... in \\boxed{}": "\\boxed{{{}}}",
+    "... after ####": "#### {}",
+    '... after "The answer is"': "The answer is {}.",
+    '... after "Answer:"': "Answer: {}",
+    "... in <answer> tags": "<think>\n\n</think>\n<answer>{}</answer>",
+}
+PROMPT, EMPTY, OTHER = "the prompt repeated", "an empty text", "another item's answer"
+EXPRESSION = "the prompt's expression, not worked out"
+FOILS = {PROMPT: 0.0, EXPRESSION: 0.0, EMPTY: 0.0, OTHER: 0.05}
+"""What must not score, and the share of items on which it may without a warning: some tasks have several right answers."""
+ARITHMETIC = re.compile(r"\(*\d[\d\s+\-*/^×÷().]*[\d)]")  # noqa: RUF001
+OPERATION = re.compile(r"[+*/^×÷]|\s-\s")  # noqa: RUF001
+WITHOUT_IT = "task.rehearsal_items = 0 starts the run without a rehearsal"
+
+Score = Callable[[Item, str], Awaitable[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A text that was scored for an item. `reward` is None if the reward failed, and `failure` says how."""
+
+    item: Item
+    text: str
+    reward: float | None
+    failure: str = ""
+    is_right: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """`rows`: by what the texts are, in the table's order. `reason`: why there are none. `unscored`: a text of each item whose
+    reference scores in no form."""
+
+    name: str
+    rows: dict[str, list[Scored]] = field(default_factory=dict)
+    reason: str = ""
+    wall_s: float = 0.0
+    unscored: Sequence[Scored] = ()
+    num_items: int = 0
+    refusal: ConfigError | None = None
+
+    def lines(self) -> list[str]:
+        """The table as text."""
+        if not self.rows:
+            return [f"reward: {self.name}, not rehearsed: {self.reason}"]
+        width = max(map(len, self.rows))
+        title = f"reward: {self.name}, rehearsed on {self.num_items} items in {self.wall_s:.1f} s"
+        lines = [title, f"{'':{width}}  mean reward  like a right answer"]
+        for what, scored in self.rows.items():
+            rewards = [one.reward for one in scored if one.reward is not None]
+            mean = f"{sum(rewards) / len(rewards):11.3f}" if rewards else f"{'failed':>11}"
+            lines.append(f"{what:{width}}  {mean}  {sum(one.is_right for one in scored):>6} of {len(scored)}")
+        return lines
+
+    def document(self) -> dict[str, object]:
+        """The table as JSON."""
+        rows = {
+            what: {
+                "texts": len(scored),
+                "like_right": sum(one.is_right for one in scored),
+                "failed": sum(one.reward is None for one in scored),
+                "rewards": [one.reward for one in scored],
+            }
+            for what, scored in self.rows.items()
+        }
+        return {"reward": self.name, "items": self.num_items, "reason": self.reason, "rows": rows, "warnings": self.warnings()}
+
+    def warnings(self) -> list[str]:
+        """What the user should look at, with the worst example of each kind."""
+        found = []
+        if self.unscored:
+            worst = self.unscored[0]
+            found.append(
+                f"task.reward: for {len(self.unscored)} of {self.num_items} items the reference answer scores in none of the usual "
+                f"forms, for example {worst.item['answer']!r:.60}: {_outcome(worst)}"
+            )
+        for what, most in FOILS.items():
+            scored = self.rows.get(what, [])
+            right = [one for one in scored if one.is_right]
+            if len(right) > most * len(scored):
+                worst = max(right, key=lambda one: one.reward or 0.0)
+                found.append(
+                    f"task.reward: {what}{',' * (',' in what)} is rewarded like a right answer for {len(right)} of {len(scored)} "
+                    f"items, for example {worst.text!r:.100}: {_outcome(worst)}, where the answer is {worst.item['answer']!r:.60}"
+                )
+        texts = [one for scored in self.rows.values() for one in scored]
+        if failed := [one for one in texts if one.reward is None]:
+            found.append(
+                f"task.reward failed for {len(failed)} of {len(texts)} texts, and such trajectories are left out; for example on "
+                f"{failed[-1].text!r:.100}: {failed[-1].failure:.200}"
+            )
+        return found
+
+    def check(self) -> None:
+        """Raises ConfigError if there are references and none of them scores in any form, or the reward asks for missing ones."""
+        if self.refusal is not None:
+            raise self.refusal
+        if not self.rows or len(self.unscored) < self.num_items:
+            return
+        worst = self.unscored[0]
+        raise ConfigError(
+            f"task.reward = {self.name}: no reference answer scores in any of the usual forms, on {self.num_items} items; for "
+            f"example {worst.text!r:.100}: {_outcome(worst)}, where the answer is {worst.item['answer']!r:.60}",
+            hint=f"check task.answer_key and the reward; if it is meant to be so, {WITHOUT_IT}",
+        )
+
+
+def _outcome(one: Scored) -> str:
+    return f"reward {one.reward:g}" if one.reward is not None else f"it failed: {one.failure:.200}"
+
+
+async def rehearse(profile: Profile, task: Task) -> Rehearsal:
+    """Rehearse the task's reward on `task.rehearsal_items` training items, within LIMIT_S. The caller shows the result and calls
+    its `check`. Raises ExecutorFailed if the reward cannot be started."""
+    kind, most = task.reward.kind, profile.task.rehearsal_items
+    code = task.reward.function
+    name = " + ".join(f'"{part.name}"' for part in task.reward.parts) or f'"{code.name if code else kind}"'
+    if most == 0:
+        return Rehearsal(name=name, reason="task.rehearsal_items = 0")
+    if kind == "none":
+        return Rehearsal(name=name, reason="a reward model scores the responses")
+    plays_turns = environment_of(profile.task) != "one-turn" and task.tool_class is None
+    if task.reward.plays or kind == "episode" or plays_turns:
+        return Rehearsal(name=name, reason="episodes of several turns get their rewards as a model plays them")
+    items = [item for item in task.train if task.expected(item) is not None]
+    began_s = time.monotonic()
+    if kind == "exact-match":  # ours, and quick: it needs no process
+        scorer = build_scorer(task.reward)
+
+        async def score(item: Item, text: str) -> float:
+            try:
+                return float(scorer(item, text))
+            except Exception as error:  # as in a reward process
+                raise RewardFailed(describe(error)) from error
+
+        return await _rehearsed(name, task, _some(items, most), score, began_s)
+    pool = RewardPool(task.reward, timeout_s=min(LIMIT_S, profile.task.reward_timeout_s), workers=default_workers())
+    try:
+        await pool.start()
+        if not items:
+            refusal = await _asks_in_vain(name, task.train[:MAX_PROBED], pool.score)
+            return Rehearsal(name=name, reason="no item has an answer to try it with", refusal=refusal)
+        return await _rehearsed(name, task, _some(items, most), pool.score, began_s)
+    finally:
+        await pool.close()
+
+
+def _some(items: Sequence[Item], most: int) -> Sequence[Item]:
+    return Random(0).sample(items, most) if len(items) > most else items
+
+
+async def _rehearsed(name: str, task: Task, items: Sequence[Item], score: Score, began_s: float) -> Rehearsal:
+    rows: dict[str, list[Scored]] = {}
+    unscored: list[Scored] = []
+    num_items = 0
+
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def rehearse_item(index: int) -> None:
+        nonlocal num_items
+        async with places:
+            of_item = await _scored_item(task, items, index, score)
+        num_items += 1
+        for what, one in of_item.items():
+            rows.setdefault(what, []).append(one)
+        if not any(one.is_right for what, one in of_item.items() if what not in FOILS):
+            unscored.append(next(iter(of_item.values())))
+
+    with suppress(TimeoutError):
+        async with timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
+            for index in range(len(items)):
+                tasks.create_task(rehearse_item(index))
+    order = [*(FORMS if task.reward.adapter == "plain" else [next(iter(FORMS))]), *FOILS]
+    return Rehearsal(
+        name=name,
+        rows={what: rows[what] for what in order if what in rows},
+        reason=f"no item was scored within {LIMIT_S:g} s",
+        wall_s=time.monotonic() - began_s,
+        unscored=unscored,
+        num_items=num_items,
+    )
+
+
+async def _scored_item(task: Task, items: Sequence[Item], index: int, score: Score) -> dict[str, Scored]:
+    """All texts of an item, by what they are. Answers that are wrong have the form in which this item's own earns most."""
+    item, expected = items[index], str(task.expected(items[index]))
+    forms = FORMS if task.reward.adapter == "plain" else dict([next(iter(FORMS.items()))])
+    texts = {what: form.format(expected) for what, form in forms.items()}
+    found = await _scores(item, texts, score)
+    best = max(found, key=lambda what: _earned(found[what]))
+    asked = messages_of(item["prompt"])[-1]["content"]
+    others = {PROMPT: asked, EMPTY: ""}
+    if expression := _expression(asked, expected):
+        others[EXPRESSION] = forms[best].format(expression)
+    if (other := _other_answer(task, items, index, expected)) is not None:
+        others[OTHER] = forms[best].format(other)
+    found |= await _scores(item, others, score)
+    least = min((one.reward for one in found.values() if one.reward is not None), default=0.0)
+    middle = (least + _earned(found[best])) / 2
+    return {what: replace(one, is_right=_earned(one) > least and _earned(one) >= middle) for what, one in found.items()}
+
+
+def _expression(asked: str, expected: str) -> str:
+    """The longest arithmetic expression in a prompt that is not the answer itself; "" if there is none."""
+    found = [text.strip() for text in ARITHMETIC.findall(asked) if OPERATION.search(text)]
+    return max((text for text in found if text.replace(" ", "") != expected.replace(" ", "")), key=len, default="")
+
+
+def _other_answer(task: Task, items: Sequence[Item], index: int, expected: str) -> str | None:
+    """The next item's answer that differs from this one; None if all are the same."""
+    following = (str(task.expected(items[(index + step) % len(items)])) for step in range(1, len(items)))
+    return next((answer for answer in following if answer.strip().casefold() != expected.strip().casefold()), None)
+
+
+async def _scores(item: Item, texts: Mapping[str, str], score: Score) -> dict[str, Scored]:
+    scored = await asyncio.gather(*(_score(item, text, score) for text in texts.values()))
+    return dict(zip(texts, scored, strict=True))
+
+
+async def _score(item: Item, text: str, score: Score) -> Scored:
+    try:
+        return Scored(item, text, await score(item, text))
+    except RewardFailed as failed:
+        return Scored(item, text, None, str(failed))
+
+
+def _earned(one: Scored) -> float:
+    return float("-inf") if one.reward is None else one.reward
+
+
+async def _asks_in_vain(name: str, items: Sequence[Item], score: Score) -> ConfigError | None:
+    """For items without answers: the error if the reward reads `item["answer"]` and tells no text from another."""
+    rewards, asks = set[float | None](), False
+    for item in items:
+        texts = (messages_of(item["prompt"])[-1]["content"], "", "1", "The answer is 1.")
+        rewards |= {(await _score(item, text, score)).reward for text in texts}
+        without = {key: value for key, value in item.items() if key != "answer"}
+        asks |= (await _score(without, "1", score)).failure.startswith("KeyError: 'answer'")
+    if not asks or len(rewards) > 1:
+        return None
+    columns = ", ".join(list(items[0]["metadata"])[:10]) or "none besides the prompt"
+    return ConfigError(
+        f'task.reward = {name} reads item["answer"], but no item has an answer, and all responses earn the same',
+        hint=f"task.answer_key names the column with the answers, or `column.field`; the columns are: {columns}",
+    )
