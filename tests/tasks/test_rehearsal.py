@@ -94,11 +94,12 @@ def rehearsed(tmp_path, monkeypatch):
     (tmp_path / "rehearsed_rewards.py").write_text(REWARDS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
 
-    def rehearse_it(reward: str, rows: list[dict] | None = None, **task: object) -> Rehearsal:
+    def rehearse_it(reward: str | dict[str, float], rows: list[dict] | None = None, **task: object) -> Rehearsal:
         sums = [{"prompt": f"What is {a} + {a + 9}?", "answer": str(2 * a + 9), "truth": a} for a in range(10, 30)]
         lines = (json.dumps(row) for row in (sums if rows is None else rows))
         (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        name = reward if reward in ("math-verify", "exact-match", "none") else f"rehearsed_rewards:{reward}"
+        ours = isinstance(reward, dict) or reward in ("math-verify", "exact-match")
+        name = reward if ours else f"rehearsed_rewards:{reward}"
         settings = {"source": "jsonl:rows.jsonl", "reward": name, "import_path": str(tmp_path), **task}
         profile = Profile.model_validate({"task": settings, "eval": {"prompts": 0}})
         return asyncio.run(rehearse(profile, load_task(profile)))
@@ -218,3 +219,17 @@ def test_plan_shows_the_table_and_the_warnings_and_refuses_with_2(rehearsed, cap
     shown = capsys.readouterr()
     assert json.loads(shown.out)["rehearsal"]["rows"][PROMPT] == {"texts": 8, "like_right": 0, "failed": 0, "rewards": [0.0] * 8}
     assert "hint: check task.answer_key and the reward" in shown.err
+
+
+def test_functions_of_other_trainers_and_several_rewards_are_rehearsed(rehearsed, tmp_path):
+    (tmp_path / "other_rewards.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str == ground_truth)\n"
+        "def asked(prompts, completions, **columns):\n"
+        "    return [float(str(completion) in str(prompt)) for prompt, completion in zip(prompts, completions)]\n",
+        encoding="utf-8",
+    )
+    rows = [{"prompt": f"What is {a} + 1?", "answer": str(a + 1), "data_source": "sums"} for a in range(12)]
+    found = rehearsed({"other_rewards:compute_score": 1.0, "rehearsed_rewards:partly": 0.5, "other_rewards:asked": -0.1}, rows)
+    assert found.warnings() == []
+    assert found.lines()[0].startswith('reward: "other_rewards:compute_score" + "rehearsed_rewards:partly" + "other')
