@@ -42,7 +42,7 @@ from asyncrl_cli.loop.ports import LoadReport, PartRequest, Progress, Published,
 from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
-from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.profile.arithmetic import LoopSettings, max_context_tokens
 from asyncrl_cli.profile.schema import (
     AsyncTrainingSection,
     CheckpointSection,
@@ -231,7 +231,7 @@ class LocalWorker(RolloutWorker):
         self._changes = LongPoll()
         self._meter = RolloutMeter(self.name, self.slots, time.monotonic, self._changes.note)
         self._engine = _DrawnLengths(profile, place, self._meter.running)
-        chat = load_chat(place.model_dir, trust_remote_code=False)
+        chat = load_chat(place.model_dir, trust_remote_code=False, max_tokens=max_context_tokens(profile))
         places = Places(self.slots, hold=True)
         means = Means(self._engine, chat, _ByChance, Limits.of(profile), places, self._meter.waiting)
         self._runner = GroupRunner(means, Sampling.of(profile.rollout, profile.rollout.temperature))
