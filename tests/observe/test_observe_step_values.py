@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.observe.step_values import episode_values, filter_values, overlap, utilization
+from asyncrl_cli.observe.step_values import episode_values, filter_values, overlap, reward_values, utilization
 from tests.observe.conftest import group, report, trajectory
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
@@ -87,6 +87,17 @@ def test_turns_tools_and_facts_of_the_steps_trajectories():
         "env/guesses": 2.5,
         "env/found": 1.0,
     }
+
+
+def test_the_share_without_the_reference_counts_rewarded_responses_that_were_looked_at():
+    def judged(reward, *names):
+        return replace(trajectory(reward, (0, 5)), facts=tuple(("reward/names_answer", float(named)) for named in names))
+
+    step = [judged(1.0, True), judged(1.0, False), judged(0.5, False), judged(0.4, False), judged(0.0, False), judged(1.0)]
+    assert reward_values(step)["reward/without_reference_ratio"].value == 2 / 3
+    assert episode_values(step) == {}
+    for nothing_rewarded in ([judged(0.0, False)], [judged(-1.0, False), judged(-1.0, True)], [judged(1.0)], []):
+        assert "reward/without_reference_ratio" not in reward_values(nothing_rewarded)
 
 
 def test_groups_left_out_for_equal_rewards_have_a_share_and_count_in_the_unfiltered_mean():

@@ -113,6 +113,7 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
         ),
         ({"timing/eval_s": 2.0}, "Evals held workers while the trainer waited 20% of the time."),
         ({"waste/tokens_discarded": 2000}, "25% of the sampled tokens were discarded"),
+        ({"reward/without_reference_ratio": 0.5}, "In 50% of the rewarded responses the reference answer does not stand"),
         ({"env/failed/tool-timeout": 3}, "Without a reward: tool-timeout 3."),
         ({}, "6 train steps in 0:01:00, resumed 1 time. Held-out reward went from 0.250 to 0.500."),
     ],

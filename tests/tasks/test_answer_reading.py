@@ -14,7 +14,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_choice import resolve_reward
-from asyncrl_cli.tasks.final_answer import after_prompt, final_answer
+from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, names_answer
 from asyncrl_cli.tasks.gym import dataset_modules, make_entries
 from asyncrl_cli.tasks.item import Item, make_item, messages_of
 from asyncrl_cli.tasks.mathematics import is_right
@@ -210,3 +210,27 @@ def test_an_answer_format_without_math_verify_is_refused():
     profile = Profile.model_validate({"task": {"reward": "exact-match", "answer_format": "anywhere"}})
     with pytest.raises(ConfigError, match=r'is for task\.reward = "math-verify", not for "exact-match"'):
         resolve_reward(profile, RewardSpec(kind="none"), None)
+
+
+@pytest.mark.parametrize(
+    ("response", "expected", "named"),
+    [
+        ("26 + 50 is another mathematical convenience that can be calculated using base-5", "76", False),
+        ("it is 76.", "76", True),
+        ("1760, 7.76 or 76.5", "76", False),
+        ("0.5", "\\frac{1}{2}", True),
+        ("$\\dfrac{1}{2}$", "\\frac12", True),
+        ("1,072", "1072", True),
+        ("3,5,7", "3, 5, 7", True),
+        ("Evelyn", "\\text{Evelyn}", True),
+        ("2\\sqrt 3", "2\\sqrt{3}", True),
+        ("72", "so\n#### 72", True),
+        ("", "76", False),
+    ],
+)
+def test_a_response_names_the_reference_in_any_usual_form(response, expected, named):
+    assert names_answer(response, expected) is named
+
+
+def test_every_reference_of_math_500_is_found_in_a_response():
+    assert [answer for answer in MATH_500 if not names_answer(f"So it is $\\boxed{{{answer}}}$.", answer)] == []

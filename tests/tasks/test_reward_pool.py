@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +25,7 @@ from asyncrl_cli.tasks import reward_process
 from asyncrl_cli.tasks.child import send
 from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.final_answer import tagged
-from asyncrl_cli.tasks.item import make_item
+from asyncrl_cli.tasks.item import Item, make_item
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.task import load_task
@@ -56,6 +57,9 @@ FUNCTIONS = '''
         if response.startswith("return "):
             values = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "true": True, "int": 2}
             return values[response[7:]]
+        return 1.0
+
+    async def coroutine(item, response):
         return 1.0
 
     async def awaiting(item, response):
@@ -279,6 +283,20 @@ def test_math_verify_agrees_with_verls_rules_for_dapo_and_gsm8k():
     answers = ["17 twice.\nAnswer: 34", "Answer: $34$", "Answer: \\boxed{34}", "34 less 22, hence\nAnswer: 12", "Answer: -34", "So"]
     assert score(spec, answers, dapo) == [1, 1, 1, 0, 0, 0]
     assert score(spec, ["so 1000 + 72\n#### 1,072", "#### 72"], gsm8k) == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["length", "coroutine"])
+def test_a_reward_comes_with_whether_the_response_names_the_reference(functions, name):
+    def figures(spec: RewardSpec, item: Item) -> list[dict[str, float]]:
+        return with_pool(spec, lambda pool: figures_in(pool, item))
+
+    async def figures_in(pool: RewardPool, item: Item) -> list[dict[str, float]]:
+        return [dict((await pool.score(item, response)).parts) for response in ("it is 76", "it is 1760")]
+
+    spec = spec_of(functions, name)
+    assert figures(spec, make_item("p", "76", {"length": 1})) == [{"names_answer": 1.0}, {"names_answer": 0.0}]
+    assert figures(spec, make_item("p", None, {"length": 1})) == [{}, {}]
+    assert figures(replace(spec, adapter="worked"), make_item("p", "76", {"length": 1})) == [{}, {}]
 
 
 def test_a_reward_that_raises_fails_with_its_error_and_place(functions):

@@ -16,7 +16,10 @@ from asyncrl_cli.loop.attempts import GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
 from asyncrl_cli.loop.values import Histogram, Last, Max, Overlap, Quantiles, Ratio, Spread, Sum, Value
 from asyncrl_cli.loop.watching import EvalSummary, StepRecord
+from asyncrl_cli.tasks.reward_spec import NAMES_ANSWER
 
+NAMES_REFERENCE = f"reward/{NAMES_ANSWER}"
+"""The fact of a trajectory that says whether it names the reference answer."""
 PARTIAL = "fully_async/partial/"
 STALE = "fully_async/count/"
 TRAINER, ROLLOUT, SCORER = "trainer", "rollout", "scorer"
@@ -80,6 +83,8 @@ def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
         "response_tokens/mean": Ratio(sum(lengths), len(lengths)),
         "response_tokens/max": Max(lengths[-1] if lengths else None),
     }
+    if without := _without_reference(trajectories):
+        values["reward/without_reference_ratio"] = Ratio(sum(without), len(without))
     scores = [trajectory.model_score for trajectory in trajectories if trajectory.model_score is not None]
     if scores:
         values["reward/model_mean"] = Ratio(sum(scores), len(scores))
@@ -87,6 +92,13 @@ def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
         values["response_tokens/median"] = Last((lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) / 2)
         values["response_tokens/quantiles"] = Quantiles.of(lengths)
     return values
+
+
+def _without_reference(trajectories: Sequence[TrajectoryMeta]) -> list[bool]:
+    """For each trajectory that earned at least half of the step's highest reward: whether it does not name the reference answer."""
+    least = max((trajectory.reward for trajectory in trajectories), default=0.0) / 2
+    rewarded = [dict(trajectory.facts) for trajectory in trajectories if trajectory.reward >= least > 0]
+    return [not facts[NAMES_REFERENCE] for facts in rewarded if NAMES_REFERENCE in facts]
 
 
 def filter_values(groups: Sequence[GroupResult], filtered: Sequence[float] | None) -> dict[str, Value]:
@@ -106,6 +118,8 @@ def episode_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
     single turn and no facts."""
     facts, parts = dict[str, Ratio](), dict[str, Ratio]()
     for name, figure in chain.from_iterable(trajectory.facts for trajectory in trajectories):
+        if name == NAMES_REFERENCE:
+            continue
         found, key = (parts, f"{name}/mean") if name.startswith("reward/") else (facts, f"env/{name}")
         found[key] = found.get(key, Ratio(0.0, 0.0)).merge(Ratio(figure, 1))
     if not facts and all(trajectory.num_turns == 1 and not trajectory.num_forks for trajectory in trajectories):

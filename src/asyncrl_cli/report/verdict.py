@@ -26,6 +26,8 @@ DEAR = 0.05
 """A part of a step (a checkpoint, gathering) above this share of the time is worth a change."""
 CLIPPED = 0.2
 """Share of clipped tokens above which much of a batch teaches nothing."""
+WITHOUT_REFERENCE = 0.2
+"""Share of rewarded responses without the reference answer above which they are worth a look."""
 FAILED_CALLS = 0.2
 """Failed tool calls per trajectory above which it is worth a look: a model that learns a tool makes a few."""
 SIGNS = {
@@ -66,6 +68,7 @@ def verdict_of(totals: Totals, settings: LoopSettings, *, is_divisible: bool) ->
         *_staleness(totals, settings),
         *_signals(totals, settings.profile.algorithm),
         *_syncs(totals, settings),
+        *_fooled(totals),
         *_losses(totals),
     ]
 
@@ -183,6 +186,16 @@ def _syncs(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
     text = f"Trainer and workers had a mean absolute logprob difference of at most {small(most)}; the limit is {small(limit)}."
     doubt = "See docs/weights.md: a worker may be computing with other weights than it was sent."
     yield Remark("weight syncs", "good", text) if most <= limit else Remark("weight syncs", "bad", text, doubt)
+
+
+def _fooled(totals: Totals) -> Iterator[Remark]:
+    """Rewarded responses that do not contain the reference answer."""
+    without = totals.mean("reward/without_reference_ratio")
+    if without is None or without <= WITHOUT_REFERENCE:
+        return
+    text = f"In {share(without)} of the rewarded responses the reference answer does not stand, in any usual form."
+    look = "Unless many answers are right, the reward may be fooled: look at `asyncrl samples RUN`, and at the rehearsal in `plan`."
+    yield Remark("reward", "note", text, look)
 
 
 def _losses(totals: Totals) -> Iterator[Remark]:

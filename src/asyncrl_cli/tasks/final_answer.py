@@ -11,6 +11,7 @@ A response that repeats the whole prompt is read only from there on, so examples
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from asyncrl_cli.tasks.item import Item, messages_of
 
@@ -63,3 +64,30 @@ def _in_braces(text: str, start: int) -> str | None:
         if depth == 0:
             return text[start : brace.start()].strip()
     return None
+
+
+def names_answer(response: str, expected: str) -> bool:
+    """Whether the reference answer stands anywhere in a response: as it is written (spaces, braces and signs of LaTeX aside), or a
+    fraction or a decimal number in another form."""
+    answer = final_answer(expected) or expected
+    said = _bare(response)
+    for form in {answer, *_other_forms(_bare(answer))}:
+        characters = r"\s*".join(map(re.escape, re.sub(r"\s", "", _bare(form))))
+        if characters and re.search(rf"(?<![\d.]){characters}(?!\.?\d)", said):
+            return True
+    return False
+
+
+def _bare(text: str) -> str:
+    text = re.sub(r"\\(?:left|right|displaystyle|[,;!:() ])|(?<=\d),(?=\d{3})", "", text)
+    text = re.sub(r"\\[dtc]?frac\s*\{?(\w+)\}?\s*\{?(\w+)\}?", r"\1/\2", text)
+    return re.sub(r"\\(?:text|mathrm|textbf)|[\\${}]", "", text).casefold()
+
+
+def _other_forms(number: str) -> set[str]:
+    """0.5 for 1/2 and the other way round; 72 for 72.0."""
+    try:
+        value = Fraction(number.strip())
+    except (ValueError, ZeroDivisionError):
+        return set()
+    return {str(value), f"{float(value):g}"} if abs(value) < 10**9 else {str(value)}

@@ -13,6 +13,8 @@ Adapter = Literal["plain", "worked"]
 AnswerFormat = Literal["final", "anywhere"]
 MAX_REWARD = 1e9
 """The largest reward, positive or negative. Larger ones are mistakes, and their sums or squares would not be finite."""
+NAMES_ANSWER = "names_answer"
+"""The figure of a reward that is 1 if the response names the reference answer, and otherwise 0."""
 MAX_PARTS = 64
 """Figures that may come with one reward."""
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from asyncrl_cli.tasks.child import pickles, write_line
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_functions import Scorer, is_async
-from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.scoring import build_scorer, checked_reward
+from asyncrl_cli.tasks.reward_spec import Reward, RewardSpec
+from asyncrl_cli.tasks.scoring import build_scorer, checked_reward, with_reference
 from asyncrl_cli.tasks.user_code import describe, report
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: fl
     except (Exception, SystemExit) as error:
         write_line(results, [IDLE, [describe(error), "unable"]])
         os._exit(0)  # without waiting for threads that the module has started
-    worker = _Worker(scorer, results, RunningMark(board_fd), timeout_s)
+    worker = _Worker(spec, scorer, results, RunningMark(board_fd), timeout_s)
     if is_async(scorer):
         import asyncio
 
@@ -82,6 +82,7 @@ def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: fl
 
 @dataclass(slots=True)
 class _Worker:
+    spec: RewardSpec
     scorer: Scorer
     results: BinaryIO
     board: RunningMark
@@ -93,7 +94,7 @@ class _Worker:
                 continue
             self.board.enter(request_id)
             try:
-                reward = checked_reward(self.scorer(item, response))
+                reward = self._judged(item, response, self.scorer(item, response))
                 outcome = [reward, reward.parts]
             except (Exception, SystemExit) as error:
                 outcome = [(report(error), "raised")]
@@ -126,12 +127,16 @@ class _Worker:
 
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                reward = checked_reward(await announced(self._call(item, response), request_id, self.board))
+                value = await announced(self._call(item, response), request_id, self.board)
+                reward = self._judged(item, response, value)
                 outcome = [reward, reward.parts]
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             took_too_long = f"took longer than {self.timeout_s:g} s", "timed-out"
             outcome = [took_too_long if limit.expired() else (report(error), "raised")]
         write_line(self.results, [request_id, *outcome])
+
+    def _judged(self, item: Item, response: Any, value: Any) -> Reward:
+        return with_reference(self.spec, item, response, checked_reward(value))
 
     async def _call(self, item: Item, response: Any) -> Any:
         return await self.scorer(item, response)

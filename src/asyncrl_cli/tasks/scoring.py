@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl_cli.tasks import agents, verifiers_player
-from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, tagged
+from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, names_answer, tagged
 from asyncrl_cli.tasks.item import WORKED, Item, messages_of
 from asyncrl_cli.tasks.reward_functions import Scorer, is_async, load_function
-from asyncrl_cli.tasks.reward_spec import MAX_REWARD, NoReward, Reward, RewardSpec
+from asyncrl_cli.tasks.reward_spec import MAX_REWARD, NAMES_ANSWER, NoReward, Reward, RewardSpec
 
 
 def checked_reward(value: object) -> Reward:
@@ -27,6 +27,14 @@ def checked_reward(value: object) -> Reward:
     if not abs(reward) <= MAX_REWARD:
         raise ValueError(f"the reward returned {reward:g}; a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}")
     return value if isinstance(value, Reward) else Reward(reward)
+
+
+def with_reference(spec: RewardSpec, item: Item, response: Any, reward: Reward) -> Reward:
+    """The reward with one more figure: whether the response names the reference answer, if there is one to look for."""
+    answer = item.get("answer")
+    if spec.adapter == "worked" or not isinstance(answer, str) or not isinstance(response, str):
+        return reward
+    return Reward(reward, {**reward.parts, NAMES_ANSWER: float(names_answer(response, answer))})
 
 
 def _dataset_scorer(spec: RewardSpec) -> Scorer:
