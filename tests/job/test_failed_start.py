@@ -24,7 +24,7 @@ def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path
     seen: list[list[str]] = []
 
     async def prepare(*args: Any) -> Any:
-        return SimpleNamespace(reward=SimpleNamespace(function=None), tool_class=None), tmp_path, {}
+        return SimpleNamespace(reward=None, tool_class=None, user_code={}), tmp_path, {}
 
     @contextlib.contextmanager
     def ray_session(*args: Any, **kwargs: Any) -> Iterator[None]:

@@ -62,6 +62,7 @@ def trained(directory: Path) -> tuple[set[str], int]:
         f"task.eval_path={directory / 'val.parquet'}",
         "task.answer_key=reward_model.ground_truth",
         "task.reward=math-verify",
+        "task.answer_format=anywhere",  # the model writes digits, and no word around them
         "task.reward_timeout_s=60",
         "eval.prompts=1",
         "rollout.n=8",
