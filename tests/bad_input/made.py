@@ -122,7 +122,7 @@ def _train(place: Place, loaded: Loaded) -> list[Any]:
         ]
         observers = Observers(RunFacts.of(profile, place.run, 1), sinks)
         world = World(
-            feed=PromptFeed(task.train, seed=0),
+            feed=PromptFeed(task.train, seed=0, eval_sets={"": task.eval}),
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7, gather_s=0.1, publish_s=0.05)),
             workers=[SimulatedWorker(f"rollout-{i}", 8, times, 0, None) for i in range(2)],
             eval_sets={"": task.eval},

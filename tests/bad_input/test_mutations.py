@@ -87,7 +87,7 @@ def resume_and_go_on(place: Place) -> None:
 
     async def main() -> None:
         world = World(
-            feed=PromptFeed(task.train, seed=profile.run.seed),
+            feed=PromptFeed(task.train, seed=profile.run.seed, eval_sets={"": task.eval}),
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7)),
             workers=[SimulatedWorker(f"rollout-{i}", 8, worker_times(), 0, None) for i in range(2)],
             eval_sets={"": task.eval},
