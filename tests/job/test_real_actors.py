@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 
@@ -90,6 +91,7 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
             assert group.key == AttemptKey(f"p{index}", 0, 0)
             assert len(group.trajectories) == 4
             assert all(meta.version_tokens == ((0, meta.response_tokens),) for meta in group.trajectories)
+        await _nothing_passes_through_the_driver([result.payload for result in (*left, *right)])
         began_s = time.monotonic()
         report, executor = await trainer.train(batch_of(groups[:2], step=1))
         print("train", time.monotonic() - began_s, report.train_s)
@@ -119,6 +121,16 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         assert isinstance(evaluated.outcomes[0], TrajectoryMeta)
         await _checkpoint(trainer, groups, tmp_path)
         return [load.version for load in loads]
+
+
+async def _nothing_passes_through_the_driver(payloads: list[Any]) -> None:
+    """The arrays of these short responses lie in the object store, and outlive their worker, because the driver owns them. Ray's
+    own way with so few bytes is to send them to the caller."""
+    await asyncio.to_thread(ray.wait, payloads, num_returns=len(payloads), fetch_local=False)
+    found = ray.experimental.get_object_locations(payloads)
+    assert all(300 < at["object_size"] < 100_000 and at["node_ids"] for at in found.values()), found
+    owner = ray._private.worker.global_worker.core_worker.get_owner_address(payloads[0])
+    assert owner == ray._private.worker.global_worker.core_worker.get_owner_address(ray.put(0))
 
 
 async def _meet_on_loopback(rank_zero: Any) -> None:

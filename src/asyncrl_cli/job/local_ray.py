@@ -28,6 +28,7 @@ from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
 from asyncrl_cli.errors import SessionLost
+from asyncrl_cli.job.calls import STORED_RETURNS
 from asyncrl_cli.job.lifeline import Daemons, how_daemon_ended
 from asyncrl_cli.plan.cluster import LOOPBACK
 
@@ -113,6 +114,7 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
         "RAY_JOB_CONFIG_JSON_ENV_VAR": None,
         "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
         "VLLM_HOST_IP": LOOPBACK,
+        **STORED_RETURNS,
     }
     parameters = RayParams(
         node_ip_address=LOOPBACK,
