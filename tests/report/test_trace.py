@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import tracemalloc
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from asyncrl_cli.report.trace import write_trace
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate
-from tests.report.recorded_run import make_run
+from tests.report.recorded_run import line, make_run
 from tests.report.trace_processor import TraceProcessor
 
 GROUPS, SLOTS = 96, 16
@@ -187,3 +188,14 @@ def test_what_is_no_range_of_steps_is_refused(text):
     with pytest.raises(ConfigError) as caught:
         parse_steps(text)
     assert caught.value.hint
+
+
+def test_a_trace_of_a_long_run_keeps_no_lines_of_metrics_in_memory(tmp_path):
+    run = make_run(tmp_path / "long", lines=[line(step) for step in range(1, 5001)])
+    tracemalloc.start()
+    try:
+        write_trace(Recorded(run), tmp_path / "trace.json")
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 20e6  # 17 MB to read lines of up to 16 MiB; the lines themselves would take another 11

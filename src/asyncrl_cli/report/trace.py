@@ -68,28 +68,31 @@ def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = No
 
 def trace_entries(run: Recorded, first: int = 1, last: int | None = None) -> Iterator[Entry]:
     """All entries of the trace, the names of tracks at the end."""
-    lines = [line for line in run.metrics() if last is None or line["step"] <= last]
-    story = Story(run.events(), {line["step"]: micros(line["time_s"]) for line in lines}, first, last)
-    tracks, groups = Tracks(), {group.key: group for group in story.groups}
+    tracks, ends, waits_s = Tracks(), dict[int, int](), dict[int, float]()
     process = tracks.process(LOOP)
     for name in run.roles:
         tracks.track(EXECUTORS, name)
-    yield from step_counters((line for line in lines if line["step"] >= first), process)
-    yield from group_entries(story, tracks, {line["step"]: line.get("timing/wait_data_s", 0.0) for line in lines})
+    for line in run.metrics():
+        step = line["step"]
+        if last is None or step <= last:
+            ends[step], waits_s[step] = micros(line["time_s"]), line.get("timing/wait_data_s", 0.0)
+            yield from step_counters(line, process) if step >= first else ()
+    story = Story(run.events(), ends, first, last)
+    groups = {group.key: group for group in story.groups}
+    yield from group_entries(story, tracks, waits_s)
     yield from version_entries(story, tracks)
     yield from mark_entries(story, tracks)
     yield from executor_entries(run.timeline(first, last), tracks, groups)
     yield from tracks.entries
 
 
-def step_counters(lines: Iterable[Line], process: int) -> Iterator[Entry]:
-    for line in lines:
-        end = micros(line["time_s"])
-        start = max(0, end - micros(line.get("timing/step_s", 0.0)))
-        for time, counters in ((start, COUNTERS), (end, COUNTERS_AT_END)):
-            for name, keys in counters.items():
-                if figures := {figure: line[key] for figure, key in keys.items() if key in line}:
-                    yield counter(process, name, time, figures)
+def step_counters(line: Line, process: int) -> Iterator[Entry]:
+    end = micros(line["time_s"])
+    start = max(0, end - micros(line.get("timing/step_s", 0.0)))
+    for time, counters in ((start, COUNTERS), (end, COUNTERS_AT_END)):
+        for name, keys in counters.items():
+            if figures := {figure: line[key] for figure, key in keys.items() if key in line}:
+                yield counter(process, name, time, figures)
 
 
 def executor_entries(lines: Iterable[Mapping[str, Any]], tracks: Tracks, groups: Mapping[str, Group]) -> Iterator[Entry]:
