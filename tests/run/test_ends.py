@@ -206,6 +206,7 @@ def test_the_first_interrupt_checkpoints_and_a_second_terminal_can_stop_the_resu
     assert "asyncrl resume stopped" in err
     assert "stopping after this train step; another Ctrl-C ends the run at once" in err
     assert not wait_until_gone(family)
+    assert "ERROR" not in (run / "logs/attempt-1/rollout-0.log").read_text()
     first = len(lines(run / "metrics.jsonl"))
     assert (run / "checkpoints" / f"step-{first:06d}" / "manifest.json").exists()
 

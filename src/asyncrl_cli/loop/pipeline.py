@@ -18,6 +18,7 @@
     restart (a worker) a dead worker         a fresh one; colocate: also the lease  the worker's start, bounded; training
     sync (a worker)    the newest version    a version newer than the worker's      publish; then the worker's prefetch,
                                                                                     load and eval, each bounded
+                       -                     or an eval that a lost worker left     restart
     scorer             finished groups       a group that it has not scored         follow; then the scorer's call,
                        -                                                            rollout.call_timeout_s
                        -                     prox: the window's version             publish; then its load, weights.timeout_s
