@@ -84,4 +84,4 @@ def test_samples_are_decoded_by_a_tokenizers_own_code_if_it_is_trusted(
     monkeypatch.setattr(rank_actors, "set_up_process", lambda **_: None)  # this process is the test's
     profile = Profile(model=ModelSection(trust_remote_code=trust))
     trainer = TrainerActor(0, profile, Place(model_dir=str(directory)), tmp_path, log_path=tmp_path / "log")
-    assert (trainer._decode([1, 2]) == "decoded by its own code") is trust
+    assert (trainer._tokenizer.decode([1, 2]) == "decoded by its own code") is trust

@@ -110,6 +110,7 @@ def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt
     report = asyncio.run(actor.load(3, interrupt))
 
     assert (report.send_s, report.load_s, report.pause_s, report.logprob_abs_diff) == (0.0, 1.0, 1.75, pytest.approx(0.5))
+    assert report.logprob_abs_diff_median == pytest.approx(0.5)
     state_s = actor.meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0).state_s
     drained_s = 2.0 if interrupt == "drain" else 0.0  # sequences that a drain waits for are busy
     assert state_s.get(State.BUSY, 0.0) == drained_s

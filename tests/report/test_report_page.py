@@ -106,7 +106,7 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
         ({"correction/kl": 0.01}, "0.0100 nats per token away from the policy that had sampled the data: within the limit of"),
         ({"correction/kl": 0.5}, "0.5000 nats per token away from the policy that had sampled the data: above the limit of"),
         ({"correction/kl": 0.5}, "The policy is far from the one that sampled its data; lower async_training.staleness_threshold"),
-        ({"sync/logprob_abs_diff": 0.2}, "a worker may be computing with other weights than it was sent"),
+        ({"sync/logprob_abs_diff_median": 0.2}, "a worker may be computing with other weights than it was sent"),
         (
             {"timing/eval_s": 5.0},
             "Hardly anyone: the trainer idled 10% of the time, and 50% more during evals; the rollout",

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.weights.buckets import Bucket, BufferPool, DamagedWeights, Packing, Spec, plan_layout, unpack, verified
-from asyncrl_cli.weights.versions import Manifest, make_probes, mean_abs_diff
+from asyncrl_cli.weights.versions import Manifest, make_probes, mean_abs_diff, median_abs_diff
 from tests.packed import pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
@@ -116,6 +116,15 @@ def test_probes_are_the_same_for_the_same_seed_and_stay_in_the_vocabulary():
     assert probes != make_probes(4, 64, seed=2)
     assert [len(p) for p in probes] == [32] * 4
     assert all(0 <= token < 64 for p in probes for token in p)
+    text = list(range(10, 60))
+    assert make_probes(3, 64, seed=1, text=text) == tuple(map(tuple, (text[:32], text[32:] + text[:14], text[14:46])))
+
+
+def test_a_median_of_differences_is_not_drawn_up_by_a_few_tokens_and_a_nan_is_never_small():
+    ours, theirs = [[-1.0, -2.0, -30.0]], [[-1.01, -2.02, -34.0]]
+    assert median_abs_diff(ours, theirs) == pytest.approx(0.02)
+    assert mean_abs_diff(ours, theirs) == pytest.approx(4.03 / 3)
+    assert median_abs_diff(ours, [[-1.01, math.nan, -34.0]]) == math.inf
 
 
 def test_mean_abs_diff_is_over_all_tokens_and_never_hides_a_nan():

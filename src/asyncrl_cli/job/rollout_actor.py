@@ -46,7 +46,7 @@ from asyncrl_cli.tasks.code_choice import import_limit_s
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rewards import RewardPool, default_workers
 from asyncrl_cli.tasks.tool_class import ToolClass
-from asyncrl_cli.weights.versions import Manifest, judge, mean_abs_diff
+from asyncrl_cli.weights.versions import Manifest, judge, mean_abs_diff, median_abs_diff
 
 if TYPE_CHECKING:
     import torch
@@ -340,6 +340,7 @@ class Loader:
             report,
             pause_s=report.pause_s + scores.pause_s,
             logprob_abs_diff=mean_abs_diff(scores.logprobs, manifest.probe_logprobs),
+            logprob_abs_diff_median=median_abs_diff(scores.logprobs, manifest.probe_logprobs),
             verdict=judged and judged.verdict,
             loaded_share=judged and judged.share,
         )

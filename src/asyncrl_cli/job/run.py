@@ -34,6 +34,8 @@ from asyncrl_cli.tasks.code_records import keep_record, origin
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.model_files import keep_model_files
 
+PROBE_ITEMS = 64
+"""How many prompts give the probes their text: enough for prompts of a few tokens each."""
 NEVER_BEGAN = "interrupted while the run was starting: no step was trained"
 
 
@@ -135,6 +137,7 @@ class Run:
             further=further,
             run_dir=directory.path,
             log_dir=log_dir,
+            probe_items=task.train[:PROBE_ITEMS],
             checkpoint=self.checkpoint,
             progress=say,
             warn=of_nodes.append,

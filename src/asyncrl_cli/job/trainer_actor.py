@@ -30,6 +30,7 @@ from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.safe_files import MIB
 from asyncrl_cli.samples import GroupPayload, SampledGroup, dump_samples, joined, overlaid
 from asyncrl_cli.storage import telling_storage
+from asyncrl_cli.tasks.item import Item
 
 if TYPE_CHECKING:
     from asyncrl_cli.loop.ports import Cut, TrainReport
@@ -52,17 +53,26 @@ class TrainerActor(RankActor):
     NEEDS = "asyncrl_cli.train.policy_trainer"
     ROLE, INPUT = "trainer", "groups"
 
-    def __init__(self, rank: int, profile: Profile, place: Place, run_dir: Path, *, log_path: Path) -> None:
-        """`run_dir`: the directory for versions that are kept or that travel as files."""
+    def __init__(
+        self, rank: int, profile: Profile, place: Place, run_dir: Path, probe_items: Sequence[Item] = (), *, log_path: Path
+    ) -> None:
+        """`run_dir`: the directory for versions that are kept or that travel as files. `probe_items`: their prompts are the
+        probes' text."""
         super().__init__("trainer", rank, profile, place, log_path)
         self._run_dir = run_dir
+        self._probe_items = probe_items
 
     def _start(self, init_method: str) -> None:
+        from asyncrl_cli.envs.chat import render_prompts
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
-        num_steps = Schedule.of(self._profile).optimizer_steps
         self._trainer = PolicyTrainer(
-            self._profile, self._place, rank=self._rank, init_method=init_method, total_optimizer_steps=num_steps
+            self._profile,
+            self._place,
+            rank=self._rank,
+            init_method=init_method,
+            total_optimizer_steps=Schedule.of(self._profile).optimizer_steps,
+            probe_text=list(chain.from_iterable(render_prompts(self._tokenizer, self._probe_items))),
         )
         self._sending = Sending(self._make_sender(), overlap=self._profile.weights.overlap)
 
@@ -182,13 +192,13 @@ class TrainerActor(RankActor):
         ]
         max_bytes = self._profile.logging.samples_max_mb * MIB
         with telling_storage():
-            dump_samples(Path(directory), step, groups, window=window, decode=self._decode, max_bytes=max_bytes)
+            dump_samples(Path(directory), step, groups, window=window, decode=self._tokenizer.decode, max_bytes=max_bytes)
 
     @cached_property
-    def _decode(self) -> Any:
+    def _tokenizer(self) -> Any:
         from asyncrl_cli.envs.chat import load_tokenizer
 
-        return load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code).decode
+        return load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code)
 
     @ray.method(concurrency_group="main")
     def stop(self) -> None:

@@ -29,6 +29,7 @@ from asyncrl_cli.job.transports import clear
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.sharing import CRITIC
+from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.tool_class import ToolClass
 
@@ -47,6 +48,7 @@ async def started_workers(
     further: Mapping[str, str],
     run_dir: Path,
     log_dir: Path,
+    probe_items: Sequence[Item] = (),
     checkpoint: Checkpoint | None = None,
     progress: Say = lambda text: None,
     warn: Say = lambda text: None,
@@ -55,8 +57,8 @@ async def started_workers(
     checkpoint's groups, scorers.
 
     Workers hold the weights of `model_dir` until the loop has published a version. `further`: what `further_models` found.
-    `log_dir`: where each actor writes `<name>.log`. `warn` gets warnings of nodes and of the trainer. Leaving the block ends the
-    actors and releases the bundles, within about `STOP_TIMEOUT_S`.
+    `log_dir`: where each actor writes `<name>.log`. `probe_items`: the probes are pieces of their prompts. `warn` gets warnings of
+    nodes and of the trainer. Leaving the block ends the actors and releases the bundles, within about `STOP_TIMEOUT_S`.
 
     Raises:
         PreflightError: no room for the plan within `placement.timeout_s`, or a node that cannot be used.
@@ -72,7 +74,7 @@ async def started_workers(
         await asyncio.to_thread(clear, run_dir / WEIGHTS_DIR)
         is_direct = profile.weights.transport in DIRECT_TRANSPORTS
         place = place_of(plan, ROLLOUT, model_dir, checkpoint.version if checkpoint else 0)
-        trainer = make_trainer(plan, profile, model_dir, further, options, run_dir=run_dir, log_dir=log_dir)
+        trainer = make_trainer(plan, profile, model_dir, further, options, probe_items, run_dir=run_dir, log_dir=log_dir)
         makers = makers_of(plan, ROLLOUT, RolloutActor, options, log_dir)
         workers: list[RayRolloutWorker] = []
         scorers = [make_scorer(task, plan, profile, model_dir, further, options, log_dir) for task in plan.scorers]
@@ -102,14 +104,22 @@ async def started_workers(
 
 
 def make_trainer(
-    plan: JobPlan, profile: Profile, model_dir: Path, further: Mapping[str, str], options: Options, *, run_dir: Path, log_dir: Path
+    plan: JobPlan,
+    profile: Profile,
+    model_dir: Path,
+    further: Mapping[str, str],
+    options: Options,
+    probe_items: Sequence[Item] = (),
+    *,
+    run_dir: Path,
+    log_dir: Path,
 ) -> RayTrainer:
     """The trainer with the actors of its ranks, not yet started."""
     num_direct = plan.rollout_workers if profile.weights.transport in DIRECT_TRANSPORTS else 1
     threads = {**TrainerActor.THREADS, "direct": num_direct}
     makers = makers_of(plan, TRAINER, TrainerActor, options, log_dir, concurrency_groups=threads)
     place = replace(place_of(plan, TRAINER, model_dir), **further)
-    ranks = [make(profile, place, run_dir.absolute()) for make in makers.values()]
+    ranks = [make(profile, place, run_dir.absolute(), probe_items) for make in makers.values()]
     return RayTrainer(ranks, profile, samples_dir=run_dir / "samples")
 
 

@@ -69,7 +69,8 @@ class WeightSync:
     def _summarise(self, version: int) -> None:
         self._summarised, reports = version, self._reports[version]
         gather_s, num_bytes = self._costs.get(version, (None, None))
-        diffs = [report.logprob_abs_diff for report in reports if report.logprob_abs_diff is not None]
+        means = [report.logprob_abs_diff for report in reports if report.logprob_abs_diff is not None]
+        medians = [report.logprob_abs_diff_median for report in reports if report.logprob_abs_diff_median is not None]
         shares = [report.loaded_share for report in reports if report.loaded_share is not None]
         verdicts = [report.verdict for report in reports if report.verdict is not None]
         self.summary = {
@@ -79,7 +80,8 @@ class WeightSync:
             "send_s": max(report.send_s for report in reports),
             "load_s": max(report.load_s for report in reports),
             "pause_s": max(report.pause_s for report in reports),
-            "logprob_abs_diff": max(diffs, default=None),
+            "logprob_abs_diff": max(means, default=None),
+            "logprob_abs_diff_median": max(medians, default=None),
             "loaded_share": max(shares, key=lambda share: abs(share - 1), default=None),
             "unclear_loads": verdicts.count("unclear") if verdicts else None,
         }

@@ -136,9 +136,9 @@ class WorkerTasks(RestartableTasks):
 
     def _doubt(self, report: LoadReport) -> str:
         """Why the probes suggest that the worker does not compute with the loaded version; "" if they do not."""
-        diff, limit = report.logprob_abs_diff, self._board.settings.max_logprob_diff
+        diff, limit = report.logprob_abs_diff_median, self._board.settings.max_logprob_diff
         if diff is not None and not diff <= limit:
-            return f"mean logprob difference {diff:.2e}, above weights.max_logprob_diff = {limit:g}"
+            return f"median logprob difference {diff:.2e}, above weights.max_logprob_diff = {limit:g}"
         if report.verdict != "not loaded":
             return ""
         share = f"{report.loaded_share:.0%}"

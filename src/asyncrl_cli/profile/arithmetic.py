@@ -154,7 +154,8 @@ def max_context_tokens(profile: Profile) -> int:
 
 STALL_MARGIN_S = 60.0
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}
-"""By `model.dtype`. In bfloat16, both trainer and worker round in every layer, and logits between 8 and 16 to sixteenths."""
+"""Of the median difference, by `model.dtype`. In bfloat16, trainer and worker round in every layer, and logits between 8 and 16 to
+sixteenths: docs/weights.md has measured differences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,9 +142,10 @@ class WeightsSection(Section):
     """Rollout workers receive the next version into a second buffer while they generate, and stop only to swap. false: there is no
     second buffer, so generation stops while weights arrive."""
     probe_sequences: NonNegativeInt = 4
-    """Number of fixed sequences that trainer and worker both score after each load, as a check. 0: no check."""
+    """Number of fixed sequences, pieces of the task's prompts, that trainer and worker both score after each load, as a check. 0:
+    no check."""
     max_logprob_diff: PositiveFloat | None = None
-    """A load warns if the mean absolute difference of the probes' logprobs is larger, whatever it was for the version before.
+    """A load warns if the median absolute difference of the probes' logprobs is larger, whatever it was for the version before.
     Default: 0.001 with model.dtype = "float32", 0.1 with "bfloat16"."""
     keep_versions: NonNegativeInt | Literal["all"] = 0
     """How many published versions to keep on disk (safetensors), for audits."""

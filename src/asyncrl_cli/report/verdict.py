@@ -180,10 +180,10 @@ def _by_age(totals: Totals, name: str) -> str:
 
 
 def _syncs(totals: Totals, settings: LoopSettings) -> Iterator[Remark]:
-    most, limit = totals.most("sync/logprob_abs_diff"), settings.max_logprob_diff
+    most, limit = totals.most("sync/logprob_abs_diff_median"), settings.max_logprob_diff
     if most is None:
         return
-    text = f"Trainer and workers had a mean absolute logprob difference of at most {small(most)}; the limit is {small(limit)}."
+    text = f"Trainer and workers had a median absolute logprob difference of at most {small(most)}; the limit is {small(limit)}."
     doubt = "See docs/weights.md: a worker may be computing with other weights than it was sent."
     yield Remark("weight syncs", "good", text) if most <= limit else Remark("weight syncs", "bad", text, doubt)
 

@@ -72,10 +72,20 @@ class Publication(NamedTuple):
 
 class PolicyTrainer:
     """One rank of the trainer; see the module's docstring. `init_method` is tcp://host:port or file://path. The learning rate
-    schedule ends after `total_optimizer_steps`. OSError or ValueError, from transformers, if `place.model_dir` is not a model.
+    schedule ends after `total_optimizer_steps`. `probe_text`: token ids for the probes. OSError or ValueError, from
+    transformers, if `place.model_dir` is not a model.
     """
 
-    def __init__(self, profile: Profile, place: Place, *, rank: int, init_method: str, total_optimizer_steps: int) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        place: Place,
+        *,
+        rank: int,
+        init_method: str,
+        total_optimizer_steps: int,
+        probe_text: Sequence[int] = (),
+    ) -> None:
         self.profile = profile
         sequence_size = profile.trainer.sequence_parallel_size
         self.ranks = Ranks(profile, place, rank=rank, init_method=init_method, sequence_size=sequence_size)
@@ -92,7 +102,8 @@ class PolicyTrainer:
         self._publication: Publication | None = None
         self._layout = plan_layout(self.model.specs, profile.weights.gather_bucket_size_mb * BYTES_PER_MB)
         self._buffers = BufferPool(pins=self.ranks.device.type == "cuda")
-        self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
+        num_probes = profile.weights.probe_sequences
+        self._probes = make_probes(num_probes, self.model.vocab_size, profile.run.seed, text=probe_text)
         self._frozen_logprobs = self._score_frozen()
         self._snapshots: dict[int, tuple[HostState, Counters, Publication | None]] = {}
         self._hand_over()

@@ -23,6 +23,7 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, Literal, Protocol
 
 import xxhash
@@ -137,8 +138,14 @@ class Judgement:
     share: float | None
 
 
-def make_probes(num_sequences: int, vocab_size: int, seed: int, length_tokens: int = PROBE_TOKENS) -> tuple[tuple[int, ...], ...]:
-    """Make probe sequences, which depend only on the arguments. Tokens are uniform over the vocabulary."""
+def make_probes(
+    num_sequences: int, vocab_size: int, seed: int, length_tokens: int = PROBE_TOKENS, text: Sequence[int] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Make probe sequences, which depend only on the arguments: consecutive pieces of `text`, which is repeated if it is too short.
+    Without text, tokens are uniform over the vocabulary, where a model's logits are large and coarse in bfloat16."""
+    if text:
+        endless = cycle(text)
+        return tuple(tuple(islice(endless, length_tokens)) for _ in range(num_sequences))
     rng = random.Random(seed)
     return tuple(tuple(rng.randrange(vocab_size) for _ in range(length_tokens)) for _ in range(num_sequences))
 
@@ -149,6 +156,12 @@ def mean_abs_diff(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[flo
     if not diffs:
         raise ValueError("there are no probe logprobs to compare")
     return math.fsum(diffs) / len(diffs) if all(math.isfinite(d) for d in diffs) else math.inf
+
+
+def median_abs_diff(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
+    """Median absolute difference over all tokens; infinite if any value is not finite."""
+    diffs = [abs(difference) for difference in _differences(ours, theirs)]
+    return statistics.median(diffs) if all(map(math.isfinite, diffs)) else math.inf
 
 
 def judge(worker: Sequence[Sequence[float]], new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]) -> Judgement:
