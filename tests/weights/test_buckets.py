@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import pickle
@@ -171,6 +172,36 @@ def test_a_versions_memory_is_used_again_once_nobody_has_a_view_of_it_and_never_
     fourth = version(4)
     assert address(fourth) == where
     assert [unpack(buckets[0])["a"][0].item() for buckets in (second, third, fourth)] == [2.0, 3.0, 4.0]
+
+
+def test_page_locked_memory_is_unlocked_before_it_goes(monkeypatch):
+    """Other memory at the same address could not be used by CUDA otherwise."""
+    locked, calls = set(), []
+
+    class Runtime:
+        def cudaHostRegister(self, address, num_bytes, flags):
+            assert address % mmap.PAGESIZE == 0
+            assert address not in locked
+            locked.add(address)
+
+        def cudaHostUnregister(self, address):
+            ctypes.string_at(address, 1)  # it is still mapped
+            locked.remove(address)
+            calls.append(address)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
+    for _ in range(3):
+        pool = BufferPool(pins=True)
+        kept, passing = pool.take(100), pool.take(200)
+        assert len(locked) == 2
+        del passing
+        assert len(locked) == 2  # it waits in the pool
+        del pool
+        assert not locked
+        kept[:] = 7  # and who still has memory may use it
+        del kept
+    assert len(calls) == 6
 
 
 def test_memory_for_a_gpus_copies_shares_no_page_with_anything_else():

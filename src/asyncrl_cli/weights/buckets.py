@@ -126,6 +126,9 @@ class BufferPool:
     def __init__(self, *, pins: bool) -> None:
         self._pins = pins
         self._unused: dict[int, deque[torch.Tensor]] = {}
+        self._locked: list[int] = []
+        # Before the memory goes: CUDA would take other memory at the same address for it.
+        weakref.finalize(self, _unlock, self._locked).atexit = False
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         """Memory of that size, zeros where nobody ever wrote. It is used again once nothing refers to the array or its views."""
@@ -138,9 +141,15 @@ class BufferPool:
             memory = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
             if self._pins:
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), max(num_bytes, 1), 0))
+                self._locked.append(memory.data_ptr())
         data: NDArray[np.uint8] = memory.numpy()
         weakref.finalize(data, unused.append, memory).atexit = False  # in any thread; a deque needs no lock
         return data
+
+
+def _unlock(addresses: Iterable[int]) -> None:
+    for address in addresses:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 class Packing:
