@@ -14,6 +14,7 @@ import yaml
 from jsonschema import validate
 
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.job.calls import STORED_RETURNS
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.profile.loaded import load
@@ -40,6 +41,15 @@ def test_nothing_is_left_to_fill_in(template: str, tmp_path: Path) -> None:
     for path in made(template, tmp_path, SIXTEEN, *options).iterdir():
         assert "{{" not in path.read_text()
         assert "/shared/task/runs" in path.read_text() or path.name == "cluster.yaml"
+
+
+@pytest.mark.parametrize("template", ["ray-cluster", "skypilot", "slurm"])
+def test_no_launchers_cluster_sends_arrays_through_the_driver(template: str, tmp_path: Path) -> None:
+    (variable,) = STORED_RETURNS.items()
+    options = IMAGE if template == "skypilot" else ()
+    (text,) = [path.read_text() for path in made(template, tmp_path, SIXTEEN, *options).iterdir() if path.name != "README.md"]
+    starts = [text] if template != "ray-cluster" else [part for part in text.split("ulimit")[1:] if "ray start" in part]
+    assert all("=".join(variable) in start for start in starts), starts
 
 
 def test_slurm_has_the_profiles_nodes_and_a_script_without_mistakes(tmp_path: Path) -> None:
@@ -97,6 +107,9 @@ def test_kuberays_pods_hold_the_job(sets: str, trainer: tuple[int, int], rollout
         for index in range(number)
     ]
     variables = {entry["name"]: entry["value"] for entry in head["template"]["spec"]["containers"][0]["env"]}
+    stored = [{"name": name, "value": value} for name, value in STORED_RETURNS.items()]
+    assert all(group["template"]["spec"]["containers"][0]["env"] == stored for group in groups)
+    assert variables.items() >= STORED_RETURNS.items()
     there = {name: variables[name] for name in variables if name.endswith("LABELS")}  # and not its autoscaler's patience
     compile_job(load("partial-rollout", sets.split(), environ=there).profile, ClusterResources(nodes=tuple(nodes)))
 
