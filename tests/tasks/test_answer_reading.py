@@ -94,6 +94,8 @@ def test_what_does_not_say_the_worked_out_answer_is_wrong(response):
         "The answer is 76 apples. That is all.",
         "**Final answer:** 76",
         "Answer:\n76",
+        "The answer is 76 $\\text{cm}^2$.",
+        "The answer is $26 + 50$ = 76.",
         "<answer> 76 </answer>",
         "26 + 50\n#### 76",
         f"{SUM['prompt']} \\boxed{{76}}",
@@ -131,6 +133,13 @@ def test_the_answer_is_found_where_the_field_looks_for_it(response):
         ("90", "90^\\circ", True),
         ("72", "48 / 2 = 24, and 48 + 24 = 72.\n#### 72", True),
         ("12", "Hence it is \\boxed{12}.", True),
+        ("2024-03-05", "2024-03-05", True),
+        ("2024-05-03", "2024-03-05", False),
+        ("2016", "2024-03-05", False),
+        ("1", "3-2", False),
+        ("0.4", "12:30", False),
+        ("sey", "yes", False),
+        ("\\frac{dy}{dx}=2x", "\\frac{dy}{dx}=2x", True),
     ],
 )
 def test_answers_are_compared_as_mathematics_and_words_as_words(answer, expected, right):
@@ -148,6 +157,14 @@ def test_answers_are_compared_as_mathematics_and_words_as_words(answer, expected
         ("A pizza has 3/4 left. Nobody eats. How much is left?", "\\frac{3}{4}", "3/4", True),
         ("(A) 1 (B) 2", "(B)", "B", True),
         ("Which is larger, 5 or 7?", "7", "7", True),
+        ("Express 0.375 as a common fraction.", "0.375", "\\frac{3}{8}", False),
+        ("Write 0.00012 in scientific notation.", "0.00012", "1.2 \\times 10^{-4}", False),
+        ("What is 0.5 as a percentage?", "0.5", "50\\%", False),
+        ("50 of 100 apples are red. What percentage is that?", "50", "50\\%", True),
+        ("What is half of 1.5?", "0.75", "\\frac{3}{4}", True),
+        ("Differentiate the square of x.", "\\frac{d}{dx} x^2", "2x", False),
+        ("What grows by 2x?", "\\int 2x \\, dx", "x^2", False),
+        ("Add 1, 2 and 3 times x.", "\\sum_{n=1}^{3} n x", "6x", False),
     ],
 )
 def test_an_expression_of_the_prompt_is_an_answer_only_if_the_reference_is_written_so(prompt, answer, expected, right):
@@ -155,7 +172,11 @@ def test_an_expression_of_the_prompt_is_an_answer_only_if_the_reference_is_writt
 
 
 @pytest.mark.parametrize(
-    "answer", ["10^{10^{10}}", "9^{9^{9^9}}", "10^{999999999}", "1000000!", "{" * 900 + "}" * 900, "9" * 100_000]
+    "answer",
+    [
+        *("10^{10^{10}}", "9^{9^{9^9}}", "10^{999999999}", "2^{99*99*99*99*99}", "1000000!", "((99)!)!", "(10!)^{10!}"),
+        *("{" * 900 + "}" * 900, "9" * 100_000),
+    ],
 )
 @pytest.mark.parametrize("expected", ["76", "x+1"])
 def test_answers_that_nobody_can_compute_are_wrong_at_once(answer, expected):
@@ -204,6 +225,12 @@ def test_the_final_answer_is_the_text_without_its_marks():
     assert final_answer("a \\boxed{\\{1\\}} b") == "\\{1\\}"
     assert final_answer("**Answer:** $\\$5$") == "\\$5"
     assert final_answer("no idea") is None
+    assert final_answer("so\n####") is None
+
+
+def test_a_long_response_is_read_in_a_moment():
+    """A pattern that tries every place of 300,000 spaces takes minutes."""
+    assert final_answer("#### 7" + " " * 300_000 + "\nno") is None
 
 
 def test_an_answer_format_without_math_verify_is_refused():
@@ -226,6 +253,9 @@ def test_an_answer_format_without_math_verify_is_refused():
         ("2\\sqrt 3", "2\\sqrt{3}", True),
         ("72", "so\n#### 72", True),
         ("", "76", False),
+        ("Because all that is so", "B", False),
+        ("It is \\boxed{B}", "\\text{B}", True),
+        ("it is 76cm", "76", True),
     ],
 )
 def test_a_response_names_the_reference_in_any_usual_form(response, expected, named):

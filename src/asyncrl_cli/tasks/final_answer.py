@@ -17,12 +17,13 @@ from asyncrl_cli.tasks.item import Item, messages_of
 
 ANSWER_TAG, ANSWER_END = "<answer>", "</answer>"
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-GSM8K = re.compile(r"^[ \t]*####[ \t]*(\S[^\n]*)\s*\Z", re.MULTILINE)
+GSM8K = "####"
 NAMED = re.compile(r"(?i)\banswer\b(?:[^\n:.]{0,60}?\bis\b[ \t]*:?|[*_ \t]*:)[*_\s]*([^\n]+)")
 CLOSE_TO_END_CHARS = 300
 SENTENCE_END = re.compile(r"(?<!\\)[.!?](?=\s|\Z)")
 MATHEMATICS = re.compile(r"(?<!\\)\$+((?:\\\$|[^$])+)(?<!\\)\$+|\\\((.+?)\\\)")
 EMPHASIS = "*_` \t"
+LETTER = r"[^\W\d_]"
 
 
 def tagged(response: str) -> str:
@@ -44,8 +45,9 @@ def final_answer(response: str) -> str | None:
     boxes = list(BOX.finditer(text))
     if boxes:
         return _in_braces(text, boxes[-1].end())
-    if found := GSM8K.search(text):
-        return found[1].strip(EMPHASIS)
+    last_line = text.rpartition("\n")[2].strip()
+    if last_line.startswith(GSM8K) and (number := last_line.removeprefix(GSM8K).strip(EMPHASIS)):
+        return number
     if ANSWER_TAG in response:
         return text
     named = list(NAMED.finditer(text, max(0, len(text) - CLOSE_TO_END_CHARS)))
@@ -53,7 +55,8 @@ def final_answer(response: str) -> str | None:
         return None
     sentence = SENTENCE_END.split(named[-1][1], maxsplit=1)[0].strip(EMPHASIS)
     formulas = MATHEMATICS.findall(sentence)
-    return "".join(formulas[0]) if len(formulas) == 1 else sentence
+    is_all = len(formulas) == 1 and not re.search(r"\d", MATHEMATICS.sub("", sentence))  # "12 $cm^2$" is 12
+    return "".join(formulas[0]) if is_all else sentence
 
 
 def _in_braces(text: str, start: int) -> str | None:
@@ -72,8 +75,12 @@ def names_answer(response: str, expected: str) -> bool:
     answer = final_answer(expected) or expected
     said = _bare(response)
     for form in {answer, *_other_forms(_bare(answer))}:
-        characters = r"\s*".join(map(re.escape, re.sub(r"\s", "", _bare(form))))
-        if characters and re.search(rf"(?<![\d.]){characters}(?!\.?\d)", said):
+        characters = re.sub(r"\s", "", _bare(form))
+        if not characters:
+            continue
+        before = rf"(?<!{LETTER})" if characters[0].isalpha() else r"(?<![\d.])"  # "a" is no answer in "that"
+        after = rf"(?!{LETTER})" if characters[-1].isalpha() else r"(?!\.?\d)"
+        if re.search(before + r"\s*".join(map(re.escape, characters)) + after, said):
             return True
     return False
 
@@ -81,7 +88,7 @@ def names_answer(response: str, expected: str) -> bool:
 def _bare(text: str) -> str:
     text = re.sub(r"\\(?:left|right|displaystyle|[,;!:() ])|(?<=\d),(?=\d{3})", "", text)
     text = re.sub(r"\\[dtc]?frac\s*\{?(\w+)\}?\s*\{?(\w+)\}?", r"\1/\2", text)
-    return re.sub(r"\\(?:text|mathrm|textbf)|[\\${}]", "", text).casefold()
+    return re.sub(r"\\(?:text|mathrm|textbf|mathbf|boxed|fbox)|[\\${}]", "", text).casefold()
 
 
 def _other_forms(number: str) -> set[str]:

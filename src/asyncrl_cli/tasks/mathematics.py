@@ -7,7 +7,9 @@ counts
     if it is worked out, and math-verify finds it equal.
 
 Worked out: where the reference is a number the answer is one, too: no sum, product, root or binomial that has its value, and no
-fraction for an integer. For any reference, an expression that stands in the prompt is no answer.
+fraction for an integer. For any reference, an expression that stands in the prompt is no answer, nor is an integral, a derivative
+or a sum that the reference does not have. A number of the prompt is none where the reference is written in another way (0.375 for
+3/8). Equivalent forms of other references are not told apart: (1+x)^2 is x^2+2x+1.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig, normalize_latex
 from math_verify import parse, verify
+from sympy import Derivative, Integral, Limit, Product, Sum
 
 from asyncrl_cli.tasks.final_answer import final_answer
 
@@ -56,9 +59,12 @@ DIGITS = re.compile(DECIMAL)
 WHOLE = re.compile(rf"{DECIMAL}(?:\*{POWER_OF_TEN})?%?|-?{POWER_OF_TEN}")
 NUMBER = re.compile(rf"(?:[+-]?\d+\+)?{DECIMAL}/{DECIMAL}%?|{WHOLE.pattern}")
 OPERATION = re.compile(r".[-+]|[*/^,%!_\\]")
-WORDS = re.compile(r"[A-Z][a-z][A-Za-z' -]*|[A-Za-z' -]{4,}|-?0[xbo][\da-fA-F]+")
-"""Words, and numbers of another base: math-verify would take them for products of variables."""
-HUGE = re.compile(r"\^-?\d{4,}|\)\^-?\d{3,}|\^[^+*/,()]*\^|\d{4,}!|\\binom\d{8,}")
+WORDS = re.compile(
+    r"[A-Z][a-z][A-Za-z' -]*|[A-Za-z' -]{4,}|yes|no|-?0[xbo][\da-fA-F]+|\d+(?:-\d+)+|\d\d?/\d\d?/\d{2,4}|\d\d?(?::\d\d){1,2}"
+)
+"""Words, numbers of another base, dates and times, scores: math-verify would take them for products and differences."""
+NOT_COMPUTED = (Derivative, Integral, Limit, Product, Sum)
+HUGE = re.compile(r"\^-?\d{4,}|\)\^-?\d{3,}|\^[^+*/,()]*\^|\^[\d*()-]{8,}|\d{4,}!|!\W*[!^]|\^[^+,]*!|\\binom\d{8,}")
 """Sympy may compute for ever with these."""
 
 
@@ -85,13 +91,16 @@ class Written:
             return True
         return all(number.fullmatch(part.rpartition("=")[2]) for part in self.plain.strip("()[]").split(","))
 
-    def stands_in(self, prompt: str) -> bool:
-        """Whether it, or its last side, is an expression in the prompt. Plain numbers, names and words are none."""
-        expression = self.plain.rpartition("=")[2]
-        if DIGITS.fullmatch(expression) or not OPERATION.search(expression):
-            return False
+    def repeats(self, prompt: str, gold: Written) -> bool:
+        """Whether it, or its last side, is an expression of the prompt, or a number there that `gold` writes in another way. Names
+        and words are none."""
+        expression, answer = (written.plain.rpartition("=")[2] for written in (self, gold))
+        if DIGITS.fullmatch(expression):
+            is_expression = not DIGITS.fullmatch(answer) and answer != f"{expression}%"
+        else:
+            is_expression = OPERATION.search(expression) is not None
         pattern = r"\s*".join(map(re.escape, expression))
-        return re.search(rf"(?<![\w.]){pattern}(?!\w)", _spelled(_with_signs(prompt))) is not None
+        return is_expression and re.search(rf"(?<![\w.]){pattern}(?!\.?\w)", _spelled(_with_signs(prompt))) is not None
 
     def parsed(self) -> Any:
         return parse(f"\\boxed{{{self.latex}}}", parsing_timeout=None)
@@ -129,9 +138,17 @@ def is_right(answer: str, expected: str, prompt: str) -> bool:
         return found.plain.casefold() == gold.plain.casefold()
     if any(gold.is_all(kind) and not found.is_all(kind) for kind in (WHOLE, NUMBER)):
         return False
-    if found.stands_in(prompt) or (HUGE.search(found.plain) and not HUGE.search(gold.plain)):
+    if found.repeats(prompt, gold) or (HUGE.search(found.plain) and not HUGE.search(gold.plain)):
         return False
-    return bool(verify(parsed, found.parsed(), timeout_seconds=None))
+    answered = found.parsed()
+    if _is_computed(parsed) and not _is_computed(answered):
+        return False
+    return bool(verify(parsed, answered, timeout_seconds=None))
+
+
+def _is_computed(parsed: Any) -> bool:
+    """Whether it holds no integral, derivative, sum, product or limit that somebody else would have to compute."""
+    return not any(not isinstance(one, str) and one.has(*NOT_COMPUTED) for one in parsed)
 
 
 def is_anywhere(response: str, expected: str) -> bool:
