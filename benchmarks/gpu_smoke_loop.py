@@ -62,9 +62,9 @@ from asyncrl_cli.weights.versions import mean_abs_diff
 TRAIN_STEPS, WINDOW_STEPS = 8, 2
 MOST_S = 30.0
 SHOWN = ("step", "time_s", "timing/step_s", "timing/train_s", "timing/wait_data_s", "sync/pause_s", "rollouter/tokens_per_s")
-logger = logging.getLogger("asyncrl_cli.smoke")
-MEAN_SHARE, SPREAD = 0.25, 0.7
+MEDIAN_SHARE, SPREAD = 0.25, 0.7
 """Response lengths: lognormal, their median as a share of the longest, and the standard deviation of the logarithm."""
+logger = logging.getLogger("asyncrl_cli.smoke")
 
 
 def check_loop(machine: Machine, figures: Figures) -> None:
@@ -110,8 +110,8 @@ def _summary(lines: Sequence[Mapping[str, Any]], groups: int) -> dict[str, float
 
 async def _run(name: str, machine: Machine, model: RandomModel, profile: Profile) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl of a run, which is stopped after `MOST_S`."""
-    with trainer_on(machine, model, profile) as own, ThreadPoolExecutor(1) as thread:
-        trainer = LocalTrainer(own, profile, thread)
+    with trainer_on(machine, model, profile) as policy, ThreadPoolExecutor(1) as thread:
+        trainer = LocalTrainer(policy, profile, thread)
         worker = LocalWorker(profile, machine.place(model))
         recorder = _Recorder(name, profile.async_training.trigger_parameter_sync_step)
         try:
@@ -176,7 +176,7 @@ class _DrawnLengths(TransformersEngine):
 
     async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, **how: Any) -> Completion:
         longest = sampling.max_response_tokens
-        drawn = random.Random(seed).lognormvariate(math.log(MEAN_SHARE * longest), SPREAD)
+        drawn = random.Random(seed).lognormvariate(math.log(MEDIAN_SHARE * longest), SPREAD)
         sampling = replace(sampling, max_response_tokens=max(1, min(longest, round(drawn))))
         return await super().generate(request_id, prompt_tokens, sampling, seed, **how)
 

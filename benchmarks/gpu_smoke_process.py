@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +21,8 @@ Outcome = dict[str, Any]
 
 
 def outcome_of(name: str, module: str, device: str, directory: Path, limit_s: float) -> Outcome:
-    """Runs a check in a process of its own, so that whatever it does leaves the others alone, and ends it at the limit."""
+    """Runs a check in a process of its own, so that whatever it does leaves the others alone. At the limit it is ended, with all
+    processes that it has started."""
     ours, theirs = SPAWN.Pipe(duplex=False)
     process = SPAWN.Process(target=_run, args=(name, module, device, directory, theirs))
     began_s = time.monotonic()
@@ -32,15 +35,19 @@ def outcome_of(name: str, module: str, device: str, directory: Path, limit_s: fl
     except EOFError:
         process.join(END_S)
         outcome |= {"detail": f"its process ended with {process.exitcode}", "seconds": round(time.monotonic() - began_s, 1)}
-    process.join(END_S)
-    if process.is_alive():
+    else:
+        process.join(END_S)
+    finally:
         process.kill()
+        with suppress(ProcessLookupError):  # no process of its session is left
+            os.killpg(process.pid, signal.SIGKILL)
         process.join()
     return outcome
 
 
 def _run(name: str, module: str, device: str, directory: Path, parent: Connection) -> None:
-    """Whatever a check ends with is told, with what it had measured by then."""
+    """Sends the parent the outcome, whatever the check ends with, with what it had measured by then."""
+    os.setsid()  # its processes form a group, which the parent ends
     os.dup2(2, 1)  # the parent's stdout is for the outcomes alone; vLLM logs to stdout
     from gpu_smoke_kit import Machine, Skipped, Wrong
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 WHEELS = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "tomli", "transformers==5.19.0")
@@ -40,8 +41,6 @@ def main() -> int:
 
 def _pinned() -> list[str]:
     """pydantic needs exactly one version of its core: the one of the pydantic that is installed here."""
-    from importlib.metadata import version
-
     return [f"{name}=={version(name)}" if name.startswith("pydantic") else name for name in WHEELS]
 
 

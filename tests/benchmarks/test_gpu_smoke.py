@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -18,8 +20,9 @@ import sys
 sys.modules.update(dict.fromkeys(("ray", "openai", "pydantic_settings", "vllm")))  # an import of these fails
 import {module}
 """
+ENDS_WITHIN_S = 20.0
 BROKEN = """
-import os, time
+import os, subprocess, time
 
 def check_raises(machine, figures):
     figures["seen"] = 3
@@ -30,6 +33,9 @@ def check_dies(machine, figures):
 
 def check_hangs(machine, figures):
     time.sleep(1000)
+
+def check_leaves_a_process(machine, figures):
+    figures["left"] = subprocess.Popen(["sleep", "1000"]).pid
 """
 
 
@@ -97,6 +103,18 @@ def test_a_check_that_ends_badly_is_a_failure_and_not_the_end(
     assert (outcome["end"], outcome["detail"]) == ("failed", detail)
     if name == "raises":
         assert outcome["figures"] == {"seen": 3}
+
+
+@pytest.mark.slow
+def test_processes_that_a_check_has_started_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu_smoke_process
+
+    (tmp_path / "broken_checks.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    outcome = gpu_smoke_process.outcome_of("leaves_a_process", "broken_checks", "cpu", tmp_path, 200.0)
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(outcome["figures"]["left"]).wait(ENDS_WITHIN_S)  # TimeoutExpired: it lives on
 
 
 def test_the_table_keeps_what_others_have_measured_and_names_what_nobody_has_run(
