@@ -1,0 +1,39 @@
+"""What the driver gives to the loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.job import driving
+from asyncrl_cli.loop.board import World
+from asyncrl_cli.profile.loaded import load
+
+STOP = 'rollout.stop=["END"]'
+
+
+@pytest.mark.parametrize(
+    ("sets", "continues"),
+    [
+        (["rollout.engine=vllm"], True),
+        ([STOP], True),
+        (["rollout.engine=vllm", STOP], False),
+    ],
+)
+def test_kept_responses_start_again_if_the_engine_would_miss_a_stop_string_that_began_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: list[str], continues: bool
+) -> None:
+    given: list[World] = []
+    monkeypatch.setattr(driving, "Pipeline", lambda settings, world: given.append(world))
+    task = SimpleNamespace(train=[{"uid": "a", "metadata": {}}], eval=[], eval_sets={})
+    checkpoint = SimpleNamespace(step=2, version=1, loop_state={})
+    crew: Any = (SimpleNamespace(write=None), [], [], [])
+    observers = SimpleNamespace(live=SimpleNamespace(recall=lambda evals: None))
+    profile: Any = load("base", sets, environ={}).profile
+    driving.make_pipeline(profile, RunDirectory(tmp_path), task, crew, observers, checkpoint)  # type: ignore[arg-type]
+    assert given[0].resume_from is not None
+    assert given[0].resume_from.continues is continues
