@@ -131,6 +131,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(make_run, capsys):
     assert_equal(weights_of(made.directory / "exports" / "step-000002"), made.weights[2])
 
 
+def test_damaged_events_that_may_have_held_the_step_are_said(make_run, capsys):
+    made = make_run()
+    events = made.directory / "events.jsonl"
+    events.write_text('{"event": "published", "version"\n{"event": "published", "version": 1, "step": 2}\n')
+    assert run(["export", "otter", "--version", "1", "--runs-dir", str(made.runs_dir)]) == 0
+    assert f"warning: damaged lines of {events} left out: 1; line 1: " in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused(make_run):
     made = make_run()
     damaged = made.directory / "checkpoints" / "step-000002"
@@ -351,7 +359,7 @@ def test_the_step_of_a_version_is_the_recorded_one_which_an_extension_has_moved(
     """K = 4: six steps, then an extension, whose first window begins at step 6."""
     sets = {"run": {"train_steps": 20}, "async_training": {"trigger_parameter_sync_step": 4}}
     profile = Profile.model_validate(sets)
-    assert _step_of(tmp_path, profile, 3) == 12
+    assert _step_of(tmp_path, profile, 3) == (12, ())
     published = [{"event": "published", "version": version, "step": step} for version, step in ((1, 4), (2, 6), (3, 10))]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in published))
-    assert [_step_of(tmp_path, profile, version) for version in (1, 2, 3)] == [4, 6, 10]
+    assert [_step_of(tmp_path, profile, version)[0] for version in (1, 2, 3)] == [4, 6, 10]

@@ -70,7 +70,7 @@ def export(
             max_file_bytes=int(max_shard_size_gb * GB),
             progress=progress,
         )
-    warn(*(f"{wrong}; using an older checkpoint instead" for wrong in exported.source.passed_over))
+    warn(*(f"{wrong}; using an older checkpoint instead" for wrong in exported.source.passed_over), *exported.source.notes)
     files = f"{_size(exported.num_bytes)} in {counted(len(exported.files), 'file')}"
     say(f"exported {exported.source}: {exported.parameters:,} parameters, {exported.dtype}, {files}")
     if as_json:

@@ -38,7 +38,7 @@ class Source:
     """Weights and where they come from. `files`: of a published version; none for the trainer's own in the checkpoint `path`.
 
     `step`: the number of train steps that made them. `version`: None if they are between two versions; then `after_version` is the
-    older one. `passed_over`: why newer checkpoints were skipped."""
+    older one. `passed_over`: why newer checkpoints were skipped. `notes`: on damaged events of the run that were left out."""
 
     files: tuple[Path, ...]
     path: Path
@@ -49,6 +49,7 @@ class Source:
     version: int | None
     after_version: int | None = None
     passed_over: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def has_adapters(self) -> bool:
@@ -118,9 +119,9 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
     profile, run_dir = read_document(directory / RESOLVED).profile, run_dir_of(directory)
     is_between = not checkpoint.at_window_boundary and version is None
     if version is None or checkpoint.at_window_boundary:
-        files, step = (), checkpoint.step
+        files, step, notes = (), checkpoint.step, ()
     else:
-        files, step = (directory / PUBLISHED_FILE,), _step_of(run_dir, profile, checkpoint.version)
+        files, (step, notes) = (directory / PUBLISHED_FILE,), _step_of(run_dir, profile, checkpoint.version)
     return Source(
         files=files,
         path=directory,
@@ -131,29 +132,37 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
         version=None if is_between else checkpoint.version,
         after_version=checkpoint.version if is_between else None,
         passed_over=passed_over,
+        notes=notes,
     )
 
 
 def _kept(run_dir: Path, version: int) -> Source:
     directory = version_directory(run_dir / VERSIONS, version)
     profile = read_document(run_dir / RESOLVED).profile
+    step, notes = _step_of(run_dir, profile, version)
     return Source(
         files=tuple(sorted(directory.glob("*.safetensors"))),
         path=directory,
         run=run_dir.resolve().name,
         run_dir=run_dir,
         profile=profile,
-        step=_step_of(run_dir, profile, version),
+        step=step,
         version=version,
+        notes=notes,
     )
 
 
-def _step_of(run_dir: Path | None, profile: Profile, version: int) -> int:
-    """The train step that made the version, as the run recorded it. Without the record, as it follows from the profile."""
-    published = Recorded(run_dir).events("published") if run_dir is not None else iter(())
+def _step_of(run_dir: Path | None, profile: Profile, version: int) -> tuple[int, tuple[str, ...]]:
+    """The train step that made the version, as the run recorded it, or without a record as it follows from the profile; and notes
+    on damaged events that were left out."""
     schedule = Schedule.of(profile)
     planned = min(version * schedule.window_steps, schedule.train_steps)
-    return next((event["step"] for event in published if event.get("version") == version and "step" in event), planned)
+    if run_dir is None:
+        return planned, ()
+    recorded = Recorded(run_dir)
+    published = (event for event in recorded.events("published") if event.get("version") == version and "step" in event)
+    step = next((event["step"] for event in published), planned)  # the first: a resume publishes the version again
+    return step, tuple(recorded.damage.notes)
 
 
 def run_dir_of(checkpoint: Path) -> Path | None:
