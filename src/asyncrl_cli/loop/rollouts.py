@@ -114,13 +114,16 @@ class Publishing:
         board.phase = "evaluating"
         evaluator = board.evaluator
 
+        def scored() -> bool:
+            return not evaluator.tries or evaluator.last_ended == board.version
+
         def ended() -> bool:
-            scored = not evaluator.tries or evaluator.last_version == board.version
-            return self._all_hold_newest() and scored and evaluator.running is None
+            return self._all_hold_newest() and scored()
 
         def missing() -> str:
             scoring = f"eval of {evaluator.running}" if evaluator.running else "its eval has not begun"
-            return f"version {board.version} to be loaded and scored: {', '.join([*causes.lags(board), scoring])}"
+            parts = [*causes.lags(board), *([] if scored() else [scoring])]
+            return f"version {board.version} to be loaded and scored: {', '.join(parts)}"
 
         still_s = board.settings.sync_timeout_s + (2 * board.profile.eval.timeout_s if evaluator.tries else 0)
         with self._times.waiting("gather"):
