@@ -48,10 +48,9 @@ class Limit:
 
 
 STORED_RETURNS = {"RAY_max_direct_call_object_size": "256"}
-"""A variable of a local session's processes: what a call returns goes to the object store if it has more bytes. By Ray's default,
-up to 100 KB go to the caller instead, so the arrays of short responses would pass through the driver. (With `ray.put` in the actor
-they would not, either, but would be lost with its process: here the driver owns them.) A cluster's nodes have their own variables
-(docs/cluster.md)."""
+"""An environment variable for a local session: a call's return value with more bytes goes to the object store. Ray's default of
+100 KB would send the arrays of short responses through the driver. `ray.put` in the actor is no alternative: its objects are lost
+with the actor's process, return values are not. Nodes of a cluster have their own variables (docs/cluster.md)."""
 START_LIMIT = Limit(600.0)
 """Covers imports, loading a large model from a slow disk, and an engine's memory profiling."""
 

@@ -17,7 +17,7 @@ _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 """The first thing that any client asks of a GCS. Neither request nor answer is looked into."""
 
 
-def own_token(address: str) -> str:
+def user_token(address: str) -> str:
     """The user's token, for a cluster that asks for one. Raises PreflightError if there is none or Ray is set up not to send it."""
     from ray._raylet import AuthenticationTokenLoader
     from ray.exceptions import AuthenticationError
@@ -43,7 +43,7 @@ def token_variables(gcs_address: str) -> dict[str, str]:
     """
     if not _asks_for_token(gcs_address, ""):
         return {}
-    if _asks_for_token(gcs_address, own_token(gcs_address)):
+    if _asks_for_token(gcs_address, user_token(gcs_address)):
         raise PreflightError(f"{gcs_address} refuses access: the token of this user is not that of the cluster", hint=HINT)
     return {MODE: "token"}
 

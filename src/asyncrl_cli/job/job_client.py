@@ -15,7 +15,7 @@ from ray._private.authentication.http_token_authentication import format_authent
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
-from asyncrl_cli.job.cluster_token import own_token
+from asyncrl_cli.job.cluster_token import user_token
 
 ANSWER_S, ANSWER_BYTES = 30.0, 16 * 2**20
 LOG_S, LOG_BYTES = 120.0, 64 * 2**20
@@ -32,7 +32,7 @@ class BoundedClient(JobSubmissionClient):
         body = {**more, "data": data, "json": json_data}
         answer = self._ask(method, endpoint, body)
         if answer.status_code == UNAUTHORIZED and AUTHORIZATION not in self._headers:
-            self._headers[AUTHORIZATION] = f"Bearer {own_token(self._address)}"
+            self._headers[AUTHORIZATION] = f"Bearer {user_token(self._address)}"
             answer = self._ask(method, endpoint, body)
         if problem := format_authentication_http_error(answer.status_code, answer.text):
             raise AuthenticationError(problem)
@@ -52,7 +52,8 @@ class BoundedClient(JobSubmissionClient):
         return answer
 
     async def _receive(self, method: str, url: str, body: dict[str, Any], most_s: float, most_bytes: int) -> tuple[int, bytes]:
-        """The status and the content of the answer. A client with one limit for all of it: others begin anew with each byte."""
+        """The status and the content of the answer. By aiohttp, whose limit is for the whole answer; that of `requests` begins
+        anew with each byte."""
         limit, tls = aiohttp.ClientTimeout(total=most_s), self._ssl_context
         session = aiohttp.ClientSession(cookies=self._cookies, headers=self._headers, timeout=limit, trust_env=True)
         async with session, session.request(method, url, ssl=True if tls is None else tls, **body) as answer:

@@ -76,7 +76,7 @@ class RankActor(ABC):
         """This node's address and a port that is free there now, for a group that vLLM's processes join."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as free:
-            free.bind((host, 0))
+            free.bind(("", 0))
             return host, free.getsockname()[1]
 
     @ray.method(concurrency_group="main")

@@ -82,7 +82,7 @@ async def started_workers(
         try:
             progress(f"starting {plan}")
             if plan.shares_gpus:
-                await trainer.prepare()  # each rank has its GPU before a worker is given the rest of one (RolePlan)
+                await trainer.prepare()  # each rank has its GPU before a worker is given the rest of one (RANK_SHARE)
             workers += [
                 RayRolloutWorker(name, partial(make, profile, place, reward, tool_class), profile, place.workers)
                 for name, make in makers.items()

@@ -214,7 +214,7 @@ def summary_of(ended: Sequence[tuple[EvalTry, EvalOutcome]], *, version: int, ev
     rewards: dict[str, list[float]] = {uid: [] for uid in sorted({entry.item["uid"] for entry, _ in ended})}
     for entry, meta in scored:
         rewards[entry.item["uid"]].append(meta.reward)
-    means = tuple(fmean(own) if own else None for own in rewards.values())
+    means = tuple(fmean(known) if known else None for known in rewards.values())
     samples = 1 + max(entry.sample for entry, _ in ended)
     return EvalSummary(
         version=version,

@@ -14,6 +14,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 Z, Z_POWER = NormalDist().inv_cdf(0.975), NormalDist().inv_cdf(0.8)
+"""Standard deviations on each side of a 95% interval, and those that give a test a power of 80%."""
 
 
 class Interval(NamedTuple):
@@ -88,7 +89,7 @@ def unpaired_change(before: tuple[float, Interval], after: tuple[float, Interval
     The distances of each mean from the ends of its interval are added as squares (Newcombe 1998, Interval estimation for the
     difference between independent proportions, Statistics in Medicine 17, method 10). For the same prompts it is too wide.
     """
-    (old, of_old), (new, of_new) = before, after
-    low = new - old - hypot(new - of_new.low, of_old.high - old)
-    high = new - old + hypot(of_new.high - new, old - of_old.low)
+    (old, old_interval), (new, new_interval) = before, after
+    low = new - old - hypot(new - new_interval.low, old_interval.high - old)
+    high = new - old + hypot(new_interval.high - new, old - old_interval.low)
     return Change(mean=new - old, interval=Interval(low, high), num_prompts=num_prompts, paired=False)

@@ -57,8 +57,8 @@ def choose_attention(model: PreTrainedModel) -> Attention:
     chosen: Attention = "eager" if why else "sdpa"
     model.set_attn_implementation(chosen)
     if why:
-        told = "%s uses its own attention (eager), with all scores in memory, and its rows are padded: %s"
-        logger.warning(told, model.config.model_type, why)
+        message = "%s uses its own attention (eager), with all scores in memory, and its rows are padded: %s"
+        logger.warning(message, model.config.model_type, why)
     return chosen
 
 

@@ -48,13 +48,14 @@ WITH_TOOLS = """{%- set rewritten = namespace(messages=[], results="", about="")
             {%- set rewritten.results = "" -%}
         {%- endif -%}
     {%- elif message.role == "assistant" -%}
-        {%- set said = namespace(text=content) -%}
+        {%- set answer = namespace(text=content) -%}
         {%- for call in message.tool_calls or [] -%}
             {%- set arguments = call.function.arguments -%}
-            {%- set said.text = said.text + ("\\n" if said.text else "") + '<tool_call>\\n{"name": ' + (call.function.name | tojson)
-                + ', "arguments": ' + (arguments if arguments is string else arguments | tojson) + "}\\n</tool_call>" -%}
+            {%- set answer.text = answer.text + ("\\n" if answer.text else "") + '<tool_call>\\n{"name": '
+                + (call.function.name | tojson) + ', "arguments": ' + (arguments if arguments is string else arguments | tojson)
+                + "}\\n</tool_call>" -%}
         {%- endfor -%}
-        {%- set rewritten.messages = rewritten.messages + [{"role": "assistant", "content": said.text}] -%}
+        {%- set rewritten.messages = rewritten.messages + [{"role": "assistant", "content": answer.text}] -%}
     {%- else -%}
         {%- set rewritten.messages = rewritten.messages + [{"role": message.role, "content": rewritten.about + content}] -%}
         {%- set rewritten.about = "" -%}
@@ -100,7 +101,7 @@ def _own_template(directory: Path, settings: dict[str, Any]) -> str:
         return read_text(directory / TEMPLATE, max_bytes=MIB)
     found = settings.get("chat_template")
     if isinstance(found, list):  # several with names
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+        found = next((one.get("template") for one in found if isinstance(one, dict) and one.get("name") == "default"), None)
     return found if isinstance(found, str) else CHATML
 
 

@@ -168,7 +168,7 @@ def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
 
 
 def _ranges(numbers: Collection[int]) -> str:
-    """Numbers in words of one column: 0-63, or 0-3 8."""
+    """Ascending, with ranges of consecutive numbers: `0-3 8`."""
     found = list[list[int]]()
     for number in sorted(numbers):
         if found and number == found[-1][-1] + 1:

@@ -161,8 +161,8 @@ def _failure_of(program: str, waiting: Callable[[float], None] = lambda waited_s
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace") as child:
         while True:
             try:
-                said = child.communicate(timeout=min(LOOK_EVERY_S, IMPORT_TIMEOUT_S))[1].strip().splitlines()
-                return (said or [f"the process ended with {child.returncode}"])[-1] if child.returncode else ""
+                lines = child.communicate(timeout=min(LOOK_EVERY_S, IMPORT_TIMEOUT_S))[1].strip().splitlines()
+                return (lines or [f"the process ended with {child.returncode}"])[-1] if child.returncode else ""
             except subprocess.TimeoutExpired:
                 waited_s = time.monotonic() - began_s
                 if waited_s >= IMPORT_TIMEOUT_S:

@@ -14,9 +14,9 @@ WHOLE_GRADIENTS_SHARE = 1 / 8
 """Whole gradients are kept until an optimizer step's last microbatch if they take at most this share of a GPU's memory."""
 
 
-def keeps_whole_gradients(told: bool | None, *, ranks: int, parameters: int, device_bytes: int | None) -> bool:
-    """Whether ranks on GPUs sum gradients once per optimizer step, instead of after each microbatch. `told`:
+def keeps_whole_gradients(setting: bool | None, *, ranks: int, parameters: int, device_bytes: int | None) -> bool:
+    """Whether ranks on GPUs sum gradients once per optimizer step, instead of after each microbatch. `setting`:
     `trainer.whole_gradients`; `parameters`: those that are trained; `device_bytes`: of a GPU, None if unknown."""
-    if told is None:
-        told = device_bytes is not None and 4 * parameters <= WHOLE_GRADIENTS_SHARE * device_bytes
-    return told and ranks > 1
+    if setting is None:
+        setting = device_bytes is not None and 4 * parameters <= WHOLE_GRADIENTS_SHARE * device_bytes
+    return setting and ranks > 1

@@ -76,8 +76,8 @@ def first_collective(device: torch.device, store: dist.Store, *, rank: int, worl
     try:
         summed.result(timeout_s)
     except TimeoutError as error:
-        if summed.done():  # torch's own
-            raise
+        if summed.done():  # at the last moment, or torch raised a TimeoutError itself
+            return summed.result()
         missing = [other for other in range(world_size) if not progress.check([f"summed/{other}"])]
         names = "none of them" if len(missing) == world_size else f"not {_names(missing)} of {world_size}"
         raise ExecutorFailed(

@@ -65,14 +65,16 @@ class Gathered(torch.nn.Module):
     (`trainer.whole_gradients`).
     """
 
-    def __init__(self, content: torch.nn.Module, ranks: Ranks, told: bool | None) -> None:
+    def __init__(self, content: torch.nn.Module, ranks: Ranks, whole_gradients: bool | None) -> None:
         super().__init__()
         self.content = content
         self._keeps_whole = self._sums_once = ranks.device.type == "cpu"
         if not self._keeps_whole:
             trained = sum(parameter.numel() for parameter in content.parameters() if parameter.requires_grad)
             device_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
-            self._sums_once = keeps_whole_gradients(told, ranks=ranks.world_size, parameters=trained, device_bytes=device_bytes)
+            self._sums_once = keeps_whole_gradients(
+                whole_gradients, ranks=ranks.world_size, parameters=trained, device_bytes=device_bytes
+            )
 
     def forward(self, function: Callable[[], T]) -> T:
         return function()
