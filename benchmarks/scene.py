@@ -26,6 +26,7 @@ SETS = (
     "rollout.max_restarts=20",
     "rollout.max_response_tokens=128",
     "rollout.call_timeout_s=20",
+    "trainer.step_timeout_s=20",
     "weights.timeout_s=20",
     "async_training.trigger_parameter_sync_step=1",
     "async_training.staleness_threshold=1",

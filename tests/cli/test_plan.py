@@ -17,7 +17,7 @@ from asyncrl_cli.bench.space import Setting
 from asyncrl_cli.bench.tune import Tuned
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.plan_tune import LEGEND, _against_others
-from asyncrl_cli.plan import cluster, memory_fit
+from asyncrl_cli.plan import cluster, machine, memory_fit
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.simulate.workload import Reference
 from asyncrl_cli.simulate.workload_files import Residual
@@ -39,9 +39,10 @@ def test_the_memory_of_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert run(["plan", "-p", "base", "--gpus", "8", "--gpu-memory", "80", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     parameters = {item["role"]: item["num_bytes"] for item in memory["items"] if item["what"] in ("parameters", "weights")}
-    # 4 ranks share the float32 weights; every worker has them whole.
-    assert parameters == {"trainer": 754752, "rollout": 4 * 754752}
-    assert [(device["roles"], device["fits"]) for device in memory["devices"]] == [(["trainer"], True), (["rollout"], True)]
+    # 4 ranks share the float32 weights; every worker has them whole, in bfloat16.
+    assert parameters == {"trainer": 754752, "rollout": 2 * 754752}
+    fits = {tuple(device["roles"]): device["fits"] for device in memory["devices"]}
+    assert fits == {("trainer",): True, ("rollout",): True, ("4 trainer", "4 rollout"): None}
 
 
 def test_gpus_without_known_memory_get_the_estimate_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +79,7 @@ def test_the_hint_of_a_plan_leads_to_one_that_fits_in_one_step(
     sets: list[str], gpu_gib: str, seven_billion: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = ["plan", "-p", "base", "--gpus", "8", "--gpu-memory", gpu_gib]
-    plan += [word for text in (seven_billion, *sets) for word in ("--set", text)]
+    plan += [word for text in (seven_billion, "model.dtype=float32", *sets) for word in ("--set", text)]
     assert run(plan) == 3
     assert run([*plan, *hinted(capsys.readouterr().err)]) == 0
 
@@ -93,6 +94,90 @@ def test_without_settings_that_fit_the_hint_is_a_number_of_gpus_that_do(
     assert run([*plan, gpus, *more]) == 0
 
 
+QWEN_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+HEADS_7B = {"num_attention_heads": 28, "num_key_value_heads": 4}
+NODES_7B = ("rollout.engine=vllm", "trainer.activation_checkpointing=full", "rollout.max_response_tokens=4096")
+
+
+@pytest.fixture
+def qwen_7b(tmp_path: Path) -> list[str]:
+    """7,615,616,512 parameters: 14.2 GiB in bfloat16."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **QWEN_7B, **HEADS_7B}))
+    return ["plan", "-p", "base", *(word for text in (f"model.path={tmp_path}", *NODES_7B) for word in ("--set", text))]
+
+
+def node_needs_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, float]:
+    """GiB of host memory by what is on a node."""
+    run([*arguments, "--json"])
+    devices = json.loads(capsys.readouterr().out)["memory"]["devices"]
+    return {" ".join(one["roles"]): round(one["num_bytes"] / 2**30, 1) for one in devices if one["device"] == "node"}
+
+
+def test_a_nodes_host_memory_is_counted_with_all_that_its_processes_hold(qwen_7b: list[str], capsys: Any) -> None:
+    # Rank 0 has two versions, and so has the object store; a checkpoint's copy is 12 bytes per parameter; each worker has a buffer
+    # of a version and 0.44 GiB of vLLM's own. Payloads in flight take 0.25 GiB.
+    version, state, payloads, engine = 14.18, 85.1, 0.25, 0.44
+    one = 4 * version + state + 4 * (version + engine) + payloads
+    gpus = [*qwen_7b, "--gpus", "8", "--gpu-memory", "80"]
+    assert node_needs_of(capsys, *gpus) == {"4 trainer 4 rollout": pytest.approx(one, abs=0.2)}
+    assert node_needs_of(capsys, *gpus, "--nodes", "2") == {
+        "8 trainer": pytest.approx(4 * version + state + payloads, abs=0.2),
+        "8 rollout": pytest.approx(2 * version + 8 * (version + engine) + payloads, abs=0.2),
+    }
+    less = 4 * version - 2 * version  # nothing through the store, no buffers
+    direct = [*gpus, "--set", "weights.transport=nccl", "--set", "placement.device=cuda"]
+    assert node_needs_of(capsys, *direct) == {"4 trainer 4 rollout": pytest.approx(less + state + 4 * engine + payloads, abs=0.2)}
+
+
+def test_a_job_that_does_not_fit_its_nodes_host_memory_is_refused_with_sets_that_fit(qwen_7b: list[str], capsys: Any) -> None:
+    gpus = [*qwen_7b, "--gpus", "8", "--gpu-memory", "80"]
+    assert run([*gpus, "--node-memory", "256"]) == 0
+    assert "of 256.0 GiB: fits" in capsys.readouterr().out.replace("\n", " ")
+    assert run([*gpus, "--node-memory", "160"]) == 3
+    said = capsys.readouterr()
+    assert "4 trainer and 4 rollout need about" in said.err
+    assert "of a node's 160.0 GiB" in said.err
+    assert run([*gpus, "--node-memory", "160", *hinted(said.err)]) == 0
+
+
+def test_where_no_settings_fit_the_hosts_more_nodes_are_the_hint(qwen_7b: list[str], capsys: Any) -> None:
+    arguments = [*qwen_7b, "--gpu-memory", "80", "--node-memory", "64"]
+    assert run([*arguments, "--gpus", "8"]) == 3
+    words = hinted(capsys.readouterr().err)
+    assert run([*arguments, *words[words.index("--gpus") :]]) == 0
+
+
+def test_a_plan_says_what_its_defaults_follow_from(qwen_7b: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run([*qwen_7b, "--gpus", "8", "--gpu-memory", "80"]) == 0
+    out = capsys.readouterr().out
+    assert "model.dtype = bfloat16 (default for cuda)" in out
+    assert "placement.start_timeout_s = 900 s (default for 30.5 GB of weights at 100 MB/s)" in out
+    assert "checkpoint.timeout_s = 1,210 s (default for 91.4 GB of weights and moments at 100 MB/s)" in out
+    assert "trainer.step_timeout_s = " in out
+    assert "object store of a local session: 28.6 GiB of shared memory" in out
+
+
+def test_a_store_that_this_machine_cannot_hold_is_warned_of(
+    qwen_7b: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=24 * 2**30))
+    monkeypatch.setattr(memory_fit, "known_memory_bytes", lambda device: 10**13)
+    here = [*qwen_7b, "--set", "rollout.engine=transformers", "--set", "placement.device=cpu"]
+    assert run([*here, "--set", "model.dtype=bfloat16"]) == 0
+    said = capsys.readouterr()
+    assert "would be refused: ray's object store needs 28.6 GiB of shared memory" in said.err
+    assert "has 24.0 GiB free: not enough" in said.out.replace("\n", " ")
+    assert run([*here, "--set", "weights.transport=disk"]) == 0
+    said = capsys.readouterr()
+    assert ("object store needs" in said.err, "24.0 GiB free: enough" in said.out.replace("\n", " ")) == (False, True)
+
+
+def test_the_doctor_says_which_model_the_shared_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=4 * 7_000_000_000 + 2**28))
+    assert "enough for two versions of a model of 7.0e9 parameters in bfloat16" in machine._shared_memory().found
+
+
 @pytest.fixture
 def seven_billion(tmp_path: Path) -> str:
     """6.74e9 parameters: 75 GiB of float32 weights and moments, shared by the ranks, and 25 GiB of float32 in each worker."""
@@ -103,7 +188,8 @@ def seven_billion(tmp_path: Path) -> str:
 def test_what_cannot_fit_on_any_account_is_refused_after_the_plan_with_sets_that_help(
     seven_billion: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["plan", "-p", "base", "--set", seven_billion, "--gpus", "8", "--gpu-memory", "16", "--json"]
+    arguments = ["plan", "-p", "base", "--set", seven_billion, "--set", "model.dtype=float32", "--json"]
+    arguments += ["--gpus", "8", "--gpu-memory", "16"]
     assert run(arguments) == 3
     said = capsys.readouterr()
     assert json.loads(said.out)["memory"]["devices"][0]["fits"] is False

@@ -101,7 +101,7 @@ def test_a_call_that_takes_too_long_names_the_call_its_node_and_the_key(actor: A
     assert time.monotonic() - began_s < 30.0  # of the 600 that it hangs
 
 
-def test_a_start_that_takes_too_long_names_no_key_for_none_would_help() -> None:
+def test_a_call_whose_limit_has_no_key_names_none() -> None:
     from asyncrl_cli.job.calls import Limit, answer
 
     async def main() -> None:

@@ -24,11 +24,11 @@ def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path
     seen: list[list[str]] = []
 
     async def prepare(*args: Any) -> Any:
-        return SimpleNamespace(reward=None, tool_class=None, user_code={}), tmp_path, {}
+        return SimpleNamespace(reward=None, tool_class=None, user_code={}, train=()), tmp_path, {}
 
     @contextlib.contextmanager
-    def ray_session(*args: Any, **kwargs: Any) -> Iterator[None]:
-        yield None
+    def ray_session(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        yield SimpleNamespace(device="cpu")
 
     @contextlib.asynccontextmanager
     async def started_workers(*args: Any, **kwargs: Any) -> AsyncIterator[None]:

@@ -262,10 +262,10 @@ def test_gpus_that_are_too_small_are_named() -> None:
     estimate = replace(planned("builtin:tiny", *long, "rollout.slots=8", gpus=2)[2], available_bytes=80 * GIB)
     needs = device_needs(estimate)
     assert [(need.roles, need.fits) for need in needs] == [((TRAINER,), False), ((ROLLOUT,), True)]
-    refusal = shortage(estimate)
+    refusal = shortage(device_needs(estimate))
     assert refusal is not None
     assert "trainer needs about" in refusal.message
-    assert shortage(replace(estimate, available_bytes=None)) is None
+    assert shortage(device_needs(replace(estimate, available_bytes=None))) is None
 
 
 def test_a_cache_that_the_engine_would_cut_is_warned_of() -> None:

@@ -22,6 +22,7 @@ from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.job import local_ray, session
 from asyncrl_cli.job.reaper import families, living
 from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.plan import machine
 from asyncrl_cli.profile.loaded import load
 
 from .crew import nodes, small_profile
@@ -242,7 +243,7 @@ def session_of_a_7b(directory: Path, monkeypatch: pytest.MonkeyPatch, free_gib: 
     heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
     started: list[int] = []
-    monkeypatch.setattr(session.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free_gib * 2**30)))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free_gib * 2**30)))
     monkeypatch.setattr(session, "_start_here", lambda stack, cluster, plan, store_bytes: started.append(store_bytes))
     with ray_session(load("base", [*sets]).profile, cluster=nodes((8, 8)), model_dir=directory):
         return round(started.pop() / 2**30, 1)

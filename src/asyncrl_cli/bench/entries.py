@@ -12,6 +12,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
+from asyncrl_cli.plan.resolving import for_device
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import Loaded
@@ -75,6 +76,8 @@ def entries_of(
     entries: list[Entry] = []
     for reference, sets in references.items():
         loaded = load(reference, sets)
+        plan = compile_job(loaded.profile, cluster(loaded.profile))
+        loaded = for_device(loaded, plan.device)
         schedule = Schedule.of(loaded.profile)
         entry = Entry(
             name=loaded.profile.name,
@@ -84,7 +87,7 @@ def entries_of(
             reference=reference,
             sets=tuple(sets),
             loaded=loaded,
-            plan=compile_job(loaded.profile, cluster(loaded.profile)),
+            plan=plan,
         )
         if any(entry.name == other.name for other in entries):
             raise ConfigError(f"two of the profiles are named '{entry.name}'", hint="give one of them another `name`")

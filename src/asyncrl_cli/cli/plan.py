@@ -56,6 +56,10 @@ def plan(
         float | None,
         number_option("--gpu-memory", "Memory of one GPU. Default: this machine's.", least=0.1, most=10**6, metavar="GIB"),
     ] = None,
+    node_memory: Annotated[
+        float | None,
+        number_option("--node-memory", "Host memory of one machine. Default: this one's.", least=0.1, most=10**6, metavar="GIB"),
+    ] = None,
     tune: Annotated[
         str | None,
         typer.Option(
@@ -86,6 +90,8 @@ def plan(
     if address is not None and (gpus is not None or tune is not None or nodes > 1):
         other = "--tune" if tune is not None else "--gpus" if gpus is not None else "--nodes"
         raise ConfigError(f"{other} plans for hypothetical machines, --address for a real cluster", hint="leave one out")
+    if node_memory is not None and tune is None and gpus is None:
+        raise ConfigError("--node-memory is that of hypothetical machines", hint="--gpus N, the GPUs of one")
     if nodes > 1 and tune is not None:
         raise ConfigError("--tune takes no --nodes: it counts GPUs", hint="--gpus N, with the GPUs of all nodes")
     if nodes > 1 and gpus is None:
@@ -94,11 +100,10 @@ def plan(
         from asyncrl_cli.bench.tune import Asked
         from asyncrl_cli.cli.plan_tune import print_tuned
 
-        if gpu_memory is not None:
-            raise ConfigError(
-                "--gpu-memory cannot be used with --tune: memory is not simulated",
-                hint=f"asyncrl plan --profile {named} --gpu-memory {gpu_memory:g}",
-            )
+        for flag, gib in {"--gpu-memory": gpu_memory, "--node-memory": node_memory}.items():
+            if gib is not None:
+                hint = f"asyncrl plan --profile {named} {flag} {gib:g}"
+                raise ConfigError(f"{flag} cannot be used with --tune: memory is not simulated", hint=hint)
         given = tuple(sets or ())
         asked = Asked(reference=tune, runs_dir=runs_dir, profile=profile, sets=given, gpus=gpus, bound=max_staleness)
         return print_tuned(asked, out, as_json=as_json)
@@ -117,4 +122,6 @@ def plan(
         from asyncrl_cli.models.resolve import fetch_config
 
         fetch_config(loaded.profile)
-    print_plan(loaded, gpus=gpus, nodes=nodes, gpu_memory_gib=gpu_memory, address=address, as_json=as_json)
+    print_plan(
+        loaded, gpus=gpus, nodes=nodes, gpu_memory_gib=gpu_memory, node_memory_gib=node_memory, address=address, as_json=as_json
+    )

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from typing import Any
 
 from rich.table import Column
-from rich.text import Text
 
 from asyncrl_cli.cli.console import print_json, print_prose, print_table, print_text, warn
+from asyncrl_cli.cli.plan_memory import memory_document, print_memory, store_warnings
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.models.resolve import tokenizer_here
 from asyncrl_cli.plan import cluster, memory_fit
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiling import compile_job, device_of
 from asyncrl_cli.plan.fitting import with_hint
+from asyncrl_cli.plan.host_fit import node_needs
 from asyncrl_cli.plan.job_plan import COLOCATED, TRAINER, JobPlan, plan_rows
 from asyncrl_cli.plan.machine import engine_refusal
 from asyncrl_cli.plan.memory import MemoryEstimate
 from asyncrl_cli.plan.node_fit import Unplaced, assigned, fitting_hint
+from asyncrl_cli.plan.resolving import for_device, for_job
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.loaded import Loaded
+from asyncrl_cli.profile.keys import values_of
+from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.rehearsal import Rehearsal, rehearse
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.train.losses import check_loss
 
-MIB, GIB = 2**20, 2**30
-NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
+GIB = 2**30
 
 
 def print_plan(
@@ -38,17 +39,20 @@ def print_plan(
     as_json: bool,
     nodes: int = 1,
     gpu_memory_gib: float | None = None,
+    node_memory_gib: float | None = None,
     address: str | None = None,
 ) -> None:
-    """Print the plan on stdout: for this machine, for `nodes` nodes with `gpus` GPUs of `gpu_memory_gib` each, or for a cluster.
+    """Print the plan on stdout: for this machine, for `nodes` nodes with `gpus` GPUs of `gpu_memory_gib` each and `node_memory_gib`
+    of host memory, or for a cluster.
 
     Raises PreflightError if the job cannot run there: before printing if no plan can be made, otherwise after printing the plan.
     Raises ConfigError for an unknown loss.
     """
-    profile = loaded.profile
-    check_loss(profile.algorithm.loss_mode)
+    check_loss(loaded.profile.algorithm.loss_mode)
     is_here = gpus is None and address is None
-    there = _Cluster.at(address) if address is not None else _Cluster.planned(profile, gpus, nodes)
+    there = _Cluster.at(address) if address is not None else _Cluster.planned(loaded.profile, gpus, nodes, node_memory_gib)
+    loaded = for_device(loaded, device_of(loaded.profile, there.all))
+    profile = loaded.profile
     schedule, job = Schedule.of(profile), compile_job(profile, there.all)
     shows_nodes = address is not None or nodes > 1
     warnings = [*loaded.warnings, *job.warnings]
@@ -62,9 +66,13 @@ def print_plan(
 
         check_chat(profile, directory)
     memory = memory_fit.estimate_or_reason(profile, job, _device_memory_bytes(job, is_here, gpu_memory_gib))
-    refusal = None
-    if isinstance(memory, MemoryEstimate) and (refusal := memory_fit.cannot_fit(memory) or memory_fit.shortage(memory)) is None:
-        warnings += memory_fit.cache_warnings(memory)
+    refusal, needs = None, list[memory_fit.DeviceNeed]()
+    if isinstance(memory, MemoryEstimate):
+        loaded = for_job(loaded, job, memory.shape)
+        needs = [*memory_fit.device_needs(memory), *node_needs(memory, there.all)]
+        refusal = memory_fit.cannot_fit(memory) or memory_fit.shortage(needs)
+        if refusal is None:
+            warnings += memory_fit.cache_warnings(memory) + (store_warnings(memory) if is_here else [])
     rehearsal = _rehearsed(profile)
     if is_here and isinstance(rehearsal, AsyncrlError):
         warnings.append(f"a run on this machine would be refused: {rehearsal.message}")
@@ -72,13 +80,15 @@ def print_plan(
         rehearsal = Rehearsal(name=f'"{profile.task.reward}"', reason=rehearsal.message)
     warn(*warnings, *rehearsal.warnings())
     if as_json:
-        document = _document(profile, schedule, job, memory) | {"rehearsal": rehearsal.document()}
+        document = _document(profile, schedule, job, memory_document(memory, needs))
+        document |= {"defaults": _derived(loaded), "rehearsal": rehearsal.document()}
         print_json(document | ({"cluster": there.rows(job)} if shows_nodes else {}))
     else:
         _print_tables(profile, schedule, job)
         if shows_nodes:
             there.print(job)
-        _print_memory(memory, job)
+        print_memory(memory, job, needs, is_here=is_here)
+        _print_defaults(loaded)
         print_text("\n" + "\n".join(rehearsal.lines()))
     if refusal is not None and isinstance(memory, MemoryEstimate):
         raise with_hint(refusal, memory, there.all)
@@ -115,11 +125,13 @@ class _Cluster:
             return cls(found, ray_cluster(free=True))
 
     @classmethod
-    def planned(cls, profile: Profile, gpus: int | None, nodes: int) -> _Cluster:
+    def planned(cls, profile: Profile, gpus: int | None, nodes: int, memory_gib: float | None) -> _Cluster:
         """This machine, or `nodes` with `gpus` GPUs each and enough CPUs; with 0 GPUs, as many CPUs as this machine."""
         here = cluster.local_cluster()
         if gpus is not None:
-            planned = tuple(cluster.planned_nodes(profile, nodes, gpus, least_cpus=0 if gpus else here.cpus))
+            memory_bytes = None if memory_gib is None else int(memory_gib * GIB)
+            least = 0 if gpus else here.cpus
+            planned = tuple(cluster.planned_nodes(profile, nodes, gpus, least_cpus=least, memory_bytes=memory_bytes))
             here = replace(here, nodes=planned, elastic_cpus=nodes == 1)
         return cls(here, here)
 
@@ -161,13 +173,25 @@ def _device_memory_bytes(job: JobPlan, is_here: bool, gpu_memory_gib: float | No
     return memory_fit.known_memory_bytes(job.device)
 
 
-def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: MemoryEstimate | str) -> dict[str, Any]:
+def _derived(loaded: Loaded) -> dict[str, tuple[Any, str]]:
+    """The defaults that follow from device and model, with their origins, by key."""
+    values = values_of(loaded.profile)
+    return {key: (values[key], why) for key, why in loaded.origins.items() if why != DEFAULT and is_default(why)}
+
+
+def _print_defaults(loaded: Loaded) -> None:
+    for key, (value, why) in _derived(loaded).items():
+        shown = f"{value:,.0f} s" if isinstance(value, float) else value
+        print_prose(f"{key} = {shown} ({why})")
+
+
+def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: dict[str, Any]) -> dict[str, Any]:
     of_job = {name: getattr(job, name) for name in ("device", "engine", "colocate", "gpus", "cpus")}
     return {
         "profile": profile.name,
         "schedule": asdict(schedule),
         "placement": {**of_job, "roles": plan_rows(job)},
-        "memory": _memory_document(memory),
+        "memory": memory,
     }
 
 
@@ -197,51 +221,3 @@ def _print_tables(profile: Profile, schedule: Schedule, job: JobPlan) -> None:
     rows = plan_rows(job)
     headers = [header.replace("_", " ") for header in rows[0]]
     print_table(headers, (map(str, row.values()) for row in rows), f"\nplacement: {job}")
-
-
-def _memory_document(memory: MemoryEstimate | str) -> dict[str, Any]:
-    if isinstance(memory, str):
-        return {"unknown": memory}
-    return {
-        "estimate": True,
-        "parameters": memory.shape.parameters,
-        "kv_values_per_token": memory.shape.kv_values_per_token,
-        "items": [asdict(item) for item in memory.items],
-        "devices": [{**asdict(need), "fits": need.fits} for need in memory_fit.device_needs(memory)],
-        "remarks": [*memory.shape.remarks, NOT_COUNTED],
-    }
-
-
-def _print_memory(memory: MemoryEstimate | str, plan: JobPlan) -> None:
-    if isinstance(memory, str):
-        print_prose(f"\nmemory: no estimate: {memory}")
-        return
-    each = "process" if plan.device == "cpu" else "GPU and process"
-    title = f"\nmemory per {each}, an estimate ({memory.shape.model_type}, {memory.shape.parameters:,} parameters)"
-    is_apart = plan.device != "cpu"  # the GPU's memory is not the host's
-    rows: list[list[str | Text]] = []
-    for role, grouped in groupby(memory.items, key=lambda item: item.role):
-        items = list(grouped)
-        rows.append([Text(f"{role} x {max(item.processes for item in items)}", "bold")])
-        for item in items:
-            where = ["GPU" if item.place == "device" else "host"] if is_apart else []
-            rows.append([item.what, item.phase, size(item.num_bytes), *where, item.how])
-    places = ["where"] if is_apart else []
-    columns: list[str | Column] = ["what", "when", Column("size", justify="right", no_wrap=True), *places, "meaning"]
-    print_table(columns, rows, title)
-    for line in (*map(_need_line, memory_fit.device_needs(memory)), *memory.shape.remarks, NOT_COUNTED):
-        print_prose(line)
-
-
-def size(num_bytes: int) -> str:
-    """The size in MiB below one GiB, otherwise in GiB."""
-    mib = num_bytes / MIB
-    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
-
-
-def _need_line(need: memory_fit.DeviceNeed) -> str:
-    who = " and ".join(need.roles)
-    text = f"{who} on one {need.device}: about {size(need.num_bytes)} at the peak"
-    if need.available_bytes is None:
-        return f"{text} (the memory of a {need.device} is not known here: --gpu-memory GIB)"
-    return f"{text} of {size(need.available_bytes)}: {'fits' if need.fits else 'does not fit'}, by this estimate"

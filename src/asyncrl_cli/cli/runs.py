@@ -88,7 +88,7 @@ def train(
             say(expectation(task))
         return
     if address is None:
-        refuse_what_cannot_fit(settings)
+        refuse_what_cannot_fit(loaded)
     if detach:
         run = settings.run.name or fresh_name(settings.name, runs_dir)
         arguments = ["train", "--profile", profile, *set_words(sets), "--name", run, "--resume", go_on]
@@ -124,14 +124,18 @@ def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_
     """A new run, or the run of this name from its newest checkpoint, with a warning if its settings differ from `loaded`."""
     from asyncrl_cli.job.run import Run
     from asyncrl_cli.profile.keys import entries_of
+    from asyncrl_cli.profile.loaded import is_default
 
     profile = loaded.profile
     if not is_resumed:
         name = profile.run.name
         return Run(profile, loaded.origins, loaded.warnings, runs_dir=runs_dir, name=name, address=address, ui=ui)
     run = Run.resume(str(profile.run.name), runs_dir=runs_dir, ui=ui, address=address)
-    own = entries_of(run.profile)
-    others = [key for key, value in entries_of(profile).items() if key != "run.name" and own.get(key) != value]
+    own, new = entries_of(run.profile), entries_of(profile)
+    derived = {key for key, origin in run.origins.items() if is_default(origin)} & {
+        key for key, origin in loaded.origins.items() if is_default(origin)
+    }
+    others = [key for key, value in new.items() if key != "run.name" and key not in derived and own.get(key) != value]
     say(f"run '{profile.run.name}' resumes from step {run.checkpoint.step if run.checkpoint else 0}")
     if others:
         warn(f"the run keeps its own settings, which differ from this command's: {first_names(others)}")

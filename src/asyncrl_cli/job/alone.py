@@ -22,7 +22,7 @@ import psutil
 import ray
 
 from asyncrl_cli.engines.port import Sampling, make_engine
-from asyncrl_cli.job.calls import START_LIMIT, all_of, answer
+from asyncrl_cli.job.calls import all_of, answer, start_limit
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.workers import make_trainer, makers_of
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
@@ -65,7 +65,7 @@ class Alone:
 
     def __init__(self, work: Work, plan: JobPlan, model_dir: Path, directory: Path) -> None:
         """`directory`: for logs and what else the actors write."""
-        self.plan, self._training = plan, work.profile.async_training
+        self.plan, self._training, self._starts = plan, work.profile.async_training, start_limit(work.profile)
         place = place_of(plan, ROLLOUT, endless_model(model_dir, directory / "model"))
         makers = makers_of(plan, ROLLOUT, GenerationAlone, _reserving_nothing, directory)
         self._workers = {name: make(work, place) for name, make in makers.items()}
@@ -124,7 +124,7 @@ class Alone:
     async def _ask(self, call: str) -> list[Any]:
         """The answers of all workers to a call."""
         refs = {name: getattr(actor, call).remote() for name, actor in self._workers.items()}
-        return await all_of(answer(ref, executor=name, call=call, limit=START_LIMIT) for name, ref in refs.items())
+        return await all_of(answer(ref, executor=name, call=call, limit=self._starts) for name, ref in refs.items())
 
 
 def _reserving_nothing(role: str, index: int) -> dict[str, Any]:

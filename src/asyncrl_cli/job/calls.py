@@ -17,6 +17,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfDiskErro
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost, SessionLost
 from asyncrl_cli.job.lifeline import lost_session, session_wait
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.timeouts import timeout
 from asyncrl_cli.weights.versions import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, RankZero, turn_s
 
@@ -51,8 +52,11 @@ STORED_RETURNS = {"RAY_max_direct_call_object_size": "256"}
 """An environment variable for a local session: a call's return value with more bytes goes to the object store. Ray's default of
 100 KB would send the arrays of short responses through the driver. `ray.put` in the actor is no alternative: its objects are lost
 with the actor's process, return values are not. Nodes of a cluster have their own variables (docs/cluster.md)."""
-START_LIMIT = Limit(600.0)
-"""Covers imports, loading a large model from a slow disk, and an engine's memory profiling."""
+
+
+def start_limit(profile: Profile) -> Limit:
+    """Covers imports, loading the model from a slow disk, and an engine's memory profiling."""
+    return Limit(profile.placement.start_timeout_s, "placement.start_timeout_s")
 
 
 def shown_host(host: str) -> str:

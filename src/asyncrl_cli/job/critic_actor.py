@@ -4,7 +4,8 @@
                    uses the updated weights
     group write    writes snapshots to disk while everything else goes on
 
-Who waits for whom: as in scorer_actor.py; for snapshots and files at most weights.timeout_s, as in the trainer.
+Who waits for whom: as in scorer_actor.py; for a train step at most trainer.step_timeout_s, for snapshots and files
+checkpoint.timeout_s, as in the trainer.
 """
 
 from __future__ import annotations
@@ -69,6 +70,6 @@ class RayCritic(RayScorer):
         *_, given = self._shares(batch, names)
         refs = [actor.learn.remote(*own) for actor, own in zip(self.actors, given, strict=True)]
         told: list[tuple[TrainReport, ExecutorReport]] = await self._answers(
-            f"what it learns in step {batch.step}", refs, self._calls
+            f"what it learns in step {batch.step}", refs, self._steps
         )
         return told[0]

@@ -151,7 +151,10 @@ def ray_cluster(*, free: bool = False) -> ClusterResources:
     for node in (node for node in ray.nodes() if node["Alive"]):
         has = left.get(node["NodeID"], {}) if free else node["Resources"]
         name, cpus, gpus = node["NodeManagerAddress"], int(has.get("CPU", 0)), int(has.get("GPU", 0))
-        nodes.append(NodeResources(name=name, cpus=cpus, gpus=gpus, id=node["NodeID"], labels=node.get("Labels") or {}))
+        # What Ray counts as memory is what the node had free at its start, in two parts.
+        memory = int(node["Resources"].get("memory", 0) + node["Resources"].get("object_store_memory", 0)) or None
+        labels = node.get("Labels") or {}
+        nodes.append(NodeResources(name=name, cpus=cpus, gpus=gpus, id=node["NodeID"], memory_bytes=memory, labels=labels))
     return ClusterResources(nodes=tuple(nodes))
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ray
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.job.calls import START_LIMIT, Limit, all_of, shown_host
+from asyncrl_cli.job.calls import Limit, all_of, shown_host, start_limit
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
 from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.loop.meters import CallMeter
@@ -128,19 +128,22 @@ class RayRanks(ABC):
         self._profile = profile
         self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
         self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
+        self._starts = start_limit(profile)
+        self._steps = Limit(profile.trainer.step_timeout_s, "trainer.step_timeout_s")
+        self._checkpoints = Limit(profile.checkpoint.timeout_s, "checkpoint.timeout_s")
         self._hosts: dict[int, str] = {}
         self.warnings: list[str] = []
         """Of the last start, for the user."""
 
     async def prepare(self) -> list[str]:
         """Wait until every process exists and has imported what it needs; none uses its device yet. Returns their nodes."""
-        return await self.collective("its imports", "prepare", limit=START_LIMIT)
+        return await self.collective("its imports", "prepare", limit=self._starts)
 
     async def start(self) -> None:
         self._hosts = {}
         nodes = await self.prepare()
-        init_method = await self._answer(self.actors[0].meeting_point.remote(), "its start", limit=START_LIMIT)
-        answers = await self.collective("its start", "start", init_method, nodes, limit=START_LIMIT)
+        init_method = await self._answer(self.actors[0].meeting_point.remote(), "its start", limit=self._starts)
+        answers = await self.collective("its start", "start", init_method, nodes, limit=self._starts)
         self.warnings = list(dict.fromkeys(chain.from_iterable(answers)))
         self._hosts = {rank: shown_host(node) for rank, node in enumerate(nodes)}
 

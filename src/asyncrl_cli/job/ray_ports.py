@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorLost, NoRoom
-from asyncrl_cli.job.calls import START_LIMIT, Limit, RayRankZero, all_of, answer, shown_host
+from asyncrl_cli.job.calls import Limit, RayRankZero, all_of, answer, shown_host, start_limit
 from asyncrl_cli.job.exchange import PartExchange
 from asyncrl_cli.job.rank_actors import RayRanks
 from asyncrl_cli.job.transports import HeldRefs
@@ -64,6 +64,7 @@ class RayRolloutWorker:
         self._make_actor = make_actor
         self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
         self._placing_s = profile.placement.timeout_s
+        self._starts = start_limit(profile)
         self._weights = Limit(weights_s, WEIGHTS_KEY)
         self._load = Limit(load_s(weights_s, workers), WEIGHTS_KEY, weights_s) if is_direct else self._weights
         self._num_workers = workers
@@ -147,7 +148,7 @@ class RayRolloutWorker:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def start(self) -> None:
-        self._node, host = await self._answer(self.actor.start.remote(), "its start", START_LIMIT)
+        self._node, host = await self._answer(self.actor.start.remote(), "its start", self._starts)
         self._host = shown_host(host)
 
     async def node_is_gone(self) -> bool:
@@ -219,7 +220,7 @@ class RayTrainer(RayRanks):
         dump = self._sampled(batch, groups, plans) if is_dumped else None
         ranks = zip(self.actors, given, strict=True)
         refs = [actor.train.remote(batch.step, batch.step_in_window, *own) for actor, own in ranks]
-        answers = await self._answers(f"train step {batch.step}", refs, self._calls)
+        answers = await self._answers(f"train step {batch.step}", refs, self._steps)
         reports = [report for report, _ in answers]
         if dump is not None:
             await self.begin_dump(batch.step, dump)
@@ -298,9 +299,11 @@ class RayTrainer(RayRanks):
         """Write the snapshot of the cut's step beside training: trainer state, the arrays of `cut.payloads` and `cut.kept`, and,
         within a window, the weights of the last gathered version as they were at the snapshot."""
         call, target, cut = f"the checkpoint of step {cut.step}", str(directory.absolute()), replace(cut, loop_state={})
-        writes = [self.collective(call, "write", target, cut)]
+        limit = self._checkpoints
+        writes = [self.collective(call, "write", target, cut, limit=limit)]
         if self.critic is not None:
-            writes.append(self.critic.collective(call, "write", target, replace(cut, payloads=(), kept=(), so_far=())))
+            own = replace(cut, payloads=(), kept=(), so_far=())
+            writes.append(self.critic.collective(call, "write", target, own, limit=limit))
         await all_of(writes)
 
     async def restore(self, directory: Path) -> None:
@@ -310,7 +313,8 @@ class RayTrainer(RayRanks):
     async def _learners(self, call: str, method: str, *args: Any) -> list[Any]:
         """Call everything with state in a checkpoint: the ranks, and a critic in its own processes. Returns the ranks' answers."""
         learners = [self] if self.critic is None else [self, self.critic]
-        of_ranks, *_ = await all_of(learner.collective(call, method, *args) for learner in learners)
+        limit = self._checkpoints
+        of_ranks, *_ = await all_of(learner.collective(call, method, *args, limit=limit) for learner in learners)
         return of_ranks
 
     async def stop(self, timeout_s: float) -> None:

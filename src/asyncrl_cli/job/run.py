@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,11 +23,16 @@ from asyncrl_cli.job.driving import Crew, RunResult, make_observers, make_pipeli
 from asyncrl_cli.job.preparing import check_resumable, prepare, refuse_other_prompts
 from asyncrl_cli.job.process import END_S, StopRequests, end_descendants, leave, leave_soon, logged_to, tell
 from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.starting import Starting, StartStatus
 from asyncrl_cli.observe.terminal import neutral
+from asyncrl_cli.plan.cluster import local_cluster
+from asyncrl_cli.plan.compiling import device_of
+from asyncrl_cli.plan.job_plan import JobPlan
+from asyncrl_cli.plan.resolving import DTYPE, for_device, for_job
 from asyncrl_cli.profile.arithmetic import train_steps_of
-from asyncrl_cli.profile.loaded import read_document, to_document, to_toml
+from asyncrl_cli.profile.loaded import DEFAULT, Loaded, read_document, to_document, to_toml
 from asyncrl_cli.profile.resuming import changed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_records import keep_record, origin
@@ -41,7 +46,10 @@ NEVER_BEGAN = "interrupted while the run was starting: no step was trained"
 
 @dataclass
 class Run:
-    """One run: `result = await Run(profile).run()`. `Run.resume(...)` makes one that continues from a checkpoint."""
+    """One run: `result = await Run(profile).run()`. `Run.resume(...)` makes one that continues from a checkpoint.
+
+    `origins`: those of `Loaded`. Without them every value counts as given, also `model.dtype` and the time limits.
+    """
 
     profile: Profile
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -113,6 +121,8 @@ class Run:
         self, stack: AsyncExitStack, directory: RunDirectory, log_dir: Path, say: Starting
     ) -> tuple[Task, Crew, Sequence[str]]:
         """Start all that the loop needs. Returns the task, the workers and the warnings to show; `stack` ends what was started."""
+        if self.address is None:
+            self._resolve(device_of(self.profile, local_cluster()))
         profile = self.profile
         resumed = directory.path if self.checkpoint else None
         task, model_dir, further = await prepare(profile, say, self.address, resumed, say.show)
@@ -120,6 +130,9 @@ class Run:
             refuse_other_prompts(self.checkpoint, task, profile.run.seed)
         say("starting Ray")
         plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
+        self._resolve(plan.device)
+        self._set_limits(plan, model_dir)
+        profile = self.profile
         keep_model_files(model_dir, directory.path)
         for record, code in task.user_code.items():
             keep_record(directory.path, record, code)
@@ -165,6 +178,19 @@ class Run:
         if self.ui != "none":
             tell("shutting down")  # Ray and the workers take seconds to end
         return result
+
+    def _resolve(self, device: str) -> None:
+        """Fill in the default of `model.dtype`. A resumed run keeps the dtype that it began with, also on another device."""
+        if self.checkpoint is None:
+            resolved = for_device(Loaded(profile=self.profile, origins=self.origins), device)
+            self.profile, self.origins = resolved.profile, resolved.origins
+        assert self.checkpoint is not None or self.origins.get(DTYPE) != DEFAULT
+
+    def _set_limits(self, plan: JobPlan, model_dir: Path) -> None:
+        """Fill in the defaults of time limits. Those of a model of unknown sizes stay as they are."""
+        with suppress(ShapeUnknown):
+            resolved = for_job(Loaded(profile=self.profile, origins=self.origins), plan, shape_of_directory(model_dir))
+            self.profile, self.origins = resolved.profile, resolved.origins
 
     def _directory(self) -> RunDirectory:
         """The run's directory, locked: a new one, or the existing one of a resumed run."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import signal
 import socket
 import tempfile
@@ -29,11 +28,11 @@ from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
+from asyncrl_cli.plan.machine import SHARED_MEMORY, free_shared_memory
 from asyncrl_cli.plan.memory import object_store_bytes, published_parameters
 from asyncrl_cli.profile.schema import Profile
 
 CONNECT_TIMEOUT_S = 10.0
-SHARED_MEMORY = Path("/dev/shm")
 LONGEST_DIRECTORY = 36
 """In characters. Ray makes socket paths below this directory, and the kernel limits a socket's path to 107."""
 
@@ -58,7 +57,7 @@ def ray_session(
             cluster = cluster or local_cluster()
             plan = compile_job(profile, cluster)
             store_bytes = object_store_bytes(profile, _published_parameters(profile, model_dir) if model_dir else 0)
-            _check_shared_memory(profile, store_bytes)
+            check_shared_memory(profile, store_bytes)
             _start_here(stack, cluster, plan, store_bytes)
         yield plan
 
@@ -88,12 +87,14 @@ def _published_parameters(profile: Profile, model_dir: Path) -> int:
         return sum(path.stat().st_size for path in model_dir.glob("*.safetensors")) // 2
 
 
-def _check_shared_memory(profile: Profile, store_bytes: int) -> None:
+def check_shared_memory(profile: Profile, store_bytes: int) -> None:
     """Raises PreflightError if Ray would refuse an object store that /dev/shm cannot hold. (A small one it keeps on disk.)"""
+    free = free_shared_memory()
+    if free is None or store_bytes <= free:
+        return
     from ray._private.ray_constants import REQUIRE_SHM_SIZE_THRESHOLD
 
-    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else store_bytes
-    if store_bytes > max(free, REQUIRE_SHM_SIZE_THRESHOLD):
+    if store_bytes > REQUIRE_SHM_SIZE_THRESHOLD:
         gib, dtype = store_bytes / 2**30, profile.model.dtype
         raise PreflightError(
             f"ray's object store needs {gib:.1f} GiB of shared memory for two versions of the weights in {dtype}, and "

@@ -23,17 +23,17 @@
                        -                                                            rollout.call_timeout_s
                        -                     prox: the window's version             publish; then its load, weights.timeout_s
                        -                     critic: to have learned from the last  its learn call, beside the trainer's,
-                       -                     train step                             rollout.call_timeout_s
+                       -                     train step                             trainer.step_timeout_s
     training           R finished groups     R takeable groups                      follow; colocate: also the eval's end
                        -                     their columns                          scorer
-                       -                     after each step: a separate critic     the critic, rollout.call_timeout_s
+                       -                     after each step: a separate critic     the critic, trainer.step_timeout_s
                        -                     colocate: every worker to hand over    the workers, rollout.call_timeout_s; a stop
                        -                     at most one older version loading      sync (before a gather)
                        -                     weights.mode = "sync": all workers to  sync (every worker's load)
                                              hold the newest version
                        -                     the previous checkpoint written        checkpoint
     publish            gathered buckets      the trainer's publish                  the trainer, weights.timeout_s
-    checkpoint         a cut                 the writer                             disk, weights.timeout_s
+    checkpoint         a cut                 the writer                             disk, checkpoint.timeout_s
     tick               -                     one second                             the clock
 
 Why there is no deadlock: training waits for groups and loads. Groups run on workers whatever training does. Admission is

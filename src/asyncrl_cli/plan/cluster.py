@@ -28,12 +28,14 @@ Counts = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResources:
-    """One node. On a local session `cpus` are cores; Ray gets as many logical CPUs as the plan needs. `id`: Ray's, unique."""
+    """One node. On a local session `cpus` are cores; Ray gets as many logical CPUs as the plan needs. `id`: Ray's, unique.
+    `memory_bytes`: of the host, None if unknown."""
 
     name: str
     cpus: int
     gpus: int = 0
     id: str = ""
+    memory_bytes: int | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -75,15 +77,21 @@ def counted(number: int, noun: str) -> str:
 
 def local_cluster() -> ClusterResources:
     """This machine: its cores, and the NVIDIA devices that `CUDA_VISIBLE_DEVICES` leaves visible."""
-    node = NodeResources(name="local", cpus=usable_cores(), gpus=_visible_gpus())
+    node = NodeResources(name="local", cpus=usable_cores(), gpus=_visible_gpus(), memory_bytes=host_memory_bytes())
     return ClusterResources(nodes=(node,), elastic_cpus=True, cpu_bfloat16=computes_bfloat16())
 
 
-def planned_nodes(profile: Profile, number: int, gpus: int, *, least_cpus: int = 0) -> Iterator[NodeResources]:
+def planned_nodes(
+    profile: Profile, number: int, gpus: int, *, least_cpus: int = 0, memory_bytes: int | None = None
+) -> Iterator[NodeResources]:
     """Hypothetical nodes with enough CPUs for two processes per GPU: a colocated rank and worker share one GPU."""
     cpus = max(2 * profile.placement.cpus_per_worker * gpus, least_cpus)
     for index in range(number):
-        yield NodeResources(name=f"node {index + 1}", cpus=cpus, gpus=gpus)
+        yield NodeResources(name=f"node {index + 1}", cpus=cpus, gpus=gpus, memory_bytes=memory_bytes)
+
+
+def host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def usable_cores() -> int:

@@ -16,7 +16,16 @@ from pathlib import Path
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import kind as vllm_kind
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.plan.cluster import computes_bfloat16, cpu_counts, cpu_facts, local_cluster, matrix_features, usable_cores
+from asyncrl_cli.plan.cluster import (
+    computes_bfloat16,
+    cpu_counts,
+    cpu_facts,
+    host_memory_bytes,
+    local_cluster,
+    matrix_features,
+    usable_cores,
+)
+from asyncrl_cli.plan.memory import BYTES_OF, PAYLOAD_BYTES
 from asyncrl_cli.profile.schema import Profile
 
 NEEDED = {"ray": "2.60.", "torch": "2.13.", "transformers": "5.19.0", "reasoning-gym": "", "numpy": "", "safetensors": ""}
@@ -24,6 +33,7 @@ NEEDED = {"ray": "2.60.", "torch": "2.13.", "transformers": "5.19.0", "reasoning
 IMPORT_TIMEOUT_S = 60.0
 """How long an import is waited for: vLLM's takes 15 s on an idle machine."""
 LOOK_EVERY_S = 1.0
+SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_MEMORY_BYTES = 512 * 2**20
 GIB = 2**30
 Say = Callable[..., None]
@@ -40,6 +50,11 @@ def engine_refusal(profile: Profile, device: str) -> PreflightError | None:
     except PreflightError as refusal:
         return refusal
     return None
+
+
+def free_shared_memory() -> int | None:
+    """Free bytes of the file system in which Ray's object store is; None if this machine has none."""
+    return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +89,7 @@ def _package(name: str, start: str) -> Finding:
 
 
 def _machine() -> Finding:
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    memory_gib = host_memory_bytes() / GIB
     free_gib = shutil.disk_usage(Path.cwd()).free / GIB
     return Finding("machine", f"{usable_cores()} cores, {memory_gib:.0f} GiB memory, {free_gib:.0f} GiB disk free here")
 
@@ -102,14 +117,17 @@ def _threads() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """Space in /dev/shm, where Ray keeps its objects; with too little it falls back to disk."""
-    path = Path("/dev/shm")
-    if not path.is_dir():
-        return Finding("shared memory", "no /dev/shm")
-    free = shutil.disk_usage(path).free
+    """Space in /dev/shm, where Ray keeps its objects, and how large a model may travel through it; with too little Ray falls back
+    to disk, or refuses a large store."""
+    if (free := free_shared_memory()) is None:
+        return Finding("shared memory", f"no {SHARED_MEMORY}")
     is_enough = True if free >= LEAST_SHARED_MEMORY_BYTES else None
     hint = "give the container more, for example docker run --shm-size=1g"
-    return Finding("shared memory", f"{free / 2**20:.0f} MiB free in /dev/shm", is_enough, hint)
+    parameters = max(free - PAYLOAD_BYTES, 0) // (2 * BYTES_OF["bfloat16"])
+    meaning = (
+        f"enough for two versions of a model of {parameters / 1e9:.1f}e9 parameters in bfloat16 (weights.transport = object-store)"
+    )
+    return Finding("shared memory", f"{free / 2**20:.0f} MiB free in {SHARED_MEMORY}: {meaning}", is_enough, hint)
 
 
 def _gpus(say: Say) -> Finding:

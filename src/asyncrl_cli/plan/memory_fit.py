@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asyncrl_cli.errors import PreflightError
@@ -13,8 +14,8 @@ from asyncrl_cli.profile.schema import Profile
 
 GIB = 2**30
 SMALLER = "a smaller model, more GPUs or larger ones"
-MACHINE = "machine"
-"""Name of the device of a job on CPUs, where all processes share one memory."""
+GPU, MACHINE = "GPU", "machine"
+"""Names of devices. On CPUs all processes share the machine's memory."""
 PROBE_TIMEOUT_S = 10.0
 
 
@@ -49,7 +50,7 @@ def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
     else:
         peaks = {role: estimate.peak_bytes(role, "device") for role in every}
         needs = {every: _shared_gpu(estimate, peaks)} if plan.colocate else {(role,): peaks[role] for role in every}
-    device = MACHINE if plan.device == "cpu" else "GPU"
+    device = MACHINE if plan.device == "cpu" else GPU
     return [
         DeviceNeed(device=device, roles=roles, num_bytes=num_bytes, available_bytes=estimate.available_bytes)
         for roles, num_bytes in needs.items()
@@ -63,15 +64,15 @@ def _shared_gpu(estimate: MemoryEstimate, peaks: dict[str, int]) -> int:
     return max(peaks[TRAINER], estimate.always_bytes(TRAINER) + peaks[ROLLOUT])
 
 
-def shortage(estimate: MemoryEstimate) -> PreflightError | None:
+def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:
     """The refusal of a job whose peak is larger than a device, by the estimate: a run would start and may fail. None if all fit."""
-    for need in device_needs(estimate):
+    for need in needs:
         if need.available_bytes is not None and not need.fits:
             needed = f"{'needs' if len(need.roles) == 1 else 'need'} about {need.num_bytes / GIB:.1f} GiB"
             return PreflightError(
                 f"{' and '.join(need.roles)} {needed} of a {need.device}'s {need.available_bytes / GIB:.1f} GiB, by an estimate: "
                 "a run would start and may fail",
-                hint=SMALLER if need.device != MACHINE else "a smaller model, or a machine with more memory",
+                hint=SMALLER if need.device == GPU else f"a smaller model, or a {need.device} with more memory",
             )
     return None
 

@@ -194,7 +194,14 @@ class LoopSettings:
         profile = self.profile
         if profile.run.stall_timeout_s is not None:
             return profile.run.stall_timeout_s
-        return max(self._silence_s, profile.eval.timeout_s, self.sync_timeout_s) + STALL_MARGIN_S
+        bounded = (
+            self._silence_s,
+            profile.eval.timeout_s,
+            self.sync_timeout_s,
+            profile.trainer.step_timeout_s,
+            profile.checkpoint.timeout_s,
+        )
+        return max(bounded) + STALL_MARGIN_S
 
     @property
     def max_logprob_diff(self) -> float:

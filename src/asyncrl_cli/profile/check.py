@@ -193,10 +193,12 @@ def _warnings(profile: Profile) -> Iterator[str]:
         )
     if too_small := _too_small_eta(profile):
         yield f"{too_small}, as with {ETA.rpartition('.')[2]} = 0; {_least_eta(profile)} or more generates ahead"
-    stall_s, call_s = profile.run.stall_timeout_s, rollout.call_timeout_s
-    if stall_s is not None and stall_s <= call_s:
+    stall_s, calls = profile.run.stall_timeout_s, {"rollout.call_timeout_s": rollout.call_timeout_s}
+    calls["trainer.step_timeout_s"] = profile.trainer.step_timeout_s
+    key = max(calls, key=calls.__getitem__)
+    if stall_s is not None and stall_s <= calls[key]:
         yield (
-            f"run.stall_timeout_s = {stall_s:g} is not longer than rollout.call_timeout_s = {call_s:g}: if everything waits for a "
+            f"run.stall_timeout_s = {stall_s:g} is not longer than {key} = {calls[key]:g}: if everything waits for a "
             "hanging call, the run ends as a stall before the call's own timeout can name it or restart its worker"
         )
     if profile.task.train_prompts is not None and profile.task.train_prompts < schedule.step_groups:

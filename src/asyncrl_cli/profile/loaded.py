@@ -34,6 +34,7 @@ from asyncrl_cli.safe_files import first_of, load_json
 
 ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"
+"""Origin of a value that no layer gives. If it follows from the machine or the model, the origin goes on: "default for cuda"."""
 SCHEMA_VERSION = 1
 """The format version of `config.resolved.json`."""
 MODELS = ("model.path", "ref.path", "critic.path", "reward_model.path")
@@ -57,6 +58,10 @@ class Layer:
     origin: str
     values: Mapping[str, Any]
     origins: Mapping[str, str] = field(default_factory=dict)
+
+
+def is_default(origin: str) -> bool:
+    return origin == DEFAULT or origin.startswith(f"{DEFAULT} for ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +295,7 @@ def to_toml(profile: Profile, origins: Mapping[str, str], *, only_given: bool = 
             name, origin = f"params.{toml_key(key.removeprefix(f'{PARAMS}.'))}", origins.get(key, "unknown")
         else:
             origin = origins.get(key, DEFAULT)
-        if value not in (None, {}) and not (only_given and origin == DEFAULT):
+        if value not in (None, {}) and not (only_given and is_default(origin)):
             text = f"{name} = {toml_value(value)}"
             tables[section].append(f"{text:<48}  # {origin}" if with_origins else text)
     lines = [f"name = {toml_value(profile.name)}", f"purpose = {toml_value(profile.purpose)}"]

@@ -72,8 +72,9 @@ class ModelSection(Section):
     """A local Hugging Face directory, a hub name, or `builtin:tiny`: a small Qwen3 warm-started on the task's demonstrations.
     `builtin:untaught` is a small model that answers any task with noise, for rehearsals without a network."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the rollout engine and of the trainer's forward pass; master weights stay float32. Most CPUs have no bfloat16
-    instructions and are several times slower with it: `asyncrl doctor` shows what yours has."""
+    """Dtype of the rollout engine and of the trainer's forward pass; master weights stay float32. Default: float32 on CPUs,
+    bfloat16 on GPUs, as `asyncrl plan` says. Most CPUs have no bfloat16 instructions and are several times slower with it:
+    `asyncrl doctor` shows what yours has."""
     chat_template: PathText | None = None
     """A Jinja file in place of the model's own chat template. `builtin:tools` adds tools to the model's own (docs/agents.md).
     Exported models have it, too."""
@@ -198,6 +199,9 @@ class TrainerSection(Section):
     max_skipped_steps: NonNegativeInt = 3
     """How many optimizer steps in a row may be skipped because their gradient is not finite. One more ends the run with a
     checkpoint. A resumed run counts from zero."""
+    step_timeout_s: PositiveFloat = 600.0
+    """How long a train step may take, on the trainer or a critic, and how long ranks wait for each other in it. Default: 600, and
+    more for many tokens and large models, as `asyncrl plan` says."""
     meeting_timeout_s: PositiveFloat = 120.0
     """How long the ranks wait for each other before they load the model. The error names missing ranks and their nodes."""
 
@@ -267,6 +271,9 @@ class PlacementSection(Section):
     """The cluster has an autoscaler: a job that does not fit the present nodes waits for new ones instead of being refused."""
     timeout_s: PositiveFloat = 60.0
     """How long to wait for room on the cluster. An autoscaler may need minutes."""
+    start_timeout_s: PositiveFloat = 600.0
+    """How long a trainer rank or a rollout worker may take to start: imports, the model's files, an engine's memory profiling.
+    Default: 600, and more for large models, as `asyncrl plan` says."""
 
 
 class CheckpointSection(Section):
@@ -276,6 +283,9 @@ class CheckpointSection(Section):
     """Train steps between checkpoints. 0: only at step 0, at the last step and at a stop."""
     keep: PositiveInt = 3
     """How many of the newest checkpoints to keep."""
+    timeout_s: PositiveFloat = 300.0
+    """How long a checkpoint may take to be copied, to be written beside training, and to be read. Default: 300, and more for large
+    models, as `asyncrl plan` says."""
 
 
 class EvalSection(Section):

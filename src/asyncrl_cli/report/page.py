@@ -19,7 +19,7 @@ from asyncrl_cli import __version__
 from asyncrl_cli.observe.meanings import meaning_of
 from asyncrl_cli.observe.side_by_side import SideBySide
 from asyncrl_cli.profile.keys import entries_of
-from asyncrl_cli.profile.loaded import DEFAULT, Loaded
+from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.toml_files import toml_value
 from asyncrl_cli.report.run_data import RunData
 from asyncrl_cli.report.verdict import Remark
@@ -112,8 +112,8 @@ def _facts(run: RunData) -> str:
 def _configuration(loaded: Loaded) -> str:
     """Every key with its value and origin; the keys that were set come first."""
     entries = [(key, value, loaded.origins.get(key, DEFAULT)) for key, value in entries_of(loaded.profile).items()]
-    given = sum(origin != DEFAULT for _, _, origin in entries)
-    entries.sort(key=lambda entry: entry[2] == DEFAULT)
+    given = sum(not is_default(origin) for _, _, origin in entries)
+    entries.sort(key=lambda entry: is_default(entry[2]))
     rows = [[f"<code>{escape(key)}</code>", _code(value), escape(origin)] for key, value, origin in entries]
     summary = f"configuration: {given} keys set, {len(rows) - given} at their defaults"
     return f"<details><summary>{summary}</summary>{table(['key', 'value', 'from'], rows)}</details>"

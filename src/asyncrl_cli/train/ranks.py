@@ -27,7 +27,7 @@ CLIP_EPSILON = 1e-6
 class Ranks:
     """One process's rank among the processes of its role (`place.workers`). One per process; `close` it before making another.
 
-    Ranks wait for each other at most `trainer.meeting_timeout_s` at the start, and `rollout.call_timeout_s` later. Parameters are
+    Ranks wait for each other at most `trainer.meeting_timeout_s` at the start, and `trainer.step_timeout_s` later. Parameters are
     sharded over `mesh`, which has all ranks (gloo on CPU, nccl on CUDA). Each `sequence_size` neighbouring ranks have the same
     trajectories and divide their tokens (unpadded.py); `sequence` is this rank's group of neighbours, or None if it is alone. On a
     CPU, torch computes with `place.threads` threads from here on.
@@ -37,7 +37,7 @@ class Ranks:
         self.rank = rank
         self.world_size = world_size = place.workers
         self.device = device = own_device(place)
-        timeout_s, meeting_s = profile.rollout.call_timeout_s, profile.trainer.meeting_timeout_s
+        timeout_s, meeting_s = profile.trainer.step_timeout_s, profile.trainer.meeting_timeout_s
         if device.type == "cuda":
             torch.cuda.set_device(device)
         store = met(init_method, rank=rank, world_size=world_size, timeout_s=meeting_s)

@@ -1,0 +1,93 @@
+"""The memory part of a plan: what each process holds, and what its devices, its node and its object store have room for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from rich.table import Column
+from rich.text import Text
+
+from asyncrl_cli.cli.console import print_prose, print_table
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.plan import memory_fit
+from asyncrl_cli.plan.host_fit import NODE, store_bytes
+from asyncrl_cli.plan.job_plan import JobPlan
+from asyncrl_cli.plan.machine import SHARED_MEMORY, free_shared_memory
+from asyncrl_cli.plan.memory import MemoryEstimate
+
+MIB = 2**20
+NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
+
+
+def store_warnings(memory: MemoryEstimate) -> list[str]:
+    """Why a run on this machine would be refused, if Ray cannot have the object store that it needs."""
+    from asyncrl_cli.job.session import check_shared_memory
+
+    try:
+        check_shared_memory(memory.profile, store_bytes(memory))
+    except PreflightError as refusal:
+        return [f"a run on this machine would be refused: {refusal.message} ({refusal.hint})"]
+    return []
+
+
+def memory_document(memory: MemoryEstimate | str, needs: Sequence[memory_fit.DeviceNeed]) -> dict[str, Any]:
+    if isinstance(memory, str):
+        return {"unknown": memory}
+    return {
+        "estimate": True,
+        "parameters": memory.shape.parameters,
+        "kv_values_per_token": memory.shape.kv_values_per_token,
+        "items": [asdict(item) for item in memory.items],
+        "devices": [{**asdict(need), "fits": need.fits} for need in needs],
+        "object_store_bytes": store_bytes(memory),
+        "remarks": [*memory.shape.remarks, NOT_COUNTED],
+    }
+
+
+def print_memory(memory: MemoryEstimate | str, plan: JobPlan, needs: Sequence[memory_fit.DeviceNeed], *, is_here: bool) -> None:
+    if isinstance(memory, str):
+        print_prose(f"\nmemory: no estimate: {memory}")
+        return
+    each = "process" if plan.device == "cpu" else "GPU and process"
+    title = f"\nmemory per {each}, an estimate ({memory.shape.model_type}, {memory.shape.parameters:,} parameters)"
+    is_apart = plan.device != "cpu"  # the GPU's memory is not the host's
+    rows: list[list[str | Text]] = []
+    for role, grouped in groupby(memory.items, key=lambda item: item.role):
+        items = list(grouped)
+        rows.append([Text(f"{role} x {max(item.processes for item in items)}", "bold")])
+        for item in items:
+            where = ["GPU" if item.place == "device" else "host"] if is_apart else []
+            rows.append([item.what, item.phase, size(item.num_bytes), *where, item.how])
+    places = ["where"] if is_apart else []
+    columns: list[str | Column] = ["what", "when", Column("size", justify="right", no_wrap=True), *places, "meaning"]
+    print_table(columns, rows, title)
+    for line in (*map(_need_line, needs), _store_line(memory, is_here=is_here), *memory.shape.remarks, NOT_COUNTED):
+        print_prose(line)
+
+
+def size(num_bytes: int) -> str:
+    """The size in MiB below one GiB, otherwise in GiB."""
+    mib = num_bytes / MIB
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
+
+
+def _store_line(memory: MemoryEstimate, *, is_here: bool) -> str:
+    needed, free = store_bytes(memory), free_shared_memory()
+    line = f"object store of a local session: {size(needed)} of shared memory"
+    if not is_here or free is None:
+        return f"{line} ({SHARED_MEMORY})"
+    return f"{line}, {SHARED_MEMORY} has {size(free)} free: {'enough' if needed <= free else 'not enough'}"
+
+
+def _need_line(need: memory_fit.DeviceNeed) -> str:
+    who = " and ".join(need.roles)
+    text = f"{who} on one {need.device}: about {size(need.num_bytes)} at the peak"
+    if need.device == NODE:
+        text = text.replace("one node", "one node's host")
+    if need.available_bytes is None:
+        flag = "--node-memory" if need.device == NODE else "--gpu-memory"
+        return f"{text} (the memory of a {need.device} is not known here: {flag} GIB)"
+    return f"{text} of {size(need.available_bytes)}: {'fits' if need.fits else 'does not fit'}, by this estimate"

@@ -1,0 +1,155 @@
+"""Defaults that follow from the job's device and the model's sizes: the dtype, and limits on the time of what takes long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError, ExecutorLost
+from asyncrl_cli.job import run as run_module
+from asyncrl_cli.job.critic_actor import RayCritic
+from asyncrl_cli.job.ray_ports import RayRolloutWorker, RayTrainer
+from asyncrl_cli.job.run import Run
+from asyncrl_cli.loop.ports import Cut
+from asyncrl_cli.models.shape import ModelShape, shape_of_config
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.resolving import for_device, for_job
+from asyncrl_cli.profile.loaded import Loaded, from_document, load, to_document, to_toml
+from asyncrl_cli.profile.resuming import changed
+from asyncrl_cli.profile.schema import CheckpointSection
+
+from .crew import nodes, small_profile
+
+LIMITS = ("placement.start_timeout_s", "trainer.step_timeout_s", "checkpoint.timeout_s")
+# Qwen2.5-32B: 32,763,876,352 parameters by its model card's sizes
+SIZES_32B = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "vocab_size": 152064}
+LONG = ("rollout.max_prompt_tokens=1024", "rollout.max_response_tokens=8192", "trainer.ppo_mini_batch_size=256", "rollout.n=8")
+
+
+def qwen_32b() -> ModelShape:
+    return shape_of_config({"model_type": "qwen2", "num_attention_heads": 40, "num_key_value_heads": 8, **SIZES_32B})
+
+
+def limits_of(loaded: Loaded) -> list[float]:
+    profile = loaded.profile
+    return [profile.placement.start_timeout_s, profile.trainer.step_timeout_s, profile.checkpoint.timeout_s]
+
+
+def on_gpus(loaded: Loaded, gpus: int) -> Loaded:
+    loaded = for_device(loaded, "cuda")
+    return for_job(loaded, compile_job(loaded.profile, nodes((64, gpus))), qwen_32b())
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_the_dtype_is_the_devices_unless_it_is_given(device: str, dtype: str) -> None:
+    resolved = for_device(load("base"), device)
+    assert (resolved.profile.model.dtype, resolved.origins["model.dtype"]) == (dtype, f"default for {device}")
+    for given in ("float32", "bfloat16"):
+        assert for_device(load("base", [f"model.dtype={given}"]), device).profile.model.dtype == given
+
+
+def test_a_default_stays_out_of_a_profile_file_and_in_the_runs_document() -> None:
+    resolved = for_device(load("base"), "cuda")
+    assert "dtype" not in to_toml(resolved.profile, resolved.origins)
+    document = to_document(resolved.profile, resolved.origins)
+    assert (document["profile"]["model"]["dtype"], document["origins"]["model.dtype"]) == ("bfloat16", "default for cuda")
+
+
+def test_keys_that_exclude_the_devices_dtype_are_refused_as_if_it_was_given() -> None:
+    apart = ['placement.tasks=[["train"],["prox"],["rollout"]]', "algorithm.old_logprobs=recompute", "lora.rank=8"]
+    with pytest.raises(ConfigError, match="in bfloat16"):
+        for_device(load("base", apart), "cuda")
+    assert for_device(load("base", apart), "cpu").profile.model.dtype == "float32"
+
+
+def test_nothing_of_a_run_sees_an_unresolved_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    async def prepare(profile: Any, *args: Any) -> None:
+        seen.append(profile.model.dtype)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(run_module, "prepare", prepare)
+    monkeypatch.setattr(run_module, "local_cluster", lambda: nodes((8, 2)))
+    loaded = load("base")
+    run = Run(loaded.profile, loaded.origins, runs_dir=tmp_path, name="otter", ui="none")
+    with pytest.raises(ConfigError, match="enough"):
+        asyncio.run(run.run())
+    assert seen == ["bfloat16"]
+    assert run.origins["model.dtype"] == "default for cuda"
+
+
+def test_a_resumed_run_keeps_its_dtype_on_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load("base")  # as an earlier release wrote it, or a run on CPUs
+    run = Run(loaded.profile, loaded.origins, runs_dir=tmp_path, ui="none", checkpoint=SimpleNamespace())  # type: ignore[arg-type]
+    run._resolve("cuda")
+    assert run.profile.model.dtype == "float32"
+
+
+def test_limits_of_a_large_model_follow_from_its_bytes_and_tokens() -> None:
+    start_s, step_s, checkpoint_s = limits_of(on_gpus(load("base", LONG), 8))
+    # 32.76e9 parameters: 131 GB of files in float32, and 393 GB of weights and moments, at 100 MB/s
+    assert (start_s, checkpoint_s) == (600 + 1310, 300 + 3930)
+    # 256 * 8 trajectories of 9,216 tokens: 12 operations for each parameter and half of all pairs in 64 layers, by 4 ranks
+    operations = 12 * 256 * 8 * 9216 * (32.76e9 + 64 * 5120 * 9216)
+    assert step_s == pytest.approx(600 + operations / (4 * 40e12), abs=20)
+
+
+def test_a_small_models_limits_are_as_they_were() -> None:
+    tiny = shape_of_config({"model_type": "qwen2", "num_attention_heads": 4, **dict.fromkeys(SIZES_32B, 16)})
+    loaded = for_job(load("base"), compile_job(load("base").profile, nodes((4, 0))), tiny)
+    assert limits_of(loaded) == pytest.approx([600, 600, 300], abs=10)
+
+
+def test_given_limits_stay_and_a_resume_with_other_ranks_derives_the_others_anew() -> None:
+    first = on_gpus(load("base", [*LONG, "checkpoint.timeout_s=20"]), 8)
+    assert limits_of(first)[2] == 20
+    again = on_gpus(changed(from_document(to_document(first.profile, first.origins)), ["trainer.step_timeout_s=99"]), 16)
+    assert limits_of(again) == [limits_of(first)[0], 99, 20]
+    resumed = on_gpus(from_document(to_document(first.profile, first.origins)), 16)
+    assert limits_of(resumed)[1] - 600 == pytest.approx((limits_of(first)[1] - 600) / 2, abs=20)
+
+
+class Hanging:
+    """An actor that never answers."""
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: asyncio.sleep(60), options=lambda **_: getattr(self, method))
+
+
+CUT = Cut(step=1, version=0, at_window_boundary=True, loop_state={})
+BATCH: Any = SimpleNamespace(step=3, step_in_window=0, window=0, groups=(), columns={})
+
+
+@pytest.mark.parametrize(
+    ("key", "call"),
+    [
+        ("placement.start_timeout_s", lambda trainer, worker, critic: trainer.prepare()),
+        ("placement.start_timeout_s", lambda trainer, worker, critic: worker.start()),
+        ("trainer.step_timeout_s", lambda trainer, worker, critic: trainer.train(BATCH)),
+        ("trainer.step_timeout_s", lambda trainer, worker, critic: critic.learn(BATCH)),
+        ("checkpoint.timeout_s", lambda trainer, worker, critic: trainer.snapshot(1)),
+        ("checkpoint.timeout_s", lambda trainer, worker, critic: trainer.write(Path("nowhere"), CUT)),
+        ("checkpoint.timeout_s", lambda trainer, worker, critic: trainer.restore(Path("nowhere"))),
+    ],
+)
+def test_a_call_that_hangs_names_the_key_of_its_own_limit(key: str, call: Callable[..., Any], tmp_path: Path) -> None:
+    shares: Any = lambda batch, names: ([], [], [[]])  # noqa: E731
+    profile = small_profile(placement={"start_timeout_s": 0.05}, trainer={"step_timeout_s": 0.05})
+    profile = profile.model_copy(update={"checkpoint": CheckpointSection(timeout_s=0.05)})
+
+    async def main() -> None:
+        trainer = RayTrainer([Hanging()], profile, samples_dir=tmp_path)
+        worker, critic = RayRolloutWorker("rollout-0", Hanging, profile), RayCritic("critic", lambda: [Hanging()], profile)
+        trainer._shares = critic._shares = shares  # type: ignore[method-assign]
+        trainer._sampled = lambda *args: None  # type: ignore[method-assign, assignment, return-value]
+        await call(trainer, worker, critic)
+
+    with pytest.raises(ExecutorLost, match=f"took longer than {key} = 0.05 s") as lost:
+        asyncio.run(main())
+    assert lost.value.hint.endswith(f"--set {key}=...")
