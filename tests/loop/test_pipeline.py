@@ -155,6 +155,8 @@ def test_a_finished_run_can_be_extended_even_if_its_last_window_was_short(mode):
     assert list(dict.fromkeys(evaluated)) == sorted(set(evaluated))
     assert len(evaluated) - len(set(evaluated)) <= 1, "the last checkpoint did not wait for the last eval, which may come again"
     assert evaluated[-1] == version
+    in_lines = [summary.version for ran in (first, second) for record in ran.recorder.steps for summary in record.evals]
+    assert in_lines == evaluated
     assert all(worker.loads[0] == -(-7 // steps_per_window) for worker in second.workers)
     assert max(second.staleness(), default=0) <= longer.schedule.max_staleness
 

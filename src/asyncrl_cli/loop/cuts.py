@@ -112,7 +112,8 @@ class Checkpointer:
 def freeze(board: Board, so_far: Sequence[SoFar] = (), record: StepRecord | None = None) -> Cut:
     """The loop's state as JSON, and the handles of the arrays that belong to it. Nothing may be in training."""
     assert not board.ledger.training, "a cut lies between two train steps"
-    evals_ended: list[Any] = [asdict(summary) for summary in board.evaluator.ended]
+    # `record` has them: its line comes later, and the next run's first line must not have them again.
+    evals_ended: list[Any] = [asdict(summary) for summary in board.evaluator.ended] if record is None else []
     groups = board.groups.state({key: kept for found in so_far for key, kept in found.kept.items()})
     earlier = [attempt.so_far for attempt in board.ledger.running.values() if attempt.kept]
     state: LoopState = {
