@@ -174,6 +174,19 @@ def test_a_versions_memory_is_used_again_once_nobody_has_a_view_of_it_and_never_
     assert [unpack(buckets[0])["a"][0].item() for buckets in (second, third, fourth)] == [2.0, 3.0, 4.0]
 
 
+def test_memory_that_is_used_again_leaves_no_trace_between_tensors():
+    """A worker that reads the tensors from files has zeros between them, and compares fingerprints of whole buckets."""
+    pool = BufferPool(pins=False)
+    pool.take(64 + 12)[:] = 255
+    layout = plan_layout([Spec(name="a", dtype="float32", shape=(5,)), Spec(name="b", dtype="float32", shape=(3,))], 10_000)
+    packing = Packing(layout, pool.take)
+    packing.put("a", torch.ones(5))
+    packing.put("b", torch.ones(3))
+    (bucket,) = packing.seal()
+    ones = np.ones(8, dtype=np.float32).tobytes()
+    assert bucket.data.tobytes() == ones[:20] + bytes(44) + ones[:12]
+
+
 def test_page_locked_memory_is_unlocked_before_it_goes(monkeypatch):
     """Other memory at the same address could not be used by CUDA otherwise."""
     locked, calls = set(), []

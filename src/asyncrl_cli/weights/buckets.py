@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -161,6 +162,9 @@ class Packing:
         take: Callable[[int], NDArray[np.uint8]] = zeros,
     ) -> None:
         self.buckets = [Bucket(data=take(entries[-1].end_bytes), entries=entries) for entries in layout]
+        for bucket in self.buckets:
+            for before, entry in pairwise(bucket.entries):  # what lay between tensors would be part of the fingerprint
+                bucket.data[before.end_bytes : entry.offset_bytes] = 0
         self._places = {e.spec.name: (index, e) for index, bucket in enumerate(self.buckets) for e in bucket.entries}
         self._missing = [{entry.spec.name for entry in bucket.entries} for bucket in self.buckets]
 
