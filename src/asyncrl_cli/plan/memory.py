@@ -258,9 +258,11 @@ def adapter_parameters(profile: Profile, shape: ModelShape) -> int:
 def _whole_gradients(
     profile: Profile, plan: JobPlan, shape: ModelShape, adapters: int, available_bytes: int | None
 ) -> tuple[int, str]:
-    value_bytes, ranks, told = BYTES_OF[profile.model.dtype], plan.role(TRAINER).workers, profile.trainer.whole_gradients
+    value_bytes, ranks = BYTES_OF[profile.model.dtype], plan.role(TRAINER).workers
     trained = adapters or shape.parameters
-    sums_once = plan.device == "cpu" or keeps_whole_gradients(told, ranks=ranks, parameters=trained, device_bytes=available_bytes)
+    sums_once = plan.device == "cpu" or keeps_whole_gradients(
+        profile.trainer.whole_gradients, ranks=ranks, parameters=trained, device_bytes=available_bytes
+    )
     if adapters:
         return MASTER_BYTES * adapters * sums_once, "float32, of the adapters, until the last microbatch"
     if sums_once:

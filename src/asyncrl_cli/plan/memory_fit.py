@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
+from asyncrl_cli.plan.cluster import host_memory_bytes
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.plan.memory import SHARED_CACHE, MemoryEstimate, estimate_memory, kv_cache_bytes
 from asyncrl_cli.profile.schema import Profile
@@ -111,9 +112,7 @@ def _too_small(what: str, num_bytes: int, but: str, hint: str) -> PreflightError
 def known_memory_bytes(device: str) -> int | None:
     """This machine's memory, or that of its smallest GPU; None if unknown."""
     if device == "cpu":
-        import psutil
-
-        return int(psutil.virtual_memory().total)
+        return host_memory_bytes()
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
