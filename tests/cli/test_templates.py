@@ -106,7 +106,8 @@ def test_gsm8k_fits_eight_gpus_of_80_gb(capsys: pytest.CaptureFixture[str], tmp_
     plan = json.loads(capsys.readouterr().out)
     assert plan["memory"]["parameters"] == 1_543_714_304  # as the model's card says: 1.54B
     assert {role["role"]: role["workers"] for role in plan["placement"]["roles"]} == {"trainer": 2, "rollout": 6}
-    assert [device["fits"] for device in plan["memory"]["devices"]] == [True, True]
+    gpus = [device["fits"] for device in plan["memory"]["devices"] if device["device"] == "GPU"]
+    assert gpus == [True, True]
     assert (plan["schedule"]["mode"], plan["schedule"]["window_groups"]) == ("partial-rollout", 2 * 4 * 64)
     assert plan["schedule"]["groups"] == pytest.approx(8 * 7473, rel=0.01)
 

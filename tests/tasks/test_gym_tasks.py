@@ -158,7 +158,7 @@ def test_a_bad_parameter_is_named_with_the_reason(params, message, hint):
     assert hint in refused.value.hint
 
 
-@pytest.mark.parametrize("source", ["number_sorting", "reasoning-gym:", "csv:data.csv", ""])
+@pytest.mark.parametrize("source", ["number_sorting", "reasoning-gym:", "csv:data.csv"])
 def test_a_source_of_no_known_form_is_refused(source):
     with pytest.raises(ConfigError, match="reasoning-gym:<dataset>, jsonl:<path>, parquet:<path>"):
         load_task(profile_of(source))
