@@ -55,7 +55,8 @@ def final_answer(response: str) -> str | None:
         return None
     sentence = SENTENCE_END.split(named[-1][1], maxsplit=1)[0].strip(EMPHASIS)
     formulas = MATHEMATICS.findall(sentence)
-    is_all = len(formulas) == 1 and not re.search(r"\d", MATHEMATICS.sub("", sentence))  # "12 $cm^2$" is 12
+    # In "12 $cm^2$" and "not $76$" it is not the formula alone that counts.
+    is_all = len(formulas) == 1 and not re.search(r"\d|\bnot\b", MATHEMATICS.sub("", sentence))
     return "".join(formulas[0]) if is_all else sentence
 
 
@@ -73,14 +74,14 @@ def names_answer(response: str, expected: str) -> bool:
     """Whether the reference answer stands anywhere in a response: as it is written (spaces, braces and signs of LaTeX aside), or a
     fraction or a decimal number in another form."""
     answer = final_answer(expected) or expected
-    said = _bare(response)
+    written = _bare(response)
     for form in {answer, *_other_forms(_bare(answer))}:
         characters = re.sub(r"\s", "", _bare(form))
         if not characters:
             continue
         before = rf"(?<!{LETTER})" if characters[0].isalpha() else r"(?<![\d.])"  # "a" is no answer in "that"
         after = rf"(?!{LETTER})" if characters[-1].isalpha() else r"(?!\.?\d)"
-        if re.search(before + r"\s*".join(map(re.escape, characters)) + after, said):
+        if re.search(before + r"\s*".join(map(re.escape, characters)) + after, written):
             return True
     return False
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig, normalize_latex
-from math_verify import parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Derivative, Integral, Limit, Product, Sum
 
 from asyncrl_cli.tasks.final_answer import final_answer
@@ -50,6 +50,7 @@ SPELLINGS = (
 )
 """Patterns, and the one spelling that takes their place. A mixed number becomes a sum."""
 MIXED = re.compile(r"(\d)\s+(\d+)/(\d+)(?!\d)")
+PYTHONS_POWER = re.compile(r"(?<=[\w)])\s*\*\*\s*(?:\(([^()]*)\)|(-?\w+))")
 SCIENTIFIC = re.compile(r"^([+-]?\d+(?:\.\d*)?)[eE]\+?(-?\d+)$")
 UNIT = re.compile(r"(.*\d)\s+(?!(?:or|and|plus|minus|times|divided|over|to|is|not)\b)[A-Za-z]{2,}(?: [A-Za-z]{2,})?")
 
@@ -59,6 +60,7 @@ DIGITS = re.compile(DECIMAL)
 WHOLE = re.compile(rf"{DECIMAL}(?:\*{POWER_OF_TEN})?%?|-?{POWER_OF_TEN}")
 NUMBER = re.compile(rf"(?:[+-]?\d+\+)?{DECIMAL}/{DECIMAL}%?|{WHOLE.pattern}")
 OPERATION = re.compile(r".[-+]|[*/^,%!_\\]")
+ROW = re.compile(r"\d\s+-?\d")  # MIXED has joined mixed numbers
 WORDS = re.compile(
     r"[A-Z][a-z][A-Za-z' -]*|[A-Za-z' -]{4,}|yes|no|-?0[xbo][\da-fA-F]+|\d+(?:-\d+)+|\d\d?/\d\d?/\d{2,4}|\d\d?(?::\d\d){1,2}"
 )
@@ -94,20 +96,30 @@ class Written:
     def repeats(self, prompt: str, gold: Written) -> bool:
         """Whether it, or its last side, is an expression of the prompt, or a number there that `gold` writes in another way. Names
         and words are none."""
-        expression, answer = (written.plain.rpartition("=")[2] for written in (self, gold))
-        if DIGITS.fullmatch(expression):
-            is_expression = not DIGITS.fullmatch(answer) and answer != f"{expression}%"
-        else:
-            is_expression = OPERATION.search(expression) is not None
-        pattern = r"\s*".join(map(re.escape, expression))
-        return is_expression and re.search(rf"(?<![\w.]){pattern}(?!\.?\w)", _spelled(_with_signs(prompt))) is not None
+        answer, asked = gold.plain.rpartition("=")[2], _spelled(_with_signs(prompt))
+        for expression in (self.plain, self.plain.rpartition("=")[2]):
+            if DIGITS.fullmatch(expression):
+                is_expression = not DIGITS.fullmatch(answer) and answer != f"{expression}%"
+            else:
+                is_expression = OPERATION.search(expression) is not None
+            pattern = r"\s*".join(map(re.escape, expression))
+            if is_expression and re.search(rf"(?<![\w.]){pattern}(?!\.?\w)", asked):
+                return True
+        return False
+
+    @property
+    def is_row(self) -> bool:
+        """Whether it is a row of numbers with only space between them, which math-verify would multiply or add."""
+        return ROW.search(self.spelled) is not None
 
     def parsed(self) -> Any:
-        return parse(f"\\boxed{{{self.latex}}}", parsing_timeout=None)
+        """Without math-verify's second try, which takes any number out of what it cannot read."""
+        return parse(f"\\boxed{{{self.latex}}}", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
 
 
 def _with_signs(text: str) -> str:
-    return "".join(SIGNS.get(sign, sign) for sign in text)
+    """With LaTeX's signs for those of Unicode and for Python's powers."""
+    return PYTHONS_POWER.sub(r"^{\1\2}", "".join(SIGNS.get(sign, sign) for sign in text))
 
 
 def _spelled(text: str) -> str:
@@ -132,6 +144,8 @@ def is_right(answer: str, expected: str, prompt: str) -> bool:
     if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(expected)):
         return False
     found = Written.of(answer)
+    if found.is_row or gold.is_row:
+        return found.spelled.split() == gold.spelled.split()
     if found.plain == gold.plain:
         return True
     if WORDS.fullmatch(gold.spelled):
