@@ -108,10 +108,15 @@ def reward({parameters}):
     assert (reward, own_figures(reward)) == (1.0, {"reward/acc": 1.0})
 
 
-def test_verls_function_gets_a_ground_truth_that_is_no_text_as_it_is(tmp_path):
-    item = make_item("x", None, {"reward_model": {"ground_truth": {"target": ["a"]}}})
-    source = "def reward(data_source, solution_str, ground_truth, extra_info): return float(solution_str in ground_truth['target'])"
-    assert scored(spec_of(tmp_path, source), "a", item) == 1.0
+@pytest.mark.parametrize(
+    ("column", "settings"),
+    [("reward_model", {}), ("reward_spec", {}), ("graded", {"answer_key": "graded.ground_truth"})],
+)
+@pytest.mark.parametrize("truth", [{"target": ["4"]}, 4, 0])
+def test_verls_function_gets_a_ground_truth_that_is_no_text_as_it_is(tmp_path, column, settings, truth):
+    item = make_item("2+2", None if isinstance(truth, dict) else str(truth), {column: {"ground_truth": truth}})
+    source = f"def reward(solution_str, ground_truth): return float(ground_truth == {truth!r})"
+    assert scored(spec_of(tmp_path, source, **settings), "4", item) == 1.0
 
 
 SEVERAL = """

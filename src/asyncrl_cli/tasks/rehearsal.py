@@ -188,7 +188,6 @@ async def _rehearsed(name: str, task: Task, items: Sequence[Item], score: Score,
     rows: dict[str, list[Scored]] = {}
     unscored: list[Scored] = []
     num_items = 0
-
     places = asyncio.Semaphore(AT_ONCE)
 
     async def rehearse_item(index: int) -> None:

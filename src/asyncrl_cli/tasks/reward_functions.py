@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_spec import MAX_PARTS, NoReward, Reward
-from asyncrl_cli.tasks.rows import GROUND_TRUTHS, find
+from asyncrl_cli.tasks.rows import DEFAULT_ANSWER, GROUND_TRUTHS, find
 from asyncrl_cli.tasks.user_code import UserCode
 
 Scorer = Callable[[Item, Any], Any]
@@ -36,9 +36,9 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def load_function(code: UserCode, answer_key: str = "answer") -> Scorer:
+def load_function(code: UserCode, answer_key: str = DEFAULT_ANSWER) -> Scorer:
     """Import a reward function. Raises any error of that import, or TypeError if it cannot be a reward. `answer_key`: the column of
-    the answer, by which TRL's functions ask for it."""
+    the answer, by which TRL's functions ask for it, and which verl's get as it is in the data."""
     found, name = code.load(), code.attribute
     if inspect.isclass(found):
         raise TypeError(f"{name} is a class; name a function, or an instance that can be called")
@@ -55,7 +55,7 @@ def load_function(code: UserCode, answer_key: str = "answer") -> Scorer:
         check_trl(name, signature)
         return _adapted(found, signature, Signature(partial(_trl_arguments, answer_key), _trl_reward))
     if {"solution_str", "ground_truth"} <= signature.parameters.keys():
-        return _adapted(found, signature, Signature(_verl_arguments, _verl_reward))
+        return _adapted(found, signature, Signature(partial(_verl_arguments, answer_key), _verl_reward))
     try:
         signature.bind({}, "")
     except TypeError as error:
@@ -111,13 +111,13 @@ def _trl_reward(returned: Any, figures: Figures) -> Any:
     return NoReward() if rewards[0] is None else _with(rewards[0], figures)
 
 
-def _verl_arguments(item: Item, response: str, figures: Figures) -> dict[str, Any]:
-    columns, answer = item["metadata"], item["answer"]
+def _verl_arguments(answer_key: str, item: Item, response: str, figures: Figures) -> dict[str, Any]:
+    columns = item["metadata"]
+    truths = (find(columns, name) for name in (GROUND_TRUTHS if answer_key == DEFAULT_ANSWER else (answer_key,)))
     return {
         "data_source": columns.get("data_source"),
         "solution_str": response,
-        # An answer that is not text is only in its column.
-        "ground_truth": answer if answer is not None else next(filter(None, (find(columns, name) for name in GROUND_TRUTHS)), None),
+        "ground_truth": next((truth for truth in truths if truth is not None), item["answer"]),  # the item's answer is always text
         "extra_info": columns.get("extra_info") or {},
     }
 

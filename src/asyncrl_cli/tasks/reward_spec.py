@@ -48,8 +48,8 @@ class RewardSpec:
     @property
     def functions(self) -> tuple[UserCode, ...]:
         """The user's functions that it calls."""
-        own = () if self.function is None else (self.function,)
-        return (*own, *(code for part in self.parts for code in part.spec.functions))
+        functions = () if self.function is None else (self.function,)
+        return (*functions, *(code for part in self.parts for code in part.spec.functions))
 
     @property
     def needs_answer(self) -> bool:
