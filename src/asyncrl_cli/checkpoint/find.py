@@ -197,11 +197,9 @@ def _known_steps(run: str, step: int, runs_dir: Path) -> str:
     if run and has_checkpoints(runs_dir / run):
         return f"checkpoints of {run}: {first_names([path.name for path in checkpoints_in(runs_dir / run / 'checkpoints')])}"
     names = [name for name in run_names(runs_dir) if (runs_dir / name / "checkpoints" / step_name(step)).is_dir()]
-    return (
-        "did you mean " + first_names([f"{name}/{step_name(step)}" for name in names])
-        if names and not run
-        else known_runs(runs_dir)
-    )
+    if run or not names:
+        return known_runs(runs_dir)
+    return f"did you mean {first_names([f'{name}/{step_name(step)}' for name in names])}"
 
 
 def has_checkpoints(directory: Path) -> bool:

@@ -74,9 +74,8 @@ def print_plan(
         if refusal is None:
             warnings += memory_fit.cache_warnings(memory) + (store_warnings(memory) if is_here else [])
     rehearsal = _rehearsed(profile)
-    if is_here and isinstance(rehearsal, AsyncrlError):
-        warnings.append(f"a run on this machine would be refused: {rehearsal.message}")
     if isinstance(rehearsal, AsyncrlError):
+        warnings += [f"a run on this machine would be refused: {rehearsal.message}"] if is_here else []
         rehearsal = Rehearsal(name=f'"{profile.task.reward}"', reason=rehearsal.message)
     warn(*warnings, *rehearsal.warnings())
     if as_json:

@@ -16,7 +16,8 @@ from typing import Any, Self
 
 from asyncrl_cli.checkpoint.find import find_run
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from asyncrl_cli.observe.lines import Damage, Event, EventLine, Line, Sample, SampleLine, TimelineLine, lines_of, metrics_of
+from asyncrl_cli.observe.line_types import Event, EventLine, Sample, SampleLine, TimelineLine
+from asyncrl_cli.observe.lines import Damage, Line, lines_of, metrics_of
 from asyncrl_cli.observe.status import MAX_STATUS_BYTES, RECORDED
 from asyncrl_cli.profile.loaded import Loaded, read_document
 from asyncrl_cli.safe_files import parse_json, read_bytes, reason

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.observe.lines import Line, RecordedSpan, Spans, add_span
+from asyncrl_cli.observe.line_types import RecordedSpan, Spans
+from asyncrl_cli.observe.lines import Line, add_span
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.overwriting import check_out
 from asyncrl_cli.report.trace_events import Entry, Tracks, arrow, counter, micros, slice_on

@@ -11,7 +11,7 @@ from itertools import accumulate, groupby, islice
 from typing import Any, Literal, NamedTuple
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.observe.lines import SampleLine
+from asyncrl_cli.observe.line_types import SampleLine
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.samples import NOT_SAMPLED
 
