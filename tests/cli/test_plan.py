@@ -278,6 +278,16 @@ def test_a_plan_for_this_machine_warns_of_a_file_that_is_not_there(
     assert ("a run on this machine would be refused: task.source:" in told) == is_warned
 
 
+def test_a_plan_without_a_rehearsal_does_not_read_the_whole_data_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "Which number is even, 1 or 2?", "answer": "2"}\nthe second line is damaged\n', encoding="utf-8")
+    plan = ["plan", "-p", "base", "--set", f"task.source=jsonl:{source}", "--set"]
+    assert run([*plan, "task.rehearsal_items=2"]) == 0
+    assert "would be refused" in " ".join(capsys.readouterr().err.split())
+    assert run([*plan, "task.rehearsal_items=0"]) == 0
+    assert "would be refused" not in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_bound_belongs_to_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "-p", "base", "--max-staleness", "1"]) == 2
     assert "needs --tune" in capsys.readouterr().err

@@ -98,8 +98,8 @@ def _rehearsed(profile: Profile) -> Rehearsal | AsyncrlError:
     """The rehearsal of the reward on the first training items; or why the task cannot be loaded here."""
     import asyncio
 
-    items, wanted = profile.task.rehearsal_items, profile.task.train_prompts
-    task = profile.task.model_copy(update={"train_prompts": min(items, wanted or items) or wanted})
+    items = max(1, profile.task.rehearsal_items)  # without a rehearsal one item tells whether the task can be loaded
+    task = profile.task.model_copy(update={"train_prompts": min(items, profile.task.train_prompts or items)})
     few = profile.model_copy(update={"task": task, "eval": profile.eval.model_copy(update={"prompts": 0, "sets": {}})})
     try:
         return asyncio.run(rehearse(few, load_task(few)))
