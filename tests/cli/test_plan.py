@@ -189,7 +189,7 @@ def test_what_cannot_fit_on_any_account_is_refused_after_the_plan_with_sets_that
     seven_billion: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["plan", "-p", "base", "--set", seven_billion, "--set", "model.dtype=float32", "--json"]
-    arguments += ["--gpus", "8", "--gpu-memory", "16"]
+    arguments += ["--set", "trainer.lr=1e-6", "--gpus", "8", "--gpu-memory", "16"]
     assert run(arguments) == 3
     said = capsys.readouterr()
     assert json.loads(said.out)["memory"]["devices"][0]["fits"] is False
@@ -206,7 +206,8 @@ def test_train_refuses_what_a_plan_refuses(
     two_gpus = cluster.ClusterResources(nodes=(cluster.NodeResources(name="local", cpus=8, gpus=2),), elastic_cpus=True)
     monkeypatch.setattr(cluster, "local_cluster", lambda: two_gpus)
     monkeypatch.setattr(memory_fit, "known_memory_bytes", lambda device: 16 * 2**30)
-    command = ["train", "-p", "base", "--set", seven_billion, "--runs-dir", str(tmp_path / "runs")]
+    command = ["train", "-p", "base", "--set", seven_billion, "--set", "trainer.lr=1e-6"]
+    command += ["--runs-dir", str(tmp_path / "runs")]
     assert run([*command, "--dry-run"]) == 3
     refusal = capsys.readouterr().err
     assert run(command) == 3
@@ -273,7 +274,7 @@ def test_a_plan_for_this_machine_warns_of_a_file_that_is_not_there(
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Which number is even, 1 or 2?", "answer": "2"}', encoding="utf-8")
     source = tmp_path / name
-    assert run(["plan", "-p", "base", "--set", f"task.source=jsonl:{source}", *machine]) == 0
+    assert run(["plan", "-p", "base", "--set", f"task.source=jsonl:{source}", "--set", "eval.prompts=0", *machine]) == 0
     told = " ".join(capsys.readouterr().err.split())
     assert ("a run on this machine would be refused: task.source:" in told) == is_warned
 
@@ -281,11 +282,39 @@ def test_a_plan_for_this_machine_warns_of_a_file_that_is_not_there(
 def test_a_plan_without_a_rehearsal_does_not_read_the_whole_data_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "prompts.jsonl"
     source.write_text('{"prompt": "Which number is even, 1 or 2?", "answer": "2"}\nthe second line is damaged\n', encoding="utf-8")
-    plan = ["plan", "-p", "base", "--set", f"task.source=jsonl:{source}", "--set"]
+    plan = ["plan", "-p", "base", "--set", f"task.source=jsonl:{source}", "--set", "eval.prompts=0"]
+    plan += ["--set", "model.path=builtin:untaught", "--set"]
     assert run([*plan, "task.rehearsal_items=2"]) == 0
     assert "would be refused" in " ".join(capsys.readouterr().err.split())
     assert run([*plan, "task.rehearsal_items=0"]) == 0
     assert "would be refused" not in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "eval_prompts", "said"),
+    [
+        ("builtin:untaught", 3, "has 3 distinct prompts, and eval.prompts = 3 of them are held out: none are left to train on"),
+        ("builtin:tiny", 1, 'model.path = "builtin:tiny" learns from demonstrations, and jsonl:'),
+    ],
+)
+def test_a_plan_for_this_machine_warns_of_a_task_that_a_run_would_refuse(
+    model: str, eval_prompts: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"prompt": f"What is {number} + 1?", "answer": str(number + 1)}) for number in (10, 20, 30)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    sets = [f"task.source=jsonl:{tmp_path / 'rows.jsonl'}", f"model.path={model}", f"eval.prompts={eval_prompts}"]
+    assert run(["plan", "-p", "base", *(f"--set={value}" for value in sets)]) == 0
+    err = capsys.readouterr().err
+    assert "warning: a run on this machine would be refused: " in err
+    assert said in err
+
+
+def test_a_plan_rehearses_on_the_training_prompts_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.dumps({"prompt": f"What is {number} + 1?", "answer": str(number + 1)}) for number in range(10, 15)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    sets = [f"task.source=jsonl:{tmp_path / 'rows.jsonl'}", "model.path=builtin:untaught", "eval.prompts=2"]
+    assert run(["plan", "-p", "base", "--json", *(f"--set={value}" for value in sets)]) == 0
+    assert json.loads(capsys.readouterr().out)["rehearsal"]["items"] == 3
 
 
 def test_a_bound_belongs_to_a_search(capsys: pytest.CaptureFixture[str]) -> None:

@@ -361,3 +361,10 @@ def test_a_module_of_a_set_or_the_environment_is_one_of_the_working_directory(pr
     assert load(reference, ["task.environment=mine:E"], environ={}).profile.task.import_path == str(projects / "a")
     with pytest.raises(ConfigError, match=f'but task.environment = "rewards:E" one in {projects}/here:'):
         load(reference, ["task.environment=rewards:E"], environ={})
+
+
+def test_a_file_of_another_kind_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "grpo.yaml").write_text("trainer:\n  lr: 1e-6\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is not a profile: the name of a TOML file ends in"):
+        load("grpo.yaml", environ={})

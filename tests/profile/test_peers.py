@@ -46,6 +46,12 @@ NAMED = {
     "actor_rollout_ref.rollout.name": "rollout.engine",
     "actor_rollout_ref.rollout.mode": None,
     "actor_rollout_ref.rollout.calculate_log_probs": None,
+    # TRL's GRPOConfig
+    "num_train_epochs": "run.train_steps",
+    "warmup_ratio": "trainer.warmup_steps",
+    "vllm_mode": "placement.colocate",
+    "report_to": "logging.wandb",
+    "output_dir": None,
     # the Async-RL pipeline's page
     "+trainer.sperated_node_tasks": "placement.tasks",
     "+trainer.sperated_node_ratios": "placement.ratios",
@@ -56,7 +62,7 @@ NAMED = {
     "+actor_rollout_ref.rollout.param_update_consume_bucket_size_mb": "weights.load_bucket_size_mb",
     "+trainer.generate_ahead_steps": "async_training.staleness_threshold",
 }
-"""Every key that the three pages name, and the key here that does its work, read from the schema's docstrings."""
+"""Every key that the three pages name and some of TRL's, and the key here that does its work, read from the schema's docstrings."""
 
 
 def refusal(*sets: str, environ: dict[str, str] | None = None) -> ConfigError:
@@ -89,6 +95,8 @@ def test_a_key_is_known_without_its_first_parts_and_not_mistaken_for_ours() -> N
         ("trainer.eps_clip", "use algorithm.clip_ratio_low and algorithm.clip_ratio_high (the same value for both)"),
         ("trainer.ppo_epochs", "every group is trained once"),
         ("trainer.lrr", "did you mean trainer.lr?"),
+        ("trainer.policy.optimizer_config.lr", "did you mean trainer.lr?"),
+        ("trainer.model.ac", "use trainer.activation_checkpointing"),
         ("rollout.batch_size", "use trainer.ppo_mini_batch_size (groups in both)"),
     ],
 )

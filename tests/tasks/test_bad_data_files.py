@@ -111,7 +111,10 @@ JSONL = {
     "no messages": (row(prompt=[]), ':1: column "prompt" holds no messages'),
     "texts as messages": (row(prompt=["x"]), r":1: prompt\[0\] is not a message \(.*; it has: str"),
     "messages by other names": (row(prompt=[{"from": "user", "value": "x"}]), r":1: prompt\[0\] is not a message .*: from, value"),
-    "a message of nobody": (row(prompt=[{"role": "human", "content": "x"}]), r":1: prompt\[0\] .*role is one of system, .*user"),
+    "a message of nobody": (
+        row(prompt=[{"role": "human", "content": "x"}]),
+        r":1: prompt\[0\] .*role human.*role is one of system, .*user",
+    ),
     "an image in a message": (row(prompt=[{"role": "user", "content": "x", "images": ["a.png"]}]), "role, content, images"),
     "parts in a message": (
         row(prompt=[{"role": "user", "content": [{"type": "text"}]}]),

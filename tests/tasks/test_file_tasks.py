@@ -370,3 +370,25 @@ def test_a_class_that_gives_its_own_reward_needs_no_answers(tmp_path, monkeypatc
     assert [item["answer"] for item in (*task.train, *task.eval)] == [None] * 9
     with pytest.raises(ConfigError, match='no column "answer"'):
         load(file, environment="shop:Shop", reward="exact-match")
+
+
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [
+        ("train.parquet", 'task.source = "parquet:train.parquet"'),
+        ("data/train.jsonl", 'task.source = "jsonl:data/train.jsonl"'),
+        ("openai/gsm8k", "a dataset of the hub is written to a file first"),
+    ],
+)
+def test_a_source_without_its_kind_is_refused_with_the_one_that_was_meant(source, hint):
+    with pytest.raises(ConfigError, match="is none of builtin:<task>") as caught:
+        load_task(Profile.model_validate({"task": {"source": source}}))
+    assert caught.value.hint.startswith(hint)
+
+
+def test_a_built_in_reward_with_a_slip_is_refused_with_its_name(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n', encoding="utf-8")
+    task = {"source": f"jsonl:{tmp_path / 'rows.jsonl'}", "reward": "math_verify"}
+    with pytest.raises(ConfigError, match="not of the form module:function") as caught:
+        load_task(Profile.model_validate({"task": task, "eval": {"prompts": 0}}))
+    assert caught.value.hint == "did you mean math-verify?"

@@ -60,6 +60,11 @@ def partly(item, response):
     return 1.0 if response.strip() == item["answer"] else 0.1 if response else 0.0
 
 
+def silent_about_wrong(item, response):
+    assert item["answer"] in response
+    return 1.0
+
+
 def raises(item, response):
     return float(int(response) == int(item["answer"]))
 
@@ -154,6 +159,19 @@ def test_it_is_an_error_if_no_reference_scores(rehearsed, reward):
     assert "task.rehearsal_items = 0" in caught.value.hint
 
 
+@pytest.mark.parametrize("reward", ["for_nothing", "silent_about_wrong"])
+def test_a_reward_that_judges_all_texts_alike_is_told_from_one_that_gives_nothing(rehearsed, reward):
+    with pytest.raises(ConfigError, match=r"reward (0.5|1), and no text that it judged earns less, where the answer is"):
+        rehearsed(reward).check()
+    with pytest.raises(ConfigError, match=r"reward 0, where the answer is"):
+        rehearsed("strict").check()
+
+
+def test_what_is_an_error_is_not_a_warning_too(rehearsed):
+    assert rehearsed("for_nothing").warnings() == []
+    assert len(rehearsed("silent_about_wrong").warnings()) == 1  # that it failed
+
+
 def test_failures_of_the_reward_are_a_warning_with_an_example(rehearsed):
     found = rehearsed("raises")
     found.check()
@@ -210,6 +228,7 @@ def test_reasoning_gyms_own_verifiers_and_the_worked_form_are_rehearsed():
 def test_plan_shows_the_table_and_the_warnings_and_refuses_with_2(rehearsed, capsys, tmp_path):
     rehearsed("exact-match")  # writes the files
     sets = ["task.source=jsonl:rows.jsonl", f"task.import_path={tmp_path}", "model.path=builtin:untaught", "task.rehearsal_items=8"]
+    sets.append("eval.prompts=0")
     arguments = [word for value in sets for word in ("--set", value)]
     assert run(["plan", *arguments, "--set", "task.reward=rehearsed_rewards:evaluated"]) == 0
     shown = capsys.readouterr()

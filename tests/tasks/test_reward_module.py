@@ -15,7 +15,7 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks import code_records
+from asyncrl_cli.tasks import code_records, user_code
 from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.code_records import keep_record, origin
 from asyncrl_cli.tasks.reward_spec import RewardSpec
@@ -331,3 +331,10 @@ def test_rewards_of_ours_need_no_record(began):
     assert task_of(began, "auto", resumed=False).reward.kind == "exact-match"
     assert not (began / "reward.json").exists()
     assert task_of(began, "auto", resumed=True).notes == ()
+
+
+def test_the_traceback_of_an_error_is_printed_once(capfd, monkeypatch):
+    monkeypatch.setattr(user_code, "_PRINTED", set())
+    reasons = [user_code.report(KeyError(text)) for text in ("a", "a", "b", "c", "d")]
+    assert reasons[1:3] == ["KeyError: 'a'", "KeyError: 'b'"]
+    assert capfd.readouterr().err.splitlines() == ["KeyError: 'a'", "KeyError: 'b'", "KeyError: 'c'"]

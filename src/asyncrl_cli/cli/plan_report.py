@@ -26,6 +26,7 @@ from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.rehearsal import Rehearsal, rehearse
+from asyncrl_cli.tasks.splits import KINDS
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.train.losses import check_loss
 
@@ -75,7 +76,8 @@ def print_plan(
             warnings += memory_fit.cache_warnings(memory) + (store_warnings(memory) if is_here else [])
     rehearsal = _rehearsed(profile)
     if isinstance(rehearsal, AsyncrlError):
-        warnings += [f"a run on this machine would be refused: {rehearsal.message}"] if is_here else []
+        hint = f" ({rehearsal.hint})" if rehearsal.hint else ""
+        warnings += [f"a run on this machine would be refused: {rehearsal.message}{hint}"] if is_here else []
         rehearsal = Rehearsal(name=f'"{profile.task.reward}"', reason=rehearsal.message)
     warn(*warnings, *rehearsal.warnings())
     if as_json:
@@ -95,14 +97,24 @@ def print_plan(
 
 
 def _rehearsed(profile: Profile) -> Rehearsal | AsyncrlError:
-    """The rehearsal of the reward on the first training items; or why the task cannot be loaded here."""
+    """The rehearsal of the reward on the first training items; or why the task cannot be loaded here, or not for the
+    built-in model.
+
+    A file's eval prompts are held out as in a run, so a file that is too small for them is found here, too."""
     import asyncio
 
+    from asyncrl_cli.job.preparing import check_prompts
+
     items = max(1, profile.task.rehearsal_items)  # without a rehearsal one item tells whether the task can be loaded
-    task = profile.task.model_copy(update={"train_prompts": min(items, profile.task.train_prompts or items)})
-    few = profile.model_copy(update={"task": task, "eval": profile.eval.model_copy(update={"prompts": 0, "sets": {}})})
+    train_prompts = min(items, profile.task.train_prompts or items)
+    update: dict[str, Any] = {"task": profile.task.model_copy(update={"train_prompts": train_prompts})}
+    if profile.task.source.partition(":")[0] not in KINDS:  # eval prompts that are generated take time
+        update["eval"] = profile.eval.model_copy(update={"prompts": 0, "sets": {}})
+    few = profile.model_copy(update=update)
     try:
-        return asyncio.run(rehearse(few, load_task(few)))
+        task = load_task(few)
+        check_prompts(few, task, None)
+        return asyncio.run(rehearse(few, task))
     except AsyncrlError as error:
         return error
 

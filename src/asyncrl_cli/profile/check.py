@@ -23,6 +23,8 @@ from asyncrl_cli.profile.toml_files import shortened, toml_value
 ENGINE = "rollout.engine"
 ENGINE_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
 """Keys of [rollout] that only some engines support."""
+HIGHEST_LR = 1e-4
+"""Above it a warning, for all weights of a pretrained model. The base profile's 5e-4 is for a model of 0.75 M parameters."""
 
 
 def _engine_clashes(kind: Any) -> Iterator[Clash]:
@@ -185,6 +187,12 @@ def _warnings(profile: Profile) -> Iterator[str]:
         yield (
             f'algorithm.rollout_is = "none": data up to {age} versions old is trained as if the current weights had sampled it, '
             "which biases the gradient and can end in a collapse"
+        )
+    lr = profile.trainer.lr
+    if lr > HIGHEST_LR and not profile.lora.rank and not profile.model.path.startswith("builtin:"):
+        yield (
+            f"trainer.lr = {lr:g} suits the tiny builtin model, and can ruin a pretrained one within a few steps: 1e-6 is usual "
+            "where all weights are trained"
         )
     if profile.task.answer_format == "anywhere":
         yield (

@@ -133,6 +133,8 @@ def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
         return ConfigError(f"{where}: unknown key {shortened(key)}, {row.meaning}", hint=row.hint)
     section = key.partition(".")[0]
     same = [name for name in known if name.endswith(f".{key}")]
+    if (own := f"{section}.{key.rpartition('.')[2]}") in known:  # trainer.policy.optimizer_config.lr
+        return ConfigError(f"{where}: unknown key {shortened(key)}", hint=f"did you mean {own}?")
     if len(same) > 1:  # the same key of several sections
         return ConfigError(f"{where}: unknown key {shortened(key)}", hint=f"did you mean {' or '.join(same)}?")
     names = [name.removeprefix(f"{section}.") for name in known if name.startswith(f"{section}.")]

@@ -162,6 +162,11 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
     if reference in shipped_templates():
         hint = f"it is a template: `asyncrl init {reference} DIR`, and then --profile DIR/profile.toml"
         raise ConfigError(f"{asked_by}: there is no profile '{reference}'", hint=hint)
+    if os.path.isfile(relative_to / expand(reference)):
+        raise ConfigError(
+            f"{asked_by}: {shortened(reference)} is not a profile: the name of a TOML file ends in .toml",
+            hint="docs/coming-from.md says which keys of other trainers are which here",
+        )
     hint = did_you_mean(reference, known, f"known profiles: {', '.join(known)}.", "`{}`".format)
     raise ConfigError(
         f"{asked_by}: there is no profile '{shortened(reference)}'", hint=f"{hint} A file is given with its path or .toml"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.errors import ConfigError, did_you_mean
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.agents import load_agent
 from asyncrl_cli.tasks.builtin import environment_of
@@ -72,7 +72,7 @@ def _resolved(profile: Profile, spec: RewardSpec, reward: str, run_dir: Path | N
     if not is_user_code(reward):
         raise ConfigError(
             f'task.reward = "{reward}" is not one of {", ".join(BUILT_IN)}, and not of the form module:function',
-            hint='for example task.reward = "my_rewards:score"',
+            hint=did_you_mean(reward, BUILT_IN, 'for example task.reward = "my_rewards:score"'),
         )
     limit_key, record = "task.reward_timeout_s", reward_record(profile, reward)
     code, _, notes = try_out(profile, run_dir, "reward", reward, load_function, EXPECTED, limit_key=limit_key, record=record)

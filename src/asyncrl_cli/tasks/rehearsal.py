@@ -103,11 +103,11 @@ class Rehearsal:
     def warnings(self) -> list[str]:
         """What the user should look at, with the worst example of each kind."""
         found = []
-        if self.unscored:
+        if 0 < len(self.unscored) < self.num_items:  # all of them are an error, with the same example
             worst = self.unscored[0]
             found.append(
                 f"task.reward: for {len(self.unscored)} of {self.num_items} items the reference answer scores in none of the usual "
-                f"forms, for example {worst.item['answer']!r:.60}: {_outcome(worst)}"
+                f"forms, for example {worst.item['answer']!r:.60}: {_unscored(worst)}"
             )
         for what, most in FOILS.items():
             scored = self.rows.get(what, [])
@@ -135,13 +135,18 @@ class Rehearsal:
         worst = self.unscored[0]
         raise ConfigError(
             f"task.reward = {self.name}: no reference answer scores in any of the usual forms, on {self.num_items} items; for "
-            f"example {worst.text!r:.100}: {_outcome(worst)}, where the answer is {worst.item['answer']!r:.60}",
+            f"example {worst.text!r:.100}: {_unscored(worst)}, where the answer is {worst.item['answer']!r:.60}",
             hint=f"check task.answer_key and the reward; if it is meant to be so, {WITHOUT_IT}",
         )
 
 
 def _outcome(one: Scored) -> str:
     return f"reward {one.reward:g}" if one.reward is not None else f"it failed: {one.failure:.200}"
+
+
+def _unscored(one: Scored) -> str:
+    """The outcome of a reference that earns no more than the item's other texts, which may be more than 0."""
+    return f"{_outcome(one)}, and no text that it judged earns less" if one.reward else _outcome(one)
 
 
 async def rehearse(profile: Profile, task: Task) -> Rehearsal:

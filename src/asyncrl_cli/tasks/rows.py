@@ -56,8 +56,9 @@ def _message(value: Any, where: str, place: str) -> Mapping[str, str]:
     role, content = given.get("role"), given.get("content")
     if role not in ROLES or not isinstance(content, str) or len(given) > 2:
         fields = first_names([f"{name:.80}" for name in given], MAX_COLUMNS_NAMED) or _kind(value)
+        known = f", role {role:.40}" if isinstance(role, str) and role not in ROLES else ""
         raise ConfigError(
-            f"{place}: {where} is not a message (a role and a content, both text, nothing else); it has: {fields}",
+            f"{place}: {where} is not a message (a role and a content, both text, nothing else); it has: {fields}{known}",
             hint=f"role is one of {', '.join(ROLES)}",
         )
     return {"role": role, "content": _whole_text(content, f"{where}.content", place)}

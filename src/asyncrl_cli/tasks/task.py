@@ -100,7 +100,7 @@ def _load_items(profile: Profile, run_dir: Path | None) -> Task:
     if kind not in SOURCES or not (colon and name):
         raise ConfigError(
             f'task.source = "{profile.task.source}" is none of {", ".join(map(":".join, SOURCES.items()))}',
-            hint='for example task.source = "reasoning-gym:number_sorting"',
+            hint=_source_hint(profile.task.source),
         )
     if kind in KINDS:
         return _file_task(profile, file_of(profile.task.source, "task.source"), run_dir)
@@ -110,6 +110,16 @@ def _load_items(profile: Profile, run_dir: Path | None) -> Task:
     if kind == "verifiers":
         return _verifiers_task(profile, name)
     return _gym_task(profile, name, run_dir)
+
+
+def _source_hint(source: str) -> str:
+    kind = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(Path(source).suffix)
+    if kind and ":" not in source:
+        return f'task.source = "{kind}:{source:.200}"'
+    return (
+        'a dataset of the hub is written to a file first: datasets.load_dataset(...)["train"].to_parquet("train.parquet"), and '
+        'task.source = "parquet:train.parquet"'
+    )
 
 
 def _builtin_task(profile: Profile, name: str, run_dir: Path | None) -> Task:

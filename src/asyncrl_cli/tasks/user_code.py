@@ -12,8 +12,9 @@ from functools import reduce
 from typing import Any
 
 MAX_REASON_CHARS = 400
-_TRACEBACKS = iter(range(3))
-"""One for each traceback that this process may still print."""
+MOST_TRACEBACKS = 3
+_PRINTED = set[str]()
+"""The errors, as lines, whose tracebacks this process has printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +52,12 @@ def is_user_code(name: str) -> bool:
 
 
 def report(error: BaseException) -> str:
-    """Return `describe(error)`. Print its traceback too, if it is one of the first errors of this process."""
-    if next(_TRACEBACKS, None) is not None:
+    """Return `describe(error)`. Print its traceback too, if it is one of the first different errors of this process."""
+    reason = describe(error)
+    if reason not in _PRINTED and len(_PRINTED) < MOST_TRACEBACKS:
+        _PRINTED.add(reason)
         traceback.print_exception(error)
-    return describe(error)
+    return reason
 
 
 def describe(error: BaseException) -> str:
