@@ -1,8 +1,8 @@
 """pytest, with the outcome of each test in a file: `python .ci/outcomes.py FILE [pytest's arguments]`.
 
-FILE gets one JSON object per line: `test`, its `outcome` (collected, passed, failed or skipped; of a file: skipped or
-not collected) and `text`, the failure or the reason of the skip. Each line is written at once, so a process that dies
-leaves what happened before.
+FILE gets one JSON object per line: `test`, its `outcome` (collected, passed, failed or skipped; of a file:
+skipped or not collected) and `text`, the failure or the reason of the skip. Each line is written at once, so
+a process that dies leaves what happened before.
 """
 
 from __future__ import annotations

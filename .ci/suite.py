@@ -1,12 +1,13 @@
 """Runs the tests as CI does: `python .ci/suite.py`, in the root of the repository.
 
 The suite runs once. What failed is run again alone, in one process, up to twice. A test that fails each time
-fails CI. One that passes on a second try is listed under `flaky:` with the last lines of its first failure, here
-and in build/flaky.txt. Only failed tests are run again: an error of collection, of pytest itself or an interrupt
-ends CI. So does a skip that .ci/skips.toml does not name. On success the last line is pytest's own, or one like it.
+fails CI. One that passes on a second try is listed under `flaky:` with the last lines of its first failure,
+here and in build/flaky.txt. Only failed tests are run again: an error of collection, of pytest itself or an
+interrupt ends CI. So does a skip that .ci/skips.toml does not name. On success the last line is pytest's own,
+or one like it.
 
-The failed tests are named to pytest rather than left to `--lf`. That forgets a test whose worker crashed, because
-pytest-xdist runs it once more, and it runs the whole suite if it knows of no failure.
+The failed tests are named to pytest rather than left to `--lf`. That forgets a test whose worker crashed,
+because pytest-xdist runs it once more, and it runs the whole suite if it knows of no failure.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ LIMIT_S, RERUN_LIMIT_S = 45 * 60, 12 * 60
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How pytest ended (None: at its time limit) and whether every file could be collected. By test: the text of
-    its first failure, the reason of its skip, or that it passed."""
+    """How pytest ended (None: at its time limit) and whether every file could be collected. By test: the text
+    of its first failure, the reason of its skip, or that it passed."""
 
     code: int | None
     collected: bool
@@ -44,7 +45,9 @@ class Run:
     @property
     def as_expected(self) -> bool:
         """Whether the failed tests alone explain the exit code."""
-        return self.collected and self.code == (pytest.ExitCode.TESTS_FAILED if self.failed else pytest.ExitCode.OK)
+        return self.collected and self.code == (
+            pytest.ExitCode.TESTS_FAILED if self.failed else pytest.ExitCode.OK
+        )
 
 
 def run(name: str, limit_s: float, *arguments: str) -> Run:
@@ -114,7 +117,10 @@ def main() -> int:
     (BUILD / "flaky.txt").unlink(missing_ok=True)
     first = run("suite", LIMIT_S, "-rs")
     if not first.as_expected or len(first.failed) > MAX_FAILED:
-        print(f"\npytest ended with {first.code}; {len(first.failed)} tests failed or were not run: none is run again")
+        print(
+            f"\npytest ended with {first.code}; {len(first.failed)} tests failed or were not run: none is "
+            "run again"
+        )
         return first.code or 1
 
     recovered = rerun(first.failed) if first.failed else set()
@@ -129,7 +135,12 @@ def main() -> int:
     if still:
         print(listing("\nfailed each time:", still))
     if first.failed or unexpected:
-        counts = Counter(failed=len(still), passed=len(first.passed | recovered), skipped=len(first.skipped), rerun=len(recovered))
+        counts = Counter(
+            failed=len(still),
+            passed=len(first.passed | recovered),
+            skipped=len(first.skipped),
+            rerun=len(recovered),
+        )
         print(closing_line(counts, time.monotonic() - started))
     return 1 if still or unexpected else 0
 

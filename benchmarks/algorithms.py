@@ -1,12 +1,13 @@
-"""Trains with every loss, estimator, correction and KL, and with LoRA: real runs of 20 steps, partial rollout, one Ray session.
+"""Trains with every loss, estimator, correction and KL, and with LoRA: real runs of 20 steps, partial
+rollout, one Ray session.
 
     python -m benchmarks.algorithms --directory DIR [--only WORD]
 
-Each row is a run of the profile partial-rollout with a few keys. Together they cover every `loss_mode`, `adv_estimator`,
-`loss_agg_mode` and `old_logprobs`, every `rollout_is` except `none`, every KL estimate, and rejection by k1, k2, k3 of tokens and
-sequence means and maxima. Prints Markdown: reward of the first and the last five steps, largest gradient norm, KL(sampler,
-policy) at the end, largest difference of the probes' logprobs between trainer and workers, bytes of a sync, seconds.
-Exits with 1 if a figure is not finite.
+Each row is a run of the profile partial-rollout with a few keys. Together they cover every `loss_mode`,
+`adv_estimator`, `loss_agg_mode` and `old_logprobs`, every `rollout_is` except `none`, every KL estimate, and
+rejection by k1, k2, k3 of tokens and sequence means and maxima. Prints Markdown: reward of the first and the
+last five steps, largest gradient norm, KL(sampler, policy) at the end, largest difference of the probes'
+logprobs between trainer and workers, bytes of a sync, seconds. Exits with 1 if a figure is not finite.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ RECOMPUTE = "old_logprobs=recompute"
 RUNS = {
     "vanilla, grpo": "",
     "vanilla with a dual clip, rloo, token weights cut at 2, KL in the loss: k3": (
-        f"clip_ratio_c=3.0 adv_estimator=rloo {RECOMPUTE} rollout_is_threshold=2.0 loss_agg_mode=seq-mean-token-sum "
+        f"clip_ratio_c=3.0 adv_estimator=rloo {RECOMPUTE} rollout_is_threshold=2.0 "
+        "loss_agg_mode=seq-mean-token-sum "
         "use_kl_loss=true kl_loss_type=k3"
     ),
     "gspo, reinforce_plus_plus, loglinear, KL in the loss: low_var_kl": (
@@ -46,16 +48,19 @@ RUNS = {
         "adv_estimator=reinforce_plus_plus old_logprobs=loglinear use_kl_loss=true"
     ),
     "cispo, reinforce_plus_plus_baseline, sequences within a band, KL in the reward: k1": (
-        f"loss_mode=cispo clip_ratio_low=1.0 adv_estimator=reinforce_plus_plus_baseline {RECOMPUTE} rollout_is=sequence "
+        f"loss_mode=cispo clip_ratio_low=1.0 adv_estimator=reinforce_plus_plus_baseline {RECOMPUTE} "
+        "rollout_is=sequence "
         "rollout_is_threshold='0.2_5.0' use_kl_in_reward=true"
     ),
     "dppo, gae, geometric means, rejection token_k1, KL in the loss: k2": (
-        f"loss_mode=dppo clip_ratio_low=0.15 clip_ratio_high=0.15 adv_estimator=gae {RECOMPUTE} rollout_is=geometric "
+        f"loss_mode=dppo clip_ratio_low=0.15 clip_ratio_high=0.15 adv_estimator=gae {RECOMPUTE} "
+        "rollout_is=geometric "
         "rollout_rs=token_k1 rollout_rs_threshold=2.0 use_kl_loss=true kl_loss_type=k2"
     ),
     "sapo, grpo without std, normalized weights, rejection seq_mean_k3, KL in the reward: abs": (
         f"loss_mode=sapo loss_agg_mode=seq-mean-token-sum-norm normalize_advantages=false {RECOMPUTE} "
-        "rollout_is_batch_normalize=true rollout_rs=seq_mean_k3 rollout_rs_threshold=0.1 use_kl_in_reward=true kl_penalty=abs"
+        "rollout_is_batch_normalize=true rollout_rs=seq_mean_k3 rollout_rs_threshold=0.1 "
+        "use_kl_in_reward=true kl_penalty=abs"
     ),
     "reinforce, token weights within a band, rejection seq_max_k2, KL in the loss: k1": (
         "loss_mode=reinforce rollout_is_threshold='0.5_5.0' rollout_rs=seq_max_k2 rollout_rs_threshold=2.0 "
@@ -72,7 +77,9 @@ COLUMNS = ("reward from", "to", "gradient norm", "KL", "probes", "bytes of a syn
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--only", default="", help="only runs with this in their name")
     options = parser.parse_args()
@@ -87,7 +94,11 @@ def main() -> int:
             figures = figures_of(lines)
             is_fine = result.error is None and len(lines) == STEPS and all(map(math.isfinite, figures))
             are_fine &= is_fine
-            print(f"| {' | '.join([name, *(f'{figure:.3g}' for figure in figures)])} |{'' if is_fine else ' FAILED'}", flush=True)
+            print(
+                f"| {' | '.join([name, *(f'{figure:.3g}' for figure in figures)])} "
+                f"|{'' if is_fine else ' FAILED'}",
+                flush=True,
+            )
     return 0 if are_fine else 1
 
 

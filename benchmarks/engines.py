@@ -1,10 +1,11 @@
-"""Tokens per second of both rollout engines, compared with vLLM's own offline `LLM.generate` on the same work.
+"""Tokens per second of both rollout engines, compared with vLLM's own offline `LLM.generate` on the same
+work.
 
     python benchmarks/engines.py [--model builtin random] [--sequences 1 8 64] [--tokens 128] [--repeat 5]
                                  [--stream-interval 1 8] [--parameters 80000000] [--no-vllm] [--json]
 
-Within each repeat all sides generate the same number of tokens, on one compute thread per process, one side after the other (in
-reverse order in every second repeat). The table has medians over the repeats. The sides:
+Within each repeat all sides generate the same number of tokens, on one compute thread per process, one side
+after the other (in reverse order in every second repeat). The table has medians over the repeats. The sides:
 
     transformers   TransformersEngine, the embedded engine
     bare           a static batch through the same model: no admission, no versions, no stop. The embedded engine's ceiling
@@ -12,9 +13,10 @@ reverse order in every second repeat). The table has medians over the repeats. T
     ceiling        vLLM's LLM.generate with the same logprobs and seeds; it delivers whole responses
     no logprobs    the same without logprobs, which a trainer would need
 
-The second table shows the cost of our path: the ratio of vllm/N to the ceiling of the same repeat, as the median over the repeats.
-It also shows the ratio of tokens per CPU-second of all processes of a side, which is what counts on a machine that others use.
-`random` is a Qwen3 with random weights, `builtin` is builtin:tiny's architecture, also random.
+The second table shows the cost of our path: the ratio of vllm/N to the ceiling of the same repeat, as the
+median over the repeats. It also shows the ratio of tokens per CPU-second of all processes of a side, which is
+what counts on a machine that others use. `random` is a Qwen3 with random weights, `builtin` is builtin:tiny's
+architecture, also random.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class Processes:
         self._by_side[side] = [child for child in self._this.children(recursive=True) if child not in known]
 
     def cpu_s(self, side: str) -> float:
-        """Of this process to the nanosecond; of others in the system's ticks of 10 ms, which short work may not reach."""
+        """Of this process to the nanosecond; of others in the system's ticks of 10 ms, which short work may
+        not reach."""
         theirs = [process.cpu_times() for process in self._by_side[side]]
         return time.process_time() + sum(times.user + times.system for times in theirs)
 
@@ -136,7 +139,9 @@ class Bare:
         tokens_BT, cache = torch.tensor(prompts), DynamicCache(config=self._model.config)
         began_s = time.perf_counter()
         for _ in range(num_tokens):
-            logits_BV = self._model(input_ids=tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            logits_BV = self._model(
+                input_ids=tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=1
+            ).logits[:, -1]
             logprobs_BV = logits_BV.log_softmax(-1)
             tokens_BT = torch.multinomial(logprobs_BV.exp(), 1)
             logprobs_BV.gather(1, tokens_BT).tolist()
@@ -149,7 +154,11 @@ async def measure(model: RandomModel, options: argparse.Namespace) -> dict[int, 
     rates: dict[int, Rates] = {count: {} for count in options.sequences}
     processes = Processes()
     async with AsyncExitStack() as stack:
-        engines = {"transformers": await stack.enter_async_context(running_engine("transformers", model, slots, options.tokens))}
+        engines = {
+            "transformers": await stack.enter_async_context(
+                running_engine("transformers", model, slots, options.tokens)
+            )
+        }
         processes.started("transformers")
         processes.started("bare")
         bare = Bare(model)
@@ -178,12 +187,19 @@ async def measure(model: RandomModel, options: argparse.Namespace) -> dict[int, 
                     made = count * options.tokens
                     rate = Rate(wall=made / taken_s, cpu=made / (processes.cpu_s(mine) - began_cpu_s))
                     rates[count].setdefault(side, []).append(rate)
-                print(f"  repeat {repeat + 1} of {options.repeat}, {count} sequences", file=sys.stderr, flush=True)
+                print(
+                    f"  repeat {repeat + 1} of {options.repeat}, {count} sequences",
+                    file=sys.stderr,
+                    flush=True,
+                )
     return rates
 
 
 def rate_table(rates: dict[int, Rates]) -> str:
-    sides = sorted(next(iter(rates.values())), key=lambda side: (side in ("ceiling", "no logprobs"), side.startswith("vllm"), side))
+    sides = sorted(
+        next(iter(rates.values())),
+        key=lambda side: (side in ("ceiling", "no logprobs"), side.startswith("vllm"), side),
+    )
     rows = [
         [f"{count}", *(f"{median_of(by_side[side], what):,.0f}" for side in sides)]
         for what in ("wall", "cpu")
@@ -199,7 +215,10 @@ def median_of(rates: list[Rate], what: str) -> float:
 
 def ratios(by_side: Rates, side: str, what: str) -> list[float]:
     """Of each repeat, to the ceiling's rate in the same repeat."""
-    return [getattr(ours, what) / getattr(best, what) for ours, best in zip(by_side[side], by_side["ceiling"], strict=True)]
+    return [
+        getattr(ours, what) / getattr(best, what)
+        for ours, best in zip(by_side[side], by_side["ceiling"], strict=True)
+    ]
 
 
 def ratio_table(rates: dict[int, Rates]) -> str:
@@ -207,7 +226,10 @@ def ratio_table(rates: dict[int, Rates]) -> str:
     for count, by_side in rates.items():
         for side in (side for side in by_side if side.startswith("vllm/")):
             found = {what: ratios(by_side, side, what) for what in ("wall", "cpu")}
-            cells = [f"{statistics.median(each):.1%} ({min(each):.0%} - {max(each):.0%})" for each in found.values()]
+            cells = [
+                f"{statistics.median(each):.1%} ({min(each):.0%} - {max(each):.0%})"
+                for each in found.values()
+            ]
             rows.append([f"{count}", side, *cells])
     return table(
         ["sequences", "side", "of the ceiling (least - most)", "by CPU-seconds"],
@@ -216,14 +238,18 @@ def ratio_table(rates: dict[int, Rates]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", nargs="+", choices=["builtin", "random"], default=["builtin", "random"])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--parameters", type=int, default=80_000_000)
     parser.add_argument("--stream-interval", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--no-vllm", dest="vllm", action="store_false", help="measure the embedded engine only")
+    parser.add_argument(
+        "--no-vllm", dest="vllm", action="store_false", help="measure the embedded engine only"
+    )
     parser.add_argument("--json", action="store_true", help="print all repeats as JSON instead of tables")
     options = parser.parse_args()
     if options.vllm:
@@ -239,11 +265,16 @@ def main() -> None:
             rates = asyncio.run(measure(model, options))
         found[kind] = {
             "parameters": model.parameters,
-            "rates": {n: {side: [asdict(r) for r in found] for side, found in by.items()} for n, by in rates.items()},
+            "rates": {
+                n: {side: [asdict(r) for r in found] for side, found in by.items()} for n, by in rates.items()
+            },
         }
         if not options.json:
             size = f"{model.parameters / 1e6:.1f} million parameters, vocabulary of {model.vocab_size:,}"
-            print(f"\n{kind}: {size}; {options.tokens} tokens each, {options.repeat} repeats\n{rate_table(rates)}")
+            print(
+                f"\n{kind}: {size}; {options.tokens} tokens each, {options.repeat} "
+                f"repeats\n{rate_table(rates)}"
+            )
             if options.vllm:
                 print(f"\n{ratio_table(rates)}", flush=True)
     print(json.dumps(found) if options.json else f"\n{found['conditions']}")

@@ -1,9 +1,11 @@
-"""Runs many seeds of the deterministic simulation, counts what happened, and prints a command to replay each seed that failed.
+"""Runs many seeds of the deterministic simulation, counts what happened, and prints a command to replay each
+seed that failed.
 
     python -m benchmarks.fault_seeds [--seeds 10000] [--first 0] [--processes 2] [--turns] [--scorer]
 
-With `--turns` every scenario has several turns; with `--scorer` every scenario that is not colocated has scorers. Run it in the
-project's root, because it uses the proof in the tests. Exits with 1 if any seed failed.
+With `--turns` every scenario has several turns; with `--scorer` every scenario that is not colocated has
+scorers. Run it in the project's root, because it uses the proof in the tests. Exits with 1 if any seed
+failed.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def table(title: str, counts: Counter[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
@@ -48,18 +52,39 @@ def main() -> int:
     parser.add_argument("--scorer", action="store_true")
     options = parser.parse_args()
     last, began_s = options.first + options.seeds, time.monotonic()
-    chunks = [range(start, min(start + _CHUNK_SEEDS, last)) for start in range(options.first, last, _CHUNK_SEEDS)]
+    chunks = [
+        range(start, min(start + _CHUNK_SEEDS, last)) for start in range(options.first, last, _CHUNK_SEEDS)
+    ]
     modes, events, faults, broken = Counter[str](), Counter[str](), Counter[str](), dict[int, str]()
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        results = pool.imap_unordered(partial(run_seeds, with_turns=options.turns, with_scorer=options.scorer), chunks)
+        results = pool.imap_unordered(
+            partial(run_seeds, with_turns=options.turns, with_scorer=options.scorer), chunks
+        )
         for done, (more_modes, more_events, more_faults, more_broken) in enumerate(results, 1):
-            modes, events, faults, broken = modes + more_modes, events + more_events, faults + more_faults, broken | more_broken
-            print(f"\r{done} of {len(chunks)} chunks, {len(broken)} failing seeds", end="", file=sys.stderr, flush=True)
+            modes, events, faults, broken = (
+                modes + more_modes,
+                events + more_events,
+                faults + more_faults,
+                broken | more_broken,
+            )
+            print(
+                f"\r{done} of {len(chunks)} chunks, {len(broken)} failing seeds",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     elapsed_s = time.monotonic() - began_s
     print(file=sys.stderr)
     virtual_s = events.pop("virtual seconds", 0)
-    print(f"seeds {options.first} to {last - 1}: {elapsed_s:.0f} s, {options.processes} processes, {virtual_s:,} virtual seconds\n")
-    print("\n\n".join([table("scenarios", modes), table("events", events), table("faults that happened", faults)]))
+    print(
+        f"seeds {options.first} to {last - 1}: {elapsed_s:.0f} s, {options.processes} processes, "
+        f"{virtual_s:,} virtual seconds\n"
+    )
+    print(
+        "\n\n".join(
+            [table("scenarios", modes), table("events", events), table("faults that happened", faults)]
+        )
+    )
     print(f"\nfailing seeds: {len(broken)}")
     for seed, message in sorted(broken.items()):
         flags = " --turns" * options.turns + " --scorer" * options.scorer

@@ -1,12 +1,14 @@
-"""Faults of a run on a cluster, one after the other: when the driver notices, how the run ends, what is lost, how a resume goes.
+"""Faults of a run on a cluster, one after the other: when the driver notices, how the run ends, what is lost,
+how a resume goes.
 
     python -m benchmarks.faults --directory DIR --faults 'SIGHUP;trainer node'      begins a run in DIR, or resumes it
     python -m benchmarks.faults --directory DIR --table                             prints DIR/faults.jsonl in Markdown
 
-The cluster consists of logical nodes on this machine (tests/cluster.py): a head without CPUs, and two nodes of one CPU each, for a
-trainer rank and a rollout worker. The driver is a separate process or a job. If a fault ends the run, it is resumed on the
-remaining nodes and on new ones before the next fault. A row is right if nothing hangs, no worker process is left behind, and
-every group of the history that counts was trained once.
+The cluster consists of logical nodes on this machine (tests/cluster.py): a head without CPUs, and two nodes
+of one CPU each, for a trainer rank and a rollout worker. The driver is a separate process or a job. If a
+fault ends the run, it is resumed on the remaining nodes and on new ones before the next fault. A row is right
+if nothing hangs, no worker process is left behind, and every group of the history that counts was trained
+once.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ def freeze(word: str) -> Callable[[Scene], None]:
 
 def stop_job(scene: Scene) -> None:
     client = JobSubmissionClient(scene.cluster.dashboard)
-    client.stop_job(next(job.submission_id for job in client.list_jobs() if job.submission_id and job.status == "RUNNING"))
+    client.stop_job(
+        next(job.submission_id for job in client.list_jobs() if job.submission_id and job.status == "RUNNING")
+    )
 
 
 def fill_store(scene: Scene) -> None:
@@ -109,7 +113,8 @@ def wait_for_full(scene: Scene) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`goes_on`: the run lives; `config`: of the cluster; `disk_mb`: of the file system that the runs are on."""
+    """`goes_on`: the run lives; `config`: of the cluster; `disk_mb`: of the file system that the runs are
+    on."""
 
     name: str
     strike: Callable[[Scene], None]
@@ -141,8 +146,9 @@ FAULTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Seconds since the fault: until the driver knew, ended (or trained on), and no worker's process was left. `discarded`: tokens;
-    `undone`: train steps after the checkpoint that the resume began from; `history`: `ok`, or what is wrong with it."""
+    """Seconds since the fault: until the driver knew, ended (or trained on), and no worker's process was
+    left. `discarded`: tokens; `undone`: train steps after the checkpoint that the resume began from;
+    `history`: `ok`, or what is wrong with it."""
 
     fault: str
     known_s: float | None
@@ -167,7 +173,11 @@ def struck(scene: Scene, fault: Fault) -> Row:
         news = scene.told(end)
         known_s = now_s if known_s is None and news else known_s
         assert scene.process is not None
-        trains = fault.goes_on and len(scene.steps) >= steps + 5 and now_s > (UNKNOWN_S if known_s is None else known_s + 2.0)
+        trains = (
+            fault.goes_on
+            and len(scene.steps) >= steps + 5
+            and now_s > (UNKNOWN_S if known_s is None else known_s + 2.0)
+        )
         ended_s = now_s if scene.process.poll() is not None or trains else None
         assert now_s < LIMIT_S, f"{fault.name}: neither ended nor gone on"
         time.sleep(0.05)
@@ -240,16 +250,34 @@ def table(rows: list[dict[str, object]]) -> Iterator[str]:
     yield f"|{'---|' * len(columns)}"
     newest = {row["fault"]: row for row in rows}
     for row in (newest[fault.name] for fault in FAULTS if fault.name in newest):
-        known, ended, gone = ("" if row[name] is None else f"{row[name]} s" for name in ("known_s", "ended_s", "gone_s"))
+        known, ended, gone = (
+            "" if row[name] is None else f"{row[name]} s" for name in ("known_s", "ended_s", "gone_s")
+        )
         ended, code = (f"trains on, after {ended}", "") if row["code"] is None else (ended, row["code"])
-        cells = row["fault"], known, ended, gone, code, row["message"], row["discarded"], row["undone"], row["history"]
+        cells = (
+            row["fault"],
+            known,
+            ended,
+            gone,
+            code,
+            row["message"],
+            row["discarded"],
+            row["undone"],
+            row["history"],
+        )
         yield f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", default=";".join(fault.name for fault in FAULTS), help="names separated by semicolons")
-    parser.add_argument("--directory", type=Path, required=True, help="directory for runs, the model and faults.jsonl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--faults", default=";".join(fault.name for fault in FAULTS), help="names separated by semicolons"
+    )
+    parser.add_argument(
+        "--directory", type=Path, required=True, help="directory for runs, the model and faults.jsonl"
+    )
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     directory = options.directory.absolute()
@@ -259,11 +287,19 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
     wanted = [fault for name in options.faults.split(";") for fault in FAULTS if fault.name == name]
-    for (as_job, disk_mb, config), faults in groupby(wanted, key=lambda fault: (fault.as_job, fault.disk_mb, fault.config)):
+    for (as_job, disk_mb, config), faults in groupby(
+        wanted, key=lambda fault: (fault.as_job, fault.disk_mb, fault.config)
+    ):
         name = f"{'job' if as_job else 'small'}-{os.getpid()}" if as_job or disk_mb else "faults"
         runs_dir = directory / ("disk" if disk_mb else "runs")
         with disk(runs_dir, disk_mb), ExitStack() as ending:
-            scene = Scene(directory, ending.enter_context(ray_nodes(*NODES, jobs=as_job, **dict(config))), ending, runs_dir, name)
+            scene = Scene(
+                directory,
+                ending.enter_context(ray_nodes(*NODES, jobs=as_job, **dict(config))),
+                ending,
+                runs_dir,
+                name,
+            )
             ending.callback(scene.close)
             scene.begin(as_job=as_job)
             for before, fault in pairwise([None, *faults]):

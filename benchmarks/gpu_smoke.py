@@ -1,4 +1,5 @@
-"""Checks of all that a GPU executes, one after the other, each in a process of its own and within a time limit.
+"""Checks of all that a GPU executes, one after the other, each in a process of its own and within a time
+limit.
 
     python benchmarks/gpu_smoke.py [--device cuda | cpu] [--check NAME...] [--limit-s 180] [--json [FILE]]
 
@@ -15,9 +16,10 @@
     sleep      with vLLM: memory freed asleep, the same response after waking up, levels 1 and 2
     colocate   with vLLM and Ray: `asyncrl train --profile colocate`, with the object store and with ipc
 
-Prints one JSON line per check as soon as it has ended: {"check", "end", "seconds", "card", "detail", "figures"}. `end` is passed,
-failed or skipped (`detail` says why). `--json` also writes the table of docs/gpu.md. Exits with 0 if all checks that were run
-passed, 1 if one failed, 2 if none was run. `--device cpu` runs small models, to see that the checks themselves work.
+Prints one JSON line per check as soon as it has ended: {"check", "end", "seconds", "card", "detail",
+"figures"}. `end` is passed, failed or skipped (`detail` says why). `--json` also writes the table of
+docs/gpu.md. Exits with 0 if all checks that were run passed, 1 if one failed, 2 if none was run. `--device
+cpu` runs small models, to see that the checks themselves work.
 
 Needs torch and transformers alone; benchmarks/gpu_wheels.py collects what a machine without a network lacks.
 """
@@ -64,12 +66,19 @@ NOT_YET = "not yet run"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--check", nargs="+", choices=list(CHECKS), default=list(CHECKS))
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of one check; vLLM starts in minutes")
     parser.add_argument(
-        "--json", nargs="?", type=Path, const=DOCUMENT, metavar="FILE", help="write the table, by default to docs/gpu.md"
+        "--json",
+        nargs="?",
+        type=Path,
+        const=DOCUMENT,
+        metavar="FILE",
+        help="write the table, by default to docs/gpu.md",
     )
     options = parser.parse_args()
     outcomes = []
@@ -92,7 +101,8 @@ def _outcome(name: str, device: str, directory: Path, limit_s: float) -> Outcome
 
 
 def write_table(path: Path, outcomes: list[Outcome]) -> None:
-    """Replace these checks' rows in the table of `path`. Others keep theirs; checks that nobody has run yet have a row, too."""
+    """Replace these checks' rows in the table of `path`. Others keep theirs; checks that nobody has run yet
+    have a row, too."""
     text = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     table, _, after = rest.partition(END)
@@ -105,7 +115,8 @@ def write_table(path: Path, outcomes: list[Outcome]) -> None:
 
 def _row(outcome: Outcome) -> str:
     figures = ", ".join(
-        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in outcome["figures"].items()
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in outcome["figures"].items()
     )
     result = "passed" if outcome["end"] == "passed" else f"**failed**: {outcome['detail']}".replace("|", "/")
     return f"| {outcome['check']} | {result} | {outcome['card']} | {outcome['seconds']} | {figures} |"

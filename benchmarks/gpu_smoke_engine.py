@@ -1,4 +1,5 @@
-"""gpu_smoke.py's check of an engine: weights in flight. With the transformers engine; gpu_smoke_vllm.py has vLLM's."""
+"""gpu_smoke.py's check of an engine: weights in flight. With the transformers engine; gpu_smoke_vllm.py has
+vLLM's."""
 
 from __future__ import annotations
 
@@ -30,11 +31,15 @@ def need_batching() -> None:
     """Raises Skipped if transformers' continuous batching is not the one that the engine is written for."""
     found = transformers.__version__
     if tuple(map(int, found.split(".")[:2])) < NEEDED_TRANSFORMERS:
-        raise Skipped(f"the engine needs continuous batching of transformers 5.19, not {found} (benchmarks/gpu_wheels.py)")
+        raise Skipped(
+            f"the engine needs continuous batching of transformers 5.19, not {found} "
+            "(benchmarks/gpu_wheels.py)"
+        )
 
 
 def check_engine(machine: Machine, figures: Figures) -> None:
-    """The transformers engine generates while a trained version is loaded; then its logprobs are the trainer's."""
+    """The transformers engine generates while a trained version is loaded; then its logprobs are the
+    trainer's."""
     need_batching()
     asyncio.run(_check_engine(machine, figures))
 
@@ -51,25 +56,37 @@ async def _check_engine(machine: Machine, figures: Figures) -> None:
             await engine.start()
             await _measure(engine, model, profile, figures)
             completions = await load_in_flight(
-                engine, model, manifest, lambda: engine.receive(buckets), profile, figures, slots=profile.rollout.slots
+                engine,
+                model,
+                manifest,
+                lambda: engine.receive(buckets),
+                profile,
+                figures,
+                slots=profile.rollout.slots,
             )
         finally:
             await engine.close()
         _compare_responses(trainer, prompts_of(model, len(completions)), completions, profile, figures)
 
 
-async def _measure(engine: TransformersEngine, model: RandomModel, profile: Profile, figures: Figures) -> None:
+async def _measure(
+    engine: TransformersEngine, model: RandomModel, profile: Profile, figures: Figures
+) -> None:
     """Tokens per second with all slots busy, and milliseconds per forward pass."""
     prompts = prompts_of(model, profile.rollout.slots, seed="measured")
     await generate_all(engine, prompts, 8, name="warm-up")
     before = engine.decode_steps
-    taken_s, completions = await generate_all(engine, prompts, profile.rollout.max_response_tokens, name="measured")
+    taken_s, completions = await generate_all(
+        engine, prompts, profile.rollout.max_response_tokens, name="measured"
+    )
     figures["tokens_per_s"] = sum(len(completion.tokens) for completion in completions) / taken_s
     figures["forward_ms"] = 1e3 * taken_s / (engine.decode_steps - before)
 
 
 def rollout_section(*, slots: int, response_tokens: int, **keys: Any) -> RolloutSection:
-    return RolloutSection(slots=slots, max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=response_tokens, **keys)
+    return RolloutSection(
+        slots=slots, max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=response_tokens, **keys
+    )
 
 
 def trained(trainer: PolicyTrainer, model: RandomModel, profile: Profile) -> tuple[Manifest, list[Any]]:
@@ -94,7 +111,8 @@ async def load_in_flight(
     *,
     slots: int,
 ) -> list[Completion]:
-    """The version is loaded while all slots generate; then the engine's logprobs of the probes must be the trainer's."""
+    """The version is loaded while all slots generate; then the engine's logprobs of the probes must be the
+    trainer's."""
     before = await _difference(engine, manifest)
     response_tokens = profile.rollout.max_response_tokens
     sampling, begun = Sampling(temperature=1.0, max_response_tokens=response_tokens), engine.sampled_tokens
@@ -110,12 +128,19 @@ async def load_in_flight(
     completions = [task.result() for task in running]
     after = await _difference(engine, manifest)
     versions = sorted({version for completion in completions for version in completion.versions})
-    figures |= {"pause_s": report.pause_s, "load_s": report.load_s, "probes_before": before, "probes_after": after}
+    figures |= {
+        "pause_s": report.pause_s,
+        "load_s": report.load_s,
+        "probes_before": before,
+        "probes_after": after,
+    }
     figures["versions"] = versions
     if versions != [0, manifest.version] or any(a > b for c in completions for a, b in pairwise(c.versions)):
         raise Wrong(f"tokens have the versions {versions}, and in each response they must not fall")
     if not (after <= MAX_LOGPROB_DIFF[profile.model.dtype] and before >= 2 * after):
-        raise Wrong(f"logprobs differ from the trainer's by {after:.4f} after the load, by {before:.4f} before")
+        raise Wrong(
+            f"logprobs differ from the trainer's by {after:.4f} after the load, by {before:.4f} before"
+        )
     return completions
 
 
@@ -125,7 +150,11 @@ async def _difference(engine: Engine, manifest: Manifest) -> float:
 
 
 def _compare_responses(
-    trainer: PolicyTrainer, prompts: list[list[int]], completions: list[Completion], profile: Profile, figures: Figures
+    trainer: PolicyTrainer,
+    prompts: list[list[int]],
+    completions: list[Completion],
+    profile: Profile,
+    figures: Figures,
 ) -> None:
     """The trainer's logprobs of the tokens that the new weights sampled, with a cache that they rebuilt."""
     whole = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]

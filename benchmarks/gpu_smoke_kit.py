@@ -1,4 +1,5 @@
-"""Shared by the checks of gpu_smoke.py: the machine, random models by size, made-up groups, and the exceptions that end a check."""
+"""Shared by the checks of gpu_smoke.py: the machine, random models by size, made-up groups, and the
+exceptions that end a check."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ SIZES = {  # hidden, intermediate, layers, query heads, key-value heads, head's 
     "0.5B": (1024, 3072, 22, 16, 8, 128, 151_936),
     "1.7B": (2048, 6144, 28, 16, 8, 128, 151_936),
 }
-"""Sizes of random Qwen3 models. The last is Qwen3-1.7B, and the one before it Qwen3-0.6B with 22 of its 28 layers."""
+"""Sizes of random Qwen3 models. The last is Qwen3-1.7B, and the one before it Qwen3-0.6B with 22 of its 28
+layers."""
 
 
 class Skipped(Exception):
@@ -52,7 +54,8 @@ class Wrong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the checks are run: `device` is cpu or cuda. Models are made in `directory`, once for all checks."""
+    """Where the checks are run: `device` is cpu or cuda. Models are made in `directory`, once for all
+    checks."""
 
     device: str
     directory: Path
@@ -75,7 +78,9 @@ class Machine:
         directory = self.directory / size.replace(".", "_")
         if not directory.exists():
             _save_model(SIZES[size], directory, torch.device(self.device))
-        return RandomModel(directory=directory, parameters=_parameters(SIZES[size]), vocab_size=SIZES[size][-1])
+        return RandomModel(
+            directory=directory, parameters=_parameters(SIZES[size]), vocab_size=SIZES[size][-1]
+        )
 
     def place(self, model: RandomModel) -> Place:
         return Place(model_dir=str(model.directory), device=self.device, threads=self.threads)
@@ -86,7 +91,9 @@ class Machine:
 
     def profile(self, **sections: Any) -> Profile:
         trainer = sections.pop("trainer", TrainerSection(lr=LEARNING_RATE))
-        return Profile(model=sections.pop("model", ModelSection(dtype=self.dtype)), trainer=trainer, **sections)
+        return Profile(
+            model=sections.pop("model", ModelSection(dtype=self.dtype)), trainer=trainer, **sections
+        )
 
 
 @contextmanager
@@ -96,7 +103,9 @@ def trainer_on(machine: Machine, model: RandomModel, profile: Profile) -> Iterat
 
     with tempfile.TemporaryDirectory() as directory:
         meeting = f"file://{directory}/meet"
-        trainer = PolicyTrainer(profile, machine.place(model), rank=0, init_method=meeting, total_optimizer_steps=1)
+        trainer = PolicyTrainer(
+            profile, machine.place(model), rank=0, init_method=meeting, total_optimizer_steps=1
+        )
         try:
             yield trainer
         finally:
@@ -114,7 +123,8 @@ def release(machine: Machine) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A train step on made-up groups: random tokens, by a model that has learned nothing, with rewards by chance."""
+    """A train step on made-up groups: random tokens, by a model that has learned nothing, with rewards by
+    chance."""
 
     model: RandomModel
     groups: int = 4
@@ -125,7 +135,9 @@ class Step:
 
     def arguments(self, profile: Profile) -> dict[str, Any]:
         made = [self._group(self.number * self.groups + index) for index in range(self.groups)]
-        (plan,) = plan_train_step([result for result, _ in made], profile, ranks=1, step=self.number, window=0)
+        (plan,) = plan_train_step(
+            [result for result, _ in made], profile, ranks=1, step=self.number, window=0
+        )
         return dict(step_in_window=0, plan=plan, payloads=dict(enumerate(payload for _, payload in made)))
 
     @property
@@ -138,7 +150,9 @@ class Step:
         least = self.response_tokens // 4 if self.is_ragged else self.response_tokens
         lengths = [draw.randint(least, self.response_tokens) for _ in range(GROUP_SIZE)]
         rewards = [float(index % 2) for index in range(GROUP_SIZE)]
-        trajectories = [self._trajectory(draw, length, reward) for length, reward in zip(lengths, rewards, strict=True)]
+        trajectories = [
+            self._trajectory(draw, length, reward) for length, reward in zip(lengths, rewards, strict=True)
+        ]
         metas = [
             TrajectoryMeta(
                 prompt_tokens=PROMPT_TOKENS,
@@ -154,7 +168,9 @@ class Step:
 
     def _trajectory(self, draw: random.Random, length: int, reward: float) -> Trajectory:
         sampled = np.arange(PROMPT_TOKENS + length) >= PROMPT_TOKENS
-        tokens = np.random.default_rng(draw.getrandbits(32)).integers(self.model.vocab_size, size=len(sampled))
+        tokens = np.random.default_rng(draw.getrandbits(32)).integers(
+            self.model.vocab_size, size=len(sampled)
+        )
         segment = Segment(
             tokens_T=tokens.astype(np.int32),
             logprobs_T=np.where(sampled, -math.log(self.model.vocab_size), 0.0).astype(np.float32),

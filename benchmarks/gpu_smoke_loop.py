@@ -1,9 +1,10 @@
 """gpu_smoke.py's check of the loop: the real one, with trainer and engine in this process, on one device.
 
-    feed -> loop -> LocalWorker (GroupRunner, transformers engine) -> LocalTrainer (PolicyTrainer in a thread of its own) -> ...
+    feed -> loop -> LocalWorker (GroupRunner, transformers engine) -> LocalTrainer (PolicyTrainer in a thread
+    of its own) -> ...
 
-Colocate, where they take turns, against partial rollout, where they share the device all the time. Responses have drawn lengths,
-because a model with random weights never ends one.
+Colocate, where they take turns, against partial rollout, where they share the device all the time. Responses
+have drawn lengths, because a model with random weights never ends one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,16 @@ from asyncrl_cli.loop.attempts import AttemptKey, Prompt
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.meters import CallMeter, LongPoll, RolloutMeter
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.ports import LoadReport, PartRequest, Progress, Published, RolloutWorker, SoFar, TrainBatch, TrainReport
+from asyncrl_cli.loop.ports import (
+    LoadReport,
+    PartRequest,
+    Progress,
+    Published,
+    RolloutWorker,
+    SoFar,
+    TrainBatch,
+    TrainReport,
+)
 from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
@@ -61,9 +71,18 @@ from asyncrl_cli.weights.versions import mean_abs_diff
 
 TRAIN_STEPS, WINDOW_STEPS = 8, 2
 MOST_S = 30.0
-SHOWN = ("step", "time_s", "timing/step_s", "timing/train_s", "timing/wait_data_s", "sync/pause_s", "rollouter/tokens_per_s")
+SHOWN = (
+    "step",
+    "time_s",
+    "timing/step_s",
+    "timing/train_s",
+    "timing/wait_data_s",
+    "sync/pause_s",
+    "rollouter/tokens_per_s",
+)
 MEDIAN_SHARE, SPREAD = 0.25, 0.7
-"""Response lengths: lognormal, their median as a share of the longest, and the standard deviation of the logarithm."""
+"""Response lengths: lognormal, their median as a share of the longest, and the standard deviation of the
+logarithm."""
 logger = logging.getLogger("asyncrl_cli.smoke")
 
 
@@ -74,7 +93,9 @@ def check_loop(machine: Machine, figures: Figures) -> None:
         "colocate": (AsyncTrainingSection(trigger_parameter_sync_step=1), PlacementSection(colocate=True)),
         "partial": (
             AsyncTrainingSection(
-                trigger_parameter_sync_step=WINDOW_STEPS, staleness_threshold=Decimal("0.5"), partial_rollout=True
+                trigger_parameter_sync_step=WINDOW_STEPS,
+                staleness_threshold=Decimal("0.5"),
+                partial_rollout=True,
             ),
             PlacementSection(),
         ),
@@ -101,7 +122,12 @@ def _summary(lines: Sequence[Mapping[str, Any]], groups: int) -> dict[str, float
         raise Wrong(f"{len(lines)} train steps in {MOST_S:g} s")
     seconds = sum(line["timing/step_s"] for line in later)
     summary = {"groups_per_s": groups * len(later) / seconds}
-    for key in ("trainer/tokens_per_s", "rollouter/tokens_per_s", "trainer/idle_ratio", "rollouter/idle_ratio"):
+    for key in (
+        "trainer/tokens_per_s",
+        "rollouter/tokens_per_s",
+        "trainer/idle_ratio",
+        "rollouter/idle_ratio",
+    ):
         summary[key] = sum(line[key] * line["timing/step_s"] for line in later) / seconds
     if not all(math.isfinite(value) for value in summary.values()):
         raise Wrong("a figure is not finite")
@@ -174,7 +200,9 @@ class _ByChance(Environment):
 class _DrawnLengths(TransformersEngine):
     """Ends each response at a length drawn from its seed."""
 
-    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, **how: Any) -> Completion:
+    async def generate(
+        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, **how: Any
+    ) -> Completion:
         longest = sampling.max_response_tokens
         drawn = random.Random(seed).lognormvariate(math.log(MEDIAN_SHARE * longest), SPREAD)
         sampling = replace(sampling, max_response_tokens=max(1, min(longest, round(drawn))))
@@ -197,7 +225,9 @@ class LocalTrainer:
         began_s = time.monotonic()
         with self._meter.doing(State.BUSY):
             report = await self._call(self._trainer.train, batch.step_in_window, plan, given)
-        self._meter.add(busy_s=time.monotonic() - began_s, trained_tokens=report.tokens, gauges={"step": batch.step})
+        self._meter.add(
+            busy_s=time.monotonic() - began_s, trained_tokens=report.tokens, gauges={"step": batch.step}
+        )
         return report, self._meter.report()
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
@@ -209,7 +239,9 @@ class LocalTrainer:
         began_s = time.monotonic()
         manifest, buckets = await asyncio.to_thread(self._trainer.published, version)
         publish_s = time.monotonic() - began_s
-        return Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, buckets))
+        return Published(
+            version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, buckets)
+        )
 
     async def snapshot(self, step: int) -> None:
         await self._call(self._trainer.snapshot, step)
@@ -235,7 +267,9 @@ class LocalWorker(RolloutWorker):
         places = Places(self.slots, hold=True)
         means = Means(self._engine, chat, _ByChance, Limits.of(profile), places, self._meter.waiting)
         self._runner = GroupRunner(means, Sampling.of(profile.rollout, profile.rollout.temperature))
-        self._desk = PartDesk(lambda request, on_sequence: self._runner.run(request, on_sequence), self._changes)
+        self._desk = PartDesk(
+            lambda request, on_sequence: self._runner.run(request, on_sequence), self._changes
+        )
         self._received: tuple[Any, Any] | None = None
 
     async def start(self) -> None:
@@ -273,7 +307,9 @@ class LocalWorker(RolloutWorker):
         manifest, weights = self._received
         self._meter.load_begins(interrupt)
         pause = await self._engine.load(weights, version, interrupt)
-        scores = await self._engine.score([list(tokens) for tokens in manifest.probe_tokens], manifest.temperature)
+        scores = await self._engine.score(
+            [list(tokens) for tokens in manifest.probe_tokens], manifest.temperature
+        )
         self._meter.load_ended()
         return LoadReport(
             version=version,

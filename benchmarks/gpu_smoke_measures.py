@@ -9,7 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gpu_smoke_kit import GROUP_SIZE, PROMPT_TOKENS, Figures, Machine, Skipped, Step, Wrong, release, trainer_on
+from gpu_smoke_kit import (
+    GROUP_SIZE,
+    PROMPT_TOKENS,
+    Figures,
+    Machine,
+    Skipped,
+    Step,
+    Wrong,
+    release,
+    trainer_on,
+)
 from torch.profiler import ProfilerActivity
 
 from asyncrl_cli.models.shape import shape_of
@@ -40,16 +50,21 @@ MAX_UNDERESTIMATE, MAX_OVERESTIMATE = 1.05, 1.6
 
 
 def check_memory(machine: Machine, figures: Figures) -> None:
-    """The allocator's peak in a train step of two full microbatches, against the plan's estimate for a trainer rank."""
+    """The allocator's peak in a train step of two full microbatches, against the plan's estimate for a
+    trainer rank."""
     sizes = ("0.1B", "0.5B", "1.7B") if machine.is_gpu else ("small", "medium", "large")
     wrong = []
     for size in sizes:
         tokens, model = (8192 if machine.is_gpu else 512), machine.model(size)
         trainer_section = TrainerSection(max_tokens_per_microbatch=tokens)
         profile = machine.profile(
-            run=RunSection(train_steps=1), trainer=trainer_section, placement=PlacementSection(trainer_workers=1)
+            run=RunSection(train_steps=1),
+            trainer=trainer_section,
+            placement=PlacementSection(trainer_workers=1),
         )
-        step = Step(model, groups=2, response_tokens=tokens // GROUP_SIZE - PROMPT_TOKENS + 1, is_ragged=False)
+        step = Step(
+            model, groups=2, response_tokens=tokens // GROUP_SIZE - PROMPT_TOKENS + 1, is_ragged=False
+        )
         estimate = _estimated(profile, model.directory)
         figures[f"{size}_estimated_gib"] = estimate / GIB
         if machine.is_gpu and estimate > torch.cuda.get_device_properties(0).total_memory - CONTEXT_BYTES:
@@ -63,7 +78,9 @@ def check_memory(machine: Machine, figures: Figures) -> None:
         if not estimate / MAX_OVERESTIMATE < measured < estimate * MAX_UNDERESTIMATE:
             wrong.append(f"{size}: {measured / GIB:.2f} GiB measured, {estimate / GIB:.2f} estimated")
     if not machine.is_gpu:
-        raise Skipped("the steps were made, but torch counts a GPU's memory only: benchmarks/memory.py measures a CPU's")
+        raise Skipped(
+            "the steps were made, but torch counts a GPU's memory only: benchmarks/memory.py measures a CPU's"
+        )
     if wrong:
         raise Wrong("; ".join(wrong))
 
@@ -72,7 +89,9 @@ def _estimated(profile: Profile, directory: Path) -> int:
     """Bytes on the device at the peak of a train step."""
     nodes = (NodeResources(name="one", cpus=64, gpus=0 if profile.model.dtype == "float32" else 2),)
     estimate = estimate_memory(
-        profile, compile_job(profile, ClusterResources(nodes=nodes, elastic_cpus=True)), shape_of(str(directory))
+        profile,
+        compile_job(profile, ClusterResources(nodes=nodes, elastic_cpus=True)),
+        shape_of(str(directory)),
     )
     phases: Counter[str] = Counter()
     for item in estimate.of(TRAINER, "device"):
@@ -81,7 +100,8 @@ def _estimated(profile: Profile, directory: Path) -> int:
 
 
 def check_bench(machine: Machine, figures: Figures) -> None:
-    """Tokens per second of a train step, by microbatch and by chunk of the logits; the share of the card's peak."""
+    """Tokens per second of a train step, by microbatch and by chunk of the logits; the share of the card's
+    peak."""
     if machine.is_gpu:
         figures["matmul_tflops"] = _matmul_flops() / 1e12
     microbatches = (8192, 16_384, 32_768) if machine.is_gpu else (128, 512)
@@ -93,7 +113,9 @@ def check_bench(machine: Machine, figures: Figures) -> None:
 def _bench(machine: Machine, figures: Figures, tokens: int, chunks: list[int]) -> None:
     profile = machine.profile(trainer=TrainerSection(max_tokens_per_microbatch=tokens))
     model, whole = machine.main, 32_768 if machine.is_gpu else 512
-    step = Step(model, groups=4, response_tokens=whole // 4 // GROUP_SIZE - PROMPT_TOKENS + 1, is_ragged=False)
+    step = Step(
+        model, groups=4, response_tokens=whole // 4 // GROUP_SIZE - PROMPT_TOKENS + 1, is_ragged=False
+    )
     flops = 6 * model.parameters * step.positions
     peak = _peak_flops()
     with trainer_on(machine, model, profile) as trainer:
@@ -114,8 +136,8 @@ def _bench(machine: Machine, figures: Figures, tokens: int, chunks: list[int]) -
 
 
 def _log_profile(machine: Machine, figures: Figures, tokens: int, run: Callable[[], object]) -> None:
-    """To the log: the operations of one step that take most of the time, on the GPU and on its host. To the figures: the share of
-    the time in which the GPU computed at all, and the operations' shares of that."""
+    """To the log: the operations of one step that take most of the time, on the GPU and on its host. To the
+    figures: the share of the time in which the GPU computed at all, and the operations' shares of that."""
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * machine.is_gpu]
     with torch.profiler.profile(activities=activities) as profiled:
         began_s = time.perf_counter()
@@ -126,12 +148,18 @@ def _log_profile(machine: Machine, figures: Figures, tokens: int, run: Callable[
     for key in ("self_device_time_total", "self_cpu_time_total")[not machine.is_gpu :]:
         table = averages.table(sort_by=key, row_limit=15, max_name_column_width=60)
         print(f"microbatch {tokens}: {key} of {taken_s:.3f} s", table, sep="\n", file=sys.stderr)
-    ops = [op for op in averages if op.self_device_time_total and op.key.startswith(("aten::", "torch_attn::", "c10d::", "fsdp::"))]
+    ops = [
+        op
+        for op in averages
+        if op.self_device_time_total and op.key.startswith(("aten::", "torch_attn::", "c10d::", "fsdp::"))
+    ]
     busy_us = sum(op.self_device_time_total for op in ops)
     if busy_us:
         figures[f"microbatch_{tokens}_gpu_busy"] = busy_us / 1e6 / taken_s
         most = sorted(ops, key=lambda op: op.self_device_time_total, reverse=True)[:8]
-        figures[f"microbatch_{tokens}_ops"] = {op.key: f"{op.self_device_time_total / busy_us:.0%}" for op in most}
+        figures[f"microbatch_{tokens}_ops"] = {
+            op.key: f"{op.self_device_time_total / busy_us:.0%}" for op in most
+        }
 
 
 def _peak_flops() -> float:

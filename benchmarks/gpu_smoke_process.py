@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 END_S = 10.0
-SPAWN = multiprocessing.get_context("spawn")  # CUDA does not work in a fork of a process that has looked for it
+# CUDA does not work in a fork of a process that has looked for it
+SPAWN = multiprocessing.get_context("spawn")
 Outcome = dict[str, Any]
 
 
 def outcome_of(name: str, module: str, device: str, directory: Path, limit_s: float) -> Outcome:
-    """Runs a check in a process of its own, so that whatever it does leaves the others alone. At the limit it is ended, with all
-    processes that it has started."""
+    """Runs a check in a process of its own, so that whatever it does leaves the others alone. At the limit it
+    is ended, with all processes that it has started."""
     ours, theirs = SPAWN.Pipe(duplex=False)
     process = SPAWN.Process(target=_run, args=(name, module, device, directory, theirs))
     began_s = time.monotonic()
@@ -34,7 +35,10 @@ def outcome_of(name: str, module: str, device: str, directory: Path, limit_s: fl
         outcome |= found or {"detail": f"it had not ended after {limit_s:g} s"}
     except EOFError:
         process.join(END_S)
-        outcome |= {"detail": f"its process ended with {process.exitcode}", "seconds": round(time.monotonic() - began_s, 1)}
+        outcome |= {
+            "detail": f"its process ended with {process.exitcode}",
+            "seconds": round(time.monotonic() - began_s, 1),
+        }
     else:
         process.join(END_S)
     finally:
@@ -66,8 +70,19 @@ def _run(name: str, module: str, device: str, directory: Path, parent: Connectio
         traceback.print_exc()
         end, detail = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     seconds = time.perf_counter() - began_s
-    rounded = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()}
-    parent.send({"check": name, "end": end, "seconds": round(seconds, 1), "card": card, "detail": detail, "figures": rounded})
+    rounded = {
+        key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()
+    }
+    parent.send(
+        {
+            "check": name,
+            "end": end,
+            "seconds": round(seconds, 1),
+            "card": card,
+            "detail": detail,
+            "figures": rounded,
+        }
+    )
     parent.close()
     sys.stdout.flush()
     sys.stderr.flush()

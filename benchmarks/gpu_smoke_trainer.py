@@ -27,8 +27,8 @@ MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.05}
 MAX_GRADIENT_DIFF = {"float32": 1e-3, "bfloat16": 0.05}
 """Relative, over all parameters."""
 MAX_METRIC_DIFF = {1: 2e-3, 2: 2e-2}
-"""Relative, by optimizer step, between GPU and CPU in float32. AdamW's first step has the same size for all gradients, also for
-those of nearly zero, whose sign is rounding."""
+"""Relative, by optimizer step, between GPU and CPU in float32. AdamW's first step has the same size for all
+gradients, also for those of nearly zero, whose sign is rounding."""
 LOOKED_AT = ("train/loss", "train/grad_norm", "train/entropy")
 SWITCHES = ("recompute", "lora", "critic", "offload")
 Mode = frozenset[str]
@@ -43,7 +43,9 @@ def check_attention(machine: Machine, figures: Figures) -> None:
         figures |= {"attention": model.attention, "packed": model.is_packed}
         divide = model.divide if model.is_packed else Unpadded(in_padded_rows, trainer.ranks)
         generator = torch.Generator().manual_seed(1)
-        rows = [torch.randint(model.vocab_size, (length + 1,), generator=generator).tolist() for length in LENGTHS]
+        rows = [
+            torch.randint(model.vocab_size, (length + 1,), generator=generator).tolist() for length in LENGTHS
+        ]
         part = scoring_microbatch(rows, trainer.ranks.device)
         expected, gradients = _differentiated(trainer, part, padded, "sdpa")
         found, others = _differentiated(trainer, part, divide, UNPADDED)
@@ -52,7 +54,10 @@ def check_attention(machine: Machine, figures: Figures) -> None:
     off, norm = (torch.stack(parts).sum().sqrt() for parts in zip(*squares, strict=True))
     figures["gradient_diff"] = (off / norm).item()
     dtype = profile.model.dtype
-    if not figures["logprob_diff"] < MAX_LOGPROB_DIFF[dtype] or not figures["gradient_diff"] < MAX_GRADIENT_DIFF[dtype]:
+    if (
+        not figures["logprob_diff"] < MAX_LOGPROB_DIFF[dtype]
+        or not figures["gradient_diff"] < MAX_GRADIENT_DIFF[dtype]
+    ):
         raise Wrong("packed rows have other logprobs or gradients than padded rows")
     if machine.is_gpu and not (figures["packed"] and figures["attention"] == "sdpa"):
         raise Wrong("a model of bfloat16 on a GPU is not packed: see the log for the reason")
@@ -77,8 +82,9 @@ def _differentiated(
 
 
 def check_modes(machine: Machine, figures: Figures) -> None:
-    """Loss, gradient norm and entropy of two train steps in each mode, in float32: those of a CPU without recomputation of
-    activations and without offloading. All combinations on a GPU; on a CPU each switch alone, and all together."""
+    """Loss, gradient norm and entropy of two train steps in each mode, in float32: those of a CPU without
+    recomputation of activations and without offloading. All combinations on a GPU; on a CPU each switch
+    alone, and all together."""
     on_cpu = Machine("cpu", machine.directory, threads=max(1, torch.get_num_threads() // 2))
     torch.set_float32_matmul_precision("highest")
     model = machine.model("medium" if machine.is_gpu else "small")
@@ -93,8 +99,12 @@ def check_modes(machine: Machine, figures: Figures) -> None:
             diff = _largest_diff(found[step], expected[mode - {"offload"}][step])
             largest[step] = max(largest[step], diff)
             if not diff < limit:
-                wrong.append(f"{' '.join(sorted(mode)) or 'plain'} with {checkpointing}: {diff:.2g} in step {step}")
-    figures |= {"modes": 3 * len(modes)} | {f"largest_diff_step_{step}": diff for step, diff in largest.items()}
+                wrong.append(
+                    f"{' '.join(sorted(mode)) or 'plain'} with {checkpointing}: {diff:.2g} in step {step}"
+                )
+    figures |= {"modes": 3 * len(modes)} | {
+        f"largest_diff_step_{step}": diff for step, diff in largest.items()
+    }
     if wrong:
         raise Wrong(f"relative difference from the CPU: {', '.join(wrong)}")
 
@@ -107,7 +117,8 @@ def _profile(mode: Mode, checkpointing: str) -> Profile:
         offload_optimizer="offload" in mode,
     )
     algorithm = AlgorithmSection(
-        adv_estimator="gae" if "critic" in mode else "grpo", old_logprobs="recompute" if "recompute" in mode else "rollout"
+        adv_estimator="gae" if "critic" in mode else "grpo",
+        old_logprobs="recompute" if "recompute" in mode else "rollout",
     )
     lora = LoraSection(rank=4 if "lora" in mode else 0)
     return Profile(model=ModelSection(dtype="float32"), trainer=trainer, algorithm=algorithm, lora=lora)
@@ -116,7 +127,10 @@ def _profile(mode: Mode, checkpointing: str) -> Profile:
 def _metrics(machine: Machine, model: RandomModel, profile: Profile) -> dict[int, dict[str, float]]:
     """What is looked at after the first and the second train step."""
     with trainer_on(machine, model, profile) as trainer:
-        return {number: _looked_at(trainer.train(**Step(model, number=number).arguments(profile))) for number in MAX_METRIC_DIFF}
+        return {
+            number: _looked_at(trainer.train(**Step(model, number=number).arguments(profile)))
+            for number in MAX_METRIC_DIFF
+        }
 
 
 def _looked_at(report: TrainReport) -> dict[str, float]:
@@ -130,7 +144,8 @@ def _largest_diff(found: dict[str, float], expected: dict[str, float]) -> float:
 
 
 def check_resume(machine: Machine, figures: Figures) -> None:
-    """A snapshot is written; another trainer that loads it has the same state bit for bit, and makes the same next step."""
+    """A snapshot is written; another trainer that loads it has the same state bit for bit, and makes the same
+    next step."""
     model, profile = machine.model("0.1B" if machine.is_gpu else "small"), machine.profile()
     later = Step(model, number=2).arguments(profile)
     with tempfile.TemporaryDirectory() as directory:
@@ -142,11 +157,18 @@ def check_resume(machine: Machine, figures: Figures) -> None:
             expected = _looked_at(trainer.train(**later))
         with trainer_on(machine, model, profile) as trainer:
             trainer.load(Path(directory))
-            differing = [name for name, tensor in trainer._state_tensors().items() if not torch.equal(tensor.cpu(), state[name])]
+            differing = [
+                name
+                for name, tensor in trainer._state_tensors().items()
+                if not torch.equal(tensor.cpu(), state[name])
+            ]
             found = _looked_at(trainer.train(**later))
     diff = _largest_diff(found, expected)
     figures |= {"tensors": len(state), "next_step_diff": diff}
     if differing:
-        raise Wrong(f"{len(differing)} of {len(state)} tensors are not the saved ones, {differing[0]} among them")
-    if diff > (MAX_METRIC_DIFF[2] if machine.is_gpu else 0.0):  # flash attention's backward pass adds in any order
+        raise Wrong(
+            f"{len(differing)} of {len(state)} tensors are not the saved ones, {differing[0]} among them"
+        )
+    # flash attention's backward pass adds in any order
+    if diff > (MAX_METRIC_DIFF[2] if machine.is_gpu else 0.0):
         raise Wrong(f"the step after the resume differs by {diff:.2g}")

@@ -1,4 +1,5 @@
-"""gpu_smoke.py's checks that need vLLM: weights in flight by each transport, sleep and wake, and a colocated run."""
+"""gpu_smoke.py's checks that need vLLM: weights in flight by each transport, sleep and wake, and a colocated
+run."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def need_gpu(machine: Machine) -> None:
 
 
 def check_probes(machine: Machine, figures: Figures) -> None:
-    """vLLM generates while our bucket engine loads a trained version; then its logprobs of the probes are the trainer's."""
+    """vLLM generates while our bucket engine loads a trained version; then its logprobs of the probes are the
+    trainer's."""
     asyncio.run(_load(machine, "object-store", figures))
 
 
@@ -54,8 +56,9 @@ def check_ipc(machine: Machine, figures: Figures) -> None:
 
 
 def check_nccl(machine: Machine, figures: Figures) -> None:
-    """The same, with the weights sent by NCCL to vLLM on a second GPU. NCCL refuses two processes of a group on one GPU, and has no
-    CPU peers, so one GPU can only show that a group of one process starts and broadcasts."""
+    """The same, with the weights sent by NCCL to vLLM on a second GPU. NCCL refuses two processes of a group
+    on one GPU, and has no CPU peers, so one GPU can only show that a group of one process starts and
+    broadcasts."""
     need_gpu(machine)
     if torch.cuda.device_count() < 2:
         _group_of_one(figures)
@@ -95,7 +98,9 @@ async def _load(machine: Machine, transport: str, figures: Figures) -> None:
     model, profile = machine.main, _profile(machine, transport)
     with trainer_on(machine, model, profile) as trainer:
         manifest, buckets = trained(trainer, model, profile)
-        load = partial(load_in_flight, model=model, manifest=manifest, profile=profile, figures=figures, slots=SLOTS)
+        load = partial(
+            load_in_flight, model=model, manifest=manifest, profile=profile, figures=figures, slots=SLOTS
+        )
         async with vllm_on(machine, model, profile) as engine:
             if transport == "object-store":
                 await load(engine, receive=lambda: engine.receive(buckets))
@@ -119,7 +124,11 @@ def _end(transport: str, held: HeldVersions) -> Any:
 def _profile(machine: Machine, transport: str = "object-store", **engine_args: Any) -> Profile:
     share = GPU_SHARE if machine.is_gpu else None
     rollout = rollout_section(
-        slots=SLOTS, response_tokens=RESPONSE_TOKENS, gpu_memory_utilization=share, engine_args=engine_args, engine="vllm"
+        slots=SLOTS,
+        response_tokens=RESPONSE_TOKENS,
+        gpu_memory_utilization=share,
+        engine_args=engine_args,
+        engine="vllm",
     )
     return machine.profile(rollout=rollout, weights=WeightsSection(transport=transport, timeout_s=TIMEOUT_S))
 
@@ -152,8 +161,8 @@ def _second_gpu_only() -> Iterator[None]:
 
 
 def check_sleep(machine: Machine, figures: Figures) -> None:
-    """`AsyncLLM.sleep` frees the GPU's memory; after `wake_up` the greedy response is the same. Level 1 keeps the weights in host
-    memory; after level 2 they come again by a load, while the cache is still asleep."""
+    """`AsyncLLM.sleep` frees the GPU's memory; after `wake_up` the greedy response is the same. Level 1 keeps
+    the weights in host memory; after level 2 they come again by a load, while the cache is still asleep."""
     need_gpu(machine)
     for level in (1, 2):
         asyncio.run(_sleep_and_wake(machine, level, figures))
@@ -176,7 +185,10 @@ async def _sleep_and_wake(machine: Machine, level: int, figures: Figures) -> Non
             await llm.wake_up()
         else:
             await llm.wake_up(tags=["weights"])
-            weights = {name: tensor.bfloat16() for name, tensor in load_file(model.directory / "model.safetensors").items()}
+            weights = {
+                name: tensor.bfloat16()
+                for name, tensor in load_file(model.directory / "model.safetensors").items()
+            }
             await engine.load(engine.receive(pack(weights, 2**28)), 1, "keep-kv")
             await llm.wake_up(tags=["kv_cache"])
         seconds = {"asleep_in_s": asleep_s, "awake_in_s": time.perf_counter() - began_s}
@@ -197,8 +209,8 @@ def _used_bytes() -> int:
 
 
 def check_colocate(machine: Machine, figures: Figures) -> None:
-    """`asyncrl train --profile colocate` with vLLM: trainer and rollouts take turns on the one GPU for three train steps; with the
-    object store, then with `ipc`."""
+    """`asyncrl train --profile colocate` with vLLM: trainer and rollouts take turns on the one GPU for three
+    train steps; with the object store, then with `ipc`."""
     need_gpu(machine)
     for transport in ("object-store", "ipc"):
         line = _colocated(transport)
@@ -217,12 +229,31 @@ def _colocated(transport: str) -> dict[str, Any]:
         "run.train_steps": TRAIN_STEPS,
     }
     with tempfile.TemporaryDirectory() as runs_dir:
-        command = [sys.executable, "-m", "asyncrl_cli", "train", "--profile", "colocate", "--name", "smoke", "--ui", "none"]
-        command += ["--runs-dir", runs_dir, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
+        command = [
+            sys.executable,
+            "-m",
+            "asyncrl_cli",
+            "train",
+            "--profile",
+            "colocate",
+            "--name",
+            "smoke",
+            "--ui",
+            "none",
+        ]
+        command += [
+            "--runs-dir",
+            runs_dir,
+            *(part for name, value in settings.items() for part in ("--set", f"{name}={value}")),
+        ]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=TRAIN_TIMEOUT_S, check=False)
         if ended.returncode:
-            raise Wrong(f"asyncrl train exited with {ended.returncode}: {' '.join(ended.stderr.split())[-400:]}")
-        lines = [json.loads(line) for line in (Path(runs_dir) / "smoke" / "metrics.jsonl").read_text().splitlines()]
+            raise Wrong(
+                f"asyncrl train exited with {ended.returncode}: {' '.join(ended.stderr.split())[-400:]}"
+            )
+        lines = [
+            json.loads(line) for line in (Path(runs_dir) / "smoke" / "metrics.jsonl").read_text().splitlines()
+        ]
     if lines[-1]["step"] != TRAIN_STEPS:
         raise Wrong(f"the run ended after train step {lines[-1]['step']} of {TRAIN_STEPS}")
     last: dict[str, Any] = lines[-1]

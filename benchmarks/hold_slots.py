@@ -3,9 +3,10 @@
     python -m benchmarks.hold_slots --simulate
     python -m benchmarks.hold_slots --directory DIR [--tool-s 0.5] [--steps 16] [--pairs 2]
 
-The first command simulates the loop on `laptop-tiny` with episodes like those of builtin:guess, for tools that take 0.1 to 10 s.
-The second trains on builtin:guess itself, in pairs of real runs with the same seed that alternate in order; its environment
-sleeps before every hint, lognormal around `--tool-s`. Columns, means over the steps after the first two:
+The first command simulates the loop on `laptop-tiny` with episodes like those of builtin:guess, for tools
+that take 0.1 to 10 s. The second trains on builtin:guess itself, in pairs of real runs with the same seed
+that alternate in order; its environment sleeps before every hint, lognormal around `--tool-s`. Columns, means
+over the steps after the first two:
 
     step_s   seconds per train step        slots    share of slots with a running sequence
     waiting  trajectories waiting for a tool, as a share of the slots (in addition to `slots` if slots are not held)
@@ -31,7 +32,12 @@ TOOLS_S = (0.1, 1.0, 10.0)
 SIGMA = 1.0
 """Of the logarithm of a tool's seconds."""
 WINDOWS = 12
-SIZES = ("rollout.slots=32", "rollout.n=8", "async_training.staleness_threshold=1", "async_training.trigger_parameter_sync_step=2")
+SIZES = (
+    "rollout.slots=32",
+    "rollout.n=8",
+    "async_training.staleness_threshold=1",
+    "async_training.trigger_parameter_sync_step=2",
+)
 GUESSING = (
     "task.source=builtin:guess",
     "task.environment=slow-guess",
@@ -62,15 +68,34 @@ class SlowGuess(Guess):
 def simulated(profile: str, tool_s: float, *, hold: bool) -> Sequence[Line]:
     """A step's guesses are four tokens long, and three or four are made."""
     workload = load_workload("laptop-tiny")
-    turns = Turns(number=Drawn(median=3.6, sigma=0.4), tool_s=Drawn(median=tool_s, sigma=SIGMA), result_tokens=Drawn(median=4.0))
-    guess = workload.model_copy(update={"turns": turns, "lengths": Lengths(distribution="list", response_tokens=(3, 4, 4, 5))})
-    sets = [*SIZES, f"rollout.hold_slots={str(hold).lower()}", "env.tool_timeout_s=600", "env.max_context_tokens=400"]
+    turns = Turns(
+        number=Drawn(median=3.6, sigma=0.4),
+        tool_s=Drawn(median=tool_s, sigma=SIGMA),
+        result_tokens=Drawn(median=4.0),
+    )
+    guess = workload.model_copy(
+        update={"turns": turns, "lengths": Lengths(distribution="list", response_tokens=(3, 4, 4, 5))}
+    )
+    sets = [
+        *SIZES,
+        f"rollout.hold_slots={str(hold).lower()}",
+        "env.tool_timeout_s=600",
+        "env.max_context_tokens=400",
+    ]
     return simulate(profile_for(guess, profile, sets, groups=WINDOWS * 32, environ={}).profile, guess).lines
 
 
-def trained(directory: Path, profile: str, tool_s: float, steps: int, seed: int, *, hold: bool) -> Sequence[Line]:
+def trained(
+    directory: Path, profile: str, tool_s: float, steps: int, seed: int, *, hold: bool
+) -> Sequence[Line]:
     name = f"{profile}-{tool_s:g}-{'held' if hold else 'lent'}-{seed}"
-    sets = [*SIZES, *GUESSING, f"rollout.hold_slots={str(hold).lower()}", f"run.train_steps={steps}", f"run.seed={seed}"]
+    sets = [
+        *SIZES,
+        *GUESSING,
+        f"rollout.hold_slots={str(hold).lower()}",
+        f"run.train_steps={steps}",
+        f"run.seed={seed}",
+    ]
     sets += [f"model.cache_dir={directory / 'models'}", "eval.prompts=0", "checkpoint.every_steps=0"]
     paths = os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
     run = train(profile, name, sets, directory / "runs", PYTHONPATH=paths, SLOW_GUESS_S=str(tool_s))
@@ -104,12 +129,18 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
     install(options.directory)
     for seed in range(options.pairs):
         for hold in (True, False) if seed % 2 else (False, True):
-            lines = trained(options.directory, "partial-rollout", options.tool_s, options.steps, seed, hold=hold)
-            yield row(f"partial-rollout tools {options.tool_s:g} s {'held' if hold else 'lent'}, seed {seed}", lines)
+            lines = trained(
+                options.directory, "partial-rollout", options.tool_s, options.steps, seed, hold=hold
+            )
+            yield row(
+                f"partial-rollout tools {options.tool_s:g} s {'held' if hold else 'lent'}, seed {seed}", lines
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--simulate", action="store_true")
     where.add_argument("--directory", type=Path)

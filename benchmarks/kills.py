@@ -1,12 +1,15 @@
-"""SIGKILLs every kind of process of a local run, and checks how the run ends, what it leaves behind, and that it can be resumed.
+"""SIGKILLs every kind of process of a local run, and checks how the run ends, what it leaves behind, and that
+it can be resumed.
 
     python -m benchmarks.kills [--kinds 'raylet;reaper'] [--times 2] [--directory DIR] [--profile agent-guess+partial-rollout]
     python -m benchmarks.kills --kinds 'any;any, restarts' --times 10        random processes at random times
     python -m benchmarks.kills --chain --kinds any --times 3 --directory DIR   the same run again and again
 
-Each kill has its own short run, with a model that is made once. With `--chain` all kills of a kind hit one long run in DIR, also
-over several calls, so a run that survives a kill need not be started again for the next one. A row is right if
-- a run that cannot go on ends within 15 s with one `error:` line and a hint, any other ends normally (in a chain: trains on);
+Each kill has its own short run, with a model that is made once. With `--chain` all kills of a kind hit one
+long run in DIR, also over several calls, so a run that survives a kill need not be started again for the next
+one. A row is right if
+- a run that cannot go on ends within 15 s with one `error:` line and a hint, any other ends normally (in a
+  chain: trains on);
 - none of its processes is left, and nothing in its temporary directory or in /dev/shm;
 - after the resume every group of the history that counts was trained once, and none is missing.
 
@@ -47,8 +50,8 @@ GOES_ON_S = 12.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """`is_victim(pid, process id of the driver)`; `goes_on`: the run ends in order all the same, or, if None, may; `codes`: else
-    one of these.
+    """`is_victim(pid, process id of the driver)`; `goes_on`: the run ends in order all the same, or, if None,
+    may; `codes`: else one of these.
 
     A driver that waits for a gcs_server while it starts can only be killed."""
 
@@ -78,7 +81,9 @@ class Row:
 
     def is_right(self, kind: Kind) -> bool:
         in_order = self.code == 0 and self.errors == 0
-        ended = self.code in kind.codes and self.errors == 1 and bool(self.hint) and self.ended_s <= ENDS_WITHIN_S
+        ended = (
+            self.code in kind.codes and self.errors == 1 and bool(self.hint) and self.ended_s <= ENDS_WITHIN_S
+        )
         may_go_on = kind.goes_on is None or kind.while_starting  # its work may have been done already
         told = in_order if kind.goes_on else ended or (in_order and may_go_on)
         return told and not self.left and self.resumed.startswith("ok")
@@ -143,7 +148,11 @@ class Laboratory:
         self.long: dict[str, subprocess.Popen[str] | None] = {}
 
     def start(self, *words: str, sets: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.directory / "cache"), "TMPDIR": str(self.temporary)}
+        own = {
+            "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": str(self.directory / "cache"),
+            "TMPDIR": str(self.temporary),
+        }
         with self._said(len(self.started)).open("w") as err:
             process = subprocess.Popen(
                 arguments(*words, sets=sets, verbose=False),
@@ -173,12 +182,15 @@ class Laboratory:
         self.number += 1
         name = f"run-{self.number}-{os.getpid()}"
         run = self.directory / "runs" / name
-        process = self.start("train", "--profile", self.profile, "--name", name, "--ui", "plain", sets=(*SETS, *kind.sets))
+        process = self.start(
+            "train", "--profile", self.profile, "--name", name, "--ui", "plain", sets=(*SETS, *kind.sets)
+        )
         row = self._killed(kind, process, run, self.rng.randint(2, 5), is_long=False)
         return replace(row, resumed=self._resumed(run, process.returncode))
 
     def kill_again(self, kind: Kind) -> Row:
-        """Kill the long run of that kind, if it still goes on after the last kill; else begin or resume it, and kill it."""
+        """Kill the long run of that kind, if it still goes on after the last kill; else begin or resume it,
+        and kill it."""
         run = self.directory / "runs" / kind.name.replace(", ", "-")
         process = self.long.get(kind.name) or self._begun(kind, run)
         steps = len(lines(run / "metrics.jsonl"))
@@ -196,7 +208,9 @@ class Laboratory:
         words = ("--profile", self.profile, "--name", run.name, "--ui", "plain")
         return self.start("train", *words, sets=(*LONG, *kind.sets))
 
-    def _killed(self, kind: Kind, process: subprocess.Popen[str], run: Path, at_step: int, *, is_long: bool) -> Row:
+    def _killed(
+        self, kind: Kind, process: subprocess.Popen[str], run: Path, at_step: int, *, is_long: bool
+    ) -> Row:
         shared = set(os.listdir("/dev/shm"))
         if not kind.while_starting:
             self._wait_for(process, lambda: len(lines(run / "metrics.jsonl")) >= at_step)
@@ -208,9 +222,16 @@ class Laboratory:
             return replace(row, resumed="ok: trains on")
         process.wait(RUN_LIMIT_S)
         ended_s = time.monotonic() - killed_s
-        left = [command_line(pid).replace(b"\0", b" ").decode()[:40] for pid in wait_until_gone(family, CLEAN_WITHIN_S)]
+        left = [
+            command_line(pid).replace(b"\0", b" ").decode()[:40]
+            for pid in wait_until_gone(family, CLEAN_WITHIN_S)
+        ]
         left += [name for name in os.listdir(self.temporary) if not name.startswith(TORCHS_CACHE)]
-        left += [file for file in os.listdir("/dev/shm") if file not in shared and file.startswith(("psm_", "plasma"))]
+        left += [
+            file
+            for file in os.listdir("/dev/shm")
+            if file not in shared and file.startswith(("psm_", "plasma"))
+        ]
         err = self.said(process).splitlines()
         errors = [line for line in err if line.startswith("error:")]
         hints = [line for line in err if line.startswith("hint:")]
@@ -225,12 +246,15 @@ class Laboratory:
         )
 
     def _goes_on(self, process: subprocess.Popen[str], run: Path) -> bool:
-        """Whether the run still lives `GOES_ON_S` after the kill. It must train then: raises AssertionError for one that hangs."""
+        """Whether the run still lives `GOES_ON_S` after the kill. It must train then: raises AssertionError
+        for one that hangs."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(GOES_ON_S)
             return False
         steps = len(lines(run / "metrics.jsonl"))
-        self._wait_for(process, lambda: process.poll() is not None or len(lines(run / "metrics.jsonl")) > steps)
+        self._wait_for(
+            process, lambda: process.poll() is not None or len(lines(run / "metrics.jsonl")) > steps
+        )
         return process.poll() is None
 
     def _wait_for(self, process: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
@@ -278,8 +302,8 @@ def num_resumed(run: Path) -> int:
 
 
 def trained_once(run: Path, steps: int = STEPS) -> str:
-    """`ok`, or what is wrong with the history that counts: a resume undoes what was trained after the step that it starts from.
-    `steps`: of the run; 0 for those that it has trained."""
+    """`ok`, or what is wrong with the history that counts: a resume undoes what was trained after the step
+    that it starts from. `steps`: of the run; 0 for those that it has trained."""
     counted: list[dict[str, object]] = []
     for event in lines(run / "events.jsonl"):
         if event["event"] == "resumed":
@@ -287,40 +311,66 @@ def trained_once(run: Path, steps: int = STEPS) -> str:
         elif event["event"] == "trained":
             counted.append(event)
     times = Counter((event["uid"], event["epoch"]) for event in counted)
-    twice, wanted = sum(number > 1 for number in times.values()), GROUPS * (steps or len({event["step"] for event in counted}))
+    twice, wanted = (
+        sum(number > 1 for number in times.values()),
+        GROUPS * (steps or len({event["step"] for event in counted})),
+    )
     if twice or len(counted) != wanted:
         return f"{twice} groups twice, {len(counted)} of {wanted} trained"
     return f"ok: {len(counted)} once"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default=";".join(kind.name for kind in KINDS), help="names separated by semicolons")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kinds", default=";".join(kind.name for kind in KINDS), help="names separated by semicolons"
+    )
     parser.add_argument("--times", type=int, default=2, help="kills per kind")
-    parser.add_argument("--directory", type=Path, help="directory for runs, the model and kills.jsonl (default: temporary)")
+    parser.add_argument(
+        "--directory", type=Path, help="directory for runs, the model and kills.jsonl (default: temporary)"
+    )
     parser.add_argument("--profile", default="partial-rollout")
-    parser.add_argument("--chain", action="store_true", help="kill one run in DIRECTORY again and again, also over several calls")
+    parser.add_argument(
+        "--chain",
+        action="store_true",
+        help="kill one run in DIRECTORY again and again, also over several calls",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     wanted = options.kinds.split(";")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # not without killing the run that it has started
+    # not without killing the run that it has started
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
     with ExitStack() as ending:
-        scratch, temporary = (ending.enter_context(tempfile.TemporaryDirectory(prefix=prefix)) for prefix in ("kills-", "k"))
+        scratch, temporary = (
+            ending.enter_context(tempfile.TemporaryDirectory(prefix=prefix)) for prefix in ("kills-", "k")
+        )
         directory = (options.directory or Path(scratch)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         laboratory = Laboratory(directory, Path(temporary), options.profile, random.Random(options.seed))
         ending.callback(laboratory.close)
         wrong = 0
-        for kind in [kind for kind in (*KINDS, *AGENTS_KINDS, *RANDOM_KINDS) if kind.name in wanted for _ in range(options.times)]:
+        for kind in [
+            kind
+            for kind in (*KINDS, *AGENTS_KINDS, *RANDOM_KINDS)
+            if kind.name in wanted
+            for _ in range(options.times)
+        ]:
             row = (laboratory.kill_again if options.chain else laboratory.kill)(kind)
             wrong += not row.is_right(kind)
             with (directory / "kills.jsonl").open("a") as table:
                 table.write(json.dumps(asdict(row)) + "\n")
             verdict = "" if row.is_right(kind) else "  WRONG"
             print(
-                f"{kind.name:22} {row.victim:60} step {row.at_step} {row.ended_s:5.1f} s, exit {row.code:3}, {row.resumed}{verdict}"
+                f"{kind.name:22} {row.victim:60} step {row.at_step} {row.ended_s:5.1f} s, exit {row.code:3}, "
+                f"{row.resumed}{verdict}"
             )
-            for line in (row.error or "no error line", row.hint or "no hint", row.left and f"left: {row.left}"):
+            for line in (
+                row.error or "no error line",
+                row.hint or "no hint",
+                row.left and f"left: {row.left}",
+            ):
                 print(f"    {line}" if line else "", flush=True)
     sys.exit(1 if wrong else 0)
 

@@ -1,14 +1,17 @@
-"""The effect of stale data on learning, with and without corrections: real runs of the default task, for docs/learning.md.
+"""The effect of stale data on learning, with and without corrections: real runs of the default task, for
+docs/learning.md.
 
     python -m benchmarks.learning run --directory DIR [--only WORD] [--seconds 3600]
     python -m benchmarks.learning draw --directory DIR --picture docs/pictures/learning.svg
 
-`run` makes the runs that are missing in DIR/rows.jsonl, one at a time, and adds a line after each, so it may be stopped and called
-again. It goes seed by seed, the most important runs first. `draw` makes the picture and prints the tables in Markdown.
+`run` makes the runs that are missing in DIR/rows.jsonl, one at a time, and adds a line after each, so it may
+be stopped and called again. It goes seed by seed, the most important runs first. `draw` makes the picture and
+prints the tables in Markdown.
 
-All runs have a weight sync after each train step of two optimizer steps, and partial rollout if eta is above 0. A mini-batch has a
-quarter of the profile's trajectories at nearly its learning rate, so that staleness hurts within few steps. The staleness is
-measured: it depends on how far generation is ahead. The reward is that of held-out prompts, sampled with the newest weights.
+All runs have a weight sync after each train step of two optimizer steps, and partial rollout if eta is above
+0. A mini-batch has a quarter of the profile's trajectories at nearly its learning rate, so that staleness
+hurts within few steps. The staleness is measured: it depends on how far generation is ahead. The reward is
+that of held-out prompts, sampled with the newest weights.
 """
 
 from __future__ import annotations
@@ -52,11 +55,15 @@ CORRECTIONS = {
     UNCORRECTED: (_RECOMPUTE, "algorithm.rollout_is=none"),
     "token TIS": (_RECOMPUTE, "algorithm.rollout_is_threshold=2.0"),
     "decoupled PPO": (_RECOMPUTE,),
-    "sequence mask": (_RECOMPUTE, "algorithm.rollout_is=sequence", 'algorithm.rollout_is_threshold="0.5_2.0"'),
+    "sequence mask": (
+        _RECOMPUTE,
+        "algorithm.rollout_is=sequence",
+        'algorithm.rollout_is_threshold="0.5_2.0"',
+    ),
 }
-"""naive PPO: the ratio to the sampler is clipped. no correction: the ratio to the window's first weights, and stale tokens count as
-if these had sampled them. token TIS: weighed by w, cut at 2. decoupled PPO: by w (AReaL). sequence mask: by the product of the
-sequence's w, and 0 outside of 0.5 to 2."""
+"""naive PPO: the ratio to the sampler is clipped. no correction: the ratio to the window's first weights, and
+stale tokens count as if these had sampled them. token TIS: weighed by w, cut at 2. decoupled PPO: by w
+(AReaL). sequence mask: by the product of the sequence's w, and 0 outside of 0.5 to 2."""
 PARTS = {
     "GAE": ("algorithm.adv_estimator=gae", "critic.lr=1e-3"),
     "KL in the loss": ("algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.02"),
@@ -94,7 +101,10 @@ class Experiment(NamedTuple):
 
 def experiments() -> Iterator[Experiment]:
     """On-policy every correction is 1, so one of them stands for all."""
-    ends, usual = ("naive PPO", "decoupled PPO", "token TIS"), [what for what in CORRECTIONS if what != UNCORRECTED]
+    ends, usual = (
+        ("naive PPO", "decoupled PPO", "token TIS"),
+        [what for what in CORRECTIONS if what != UNCORRECTED],
+    )
     yield Experiment("naive PPO", 0, 0)
     yield from (Experiment(what, eta, 0) for eta in (16, 4) for what in CORRECTIONS)
     yield from (Experiment(what, 0, 0) for what in PARTS)
@@ -138,7 +148,10 @@ def profile_of(experiment: Experiment, directory: Path) -> Profile:
 
 def make_missing(directory: Path, only: str, seconds: float) -> None:
     """Runs that fail are told, left out, and made again at the next call. All are in one Ray session."""
-    until_s, made = time.monotonic() + seconds, {Experiment(row["what"], row["eta"], row["seed"]) for row in rows_in(directory)}
+    until_s, made = (
+        time.monotonic() + seconds,
+        {Experiment(row["what"], row["eta"], row["seed"]) for row in rows_in(directory)},
+    )
     for experiment in experiments():
         if experiment in made or only not in experiment.name:
             continue
@@ -154,12 +167,17 @@ def make_missing(directory: Path, only: str, seconds: float) -> None:
         row = row_of(experiment, result.run_dir)
         with (directory / "rows.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        print(f"{experiment.name}: {time.monotonic() - began_s:.0f} s, evals {row['evals']}", file=sys.stderr, flush=True)
+        print(
+            f"{experiment.name}: {time.monotonic() - began_s:.0f} s, evals {row['evals']}",
+            file=sys.stderr,
+            flush=True,
+        )
         shutil.rmtree(runs / experiment.name, ignore_errors=True)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A column per eta above 0: held-out reward against samples, and against time. Thick: the mean over seeds; grey: eta 0."""
+    """A column per eta above 0: held-out reward against samples, and against time. Thick: the mean over
+    seeds; grey: eta 0."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -179,20 +197,31 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for panel in row:
             panel.set_xlabel(label)
             panel.grid(alpha=0.3)
-    handles = {label: line for panel in panels[0] for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
+    handles = {
+        label: line
+        for panel in panels[0]
+        for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=len(COLOURS), frameon=False
+    )
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "learning"}):
         figure.savefig(path, metadata={"Date": None})
 
 
-def _draw_line(axis: Any, found: Sequence[Row], against: Callable[[Row], list[float]], name: str, colour: str) -> None:
+def _draw_line(
+    axis: Any, found: Sequence[Row], against: Callable[[Row], list[float]], name: str, colour: str
+) -> None:
     curves = [(against(row), [reward for _, reward in row["evals"]]) for row in found]
     if not curves:
         return
     if len(curves) > 1:
         for x, y in curves:
             axis.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
-    x, y = ([statistics.fmean(values) for values in zip(*of_all, strict=True)] for of_all in zip(*curves, strict=True))
+    x, y = (
+        [statistics.fmean(values) for values in zip(*of_all, strict=True)]
+        for of_all in zip(*curves, strict=True)
+    )
     axis.plot(x, y, color=colour, linewidth=2.0, label=name)
 
 
@@ -215,7 +244,9 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     for what in CORRECTIONS:
         yield _line(what, [_spread([row["evals"][-1][1] for row in of(rows, what, eta)]) for eta in etas])
     yield ""
-    yield from _table("second half: versions old / KL / effective sample size", [f"eta {eta}" for eta in etas])
+    yield from _table(
+        "second half: versions old / KL / effective sample size", [f"eta {eta}" for eta in etas]
+    )
     for what in CORRECTIONS:
         yield _line(what, [_late(of(rows, what, eta)) for eta in etas])
     yield ""
@@ -223,9 +254,14 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     for what in ("naive PPO", *PARTS):
         those = of(rows, what, 0)
         firsts, lasts = ([row["evals"][end][1] for row in those] for end in (0, -1))
-        lengths = ([statistics.fmean(row["tokens"][part]) for row in those] for part in (slice(0, 3), slice(-3, None)))
+        lengths = (
+            [statistics.fmean(row["tokens"][part]) for row in those]
+            for part in (slice(0, 3), slice(-3, None))
+        )
         times = _spread([row["time_s"][-1] for row in those], ".0f")
-        yield _line(what, [_spread(firsts), _spread(lasts), *(_spread(values, ".0f") for values in lengths), times])
+        yield _line(
+            what, [_spread(firsts), _spread(lasts), *(_spread(values, ".0f") for values in lengths), times]
+        )
 
 
 def _table(first: str, columns: Sequence[str]) -> list[str]:
@@ -250,11 +286,17 @@ def _spread(values: Sequence[float], form: str = ".3f") -> str:
     if not values:
         return "-"
     mean = f"{statistics.fmean(values):{form}}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}}; {len(values)})"
+    return (
+        mean
+        if len(values) == 1
+        else (f"{mean} ({min(values):{form}} to {max(values):{form}}; {len(values)})")
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["run", "draw"])
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--only", default="", help="only runs with this in their name")

@@ -1,9 +1,10 @@
 """Peak memory of a trainer rank on CPUs, measured and as estimated by `asyncrl plan`.
 
-Each case is a train step of a random model on made-up groups (two microbatches per rank), with each rank in its own process.
-A peak is the largest resident set that the kernel has seen (VmHWM, reset before loading and before the step), minus the files
-mapped at the end (libraries) and minus the memory of the process before the model. glibc's malloc is set to return freed tensors
-of 256 KiB or more at once, so that only live tensors count; with `--heap run` it keeps them, as in the processes of a run.
+Each case is a train step of a random model on made-up groups (two microbatches per rank), with each rank in
+its own process. A peak is the largest resident set that the kernel has seen (VmHWM, reset before loading and
+before the step), minus the files mapped at the end (libraries) and minus the memory of the process before the
+model. glibc's malloc is set to return freed tensors of 256 KiB or more at once, so that only live tensors
+count; with `--heap run` it keeps them, as in the processes of a run.
 
     python -m benchmarks.memory                                     the table of docs/memory.md (some minutes)
     python -m benchmarks.memory --sizes small --features lora       a part of the table
@@ -78,12 +79,18 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--features", nargs="+", choices=FEATURES, default=list(FEATURES))
-    parser.add_argument("--jobs", type=int, default=1, help="cases run at a time (does not change the memory)")
-    parser.add_argument("--heap", choices=["tight", "run"], default="tight", help="what malloc does with freed tensors")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="cases run at a time (does not change the memory)"
+    )
+    parser.add_argument(
+        "--heap", choices=["tight", "run"], default="tight", help="what malloc does with freed tensors"
+    )
     parser.add_argument("--logits", type=int, metavar="TOKENS")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -93,10 +100,24 @@ def main() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)
     if arguments.logits:
         threads = len(os.sched_getaffinity(0))
-        found = _run(Case(size=(64, 192, 2, 151_936), tokens=arguments.logits, microbatches=1, threads=threads, feature="full"))
+        found = _run(
+            Case(
+                size=(64, 192, 2, 151_936),
+                tokens=arguments.logits,
+                microbatches=1,
+                threads=threads,
+                feature="full",
+            )
+        )
         above = found["step"] - found["shard"]
-        print(f"step {found['step']:,.0f} MiB: {above:,.0f} above the {found['shard']:,.0f} of the model's weights")
-        print(f"of these, gathered weights, gradients and moments: {4 * found['shard']:,.0f}; estimated: {found['estimate']:,.0f}")
+        print(
+            f"step {found['step']:,.0f} MiB: {above:,.0f} above the {found['shard']:,.0f} of the model's "
+            "weights"
+        )
+        print(
+            f"of these, gathered weights, gradients and moments: {4 * found['shard']:,.0f}; estimated: "
+            f"{found['estimate']:,.0f}"
+        )
         return
     print("| model | ranks | with | loading MiB | shard + largest tensor | step MiB | estimated | ratio |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
@@ -109,8 +130,10 @@ def main() -> None:
     with ProcessPoolExecutor(arguments.jobs, mp_context=FORK) as pool:
         for (size, ranks, feature), found in zip(names, pool.map(_run, cases), strict=True):
             print(
-                f"| {size} | {ranks} | {feature} | {found['load']:,.0f} | {found['shard']:,.0f} + {found['tensor']:,.0f} "
-                f"| {found['step']:,.0f} | {found['estimate']:,.0f} | {found['estimate'] / found['step']:.2f} |",
+                f"| {size} | {ranks} | {feature} | {found['load']:,.0f} | {found['shard']:,.0f} + "
+                f"{found['tensor']:,.0f} "
+                f"| {found['step']:,.0f} | {found['estimate']:,.0f} | "
+                f"{found['estimate'] / found['step']:.2f} |",
                 flush=True,
             )
 
@@ -154,8 +177,13 @@ def _measured(case: Case, directory: str, rank: int) -> dict[str, float]:
         return made
 
     sharded_model.sharded = watched
-    profile, place = _profile(case, directory), Place(model_dir=directory, workers=case.ranks, threads=case.threads)
-    trainer = PolicyTrainer(profile, place, rank=rank, init_method=f"file://{directory}/meet", total_optimizer_steps=2)
+    profile, place = (
+        _profile(case, directory),
+        Place(model_dir=directory, workers=case.ranks, threads=case.threads),
+    )
+    trainer = PolicyTrainer(
+        profile, place, rank=rank, init_method=f"file://{directory}/meet", total_optimizer_steps=2
+    )
     groups = _groups(case)
     plan = plan_train_step([meta for meta, _ in groups], profile, ranks=case.ranks, step=1, window=0)[rank]
     _forget_peak()
@@ -200,9 +228,18 @@ def _groups(case: Case) -> list[tuple[GroupResult, GroupPayload]]:
     for index in range(case.microbatches * case.ranks):
         draw = random.Random(index)
         segments = [make_segment(draw, PROMPT_TOKENS, response_tokens, [0]) for _ in range(TRAJECTORIES)]
-        trajectories = tuple(Trajectory(segments=(s,), reward=float(i % 2), finish_reason="stop") for i, s in enumerate(segments))
+        trajectories = tuple(
+            Trajectory(segments=(s,), reward=float(i % 2), finish_reason="stop")
+            for i, s in enumerate(segments)
+        )
         key = AttemptKey(f"prompt-{index}", 0, 0)
-        meta = GroupResult(key=key, trajectories=tuple(map(meta_of, trajectories)), failures=(), failed_tokens=0, payload=None)
+        meta = GroupResult(
+            key=key,
+            trajectories=tuple(map(meta_of, trajectories)),
+            failures=(),
+            failed_tokens=0,
+            payload=None,
+        )
         groups.append((meta, GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=trajectories)))
     return groups
 

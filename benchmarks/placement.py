@@ -1,14 +1,15 @@
-"""Compares placing responses one by one with placing whole groups on one worker: real runs in pairs, with two rollout workers.
+"""Compares placing responses one by one with placing whole groups on one worker: real runs in pairs, with two
+rollout workers.
 
     python -m benchmarks.placement --directory DIR [--engines transformers,vllm] [--prompts default,mixed] [--pairs 3] [--steps 24]
     python -m benchmarks.placement --directory DIR --deaths      a worker of each run is killed in mid-run
 
-`default` is the default task, sorting in writing. `mixed` is made here: half of its prompts are a list of three numbers, the other
-half a list of six after 150 tokens of other lists. So prompts differ in length by a factor of 30, responses by about 10. All runs
-use the same builtin:tiny model, which has learnt both.
+`default` is the default task, sorting in writing. `mixed` is made here: half of its prompts are a list of
+three numbers, the other half a list of six after 150 tokens of other lists. So prompts differ in length by a
+factor of 30, responses by about 10. All runs use the same builtin:tiny model, which has learnt both.
 
-The runs of a pair have the same seed and alternate in order. Figures exclude warm-up and run-out, as in `asyncrl bench`. Seconds
-mean little on a machine that others use; the other columns are counts:
+The runs of a pair have the same seed and alternate in order. Figures exclude warm-up and run-out, as in
+`asyncrl bench`. Seconds mean little on a machine that others use; the other columns are counts:
 
     slots      share of slots in use                       batch     tokens per decode step of a worker
     workers    on how many workers a group began           prefill   prompt tokens that vLLM computed per group, without cached ones
@@ -43,11 +44,16 @@ SETS = (
 )
 TASKS = {
     "default": ('task.adapter="worked"',),
-    "mixed": ('task.reward="benchmarks.placement:is_sorted"', "rollout.max_prompt_tokens=192", "rollout.max_response_tokens=128"),
+    "mixed": (
+        'task.reward="benchmarks.placement:is_sorted"',
+        "rollout.max_prompt_tokens=192",
+        "rollout.max_response_tokens=128",
+    ),
 }
 ENGINES = {
     "transformers": (),
-    "vllm": ("rollout.interrupt=recompute-kv", "rollout.engine_args.block_size=32"),  # by default 128 on a CPU
+    # by default 128 on a CPU
+    "vllm": ("rollout.interrupt=recompute-kv", "rollout.engine_args.block_size=32"),
 }
 DEATH = ("rollout.max_restarts=1", "rollout.max_response_tokens=256")
 DIES_AT_STEP = 6
@@ -66,13 +72,16 @@ def is_sorted(item: Mapping[str, Any], response: str) -> float:
 
 
 class Mixed:
-    """The prompts of `mixed`, and how the model learns to answer them (`models.tiny.Course`): a list after every swap."""
+    """The prompts of `mixed`, and how the model learns to answer them (`models.tiny.Course`): a list after
+    every swap."""
 
     name = "mixed"
     eval = ()
 
     def __init__(self) -> None:
-        self.train = [self._item(random.Random(number), is_long=number % 2 == 1) for number in range(NUM_PROMPTS)]
+        self.train = [
+            self._item(random.Random(number), is_long=number % 2 == 1) for number in range(NUM_PROMPTS)
+        ]
 
     def demonstration(self, item: Mapping[str, Any], rng: random.Random) -> str:
         return ",".join(self._lists(item))
@@ -135,12 +144,18 @@ class Laboratory:
         return built_tiny(profile, Both(load_task(profile)))
 
     def row(self, engine: str, prompts: str, placement: str, seed: int, *, dies: bool) -> Row:
-        """A run's figures, from its file if it has been made. If it `dies`, one of its workers is killed on the way."""
+        """A run's figures, from its file if it has been made. If it `dies`, one of its workers is killed on
+        the way."""
         name = f"{engine}-{prompts}-{placement}{'-death' if dies else ''}-{seed}"
         file = self._directory / f"{name}.json"
         if not file.exists():
             source = (f'task.source="jsonl:{self._prompts}"',) if prompts == "mixed" else ()
-            own = (f'model.path="{self._model}"', f"run.train_steps={self._steps}", f"run.seed={seed}", f"rollout.engine={engine}")
+            own = (
+                f'model.path="{self._model}"',
+                f"run.train_steps={self._steps}",
+                f"run.seed={seed}",
+                f"rollout.engine={engine}",
+            )
             sets = (*SETS, *(DEATH if dies else ()), *source, *TASKS[prompts], *ENGINES[engine], *own)
             run = self._train(name, (*sets, f"rollout.placement={placement}"), dies=dies)
             file.write_text(json.dumps(figures(run)), encoding="utf-8")
@@ -153,7 +168,13 @@ class Laboratory:
         shutil.rmtree(run, ignore_errors=True)  # one that was broken off
         words = ("train", "--profile", "partial-rollout", "--name", name, "--runs-dir", str(self._runs))
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl_cli", *words, *(word for setting in sets for word in ("--set", setting))],
+            [
+                sys.executable,
+                "-m",
+                "asyncrl_cli",
+                *words,
+                *(word for setting in sets for word in ("--set", setting)),
+            ],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -191,10 +212,15 @@ def figures(run: Path) -> Row:
     seconds = [float(line["timing/step_s"]) for line in stretch.lines]
 
     def mean(key: str) -> float:
-        told = [(line[key], step_s) for line, step_s in zip(stretch.lines, seconds, strict=True) if key in line]
+        told = [
+            (line[key], step_s) for line, step_s in zip(stretch.lines, seconds, strict=True) if key in line
+        ]
         return sum(figure * step_s for figure, step_s in told) / sum(step_s for _, step_s in told)
 
-    computed = sum(line.get("rollouter/prompt_tokens", 0) - line.get("rollouter/cached_prompt_tokens", 0) for line in stretch.lines)
+    computed = sum(
+        line.get("rollouter/prompt_tokens", 0) - line.get("rollouter/cached_prompt_tokens", 0)
+        for line in stretch.lines
+    )
     events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     began = [len(event["workers"]) for event in events if event["event"] == "running"]
     return {
@@ -219,18 +245,29 @@ def compare(laboratory: Laboratory, engine: str, prompts: str, pairs: int, *, di
         for placement in PLACEMENTS if pair % 2 == 0 else PLACEMENTS[::-1]:
             rows[placement].append(laboratory.row(engine, prompts, placement, pair, dies=dies))
     for placement, own in rows.items():
-        show(f"{engine} {prompts} {placement}: median", {key: statistics.median(row[key] for row in own) for key in COLUMNS})
-    ratios = [group["s_per_step"] / response["s_per_step"] for response, group in zip(*rows.values(), strict=True)]
+        show(
+            f"{engine} {prompts} {placement}: median",
+            {key: statistics.median(row[key] for row in own) for key in COLUMNS},
+        )
+    ratios = [
+        group["s_per_step"] / response["s_per_step"] for response, group in zip(*rows.values(), strict=True)
+    ]
     print(f"seconds, group / response, by pair: {', '.join(f'{ratio:.2f}' for ratio in ratios)}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, required=True, help="for runs, prompts and model; existing runs are kept")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--directory", type=Path, required=True, help="for runs, prompts and model; existing runs are kept"
+    )
     parser.add_argument("--engines", default="transformers,vllm")
     parser.add_argument("--prompts", default="default,mixed")
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24, help="train steps per run, of which 8 are warm-up and run-out")
+    parser.add_argument(
+        "--steps", type=int, default=24, help="train steps per run, of which 8 are warm-up and run-out"
+    )
     parser.add_argument("--deaths", action="store_true", help="kill a worker of each run")
     options = parser.parse_args()
     laboratory = Laboratory(options.directory.absolute(), options.steps)

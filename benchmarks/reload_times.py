@@ -1,7 +1,8 @@
-"""A worker extension of vLLM (`worker_extension_cls`) that measures the cost of a weight load in vLLM's own process.
+"""A worker extension of vLLM (`worker_extension_cls`) that measures the cost of a weight load in vLLM's own
+process.
 
-vLLM mixes `ReloadTimes` into its worker class; `AsyncLLM.collective_rpc` calls its methods. CPU seconds are those of the thread
-that loads, so they are also valid on a busy machine.
+vLLM mixes `ReloadTimes` into its worker class; `AsyncLLM.collective_rpc` calls its methods. CPU seconds are
+those of the thread that loads, so they are also valid on a busy machine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ _seconds: dict[str, float] = {}
 
 class ReloadTimes:
     def watch_loads(self) -> None:
-        """From now on, time loads (while the model stands still), and what CPU layers do to new weights: oneDNN's layout."""
+        """From now on, time loads (while the model stands still), and what CPU layers do to new weights:
+        oneDNN's layout."""
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 

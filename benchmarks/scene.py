@@ -1,4 +1,5 @@
-"""Starts, resumes and watches a run on a cluster of logical nodes on this machine, for benchmarks/faults.py."""
+"""Starts, resumes and watches a run on a cluster of logical nodes on this machine, for
+benchmarks/faults.py."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ NO_NEWS = "teaches nothing"
 
 @dataclass
 class Scene:
-    """A run on a cluster, begun and resumed by `begin`. `process`: the run's driver; `asyncrl submit --wait`, if it is a job."""
+    """A run on a cluster, begun and resumed by `begin`. `process`: the run's driver; `asyncrl submit --wait`,
+    if it is a job."""
 
     directory: Path
     cluster: RayNodes
@@ -111,7 +113,9 @@ class Scene:
         return self.processes(word)[0]
 
     def node_with(self, word: str) -> Node:
-        return next(node for node in self.cluster.nodes[1:] if any(word in command_of(p) for p in processes_of(node)))
+        return next(
+            node for node in self.cluster.nodes[1:] if any(word in command_of(p) for p in processes_of(node))
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -125,7 +129,11 @@ class Scene:
         """What the driver knows since its log ended at `end`: warnings and errors, or that it is stopping."""
         with self.log.open(errors="replace") as log:
             log.seek(end)
-            news = [line.split(": ", 1)[1].strip() for line in log if any(told in line for told in TOLD) and NO_NEWS not in line]
+            news = [
+                line.split(": ", 1)[1].strip()
+                for line in log
+                if any(told in line for told in TOLD) and NO_NEWS not in line
+            ]
         try:
             phase = json.loads((self.run / "status.json").read_text())["phase"]
         except (OSError, ValueError):
@@ -158,7 +166,9 @@ def command_of(process: psutil.Process) -> str:
 def disk(directory: Path, megabytes: int) -> Iterator[None]:
     directory.mkdir(exist_ok=True)
     if megabytes:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(directory)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(directory)], check=True
+        )
     try:
         yield
     finally:

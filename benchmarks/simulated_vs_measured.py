@@ -1,15 +1,16 @@
-"""Compares real runs with the simulator: calibrates a workload from one of them, predicts the others, prints both.
+"""Compares real runs with the simulator: calibrates a workload from one of them, predicts the others, prints
+both.
 
     asyncrl bench --compare colocate --profile stale-samples --profile partial-rollout --out BENCH_DIR
     python benchmarks/simulated_vs_measured.py BENCH_DIR [--calibrate-on stale-samples] [--repeat 0]
 
-The measured and the simulated groups are the same: those of the comparison, without warm-up and run-out. Each prediction is
-compared with the median of the profile's repeats. As a policy learns, its responses grow or shrink, differently in each profile. So
-predictions are made with the lengths of the calibrated run, and again with the profile's own. Exits with 1 if one of the latter is
-off by more than `--within`.
+The measured and the simulated groups are the same: those of the comparison, without warm-up and run-out. Each
+prediction is compared with the median of the profile's repeats. As a policy learns, its responses grow or
+shrink, differently in each profile. So predictions are made with the lengths of the calibrated run, and again
+with the profile's own. Exits with 1 if one of the latter is off by more than `--within`.
 
-One run does not show how much several workers or ranks on one machine slow each other, as colocate's do. The comparison has
-measured that: each phase alone, with its own resources and with all of them.
+One run does not show how much several workers or ranks on one machine slow each other, as colocate's do. The
+comparison has measured that: each phase alone, with its own resources and with all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def measured_runs(bench_dir: Path) -> dict[str, list[Lines]]:
     found: dict[str, list[Lines]] = {}
     for directory in sorted((bench_dir / "runs").glob("*-r[0-9]*")):
         if directory.is_dir():
-            found.setdefault(directory.name.rpartition("-r")[0], []).append(read_metrics(directory / "metrics.jsonl"))
+            found.setdefault(directory.name.rpartition("-r")[0], []).append(
+                read_metrics(directory / "metrics.jsonl")
+            )
     return found
 
 
@@ -57,9 +60,16 @@ def crowded(workload: Workload, bench_dir: Path) -> Workload:
     if together is None or apart is None:
         return workload
     changes = {}
-    for section, role, key in (("decoding", ROLLOUT, "rollout_tokens_per_s"), ("training", TRAINER, "trainer_tokens_per_s")):
-        each = [row["capacities"][key] / executors(workload, row["profile"], role) for row in (apart, together)]
-        changes[section] = getattr(workload, section).model_copy(update={"crowding_ratio": max(0.0, each[0] / each[1] - 1)})
+    for section, role, key in (
+        ("decoding", ROLLOUT, "rollout_tokens_per_s"),
+        ("training", TRAINER, "trainer_tokens_per_s"),
+    ):
+        each = [
+            row["capacities"][key] / executors(workload, row["profile"], role) for row in (apart, together)
+        ]
+        changes[section] = getattr(workload, section).model_copy(
+            update={"crowding_ratio": max(0.0, each[0] / each[1] - 1)}
+        )
     return workload.model_copy(update=changes)
 
 
@@ -79,11 +89,15 @@ def predicted_runs(workload: Workload, name: str, groups: int) -> list[Lines]:
 
 def step_s(runs: Sequence[Lines], edges: Edges, window_groups: int) -> float:
     """Median over the runs of the mean step."""
-    return statistics.median(figures_of(stretch_of(lines, edges), window_groups)["step_s_mean"] for lines in runs)
+    return statistics.median(
+        figures_of(stretch_of(lines, edges), window_groups)["step_s_mean"] for lines in runs
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("bench_dir", type=Path)
     parser.add_argument("--calibrate-on", default="partial-rollout", metavar="PROFILE")
     parser.add_argument("--repeat", type=int, default=0, help="the repeat to calibrate on")
@@ -91,25 +105,42 @@ def main() -> int:
     options = parser.parse_args()
     runs = measured_runs(options.bench_dir)
     if options.calibrate_on not in runs:
-        parser.error(f"{options.bench_dir} has no runs of {options.calibrate_on}: {', '.join(runs) or 'none at all'}")
+        parser.error(
+            f"{options.bench_dir} has no runs of {options.calibrate_on}: {', '.join(runs) or 'none at all'}"
+        )
     try:
-        workloads = {name: calibrate(options.bench_dir / "runs" / f"{name}-r{options.repeat}") for name in runs}
+        workloads = {
+            name: calibrate(options.bench_dir / "runs" / f"{name}-r{options.repeat}") for name in runs
+        }
     except ConfigError as error:
         parser.error(str(error))
     workload = crowded(workloads[options.calibrate_on], options.bench_dir)
     groups = int(next(iter(runs.values()))[0][-1]["groups_trained"])
-    windows = [Schedule.of(profile_for(workload, name, [], groups=groups, environ={}).profile).window_groups for name in runs]
+    windows = [
+        Schedule.of(profile_for(workload, name, [], groups=groups, environ={}).profile).window_groups
+        for name in runs
+    ]
     edges = common_edges([lines for repeats in runs.values() for lines in repeats], max(windows))
-    print(f"SIMULATED from repeat {options.repeat} of {options.calibrate_on}: {workload.decoding}\n{workload.training}\n")
-    print(f"{'':<20}{'measured':>10}{'(least-most)':>14}{'SIMULATED':>11}{'off by':>8}{'tokens':>8}{'SIMULATED*':>12}{'off by':>8}")
+    print(
+        f"SIMULATED from repeat {options.repeat} of {options.calibrate_on}: "
+        f"{workload.decoding}\n{workload.training}\n"
+    )
+    print(
+        f"{'':<20}{'measured':>10}{'(least-most)':>14}{'SIMULATED':>11}{'off by':>8}{'tokens':>8}{'SIMULATED*':>12}{'off by':>8}"
+    )
     worst = worst_told = 0.0
     for name, repeats in runs.items():
         each = [step_s([lines], edges, max(windows)) for lines in repeats]
         measured = statistics.median(each)
         own_lengths = workload.model_copy(update={"lengths": workloads[name].lengths})
-        plain, told = (step_s(predicted_runs(one, name, groups), edges, max(windows)) for one in (workload, own_lengths))
+        plain, told = (
+            step_s(predicted_runs(one, name, groups), edges, max(windows)) for one in (workload, own_lengths)
+        )
         if name != options.calibrate_on:
-            worst, worst_told = max(worst, abs(plain / measured - 1)), max(worst_told, abs(told / measured - 1))
+            worst, worst_told = (
+                max(worst, abs(plain / measured - 1)),
+                max(worst_told, abs(told / measured - 1)),
+            )
         print(
             f"{name:<20}{measured:>10.3f}{f'{min(each):.3f}-{max(each):.3f}':>14}{plain:>11.3f}{plain / measured - 1:>+8.1%}"
             f"{statistics.fmean(workloads[name].lengths.response_tokens):>8.1f}{told:>12.3f}{told / measured - 1:>+8.1%}"

@@ -27,10 +27,13 @@ LIMIT_S = 3600.0
 
 
 def train(profile: str, name: str, sets: Sequence[str], runs_dir: Path, **environment: str) -> Path:
-    """`asyncrl train` in a child process, without a screen. Returns the run's directory. Raises subprocess.SubprocessError."""
+    """`asyncrl train` in a child process, without a screen. Returns the run's directory. Raises
+    subprocess.SubprocessError."""
     words = ("--profile", profile, "--name", name, "--runs-dir", str(runs_dir), "--ui", "none")
     asked = arguments("train", *words, sets=tuple(sets), verbose=False)
-    subprocess.run(asked, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=os.environ | environment)
+    subprocess.run(
+        asked, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=os.environ | environment
+    )
     return runs_dir / name
 
 

@@ -1,4 +1,5 @@
-"""Measures how many timer events the virtual clock fires per second of CPU time, with 1,000 tasks that only sleep.
+"""Measures how many timer events the virtual clock fires per second of CPU time, with 1,000 tasks that only
+sleep.
 
 python benchmarks/virtual_clock.py
 """

@@ -1,12 +1,15 @@
-"""Compares TRL's GRPOTrainer with asyncrl on one machine's CPUs: the same model, task, reward, group size, batch and tokens.
+"""Compares TRL's GRPOTrainer with asyncrl on one machine's CPUs: the same model, task, reward, group size,
+batch and tokens.
 
     pip install 'trl>=1.16'
-    python -m benchmarks.vs_trl --directory DIR [--steps 40] [--repeat 3] [--side partial-rollout]... [--goal 0.9]
+    python -m benchmarks.vs_trl --directory DIR [--steps 40] [--repeat 3] [--side partial-rollout]... [--goal
+    0.9]
 
-Sides take turns; each repeat runs all of them. TRL generates with transformers' `generate`, in one process with all threads and in
-two processes with one thread each (`accelerate launch --cpu`), which is its best here. Both train `--steps` optimizer steps of 16
-groups of 8 responses of the default task, from the same warm-started model, with the default profile's learning rate, clip widths
-and temperature, and without a reference model. Columns are medians of the repeats (least-most):
+Sides take turns; each repeat runs all of them. TRL generates with transformers' `generate`, in one process
+with all threads and in two processes with one thread each (`accelerate launch --cpu`), which is its best
+here. Both train `--steps` optimizer steps of 16 groups of 8 responses of the default task, from the same
+warm-started model, with the default profile's learning rate, clip widths and temperature, and without a
+reference model. Columns are medians of the repeats (least-most):
 
     samples/s   trajectories trained per second, from the end of the first two steps to the end of the last
     CPU s/step  CPU seconds of all processes of a side per step, after the first two; other work on the machine hardly changes it
@@ -59,7 +62,11 @@ class Figures(NamedTuple):
 
 
 def sets_of(options: argparse.Namespace) -> list[str]:
-    sets = [f"run.train_steps={options.steps}", f"run.seed={options.seed}", f"model.cache_dir={options.directory / 'models'}"]
+    sets = [
+        f"run.train_steps={options.steps}",
+        f"run.seed={options.seed}",
+        f"model.cache_dir={options.directory / 'models'}",
+    ]
     return [*sets, "eval.prompts=0", "checkpoint.every_steps=0"]
 
 
@@ -68,7 +75,8 @@ def profile_of(name: str, options: argparse.Namespace) -> Profile:
 
 
 class CpuClock:
-    """In a with block: the CPU seconds of this process's descendants when `path` was first seen with so many lines, by number."""
+    """In a with block: the CPU seconds of this process's descendants when `path` was first seen with so many
+    lines, by number."""
 
     def __init__(self, path: Path) -> None:
         self.at_lines: dict[int, float] = {}
@@ -106,7 +114,9 @@ def asyncrl_side(name: str, repeat: int, options: argparse.Namespace) -> tuple[l
     run = options.directory / "runs" / f"{name}-{repeat}"
     with CpuClock(run / "metrics.jsonl") as clock:
         train(name, run.name, sets_of(options), run.parent)
-    return [(line["time_s"], line["reward/mean"]) for line in read_metrics(run / "metrics.jsonl")], clock.s_per_step()
+    return [
+        (line["time_s"], line["reward/mean"]) for line in read_metrics(run / "metrics.jsonl")
+    ], clock.s_per_step()
 
 
 def trl_side(processes: int, repeat: int, options: argparse.Namespace) -> tuple[list[Step], float]:
@@ -116,11 +126,20 @@ def trl_side(processes: int, repeat: int, options: argparse.Namespace) -> tuple[
     if processes > 1:
         launch = ["accelerate", "launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
         launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]
-    asked = {"--directory": options.directory, "--steps": options.steps, "--seed": options.seed, "--trl-side": out}
+    asked = {
+        "--directory": options.directory,
+        "--steps": options.steps,
+        "--seed": options.seed,
+        "--trl-side": out,
+    }
     asked["--accumulation"] = options.accumulation
     words = ["-m", "benchmarks.vs_trl", *(str(word) for pair in asked.items() for word in pair)]
-    # As our own processes have it: threads that spin for one another are many times slower beside any other work.
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), "OMP_WAIT_POLICY": "passive"}
+    # As our own processes have it: threads that spin for one another are many times slower beside any other
+    # work.
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+        "OMP_WAIT_POLICY": "passive",
+    }
     with CpuClock(out) as clock:
         subprocess.run([*launch, *words], check=True, timeout=LIMIT_S, env=os.environ | environment)
     lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
@@ -166,13 +185,19 @@ def train_with_trl(options: argparse.Namespace) -> None:
     )
 
     class Clock(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+        ) -> None:
             if state.is_world_process_zero and logs and "reward" in logs:
                 with options.trl_side.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"time_s": time.monotonic() - began_s, "reward": logs["reward"]}) + "\n")
+                    file.write(
+                        json.dumps({"time_s": time.monotonic() - began_s, "reward": logs["reward"]}) + "\n"
+                    )
 
     rows = Dataset.from_list([{"prompt": item["prompt"], "uid": item["uid"]} for item in task.train])
-    grpo = GRPOTrainer(str(model), reward_funcs=reward_of(task), args=config, train_dataset=rows, callbacks=[Clock()])
+    grpo = GRPOTrainer(
+        str(model), reward_funcs=reward_of(task), args=config, train_dataset=rows, callbacks=[Clock()]
+    )
     began_s = time.monotonic()
     grpo.train()
 
@@ -207,14 +232,18 @@ def spread(values: Sequence[float | None], form: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--goal", type=float, default=0.9)
     parser.add_argument("--side", action="append", choices=[*PROFILES, *TRL], help="default: all sides")
-    parser.add_argument("--accumulation", type=int, default=1, help="TRL's gradient accumulation: microbatches per step")
+    parser.add_argument(
+        "--accumulation", type=int, default=1, help="TRL's gradient accumulation: microbatches per step"
+    )
     parser.add_argument("--trl-side", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.directory = options.directory.absolute()
@@ -224,20 +253,27 @@ def main() -> None:
     profile = profile_of("colocate", options)
     samples = profile.trainer.ppo_mini_batch_size * profile.rollout.n
     resolve_model(profile, load_task(profile))  # no side's clock has the warm start
-    sides = {name: partial(asyncrl_side, name) for name in PROFILES} | {n: partial(trl_side, count) for n, count in TRL.items()}
+    sides = {name: partial(asyncrl_side, name) for name in PROFILES} | {
+        n: partial(trl_side, count) for n, count in TRL.items()
+    }
     seen: dict[str, list[Figures]] = {}
     for repeat in range(options.repeat):
         for name in options.side or sides:
             seen.setdefault(name, []).append(figures(*sides[name](repeat, options), samples, options.goal))
             print(f"{name} {repeat}: {seen[name][-1]}", file=sys.stderr, flush=True)
-    best = max((statistics.median(f.samples_per_s for f in seen[name]) for name in TRL if name in seen), default=math.nan)
+    best = max(
+        (statistics.median(f.samples_per_s for f in seen[name]) for name in TRL if name in seen),
+        default=math.nan,
+    )
     print(f"{'':<20} {'samples/s':>20} {'x TRL':>6} {'CPU s/step':>20} {'goal, s':>20} {'reward':>20}")
     for name, found in seen.items():
         speed = statistics.median(f.samples_per_s for f in found)
         columns = [spread([f.samples_per_s for f in found], ".0f"), f"{speed / best:.2f}"]
         columns += [spread([f.cpu_s_per_step for f in found], ".2f")]
         columns += [spread([f.goal_s for f in found], ".0f"), spread([f.reward for f in found], ".3f")]
-        print(f"{name:<20} {columns[0]:>20} {columns[1]:>6} {columns[2]:>20} {columns[3]:>20} {columns[4]:>20}")
+        print(
+            f"{name:<20} {columns[0]:>20} {columns[1]:>6} {columns[2]:>20} {columns[3]:>20} {columns[4]:>20}"
+        )
 
 
 if __name__ == "__main__":

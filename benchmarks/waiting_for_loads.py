@@ -1,10 +1,12 @@
-"""Run times if groups wait for a lagging worker's load: never (unless due at once), always, or by the rule of admission.
+"""Run times if groups wait for a lagging worker's load: never (unless due at once), always, or by the rule of
+admission.
 
     python -m benchmarks.waiting_for_loads [--seeds 100] [--first 0] [--processes 2]
 
-Run it in the project's root, because it uses the worlds of the tests. Every seed gives another world, which the loop runs on the
-virtual clock: eta, slack, workers, slots, long-tailed lengths, which side is faster, and loads that take from a hundredth of a
-window to a whole one. The three runs of a seed train the same prompts with the same lengths.
+Run it in the project's root, because it uses the worlds of the tests. Every seed gives another world, which
+the loop runs on the virtual clock: eta, slack, workers, slots, long-tailed lengths, which side is faster, and
+loads that take from a hundredth of a window to a whole one. The three runs of a seed train the same prompts
+with the same lengths.
 """
 
 from __future__ import annotations
@@ -46,7 +48,11 @@ def draw(seed: int) -> dict[str, Any]:
     rng = random.Random(f"waiting {seed}")
     eta, n = Fraction(rng.choice(("1/4", "1/2", "3/4", "1", "3/2", "2"))), rng.choice((2, 4))
     window_steps, step_groups, workers = rng.choice((1, 4)), rng.choice((4, 8)), rng.randint(1, 8)
-    slots, alpha, longest = n * rng.choice((1, 2, 4, 8)), rng.choice((1.1, 1.3, 2.0)), rng.choice((100, 400, 1500))
+    slots, alpha, longest = (
+        n * rng.choice((1, 2, 4, 8)),
+        rng.choice((1.1, 1.3, 2.0)),
+        rng.choice((100, 400, 1500)),
+    )
     group_s = n * MEAN_TOKENS * TOKEN_S / (workers * slots)
     train_s = step_groups * group_s * rng.choice((0.5, 0.8, 1.0, 1.5, 3.0))
     window_s = window_steps * max(train_s, step_groups * group_s)
@@ -67,7 +73,14 @@ def draw(seed: int) -> dict[str, Any]:
         "load_s": lambda rng: 0.0,
     }
     trainer_times = {"train_s": lambda batch: train_s, "gather_s": 0.0, "publish_s": 0.0}
-    return {"chosen": chosen, "seed": seed, "workers": workers, "slots": slots, "times": times, "trainer_times": trainer_times}
+    return {
+        "chosen": chosen,
+        "seed": seed,
+        "workers": workers,
+        "slots": slots,
+        "times": times,
+        "trainer_times": trainer_times,
+    }
 
 
 def compare(seed: int) -> dict[str, float]:
@@ -83,7 +96,10 @@ def compare(seed: int) -> dict[str, float]:
 
 
 def summary(found: list[dict[str, float]]) -> str:
-    lines = [f"{len(found)} worlds, {WINDOWS} windows each: seconds by each rule over those by the better one of never and always"]
+    lines = [
+        f"{len(found)} worlds, {WINDOWS} windows each: seconds by each rule over those by the better "
+        "one of never and always"
+    ]
     for name in RULES:
         ratios = [run[name] / min(run["never"], run["always"]) for run in found]
         slower = sum(ratio > 1.02 for ratio in ratios) / len(ratios)
@@ -95,7 +111,9 @@ def summary(found: list[dict[str, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)

@@ -1,8 +1,11 @@
-"""The cost of a weight sync in its three phases, compared with a memcpy of the same bytes and with a naive sync.
+"""The cost of a weight sync in its three phases, compared with a memcpy of the same bytes and with a naive
+sync.
 
-    python benchmarks/weight_sync.py [--mb 1 8 64 256 512] [--engine vllm transformers] [--repeat 5] [--running 0] [--json]
+    python benchmarks/weight_sync.py [--mb 1 8 64 256 512] [--engine vllm transformers] [--repeat 5]
+    [--running 0] [--json]
 
-For each size, a Qwen3 with that many MB of random float32 weights is trained, published and loaded by the same parts as in a run:
+For each size, a Qwen3 with that many MB of random float32 weights is trained, published and loaded by the
+same parts as in a run:
 
     gather       PolicyTrainer.gather: full parameters into fresh buckets, and the probes' logprobs. The trainer stands still
     send         fingerprints and ray.put (during training), ray.get, fingerprints again and the copy to where the engine loads from
@@ -18,9 +21,10 @@ For each size, a Qwen3 with that many MB of random float32 weights is trained, p
     trainer      stall of the trainer: gather, and how much later its next work ends because a sync is sent at the same time
     naive        state_dict() through one Ray object and then into the engine, with both sides waiting: the stall of both
 
-Goal: (stall - zero) / memcpy <= 1.5: `x memcpy`. Seconds mean little on a machine that others use, so `x memcpy CPU` is the
-same in CPU seconds of the thread that loads (its pause costs none). After each load the engine scores the trainer's probes; the
-benchmark fails if the logprobs differ. Figures are medians over the repeats, in which all sides take turns.
+Goal: (stall - zero) / memcpy <= 1.5: `x memcpy`. Seconds mean little on a machine that others use, so `x
+memcpy CPU` is the same in CPU seconds of the thread that loads (its pause costs none). After each load the
+engine scores the trainer's probes; the benchmark fails if the logprobs differ. Figures are medians over the
+repeats, in which all sides take turns.
 """
 
 from __future__ import annotations
@@ -62,7 +66,8 @@ from asyncrl_cli.weights.buckets import verified
 from asyncrl_cli.weights.versions import mean_abs_diff
 
 COPIES_HELD = 8
-"""Of the weights at once: trainer, buckets, two in the object store, received, in the engine, naive copies."""
+"""Of the weights at once: trainer, buckets, two in the object store, received, in the engine, naive
+copies."""
 GOAL = 1.5
 LARGEST_DIFFERENCE = 1e-3
 RESPONSE_TOKENS = 512
@@ -98,7 +103,10 @@ def memcpy(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> Figure
         began_s, began_cpu_s = time.perf_counter(), time.thread_time()
         np.copyto(target, source)
         taken.append((time.perf_counter() - began_s, time.thread_time() - began_cpu_s))
-    return {"memcpy": statistics.median(wall for wall, _ in taken), "memcpy_cpu": statistics.median(cpu for _, cpu in taken)}
+    return {
+        "memcpy": statistics.median(wall for wall, _ in taken),
+        "memcpy_cpu": statistics.median(cpu for _, cpu in taken),
+    }
 
 
 async def zero_byte_pause_s(engine: Any) -> float:
@@ -126,7 +134,8 @@ def other_weights(trainer: PolicyTrainer) -> None:
 
 
 async def sync(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
-    """One sync as a run makes it; trainer and worker are one process here, and Ray's object store is between them."""
+    """One sync as a run makes it; trainer and worker are one process here, and Ray's object store is between
+    them."""
     import ray
 
     gather_s = await asyncio.to_thread(trainer.gather, version)
@@ -164,7 +173,9 @@ async def sync(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
     score_s = time.perf_counter() - began_s
     difference = mean_abs_diff(scores.logprobs, manifest.probe_logprobs)
     if not difference <= LARGEST_DIFFERENCE:
-        raise SystemExit(f"version {version}: the engine's logprobs differ from the trainer's by {difference}")
+        raise SystemExit(
+            f"version {version}: the engine's logprobs differ from the trainer's by {difference}"
+        )
     return {
         "gather": gather_s,
         "send": publish_s + receive_s,
@@ -193,7 +204,9 @@ async def load_seconds(engine: Any) -> Figures:
     return dict((await engine._llm.collective_rpc("load_seconds"))[0]) if hasattr(engine, "_llm") else {}
 
 
-async def measure(name: str, model: RandomModel, trainer: PolicyTrainer, options: argparse.Namespace) -> list[Figures]:
+async def measure(
+    name: str, model: RandomModel, trainer: PolicyTrainer, options: argparse.Namespace
+) -> list[Figures]:
     """The first sync is not among the results: it touches memory that nobody had yet."""
     extension = {"worker_extension_cls": "reload_times.ReloadTimes"} if name == "vllm" else {}
     source, target = np.ones(model.num_bytes, np.uint8), np.ones(model.num_bytes, np.uint8)
@@ -224,7 +237,8 @@ async def keep_running(engine: Any, model: RandomModel, row: int) -> None:
 
 @contextmanager
 def object_store(num_bytes: int) -> Iterator[None]:
-    """A local Ray whose store holds two versions and the naive way's object, whatever cluster this machine belongs to."""
+    """A local Ray whose store holds two versions and the naive way's object, whatever cluster this machine
+    belongs to."""
     import ray
 
     ray.init(
@@ -250,24 +264,48 @@ def over_memcpy_cpu(figures: Figures) -> float:
     return figures["worker_load_cpu"] / figures["memcpy_cpu"]
 
 
-COLUMNS = ("gather", "send", "load", "stall", "zero", "memcpy", "packing", "fingerprint", "probe", "trainer", "naive")
+COLUMNS = (
+    "gather",
+    "send",
+    "load",
+    "stall",
+    "zero",
+    "memcpy",
+    "packing",
+    "fingerprint",
+    "probe",
+    "trainer",
+    "naive",
+)
 
 
 def row_of(model: RandomModel, name: str, found: list[Figures]) -> list[str]:
     median = {key: statistics.median(figures[key] for figures in found) for key in COLUMNS}
-    ratios = [statistics.median(ratio(figures) for figures in found) for ratio in (over_memcpy, over_memcpy_cpu)]
+    ratios = [
+        statistics.median(ratio(figures) for figures in found) for ratio in (over_memcpy, over_memcpy_cpu)
+    ]
     gain = statistics.median(figures["naive"] / figures["stall"] for figures in found)
     cells = [f"{1e3 * median[key]:.1f}" for key in COLUMNS]
     return [name, f"{model.num_bytes / MB:.1f}", *cells, *(f"{ratio:.1f}" for ratio in ratios), f"{gain:.1f}"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, nargs="+", default=[1, 8, 64, 256, 512], help="2048: over 24 GB with vLLM")
-    parser.add_argument("--engine", nargs="+", choices=["vllm", "transformers"], default=["vllm", "transformers"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mb", type=float, nargs="+", default=[1, 8, 64, 256, 512], help="2048: over 24 GB with vLLM"
+    )
+    parser.add_argument(
+        "--engine", nargs="+", choices=["vllm", "transformers"], default=["vllm", "transformers"]
+    )
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--running", type=int, default=0, metavar="SEQUENCES", help="sequences generated meanwhile")
-    parser.add_argument("--json", action="store_true", help="print all repeats in seconds as JSON instead of the table")
+    parser.add_argument(
+        "--running", type=int, default=0, metavar="SEQUENCES", help="sequences generated meanwhile"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print all repeats in seconds as JSON instead of the table"
+    )
     options = parser.parse_args()
     if "vllm" in options.engine:
         need_vllm(parser, "--engine transformers")
@@ -276,7 +314,10 @@ def main() -> None:
     for megabytes in options.mb:
         needed, available = COPIES_HELD * megabytes * MB, psutil.virtual_memory().available
         if needed > available:
-            parser.error(f"{megabytes} MB take about {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are free")
+            parser.error(
+                f"{megabytes} MB take about {needed / 2**30:.1f} GiB of memory, "
+                f"{available / 2**30:.1f} GiB are free"
+            )
         with tempfile.TemporaryDirectory() as directory, object_store(int(megabytes * MB)):
             model = make_random_model(Path(directory), int(megabytes * MB / 4))
             place, meeting = Place(model_dir=directory, threads=THREADS), f"file://{directory}/meet"
@@ -290,7 +331,10 @@ def main() -> None:
     if options.json:
         print(json.dumps({"conditions": conditions(), "results": results}))
         return
-    print("milliseconds; medians\n" + table(["engine", "MB", *COLUMNS, "x memcpy", "x memcpy CPU", "naive/stall"], rows))
+    print(
+        "milliseconds; medians\n"
+        + table(["engine", "MB", *COLUMNS, "x memcpy", "x memcpy CPU", "naive/stall"], rows)
+    )
     print(f"\nx memcpy: (stall - zero) / memcpy, goal <= {GOAL}. {options.repeat} repeats, {conditions()}")
 
 

@@ -1,11 +1,13 @@
-"""Ray clusters of several nodes on this machine, with logical CPUs and GPUs: for tests of whole runs by `--address`.
+"""Ray clusters of several nodes on this machine, with logical CPUs and GPUs: for tests of whole runs by
+`--address`.
 
     with ray_nodes((4, 0), (4, 8), (4, 8)) as cluster:       # (CPUs, GPUs) of each node; the first is the head
         start(directory, "train", "--address", cluster.address, ...)     # tests/run/commands.py
 
-Each node has an IP address of its own (127.0.0.2, 127.0.0.3, ...), so that a message tells which one is meant. The cluster has a
-directory, ports and a token of its own, in this process's environment while the block runs; all its processes are ended by their
-pids. Nodes have no agents, which take a second of computing and 100 MB each, unless `jobs` asks for the dashboard's job server.
+Each node has an IP address of its own (127.0.0.2, 127.0.0.3, ...), so that a message tells which one is
+meant. The cluster has a directory, ports and a token of its own, in this process's environment while the
+block runs; all its processes are ended by their pids. Nodes have no agents, which take a second of computing
+and 100 MB each, unless `jobs` asks for the dashboard's job server.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ QUICK = {
     "worker_niceness": 0,
     "enable_metrics_collection": False,
     "prestart_worker_first_driver": False,
-    # A killed raylet refuses connections, and is dead after 4 s instead of 20. A delayed one has 10 s for each check.
+    # A killed raylet refuses connections, and is dead after 4 s instead of 20. A delayed one has 10 s for
+    # each check.
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 10_000,
     "health_check_failure_threshold": 4,
@@ -63,7 +66,11 @@ class RayNodes:
     def add(self, cpus: int, gpus: int = 0, **labels: str) -> Node:
         """Start a node with these labels. In the main thread: a node ends with the thread that started it."""
         host = f"127.0.0.{len(self.nodes) + 2}"
-        own = {"gcs_address": self.address, "redis_address": self.address} if self.nodes else self._of_head(host)
+        own = (
+            {"gcs_address": self.address, "redis_address": self.address}
+            if self.nodes
+            else self._of_head(host)
+        )
         parameters = RayParams(
             node_ip_address=host,
             num_cpus=cpus,
@@ -79,12 +86,17 @@ class RayNodes:
         )
         kind = Node if self.jobs else LocalNode
         self.nodes.append(kind(parameters, head=not self.nodes, shutdown_at_exit=False, spawn_reaper=True))
-        write_ray_address(self.address, str(self.directory))  # as `ray start` does: a job's RAY_ADDRESS comes from there
+        # as `ray start` does: a job's RAY_ADDRESS comes from there
+        write_ray_address(self.address, str(self.directory))
         return self.nodes[-1]
 
     def _of_head(self, host: str) -> dict[str, Any]:
         served = {"include_dashboard": True, "dashboard_host": host, "dashboard_port": free_port(host)}
-        return {"no_monitor": True, "_system_config": {**QUICK, **self.system_config}, **(served if self.jobs else {})}
+        return {
+            "no_monitor": True,
+            "_system_config": {**QUICK, **self.system_config},
+            **(served if self.jobs else {}),
+        }
 
     def kill(self, node: Node) -> None:
         """SIGKILL all processes of a node, its workers too, as if its machine died."""
@@ -109,11 +121,17 @@ def processes_of(node: Node) -> Iterable[psutil.Process]:
 
 
 @contextmanager
-def ray_nodes(*cpus_and_gpus: tuple[int, int], jobs: bool = False, **system_config: Any) -> Iterator[RayNodes]:
+def ray_nodes(
+    *cpus_and_gpus: tuple[int, int], jobs: bool = False, **system_config: Any
+) -> Iterator[RayNodes]:
     """A cluster of these nodes. `system_config`: Ray's own settings, over QUICK."""
     directory = Path(tempfile.mkdtemp(prefix="rayn-", dir="/tmp"))  # Ray's sockets need a short path
     (directory / "token").write_text(secrets.token_hex(32), encoding="ascii")
-    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(directory / "token"), "RAY_AUTH_TOKEN": None}
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(directory / "token"),
+        "RAY_AUTH_TOKEN": None,
+    }
     try:
         # What the nodes share one machine for: gloo's ranks find each other on loopback.
         with ray_variables(**variables, RAY_ADDRESS=None, GLOO_SOCKET_IFNAME="lo"):

@@ -1,7 +1,8 @@
-"""What every test has: one compute thread, no hub, no telemetry and a plain terminal. The user's ASYNCRL_* variables, settings of
-the terminal and ignored signals do not reach it.
+"""What every test has: one compute thread, no hub, no telemetry and a plain terminal. The user's ASYNCRL_*
+variables, settings of the terminal and ignored signals do not reach it.
 
-pytest runs two processes (pyproject.toml): the slowest files come first, so that neither is left alone with one.
+pytest runs two processes (pyproject.toml): the slowest files come first, so that neither is left alone with
+one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 # What rich and typer read of a terminal. The tests say themselves how wide it is and whether there is one.
-for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+for name in (
+    "COLUMNS",
+    "LINES",
+    "FORCE_COLOR",
+    "NO_COLOR",
+    "PY_COLORS",
+    "GITHUB_ACTIONS",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+):
     os.environ.pop(name, None)
 os.environ["TERM"] = "xterm"
 
@@ -36,13 +46,16 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long it takes to draw or to run an example depends on the machine.
-hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_command_tree() -> Iterator[None]:
-    """Typer builds it for every command line, which is most of what a refused one takes: here once for hundreds of them."""
+    """Typer builds it for every command line, which is most of what a refused one takes: here once for
+    hundreds of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
@@ -56,7 +69,8 @@ def _no_foreign_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected stays: the garbage collector, which took a tenth of the time, need not look at it."""
+    """What is imported and collected stays: the garbage collector, which took a tenth of the time, need not
+    look at it."""
     gc.disable()
     try:
         return (yield)

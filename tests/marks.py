@@ -10,4 +10,7 @@ import pytest
 
 def one_in(every: int, values: Iterable[Any]) -> list[Any]:
     """For `parametrize`: the first of every `every` values as it is, the others marked slow."""
-    return [pytest.param(value, marks=[pytest.mark.slow] if place % every else []) for place, value in enumerate(values)]
+    return [
+        pytest.param(value, marks=[pytest.mark.slow] if place % every else [])
+        for place, value in enumerate(values)
+    ]

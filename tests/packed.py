@@ -23,6 +23,11 @@ def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[Spec]:
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     return [
-        Spec(name=first, dtype=dtype_name(tensors[first].dtype), shape=tuple(tensors[first].shape), aliases=tuple(others))
+        Spec(
+            name=first,
+            dtype=dtype_name(tensors[first].dtype),
+            shape=tuple(tensors[first].shape),
+            aliases=tuple(others),
+        )
         for first, *others in names.values()
     ]

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention_for_cpu")
+PRODUCTS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
 
 
 @contextmanager
@@ -18,7 +24,9 @@ def counted_products(directory: Path) -> Iterator[Counter[tuple[str, str]]]:
     """(operation, dtype of its last matrix) and how often, once the block has ended."""
     products: Counter[tuple[str, str]] = Counter()
     everywhere = _ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=everywhere) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=everywhere
+    ) as profiled:
         yield products
     profiled.export_chrome_trace(str(directory / "trace.json"))
     for event in json.loads((directory / "trace.json").read_text(encoding="utf-8"))["traceEvents"]:

@@ -1,4 +1,5 @@
-"""What a policy trainer is made from: a profile with a few keys changed, and a place on this machine's CPU."""
+"""What a policy trainer is made from: a profile with a few keys changed, and a place on this machine's
+CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from typing import Any, NamedTuple
 from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.profile.algorithm_section import CriticSection
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
-from asyncrl_cli.profile.schema import AlgorithmSection, LoraSection, Place, Profile, RunSection, TrainerSection
+from asyncrl_cli.profile.schema import (
+    AlgorithmSection,
+    LoraSection,
+    Place,
+    Profile,
+    RunSection,
+    TrainerSection,
+)
 from asyncrl_cli.train.balance import RankPlan, plan_train_step
 
 SECTIONS = {
@@ -45,7 +53,11 @@ class TrainerParts(NamedTuple):
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
         return PolicyTrainer(
-            self.profile, self.place, rank=rank, init_method=init_method, total_optimizer_steps=self.total_optimizer_steps
+            self.profile,
+            self.place,
+            rank=rank,
+            init_method=init_method,
+            total_optimizer_steps=self.total_optimizer_steps,
         )
 
 
@@ -59,12 +71,15 @@ def trainer_parts(
     ref_dir: Path | str = "",
     **keys: Any,
 ) -> TrainerParts:
-    """`keys` are the profile's, without their section; their values are not validated, so that a bucket may have 0.1 MB."""
+    """`keys` are the profile's, without their section; their values are not validated, so that a bucket may
+    have 0.1 MB."""
     profile = Profile(run=RunSection(train_steps=1))
     for key, value in keys.items():
         section = getattr(profile, SECTIONS[key]).model_copy(update={key: value})
         profile = profile.model_copy(update={SECTIONS[key]: section})
-    place = Place(model_dir=str(model_dir), ref_dir=str(ref_dir), device=device, threads=threads, workers=workers)
+    place = Place(
+        model_dir=str(model_dir), ref_dir=str(ref_dir), device=device, threads=threads, workers=workers
+    )
     return TrainerParts(profile, place, total_optimizer_steps)
 
 
@@ -86,5 +101,7 @@ def planned(
     )
     own = AlgorithmSection(**algorithm)
     critic = CriticSection(head_start_steps=head_start_steps)
-    profile = Profile(run=RunSection(train_steps=1), async_training=training, trainer=trainer, algorithm=own, critic=critic)
+    profile = Profile(
+        run=RunSection(train_steps=1), async_training=training, trainer=trainer, algorithm=own, critic=critic
+    )
     return plan_train_step(groups, profile, ranks=ranks, step=step, window=window)

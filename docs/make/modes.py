@@ -1,4 +1,5 @@
-"""Draws docs/pictures/<mode>.svg: some seconds of each mode, from simulated runs of the same work (modes.toml).
+"""Draws docs/pictures/<mode>.svg: some seconds of each mode, from simulated runs of the same work
+(modes.toml).
 
     python -m docs.make.modes
 
@@ -19,7 +20,14 @@ from asyncrl_cli.observe.lines import add_span
 from asyncrl_cli.observe.recorded import Recorded
 
 DOCS = Path(__file__).resolve().parents[1]
-MODES = ("colocate", "on-policy-pipeline", "stream-off-policy", "one-step-off", "stale-samples", "partial-rollout")
+MODES = (
+    "colocate",
+    "on-policy-pipeline",
+    "stream-off-policy",
+    "one-step-off",
+    "stale-samples",
+    "partial-rollout",
+)
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 """Of versions, in turn. Okabe and Ito's, which people with any colour vision tell apart."""
 TRAINER, GREY, IDLE = "#6b7480", "#808080", "rgba(128,128,128,0.14)"
@@ -36,20 +44,39 @@ class Picture:
         self._lines = list(run.timeline())
         self._roles = run.roles
         self._step_ends_s = [line["time_s"] for line in run.metrics()]
-        self._start_s = next(e["time_s"] for e in self._events if e["event"] == "published" and e["version"] == FIRST_VERSION) - 1
+        self._start_s = (
+            next(
+                e["time_s"]
+                for e in self._events
+                if e["event"] == "published" and e["version"] == FIRST_VERSION
+            )
+            - 1
+        )
 
     def svg(self) -> str:
         workers = sorted(name for name, role in self._roles.items() if role == "rollout")
         (trainer, *_) = (name for name, role in self._roles.items() if role == "trainer")
-        slots = 1 + max(slot for line in self._lines for stays in line.get("slots", {}).values() for slot, *_ in stays)
-        parts, top = [*self._row("trainer", TOP, TRAINER_PX), *self._steps(trainer, TOP)], TOP + TRAINER_PX + GAP
+        slots = 1 + max(
+            slot for line in self._lines for stays in line.get("slots", {}).values() for slot, *_ in stays
+        )
+        parts, top = (
+            [*self._row("trainer", TOP, TRAINER_PX), *self._steps(trainer, TOP)],
+            TOP + TRAINER_PX + GAP,
+        )
         for worker in workers:
-            parts += [*self._row(worker, top, slots * SLOT_PX), *self._loads(worker, top, slots), *self._responses(worker, top)]
+            parts += [
+                *self._row(worker, top, slots * SLOT_PX),
+                *self._loads(worker, top, slots),
+                *self._responses(worker, top),
+            ]
             top += slots * SLOT_PX + GAP
         parts += self._publishes(top - GAP)
         style = f"text{{font:11px system-ui,sans-serif;fill:{GREY}}} .in{{fill:#fff}}"
         body = "\n".join(parts)
-        return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}"><style>{style}</style>\n{body}\n</svg>\n'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} '
+            f'{top}"><style>{style}</style>\n{body}\n</svg>\n'
+        )
 
     def _x(self, time_s: float) -> float:
         inside = min(max(time_s - self._start_s, 0.0), SECONDS)
@@ -57,7 +84,11 @@ class Picture:
 
     def _box(self, start_s: float, end_s: float, y: float, height: float, colour: str) -> str:
         left, right = self._x(start_s), self._x(end_s)
-        return f'<rect x="{left}" y="{y}" width="{right - left:.1f}" height="{height}" fill="{colour}"/>' if right > left else ""
+        return (
+            (f'<rect x="{left}" y="{y}" width="{right - left:.1f}" height="{height}" fill="{colour}"/>')
+            if right > left
+            else ""
+        )
 
     def _row(self, name: str, y: float, height: float) -> Iterator[str]:
         yield f'<text x="0" y="{y + height / 2 + 4}">{name}</text>'
@@ -65,7 +96,9 @@ class Picture:
 
     def _steps(self, trainer: str, y: float) -> Iterator[str]:
         busy: list[tuple[str, float, float]] = []
-        for state, start_s, end_s in (stay for line in self._lines for stay in line["spans"].get(trainer, ())):
+        for state, start_s, end_s in (
+            stay for line in self._lines for stay in line["spans"].get(trainer, ())
+        ):
             if state == "busy":
                 add_span(busy, state, start_s, end_s)
         for _, start_s, end_s in busy:
@@ -77,14 +110,22 @@ class Picture:
                     yield f'<text class="in" x="{self._x(begins_s) + 5}" y="{y + 15}">{step}</text>'
 
     def _responses(self, worker: str, top: float) -> Iterator[str]:
-        loads = [event for event in self._events if event["event"] == "loaded" and event.get("worker") == worker]
+        loads = [
+            event for event in self._events if event["event"] == "loaded" and event.get("worker") == worker
+        ]
         times = [event["time_s"] for event in loads]
         for line in self._lines:
             for slot, _, start_s, end_s in line.get("slots", {}).get(worker, ()):
                 cuts = [start_s, *(time_s for time_s in times if start_s < time_s < end_s), end_s]
                 for begins_s, ends_s in pairwise(cuts):
                     version = loads[bisect_right(times, begins_s) - 1]["version"]
-                    yield self._box(begins_s, ends_s, top + slot * SLOT_PX + 1, SLOT_PX - 2, COLOURS[version % len(COLOURS)])
+                    yield self._box(
+                        begins_s,
+                        ends_s,
+                        top + slot * SLOT_PX + 1,
+                        SLOT_PX - 2,
+                        COLOURS[version % len(COLOURS)],
+                    )
 
     def _loads(self, worker: str, top: float, slots: int) -> Iterator[str]:
         for line in self._lines:
@@ -98,14 +139,27 @@ class Picture:
             if event["event"] == "published" and LABELS < x < WIDTH - 16:
                 colour = COLOURS[event["version"] % len(COLOURS)]
                 yield f'<path d="M{x} {TOP - 2}V{bottom}" stroke="{GREY}" stroke-dasharray="3 3"/>'
-                yield f'<text x="{x - 6}" y="{TOP - 5}" style="fill:{colour};font-weight:600">v{event["version"]}</text>'
+                yield (
+                    f'<text x="{x - 6}" y="{TOP - 5}" '
+                    f'style="fill:{colour};font-weight:600">v{event["version"]}</text>'
+                )
 
 
 def main() -> None:
     profiles = [word for mode in MODES[1:] for word in ("--profile", mode)]
     with tempfile.TemporaryDirectory() as made:
         workload = str(Path(__file__).with_name("modes.toml"))
-        command = [sys.executable, "-m", "asyncrl_cli", "bench", "--simulate", workload, *profiles, "--out", made]
+        command = [
+            sys.executable,
+            "-m",
+            "asyncrl_cli",
+            "bench",
+            "--simulate",
+            workload,
+            *profiles,
+            "--out",
+            made,
+        ]
         subprocess.run(command, check=True, capture_output=True)
         for mode in MODES:
             path = DOCS / "pictures" / f"{mode}.svg"

@@ -1,4 +1,5 @@
-"""Writes the references of docs/ that are made of the code: every key, every metric, and what is said about mistakes.
+"""Writes the references of docs/ that are made of the code: every key, every metric, and what is said about
+mistakes.
 
     python -m docs.make.references          # after a change of a key, of observe/meanings.toml or of a tested mistake
 
@@ -50,19 +51,26 @@ def _section(section: str) -> Iterator[str]:
 
 
 def metrics() -> str:
-    rows = (f"| {', '.join(f'`{name}`' for name in names.split())} | {_linked(text)} |" for names, text in meanings().items())
+    rows = (
+        f"| {', '.join(f'`{name}`' for name in names.split())} | {_linked(text)} |"
+        for names, text in meanings().items()
+    )
     return "\n".join(["| key | meaning |", "|---|---|", *rows, ""])
 
 
 def mistakes() -> str:
     """The tested mistakes as they are told now."""
-    conflicts = [(f"--profile {reference} {_sets(sets)}", _refusal(reference, sets)) for reference, sets, *_ in CONFLICTS]
+    conflicts = [
+        (f"--profile {reference} {_sets(sets)}", _refusal(reference, sets))
+        for reference, sets, *_ in CONFLICTS
+    ]
     commands = [(f"asyncrl {' '.join(arguments)}", _said(arguments)) for arguments, *_ in MISTAKES]
     tree = (errors.__doc__ or "").partition("\n\n")[2]
     return "\n".join(
         [
             f"```\n{tree.rstrip()}\n```\n",
-            "## Settings that contradict each other\n\nAll end with exit code 2, before anything has started.\n",
+            "## Settings that contradict each other\n\nAll end with exit code 2, before anything has "
+            "started.\n",
             *_table(conflicts),
             "## Mistakes on the command line\n",
             *_table(commands),
@@ -71,7 +79,9 @@ def mistakes() -> str:
 
 
 def _sets(sets: Sequence[str]) -> str:
-    return " ".join(f"--set '{text}'" if re.search(r"[\[\]{} \"]", text) else f"--set {text}" for text in sets)
+    return " ".join(
+        f"--set '{text}'" if re.search(r"[\[\]{} \"]", text) else f"--set {text}" for text in sets
+    )
 
 
 def _refusal(reference: str, sets: Sequence[str]) -> str:
@@ -105,7 +115,11 @@ def _linked(text: str) -> str:
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text)
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "metrics.md": metrics, "errors.md": mistakes}
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "metrics.md": metrics,
+    "errors.md": mistakes,
+}
 
 
 def main() -> None:

@@ -34,7 +34,8 @@ def main(run: Path, step: int) -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     console.print(render(status, width=WIDTH, height=HEIGHT))
     picture = console.export_svg(title=f"asyncrl train --profile {status['profile']}", theme=MONOKAI)
-    PICTURE.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL), encoding="utf-8")  # nothing from elsewhere
+    # nothing from elsewhere
+    PICTURE.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL), encoding="utf-8")
     print(f"wrote {PICTURE}")
 
 

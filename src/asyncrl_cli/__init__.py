@@ -19,6 +19,7 @@ def __getattr__(name: str) -> Any:
     if name == "Run":
         import importlib
 
-        # By name: import-linter would count a plain import as a dependency on Ray of every module in the package.
+        # By name: import-linter would count a plain import as a dependency on Ray of every module in the
+        # package.
         return importlib.import_module("asyncrl_cli.job.run").Run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

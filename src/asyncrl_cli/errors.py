@@ -45,7 +45,8 @@ class AsyncrlError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, at most 300 characters; the name of its type if the text is empty."""
+    """The first line of an error's text, at most 300 characters; the name of its type if the text is
+    empty."""
     return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
 
 
@@ -56,7 +57,8 @@ def first_names(names: Sequence[str], shown: int = 3) -> str:
 
 
 def first_error(error: BaseException, kind: type[E]) -> E | None:
-    """The first exception of type `kind` that is not a group: `error` itself or one nested in it. None if not found."""
+    """The first exception of type `kind` that is not a group: `error` itself or one nested in it. None if not
+    found."""
     if not isinstance(error, BaseExceptionGroup):
         return error if isinstance(error, kind) else None
     found = (first_error(inner, kind) for inner in error.exceptions)
@@ -64,8 +66,8 @@ def first_error(error: BaseException, kind: type[E]) -> E | None:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that was probably meant, or None. Of a dotted name, compares the last part with the names of its section, then
-    the last part with all names, then the whole name."""
+    """The known name that was probably meant, or None. Of a dotted name, compares the last part with the
+    names of its section, then the last part with all names, then the whole name."""
     if len(name) > LONGEST_NAME:
         return None
     section, _, last = name.rpartition(".")
@@ -108,8 +110,8 @@ class RefusedError(AsyncrlError):
 
 
 class ExecutorFailed(AsyncrlError):
-    """A failure of an executor such as `rollout-1`, whose name begins the message. The executor itself raises the error without its
-    name; the caller adds it."""
+    """A failure of an executor such as `rollout-1`, whose name begins the message. The executor itself raises
+    the error without its name; the caller adds it."""
 
     def __init__(self, message: str, *, hint: str = "", executor: str = "") -> None:
         super().__init__(f"{executor} failed: {message}" if executor else message, hint=hint)
@@ -121,11 +123,13 @@ class ExecutorFailed(AsyncrlError):
 
 
 class ExecutorLost(ExecutorFailed):
-    """The executor's process or engine is gone, or was silent for too long. A new process may succeed (`rollout.max_restarts`)."""
+    """The executor's process or engine is gone, or was silent for too long. A new process may succeed
+    (`rollout.max_restarts`)."""
 
 
 class NoRoom(ExecutorLost):
-    """No process could be started for the executor in time: the cluster has no room for it, or its node is gone."""
+    """No process could be started for the executor in time: the cluster has no room for it, or its node is
+    gone."""
 
 
 class SessionLost(AsyncrlError):

@@ -29,19 +29,23 @@ def expand(text: str | Path) -> Path:
 def is_path(text: str) -> bool:
     """Whether `text` is a possible path: within Linux's limits and without NUL bytes."""
     encoded = text.encode("utf-8", "surrogatepass")
-    is_short = len(encoded) <= MAX_PATH_BYTES and all(len(part) <= MAX_NAME_BYTES for part in encoded.split(b"/"))
+    is_short = len(encoded) <= MAX_PATH_BYTES and all(
+        len(part) <= MAX_NAME_BYTES for part in encoded.split(b"/")
+    )
     return is_short and b"\0" not in encoded
 
 
 def missing_hint(path: Path, otherwise: str = "") -> str:
-    """A hint for a path that does not exist: the file in its directory that was probably meant, or `otherwise`. By default says
-    what the directory holds, or that it is missing, too."""
+    """A hint for a path that does not exist: the file in its directory that was probably meant, or
+    `otherwise`. By default says what the directory holds, or that it is missing, too."""
     try:
         with os.scandir(path.parent) as entries:
             names = sorted(entry.name for entry in islice(entries, MAX_LISTED))
     except (OSError, ValueError):
         return otherwise or f"there is no directory {path.parent!s:.300}"
-    similar = [name for name in names if get_close_matches(path.stem[:LONGEST_NAME], [Path(name).stem], cutoff=0.7)]
+    similar = [
+        name for name in names if get_close_matches(path.stem[:LONGEST_NAME], [Path(name).stem], cutoff=0.7)
+    ]
     if guesses := get_close_matches(path.name, similar, n=1, cutoff=0.0):
         return f"did you mean {path.parent / guesses[0]}?"
     held = first_names([f"{name:.80}" for name in names], 5) or "no files"
@@ -52,14 +56,15 @@ def check_name(name: str) -> None:
     """Raises ConfigError if `name` cannot name a run and its directory."""
     if not VALID_NAME.fullmatch(name):
         raise ConfigError(
-            f"run.name '{name:.101}' is not a valid name: at most 100 letters, digits, '.', '_' and '-', a letter or digit first",
+            f"run.name '{name:.101}' is not a valid name: at most 100 letters, digits, '.', '_' and '-', a "
+            "letter or digit first",
             hint="give another --name",
         )
 
 
 def where_runs_are(runs_dir: Path) -> str:
-    """The option that makes a command find the runs of a directory; empty for the default directory. In a submitted job, the option
-    is --address with its job server."""
+    """The option that makes a command find the runs of a directory; empty for the default directory. In a
+    submitted job, the option is --address with its job server."""
     if address := os.environ.get(ADDRESS_VARIABLE):
         return f" --address {address}"
     return "" if runs_dir.resolve() == RUNS_DIR.resolve() else f" --runs-dir {shlex.quote(str(runs_dir))}"

@@ -1,4 +1,5 @@
-"""Look up implementations by name: built-in ones in a table, others among the entry points of installed packages."""
+"""Look up implementations by name: built-in ones in a table, others among the entry points of installed
+packages."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def engine_kind(name: str) -> Any:
 
 
 def find(key: str, name: str, ours: Mapping[str, str], group: str, *, also: str = "") -> Any:
-    """The object that `key = name` in a profile refers to. `ours`: built-in ones, "module:attribute" by name. `group`: entry point
-    group of the others. `also`: other values of the key, for the hint.
+    """The object that `key = name` in a profile refers to. `ours`: built-in ones, "module:attribute" by name.
+    `group`: entry point group of the others. `also`: other values of the key, for the hint.
 
     Raises ConfigError if the name is unknown or its package cannot be imported.
     """
@@ -32,8 +33,13 @@ def find(key: str, name: str, ours: Mapping[str, str], group: str, *, also: str 
     others = {point.name: point for point in entry_points(group=group)}
     if name not in others:
         known = ", ".join([*sorted({*ours, *others}), *([also] if also else [])])
-        raise ConfigError(f'{key} = "{name}" is not known', hint=f"known: {known}; packages add theirs as entry points of {group}")
+        raise ConfigError(
+            f'{key} = "{name}" is not known',
+            hint=f"known: {known}; packages add theirs as entry points of {group}",
+        )
     try:
         return others[name].load()
     except Exception as error:  # a user's package may raise anything on import
-        raise ConfigError(f'{key} = "{name}" cannot be imported: {first_line(error)}', hint=f"see {others[name].value}") from error
+        raise ConfigError(
+            f'{key} = "{name}" cannot be imported: {first_line(error)}', hint=f"see {others[name].value}"
+        ) from error

@@ -1,7 +1,8 @@
-"""Read untrusted files safely: only regular files up to a size limit, only UTF-8 text, and only JSON of a declared type.
+"""Read untrusted files safely: only regular files up to a size limit, only UTF-8 text, and only JSON of a
+declared type.
 
-Opening a pipe blocks until somebody writes to it, a device may never end, and JSON may contain numbers or nesting that Python
-cannot parse. Here, each of these raises an error with the reason.
+Opening a pipe blocks until somebody writes to it, a device may never end, and JSON may contain numbers or
+nesting that Python cannot parse. Here, each of these raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class UnsafeFile(ValueError):
 
 
 def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
-    """Open a regular file for reading, without blocking. Raises UnsafeFile for anything else and OSError as `open` does."""
+    """Open a regular file for reading, without blocking. Raises UnsafeFile for anything else and OSError as
+    `open` does."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL byte, or a name that no file system takes
@@ -45,7 +47,9 @@ def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise UnsafeFile(f"it is {_KINDS.get(stat.filemode(found.st_mode)[0], 'of another kind')}, not a file")
+            raise UnsafeFile(
+                f"it is {_KINDS.get(stat.filemode(found.st_mode)[0], 'of another kind')}, not a file"
+            )
         if max_bytes is not None and found.st_size > max_bytes:
             raise UnsafeFile(f"it has {found.st_size:,} bytes; at most {max_bytes:,} are read")
         return os.fdopen(descriptor, "rb")
@@ -64,12 +68,14 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
 
 
 def read_text(path: Path, *, max_bytes: int) -> str:
-    """The whole file, decoded as UTF-8. Raises UnsafeFile, UnicodeDecodeError (both are ValueErrors) or OSError."""
+    """The whole file, decoded as UTF-8. Raises UnsafeFile, UnicodeDecodeError (both are ValueErrors) or
+    OSError."""
     return read_bytes(path, max_bytes=max_bytes).decode("utf-8")
 
 
 def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """The file's lines without their line endings, which the last line may lack. Raises UnsafeFile or OSError."""
+    """The file's lines without their line endings, which the last line may lack. Raises UnsafeFile or
+    OSError."""
     with open_regular(path) as file:
         number = 0
         while line := file.readline(max_line_bytes + 1):
@@ -80,8 +86,8 @@ def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[
 
 
 def parse_json(content: bytes | str, kind: type[T]) -> T:
-    """Parse JSON as `kind`: a dataclass, a TypedDict, `dict[str, Any]`, ... Raises ValueError that names the first wrong key, or
-    reports too deep nesting, a too long number or a lone surrogate."""
+    """Parse JSON as `kind`: a dataclass, a TypedDict, `dict[str, Any]`, ... Raises ValueError that names the
+    first wrong key, or reports too deep nesting, a too long number or a lone surrogate."""
     from pydantic import ValidationError
 
     declared: Any = kind
@@ -98,7 +104,9 @@ def nesting(value: Any) -> int:
     while level:
         depth += 1
         containers = [entry for entry in level if isinstance(entry, (dict, list))]
-        level = [inner for entry in containers for inner in (entry.values() if isinstance(entry, dict) else entry)]
+        level = [
+            inner for entry in containers for inner in (entry.values() if isinstance(entry, dict) else entry)
+        ]
     return depth
 
 
@@ -129,7 +137,8 @@ def reason(error: Exception) -> str:
 def first_of(error: Any) -> str:
     """The first problem in a pydantic ValidationError, with its key, and the number of further ones."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
-    text = decapitalized(details[0]["msg"].removeprefix("Value error, "))  # pydantic puts this before our validators' messages
+    # pydantic puts this before our validators' messages
+    text = decapitalized(details[0]["msg"].removeprefix("Value error, "))
     key = ".".join(str(part)[:80] for part in details[0]["loc"])
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     return f"{key}: {text}{more}" if key else f"{text}{more}"

@@ -1,5 +1,5 @@
-"""Trajectories, which rollouts produce. They travel from rollout workers to trainer ranks, never through the driver. A run may dump
-the trajectories of a train step as JSON lines (`samples/step-000040.jsonl`).
+"""Trajectories, which rollouts produce. They travel from rollout workers to trainer ranks, never through the
+driver. A run may dump the trajectories of a train step as JSON lines (`samples/step-000040.jsonl`).
 
 Legend: T = all tokens of a segment, prompt and response together.
 """
@@ -29,7 +29,8 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One contiguous context. All arrays have length T. A token that was not sampled has mask 0 and version -1.
+    """One contiguous context. All arrays have length T. A token that was not sampled has mask 0 and version
+    -1.
 
     `logprobs_T` are for the temperature-scaled, untruncated distribution; 0 where mask is 0.
     """
@@ -58,8 +59,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One or more segments that share a reward; several if the context was rewritten. `turn_rewards`: the parts of the reward, if
-    the environment gives them."""
+    """One or more segments that share a reward; several if the context was rewritten. `turn_rewards`: the
+    parts of the reward, if the environment gives them."""
 
     segments: tuple[Segment, ...]
     reward: float
@@ -69,7 +70,8 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPayload:
-    """The trajectories of one prompt's group, or of one part of it, in the order of `GroupResult` or `PartResult`."""
+    """The trajectories of one prompt's group, or of one part of it, in the order of `GroupResult` or
+    `PartResult`."""
 
     uid: str
     epoch: int
@@ -87,8 +89,8 @@ def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
 
 
 def overlaid(groups: Iterable[tuple[str, int, int]], parts: Iterable[GroupPayload]) -> list[GroupPayload]:
-    """The groups (uid, epoch, attempt), each with its parts' trajectories at their responses' indices. A part has no segments at
-    the indices of other parts."""
+    """The groups (uid, epoch, attempt), each with its parts' trajectories at their responses' indices. A part
+    has no segments at the indices of other parts."""
     found: dict[tuple[str, int, int], list[GroupPayload]] = {}
     for part in parts:
         found.setdefault((part.uid, part.epoch, part.attempt), []).append(part)
@@ -97,18 +99,22 @@ def overlaid(groups: Iterable[tuple[str, int, int]], parts: Iterable[GroupPayloa
 
 def _overlaid(parts: Sequence[GroupPayload]) -> GroupPayload:
     by_index = zip_longest(*(part.trajectories for part in parts))
-    chosen = [max((one for one in ones if one is not None), key=lambda one: len(one.segments)) for ones in by_index]
+    chosen = [
+        max((one for one in ones if one is not None), key=lambda one: len(one.segments)) for ones in by_index
+    ]
     return replace(parts[0], trajectories=tuple(chosen))
 
 
 def is_dump_step(step: int, every_steps: int, last_step: int) -> bool:
-    """Whether `logging.samples_every_steps` asks for a dump of this step. The run's first and last step count, too; 0 is never."""
+    """Whether `logging.samples_every_steps` asks for a dump of this step. The run's first and last step
+    count, too; 0 is never."""
     return every_steps > 0 and (step % every_steps == 0 or step in (1, last_step))
 
 
 def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]:
-    """Which groups of a step to dump, and how many trajectories of each: random groups with `most` trajectories in all, or all if
-    `most` is 0. `sizes`: trajectories per group. Groups are in the order in which they finished, so the first ones are short."""
+    """Which groups of a step to dump, and how many trajectories of each: random groups with `most`
+    trajectories in all, or all if `most` is 0. `sizes`: trajectories per group. Groups are in the order in
+    which they finished, so the first ones are short."""
     if not most:
         return dict(enumerate(sizes))
     chosen, room = {}, most
@@ -120,9 +126,10 @@ def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup:
-    """A group to dump. `advantages`: one per trajectory to dump, None if unknown or not trained. `rewards`: theirs, if a reward
-    model has added to those in the payload. `logprobs`: per trajectory, the logprobs of its sampled tokens under the trainer's
-    weights at the step's start, segments concatenated. `answer`: the reference answer, if the task has one."""
+    """A group to dump. `advantages`: one per trajectory to dump, None if unknown or not trained. `rewards`:
+    theirs, if a reward model has added to those in the payload. `logprobs`: per trajectory, the logprobs of
+    its sampled tokens under the trainer's weights at the step's start, segments concatenated. `answer`: the
+    reference answer, if the task has one."""
 
     payload: GroupPayload
     advantages: Sequence[float | None]
@@ -132,15 +139,23 @@ class SampledGroup:
 
 
 def dump_samples(
-    directory: Path, step: int, groups: Sequence[SampledGroup], *, window: int, decode: Decode, max_bytes: float = math.inf
+    directory: Path,
+    step: int,
+    groups: Sequence[SampledGroup],
+    *,
+    window: int,
+    decode: Decode,
+    max_bytes: float = math.inf,
 ) -> Path:
-    """Atomically write one JSON line per trajectory of `step`: its whole text, and the part that the policy sampled.
+    """Atomically write one JSON line per trajectory of `step`: its whole text, and the part that the policy
+    sampled.
 
-    Arrays cover all tokens of all segments, end to end; `segment_lengths` says where each segment ends, `pieces` has the text of
-    each token. `spans` has the text turn by turn: what the model generated, and what it was given.
+    Arrays cover all tokens of all segments, end to end; `segment_lengths` says where each segment ends,
+    `pieces` has the text of each token. `spans` has the text turn by turn: what the model generated, and what
+    it was given.
 
-    `max_bytes` limits all dumps in the directory. This one takes an eighth of it at most and leaves further trajectories out. Then
-    the oldest dumps are deleted.
+    `max_bytes` limits all dumps in the directory. This one takes an eighth of it at most and leaves further
+    trajectories out. Then the oldest dumps are deleted.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{step:06d}.jsonl"
@@ -159,7 +174,12 @@ def dump_samples(
 def _lines(groups: Sequence[SampledGroup], step: int, window: int, decode: Decode) -> Iterator[str]:
     for group in groups:
         for index, advantage in enumerate(group.advantages):
-            line = {"schema_version": 2, "step": step, "window": window, **_line(group, index, advantage, decode)}
+            line = {
+                "schema_version": 2,
+                "step": step,
+                "window": window,
+                **_line(group, index, advantage, decode),
+            }
             yield json.dumps(line, ensure_ascii=False)
 
 
@@ -196,7 +216,9 @@ def _line(group: SampledGroup, index: int, advantage: float | None, decode: Deco
         "finish_reason": trajectory.finish_reason,
         "text": "".join(map(decode, tokens)),
         "sampled_text": "".join(map(decode, sampled)),
-        "spans": [span for number, segment in enumerate(segments) for span in _spans(segment, number, decode)],
+        "spans": [
+            span for number, segment in enumerate(segments) for span in _spans(segment, number, decode)
+        ],
         "turn_rewards": list(trajectory.turn_rewards),
         "tokens": list(chain.from_iterable(tokens)),
         "pieces": list(chain.from_iterable(pieces(ids, decode) for ids in tokens)),
@@ -233,5 +255,11 @@ def pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
 
 def _spans(segment: Segment, number: int, decode: Decode) -> Iterator[dict[str, Any]]:
     """The stretches of a segment that the model sampled, and those in between."""
-    for is_sampled, pairs in groupby(zip(segment.mask_T.tolist(), segment.tokens_T.tolist(), strict=True), key=itemgetter(0)):
-        yield {"segment": number, "by": "model" if is_sampled else "environment", "text": decode([token for _, token in pairs])}
+    for is_sampled, pairs in groupby(
+        zip(segment.mask_T.tolist(), segment.tokens_T.tolist(), strict=True), key=itemgetter(0)
+    ):
+        yield {
+            "segment": number,
+            "by": "model" if is_sampled else "environment",
+            "text": decode([token for _, token in pairs]),
+        }

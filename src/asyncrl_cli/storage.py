@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 HINTS = {
     errno.ENOSPC: "free some space there, or use another path; older checkpoints are intact",
-    errno.EDQUOT: "your quota there is used up: free some space, or use another path; older checkpoints are intact",
+    errno.EDQUOT: "your quota there is used up: free some space, or use another path; older checkpoints are "
+    "intact",
     errno.EFBIG: "the file system, or this process (`ulimit -f`), does not allow files that large",
     errno.EROFS: "the file system is mounted read-only: use another path",
     errno.EACCES: "check the permissions and the owner of the path, or use another path",
@@ -42,8 +43,8 @@ _unfinished: set[Path] = set()
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to every OSError in the block that names no file (errors from open files name none). Errors that a library such as
-    safetensors raises in place of an OSError become OSErrors."""
+    """Add `path` to every OSError in the block that names no file (errors from open files name none). Errors
+    that a library such as safetensors raises in place of an OSError become OSErrors."""
     try:
         yield
     except Exception as error:
@@ -57,7 +58,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """The OSError behind `error`, or None. Some libraries raise their own errors, with the errno in the text."""
+    """The OSError behind `error`, or None. Some libraries raise their own errors, with the errno in the
+    text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error
     path = None
@@ -93,7 +95,8 @@ def telling_storage() -> Iterator[None]:
 def appearing_directory(target: Path) -> Iterator[Path]:
     """A hidden directory next to `target`. It is synced to disk and renamed to `target` when the block ends.
 
-    Until then `target` does not exist or is an empty directory. If the block fails, the hidden directory is deleted.
+    Until then `target` does not exist or is an empty directory. If the block fails, the hidden directory is
+    deleted.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     working = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
@@ -110,14 +113,16 @@ def appearing_directory(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """Delete half-written directories when the process ends while one of its threads is inside `appearing_directory`."""
+    """Delete half-written directories when the process ends while one of its threads is inside
+    `appearing_directory`."""
     for directory in list(_unfinished):
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def appearing_file(path: Path) -> Iterator[Path]:
-    """A hidden file next to `path`, which the block writes. It is renamed to `path` when the block ends, or deleted if it fails."""
+    """A hidden file next to `path`, which the block writes. It is renamed to `path` when the block ends, or
+    deleted if it fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -128,8 +133,8 @@ def appearing_file(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write `text` to `path` atomically. `durable`: wait for the disk (for checkpoints; not for a status file that is rewritten
-    every second)."""
+    """Write `text` to `path` atomically. `durable`: wait for the disk (for checkpoints; not for a status file
+    that is rewritten every second)."""
     with appearing_file(path) as temporary, naming(path), temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         if durable:
@@ -157,8 +162,8 @@ def fsync(path: Path) -> None:
 
 
 def sync_files(directory: Path) -> None:
-    """`fsync` every file in a directory, then the directory itself. Other processes may write there: a file that has vanished was
-    one of their temporary files."""
+    """`fsync` every file in a directory, then the directory itself. Other processes may write there: a file
+    that has vanished was one of their temporary files."""
     for path in sorted(path for path in directory.iterdir() if path.is_file()):
         with contextlib.suppress(FileNotFoundError):
             fsync(path)
@@ -166,9 +171,11 @@ def sync_files(directory: Path) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Rename a directory to a hidden name and delete it, so that a half-deleted directory is never mistaken for a damaged one.
+    """Rename a directory to a hidden name and delete it, so that a half-deleted directory is never mistaken
+    for a damaged one.
 
-    A missing directory is fine. Files that cannot be deleted, because a process still writes there, stay under the hidden name.
+    A missing directory is fine. Files that cannot be deleted, because a process still writes there, stay
+    under the hidden name.
     """
     hidden = directory.with_name(f".deleting-{directory.name}")
     shutil.rmtree(hidden, ignore_errors=True)
@@ -178,9 +185,11 @@ def remove_tree(directory: Path) -> None:
 
 
 def make_in(directory: Path, make: Callable[[], T]) -> tuple[T, bool]:
-    """Make a directory if it is missing, then call `make`. Returns the result of `make`, and whether the directory was missing.
+    """Make a directory if it is missing, then call `make`. Returns the result of `make`, and whether the
+    directory was missing.
 
-    Another process may remove the directory while it is empty (`remove_if_empty`). If so, both are made again.
+    Another process may remove the directory while it is empty (`remove_if_empty`). If so, both are made
+    again.
     """
     was_missing = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
@@ -197,7 +206,8 @@ def remove_if_empty(directory: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete whatever is at `path`: a directory with its contents, or a file, link or pipe itself. A missing path is fine."""
+    """Delete whatever is at `path`: a directory with its contents, or a file, link or pipe itself. A missing
+    path is fine."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -205,13 +215,16 @@ def remove(path: Path) -> None:
 
 
 def repair_lines(path: Path) -> None:
-    """Cut off the incomplete last line that a killed writer left in a JSONL file. Raises RefusedError if `path` is not a file."""
+    """Cut off the incomplete last line that a killed writer left in a JSONL file. Raises RefusedError if
+    `path` is not a file."""
     try:
         open_regular(path).close()
     except FileNotFoundError:
         return
     except UnsafeFile as error:
-        raise RefusedError(f"{path} cannot be continued: {reason(error)}", hint="move it away: the run starts a new file") from None
+        raise RefusedError(
+            f"{path} cannot be continued: {reason(error)}", hint="move it away: the run starts a new file"
+        ) from None
     if path.stat().st_size:
         with path.open("rb+") as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -221,7 +234,13 @@ def repair_lines(path: Path) -> None:
 
 def _verb(error: OSError) -> str:
     written = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-    return "written" if error.errno in written else "opened" if isinstance(error, FileNotFoundError) else "written or read"
+    return (
+        "written"
+        if error.errno in written
+        else "opened"
+        if isinstance(error, FileNotFoundError)
+        else "written or read"
+    )
 
 
 def _space(path: Path) -> str:

@@ -1,7 +1,8 @@
 """`timeout`: `asyncio.timeout` for cleanup.
 
-Until Python 3.11.2 (the version in Debian 12), `asyncio.timeout` raises CancelledError instead of TimeoutError in a task that is
-being cancelled (python/cpython#102780). Cleanup would then stop at its first late answer, and waits for the rest would never end.
+Until Python 3.11.2 (the version in Debian 12), `asyncio.timeout` raises CancelledError instead of
+TimeoutError in a task that is being cancelled (python/cpython#102780). Cleanup would then stop at its first
+late answer, and waits for the rest would never end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from contextlib import asynccontextmanager
 
 @asynccontextmanager
 async def timeout(delay_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Raises TimeoutError if the block takes longer than `delay_s`, even in a task that is being cancelled."""
+    """Raises TimeoutError if the block takes longer than `delay_s`, even in a task that is being
+    cancelled."""
     task = asyncio.current_task()
     assert task is not None
     limit, num_cancels = asyncio.timeout(delay_s), task.cancelling()

@@ -1,4 +1,5 @@
-"""An agent over an OpenAI client: it asks the model, runs the calculator that the model calls, and returns the reward."""
+"""An agent over an OpenAI client: it asks the model, runs the calculator that the model calls, and returns
+the reward."""
 
 import json
 import re
@@ -14,9 +15,11 @@ CALCULATOR = {
 
 
 async def episode(client, item: dict) -> float:
-    """One episode: `client` is an `openai.AsyncOpenAI` for it alone; every answer of the model is recorded and trained.
+    """One episode: `client` is an `openai.AsyncOpenAI` for it alone; every answer of the model is recorded
+    and trained.
 
-    What it returns is the reward. Raising an error marks the trajectory as failed: it is counted and left out.
+    What it returns is the reward. Raising an error marks the trajectory as failed: it is counted and left
+    out.
     """
     messages = [{"role": "user", "content": item["prompt"]}]
     for _ in range(4):

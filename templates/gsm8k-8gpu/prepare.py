@@ -16,7 +16,8 @@ def main() -> None:
             path = hf_hub_download("openai/gsm8k", f"main/{split}-00000-of-00001.parquet", repo_type="dataset")
         except OSError as error:  # huggingface_hub's own errors are OSErrors, too
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            sys.exit(f"error: GSM8K cannot be downloaded: {why}\nhint: call it where huggingface.co can be reached, or copy both files")
+            sys.exit(f"error: GSM8K cannot be downloaded: {why}\nhint: call it where huggingface.co can be "
+                     "reached, or copy both files")
         rows = pyarrow.parquet.read_table(path).to_pylist()
         lines = (json.dumps(line_of(row)) for row in rows)
         Path(f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -2,14 +2,15 @@
 
 import re
 
-NUMBER_AT_END = re.compile(r"(-?\d+)\W*$")  # a number anywhere would reward a response that repeats the question
+# a number anywhere would reward a response that repeats the question
+NUMBER_AT_END = re.compile(r"(-?\d+)\W*$")
 
 
 def score(item: dict, response: str) -> float:
     """Between 0 and 1. `item` has `prompt`, `answer` and, in `metadata`, all other columns of the line.
 
-    It runs in a process of its own. Raising an error marks the trajectory as failed: it is counted and left out, never
-    trained on as a reward of 0.
+    It runs in a process of its own. Raising an error marks the trajectory as failed: it is counted and left
+    out, never trained on as a reward of 0.
     """
     found = NUMBER_AT_END.search(response)
     if not found:

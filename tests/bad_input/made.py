@@ -1,5 +1,6 @@
-"""A run directory that the parts of asyncrl have written, in a second and without Ray: the loop on its virtual clock, with real
-prompts, observers, checkpoints and tensors. And the tools to spoil it: every file of a spoilt checkpoint has its checksum."""
+"""A run directory that the parts of asyncrl have written, in a second and without Ray: the loop on its
+virtual clock, with real prompts, observers, checkpoints and tensors. And the tools to spoil it: every file of
+a spoilt checkpoint has its checksum."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ class Place:
 
 def make_place(root: Path) -> Place:
     place = Place(root)
-    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(64)))
+    (root / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(64))
+    )
     _write_model(place.model)
     (root / "profile.toml").write_text(PROFILE.format(model=place.model, prompts=root / "prompts.jsonl"))
     loaded = load(str(root / "profile.toml"), environ={})
@@ -142,11 +145,21 @@ async def _write_trainer(directory: Path, cut: Any, model: Path) -> None:
     weights = {f"weight/{name}": tensor for name, tensor in load_file(model / "model.safetensors").items()}
     places = {key: (0, len(tensor)) for key, tensor in weights.items()}
     save_file(weights, directory / "rank-00000.safetensors", metadata={"rows": json.dumps(places)})
-    counters = {"schema_version": 2, "ranks": 1, "step": cut.step, "optimizer_steps": cut.step, "has_window_first": 0}
+    counters = {
+        "schema_version": 2,
+        "ranks": 1,
+        "step": cut.step,
+        "optimizer_steps": cut.step,
+        "has_window_first": 0,
+    }
     (directory / "trainer.json").write_text(json.dumps(counters))
     groups = cut.loop_state["groups"]
     finished = [_payload(entry["result"]) for entry in groups["finished"]]
-    ended = [_payload({**part["result"], "key": entry["key"]}) for entry in groups["running"] for part in entry["ended"]]
+    ended = [
+        _payload({**part["result"], "key": entry["key"]})
+        for entry in groups["running"]
+        for part in entry["ended"]
+    ]
     kept = [_so_far(entry) for entry in groups["running"] if entry["kept"]]
     write_payloads(directory, [*finished, *ended, *kept])
 
@@ -155,7 +168,9 @@ def _so_far(entry: dict[str, Any]) -> GroupPayload:
     trajectories = [Trajectory(segments=(), reward=0.0, finish_reason="abort")] * (max(entry["kept"]) + 1)
     for index, kept in entry["kept"].items():
         segment = _segment({"prompt_tokens": 0, "version_tokens": kept.version_tokens})
-        trajectories[index] = Trajectory(segments=(segment,), reward=0.0, finish_reason="stop" if kept.is_whole else "abort")
+        trajectories[index] = Trajectory(
+            segments=(segment,), reward=0.0, finish_reason="stop" if kept.is_whole else "abort"
+        )
     uid, epoch, attempt = entry["key"]
     return GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(trajectories))
 
@@ -170,7 +185,9 @@ def _payload(result: dict[str, Any]) -> GroupPayload:
 
 
 def _segment(meta: dict[str, Any]) -> Segment:
-    versions = [-1] * meta["prompt_tokens"] + [version for version, tokens in meta["version_tokens"] for _ in range(tokens)]
+    versions = [-1] * meta["prompt_tokens"] + [
+        version for version, tokens in meta["version_tokens"] for _ in range(tokens)
+    ]
     return Segment(
         tokens_T=np.ones(len(versions), np.int32),
         logprobs_T=np.zeros(len(versions), np.float32),
@@ -223,25 +240,38 @@ def _write_model(directory: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    vocabulary_of = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+=. "])}
+    vocabulary_of = {
+        token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+=. "])
+    }
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "[\\s\\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
         "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocabulary_of, "unk_token": "<unk>"},
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    special = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(special))
 
 
 def copied(place: Place, root: Path) -> Place:
-    """A copy to be spoilt, of hard links: a spoilt file is a new one. Its profile still names the first one's model and prompts."""
+    """A copy to be spoilt, of hard links: a spoilt file is a new one. Its profile still names the first one's
+    model and prompts."""
     shutil.copytree(place.root, root, symlinks=True, dirs_exist_ok=True, copy_function=os.link)
     return Place(root)
 

@@ -1,7 +1,8 @@
-"""Bad input by the table: for each, one error with a reason and an exit code within seconds; never "a bug", a traceback or a wait.
+"""Bad input by the table: for each, one error with a reason and an exit code within seconds; never "a bug", a
+traceback or a wait.
 
-(name, how it is made, command, exit code, a word of the error). `{runs}`, `{root}`, ... in a command are places of the spoilt copy.
-Whatever is refused leaves the disk as it was.
+(name, how it is made, command, exit code, a word of the error). `{runs}`, `{root}`, ... in a command are
+places of the spoilt copy. Whatever is refused leaves the disk as it was.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ import pytest
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.profile.keys import sections
-from tests.bad_input.made import NAME, Place, copied, edit_json, listing, make_place, replace, reseal, seal_by_hand
+from tests.bad_input.made import (
+    NAME,
+    Place,
+    copied,
+    edit_json,
+    listing,
+    make_place,
+    replace,
+    reseal,
+    seal_by_hand,
+)
 from tests.marks import one_in
 
 LIMIT_S = 60
@@ -169,7 +180,10 @@ def all_of(*makes: Make) -> Make:
 
 # --- the table
 
-RESUME, EXPORT = f"resume {NAME} --runs-dir {{runs}}", f"export {NAME} --runs-dir {{runs}} --out {{root}}/exported"
+RESUME, EXPORT = (
+    (f"resume {NAME} --runs-dir {{runs}}"),
+    f"export {NAME} --runs-dir {{runs}} --out {{root}}/exported",
+)
 EXPORT_IT = "export {newest} --runs-dir {runs} --out {root}/exported"
 NEWEST = "runs/otter/checkpoints/step-000006"
 KINDS = ("pipe", "directory", "device", "loop", "socket")
@@ -196,8 +210,18 @@ def checkpoints() -> Iterator[Case]:
             ("loop_state", "observers", 0, "metrics", "run"),
             ("loop_state", "observers", 0, "live", "rewards"),
         ],
-        "payloads.json": [("schema_version",), ("groups",), ("groups", 0, "uid"), ("groups", 0, "trajectories")],
-        "config.resolved.json": [("schema_version",), ("profile",), ("profile", "rollout"), ("profile", "rollout", "n")],
+        "payloads.json": [
+            ("schema_version",),
+            ("groups",),
+            ("groups", 0, "uid"),
+            ("groups", 0, "trajectories"),
+        ],
+        "config.resolved.json": [
+            ("schema_version",),
+            ("profile",),
+            ("profile", "rollout"),
+            ("profile", "rollout", "n"),
+        ],
     }
     for file, paths in places.items():
         for path in paths:
@@ -208,32 +232,95 @@ def checkpoints() -> Iterator[Case]:
                 yield Case(name, RESUME, json_in(file, *path, value=value), 4)
     for file in ("loop_state.json", "payloads.json", "config.resolved.json", "trainer.json"):
         command = EXPORT_IT if file == "trainer.json" else RESUME
-        for content in (b"", b"null", b"[]", b"3", b'"x"', b"\xff\xfe", b"{", b"[" * 10**6, b'{"a":' * 10**5, b"9" * 10**5):
+        for content in (
+            b"",
+            b"null",
+            b"[]",
+            b"3",
+            b'"x"',
+            b"\xff\xfe",
+            b"{",
+            b"[" * 10**6,
+            b'{"a":' * 10**5,
+            b"9" * 10**5,
+        ):
             yield Case(f"{file} is {content[:8]!r}", command, text_in(file, content), 4, file)
-    for path in [("step",), ("version",), ("run",), ("profile",), ("files",), ("files", "loop_state.json", "bytes")]:
+    for path in [
+        ("step",),
+        ("version",),
+        ("run",),
+        ("profile",),
+        ("files",),
+        ("files", "loop_state.json", "bytes"),
+    ]:
         for value in (DELETE, None, [], "x", -1, LONG):
             if not (path == ("run",) and value == "x") and not (path == ("profile",) and value == "x"):
-                yield Case(f"manifest {'.'.join(path)} {shown(value)}", RESUME, manifest_with(*path, value=value), 4, "refused")
+                yield Case(
+                    f"manifest {'.'.join(path)} {shown(value)}",
+                    RESUME,
+                    manifest_with(*path, value=value),
+                    4,
+                    "refused",
+                )
     for path in ("../../profile.toml", "/etc/passwd", "", ".", "a\0b", "x" * 300):
-        yield Case(f"manifest names {path[:20]!r}", RESUME, manifest_with("files", path, value={"bytes": 1, "sha256": "0" * 64}), 4)
+        yield Case(
+            f"manifest names {path[:20]!r}",
+            RESUME,
+            manifest_with("files", path, value={"bytes": 1, "sha256": "0" * 64}),
+            4,
+        )
     for path in [("schema_version",), ("ranks",), ("step",), ("optimizer_steps",), ("has_window_first",)]:
         for value in (DELETE, None, "x", -1):
-            yield Case(f"trainer.json {path[0]} {shown(value)}", EXPORT_IT, json_in("trainer.json", *path, value=value), 4)
+            yield Case(
+                f"trainer.json {path[0]} {shown(value)}",
+                EXPORT_IT,
+                json_in("trainer.json", *path, value=value),
+                4,
+            )
     for kind in KINDS:
-        for file in ("manifest.json", "loop_state.json", "payloads.safetensors", "config.resolved.json", RANK_FILE):
+        for file in (
+            "manifest.json",
+            "loop_state.json",
+            "payloads.safetensors",
+            "config.resolved.json",
+            RANK_FILE,
+        ):
             yield Case(f"{file} is a {kind}", RESUME, replaced(f"{NEWEST}/{file}", kind), 4)
-    for content in (b"", b"garbage", pickle.dumps({}), b"\x80\x05" + b"(" * 10**5, b"cos\nsystem\n(S'touch pwned'\ntR."):
+    for content in (
+        b"",
+        b"garbage",
+        pickle.dumps({}),
+        b"\x80\x05" + b"(" * 10**5,
+        b"cos\nsystem\n(S'touch pwned'\ntR.",
+    ):
         yield Case(f"a rank's file is {content[:20]!r}", EXPORT_IT, text_in(RANK_FILE, content), 4, RANK_FILE)
     for content in (b"", b"garbage", b"\xff" * 8, b"\0" * 8, (2**62).to_bytes(8, "little")):
-        yield Case(f"payloads.safetensors is {content[:8]!r}", RESUME, text_in("payloads.safetensors", content), 4, "safetensors")
+        yield Case(
+            f"payloads.safetensors is {content[:8]!r}",
+            RESUME,
+            text_in("payloads.safetensors", content),
+            4,
+            "safetensors",
+        )
     yield Case("tensors are cut", EXPORT_IT, text_in(RANK_FILE, b"PK\x03\x04"), 4, "cannot be read")
-    yield Case("a run that is none", "resume {root} --runs-dir {runs}", nothing, 4, "neither a run nor a checkpoint")
     yield Case(
-        "a checkpoint outside of its run", "resume {root}/step-000006 --runs-dir {runs}", moved_out, 4, "is not a run directory"
+        "a run that is none", "resume {root} --runs-dir {runs}", nothing, 4, "neither a run nor a checkpoint"
+    )
+    yield Case(
+        "a checkpoint outside of its run",
+        "resume {root}/step-000006 --runs-dir {runs}",
+        moved_out,
+        4,
+        "is not a run directory",
     )
     yield Case("checkpoints is a file", RESUME, replaced("runs/otter/checkpoints", "pipe"), (2, 4))
     yield Case("status of a checkpoint", "status {newest} --runs-dir {runs}", nothing, (2, 4))
-    yield Case("profile.toml of the run is a pipe", "status otter --runs-dir {runs}", replaced("runs/otter/status.json", "pipe"), 4)
+    yield Case(
+        "profile.toml of the run is a pipe",
+        "status otter --runs-dir {runs}",
+        replaced("runs/otter/status.json", "pipe"),
+        4,
+    )
 
 
 def moved_out(place: Place) -> None:
@@ -260,7 +347,13 @@ def statuses() -> Iterator[Case]:
         b'{"schema_version": 1}',
     ):
         for command in commands:
-            yield Case(f"{command[:13]} {content[:20]!r}", command, written("runs/otter/status.json", content), 4, "status.json")
+            yield Case(
+                f"{command[:13]} {content[:20]!r}",
+                command,
+                written("runs/otter/status.json", content),
+                4,
+                "status.json",
+            )
     for kind in (*KINDS, "large"):
         for command in commands:
             yield Case(f"{command[:13]} of a {kind}", command, replaced("runs/otter/status.json", kind), 4)
@@ -288,7 +381,9 @@ def statuses() -> Iterator[Case]:
             if (path in (("phase",), ("host",)) and value == "x") or (path[-1] == 0 and value is DELETE):
                 continue
             make = json_file("runs/otter/status.json", *path, value=value)
-            yield Case(f"status {'.'.join(map(str, path))} {shown(value)}", commands[0], make, 4, "status.json")
+            yield Case(
+                f"status {'.'.join(map(str, path))} {shown(value)}", commands[0], make, 4, "status.json"
+            )
 
 
 def json_file(file: str, *path: Any, value: Any) -> Make:
@@ -304,15 +399,27 @@ def profiles() -> Iterator[Case]:
         "a NUL": (head + b'purpose = "\x00"\n', "bad.toml"),
         "a deep array": (head + b"[task.params]\na = " + b"[" * 10_000 + b"]" * 10_000, "deep"),
         "a fairly deep array": (head + b"[task.params]\na = " + b"[" * 100 + b"]" * 100, "deep"),
-        "a deep inline table": (head + b"[task.params]\na = " + b"{a=" * 10_000 + b"1" + b"}" * 10_000, "deep"),
+        "a deep inline table": (
+            head + b"[task.params]\na = " + b"{a=" * 10_000 + b"1" + b"}" * 10_000,
+            "deep",
+        ),
         "a deep table": (head + b"[" + b".".join([b"a"] * 5_000) + b"]\n", "deep"),
         "a long number": (head + b"[run]\nseed = " + b"9" * 5_000, "cannot be read"),
         "a long hexadecimal number": (head + b"[run]\nseed = 0x" + b"f" * 50_000, "a very long number"),
         "a long exponent": (head + b"[trainer]\nlr = 1e" + b"9" * 50, "trainer.lr = inf"),
-        "a small eta": (head + b"[async_training]\nstaleness_threshold = 1e-999999\n", "1e-999999 is too small"),
-        "an eta of a million digits": (head + b"[async_training]\nstaleness_threshold = 0." + b"3" * 10**5, "staleness_threshold"),
+        "a small eta": (
+            head + b"[async_training]\nstaleness_threshold = 1e-999999\n",
+            "1e-999999 is too small",
+        ),
+        "an eta of a million digits": (
+            head + b"[async_training]\nstaleness_threshold = 0." + b"3" * 10**5,
+            "staleness_threshold",
+        ),
         "many unknown keys": (b"\n".join(b"key%d = 1" % i for i in range(60_000)), "unknown key"),
-        "many unknown keys of a section": (b"[run]\n" + b"\n".join(b"key%d = 1" % i for i in range(60_000)), "unknown key"),
+        "many unknown keys of a section": (
+            b"[run]\n" + b"\n".join(b"key%d = 1" % i for i in range(60_000)),
+            "unknown key",
+        ),
         "a long unknown key": (head + b"a" * 500_000 + b" = 1\n", "unknown key"),
         "10 MB": (b"# " + b"x" * 10**7, "bytes"),
         "extends itself": (b'extends = "bad.toml"\n', "cycle"),
@@ -333,21 +440,38 @@ def profiles() -> Iterator[Case]:
         "a path with a NUL": (head + b'[model]\npath = "a\\u0000b"\n', "model.path"),
         "a long path": (head + b'[model]\npath = "/' + b"x" * 300 + b'"\n', "model.path"),
         "a long task": (head + b'[task]\nsource = "jsonl:' + b"x" * 300 + b'"\n', "task.source"),
-        "a long directory of models": (head + b'[model]\ncache_dir = "' + b"x/" * 5_000 + b'"\n', "model.cache_dir"),
+        "a long directory of models": (
+            head + b'[model]\ncache_dir = "' + b"x/" * 5_000 + b'"\n',
+            "model.cache_dir",
+        ),
         "a long name of the run": (head + b'[run]\nname = "' + b"x" * 300 + b'"\n', "run.name"),
-        "a ratio of long numbers": (head + b'[placement]\nratio = "1:' + b"9" * 5_000 + b'"\n', "placement.ratio"),
-        "a ratio of other digits": (head + '[placement]\nratio = "\u0661:\u0662"\n'.encode(), "placement.ratio"),
+        "a ratio of long numbers": (
+            head + b'[placement]\nratio = "1:' + b"9" * 5_000 + b'"\n',
+            "placement.ratio",
+        ),
+        "a ratio of other digits": (
+            head + '[placement]\nratio = "\u0661:\u0662"\n'.encode(),
+            "placement.ratio",
+        ),
     }
     for name, (content, word) in texts.items():
         yield Case(f"profile: {name}", dry, written("bad.toml", content), 2, word)
     for kind in KINDS:
         yield Case(f"profile is a {kind}", dry, replaced("bad.toml", kind), 2, "bad.toml")
     yield Case(
-        "profile extends a pipe", dry, all_of(written("bad.toml", b'extends = "base.toml"'), replaced("base.toml", "pipe")), 2
+        "profile extends a pipe",
+        dry,
+        all_of(written("bad.toml", b'extends = "base.toml"'), replaced("base.toml", "pipe")),
+        2,
     )
     yield Case("profile extends a thousand", dry, long_chain, 2, "more than 16 files")
     for reference in ("", "x" * 300, "x" * 300 + ".toml", "/", "~nobody-here/x.toml", "a/" * 3000 + "x.toml"):
-        yield Case(f"--profile {reference[:20]!r} {len(reference)}", f"train --dry-run --profile {reference}", nothing, 2)
+        yield Case(
+            f"--profile {reference[:20]!r} {len(reference)}",
+            f"train --dry-run --profile {reference}",
+            nothing,
+            2,
+        )
     yield Case("profiles show a pipe", "profiles show {root}/bad.toml", replaced("bad.toml", "pipe"), 2)
 
 
@@ -383,7 +507,12 @@ def sets() -> Iterator[Case]:
         "trainer.betas=[1,2,3]",
         "run.seed=1\nname=2",
     ):
-        yield Case(f"--set {text[:30]!r} {len(text)}", ["plan", "-p", "base", "--gpus", "0", "--set", text], nothing, 2)  # type: ignore[arg-type]
+        yield Case(
+            f"--set {text[:30]!r} {len(text)}",
+            ["plan", "-p", "base", "--gpus", "0", "--set", text],
+            nothing,
+            2,
+        )  # type: ignore[arg-type]
     for name, value in (
         ("ASYNCRL_", "1"),
         ("ASYNCRL_X" + "Y" * 5_000, "1"),
@@ -397,7 +526,14 @@ def sets() -> Iterator[Case]:
     ):
         yield Case(f"{name[:20]}={value[:8]}", "plan -p base --gpus 0", nothing, 2, environ=((name, value),))
     many = tuple((f"ASYNCRL_KEY{number}", "1") for number in range(3_000))
-    yield Case("3,000 unknown names in the environment", "plan -p base --gpus 0", nothing, 2, "unknown name", environ=many)
+    yield Case(
+        "3,000 unknown names in the environment",
+        "plan -p base --gpus 0",
+        nothing,
+        2,
+        "unknown name",
+        environ=many,
+    )
 
 
 def integer_keys() -> list[str]:
@@ -414,11 +550,24 @@ def integer_keys() -> list[str]:
 def names() -> Iterator[Case]:
     for name in ("x" * 256, "x" * 5_000, "a/" * 3_000, "ü" * 200):
         for command in ("status", "stop", "logs", "resume", "export"):
-            yield Case(f"{command} {ascii(name)[:12]} {len(name)}", [command, name, "--runs-dir", "{runs}"], nothing, (2, 4))  # type: ignore[arg-type]
-        yield Case(f"--name {ascii(name)[:12]} {len(name)}", ["train", "-p", "base", "--dry-run", "--name", name], nothing, 2)  # type: ignore[arg-type]
+            yield Case(
+                f"{command} {ascii(name)[:12]} {len(name)}",
+                [command, name, "--runs-dir", "{runs}"],
+                nothing,
+                (2, 4),
+            )  # type: ignore[arg-type]
+        yield Case(
+            f"--name {ascii(name)[:12]} {len(name)}",
+            ["train", "-p", "base", "--dry-run", "--name", name],
+            nothing,
+            2,
+        )  # type: ignore[arg-type]
         for command in ("status", "stop x", "logs x", "resume x", "export x"):
             yield Case(
-                f"{command} --runs-dir {ascii(name)[:12]} {len(name)}", [*command.split(), "--runs-dir", name], nothing, (2, 4)
+                f"{command} --runs-dir {ascii(name)[:12]} {len(name)}",
+                [*command.split(), "--runs-dir", name],
+                nothing,
+                (2, 4),
             )  # type: ignore[arg-type]
         yield Case(f"--tune {ascii(name)[:12]} {len(name)}", ["plan", "--tune", name], nothing, 2)  # type: ignore[arg-type]
         yield Case(f"--simulate {ascii(name)[:12]} {len(name)}", ["bench", "--simulate", name], nothing, 2)  # type: ignore[arg-type]
@@ -432,7 +581,10 @@ def names() -> Iterator[Case]:
             (1, 2, 4),
         )  # type: ignore[arg-type]
         yield Case(
-            f"--tune --out {name[:8]} {len(name)}", ["plan", "--tune", "laptop-tiny", "--out", name + ".toml"], nothing, (2, 4)
+            f"--tune --out {name[:8]} {len(name)}",
+            ["plan", "--tune", "laptop-tiny", "--out", name + ".toml"],
+            nothing,
+            (2, 4),
         )  # type: ignore[arg-type]
         yield Case(
             f"bench --out {name[:8]} {len(name)}",
@@ -443,22 +595,39 @@ def names() -> Iterator[Case]:
     yield Case("init into a file", "init jsonl {root}/prompts.jsonl", nothing, 4)
     yield Case("init below a file", "init jsonl {root}/prompts.jsonl/x", nothing, (1, 4), hint=False)
     yield Case("init into a pipe", "init jsonl {root}/pipe", replaced("pipe", "pipe"), 4)
-    yield Case("init into a loop of links", "init jsonl {root}/loop", replaced("loop", "loop"), (1, 4), hint=False)
+    yield Case(
+        "init into a loop of links", "init jsonl {root}/loop", replaced("loop", "loop"), (1, 4), hint=False
+    )
     yield Case("init into what is not ours", "init jsonl /proc/asyncrl", nothing, (1, 4), hint=False)
     yield Case("runs-dir is a file", "status --runs-dir {root}/prompts.jsonl", nothing, 2)
     yield Case("runs-dir is a pipe", "status x --runs-dir {root}/pipe", replaced("pipe", "pipe"), 2)
     yield Case("export into a file", "export otter --runs-dir {runs} --out {root}/prompts.jsonl", nothing, 4)
-    yield Case("export below a file", "export otter --runs-dir {runs} --out {root}/prompts.jsonl/x", nothing, (1, 4))
-    yield Case("export with a model that is a file", "export otter --runs-dir {runs} --model {root}/prompts.jsonl", nothing, 2)
+    yield Case(
+        "export below a file", "export otter --runs-dir {runs} --out {root}/prompts.jsonl/x", nothing, (1, 4)
+    )
+    yield Case(
+        "export with a model that is a file",
+        "export otter --runs-dir {runs} --model {root}/prompts.jsonl",
+        nothing,
+        2,
+    )
 
 
 def logs() -> Iterator[Case]:
     for kind in KINDS:
         yield Case(
-            f"log is a {kind}", "logs otter --runs-dir {runs}", replaced("runs/otter/logs/attempt-1/driver.log", kind), (2, 4)
+            f"log is a {kind}",
+            "logs otter --runs-dir {runs}",
+            replaced("runs/otter/logs/attempt-1/driver.log", kind),
+            (2, 4),
         )
         if kind != "directory":
-            yield Case(f"logs/latest is a {kind}", "logs otter --runs-dir {runs}", replaced("runs/otter/logs/latest", kind), 2)
+            yield Case(
+                f"logs/latest is a {kind}",
+                "logs otter --runs-dir {runs}",
+                replaced("runs/otter/logs/latest", kind),
+                2,
+            )
         yield Case(f"stop is a {kind}", "stop otter --runs-dir {runs}", replaced("runs/otter/stop", kind), 4)
         yield Case(f"lock is a {kind}", "stop otter --runs-dir {runs}", replaced("runs/otter/lock", kind), 4)
 
@@ -471,7 +640,9 @@ def models() -> Iterator[Case]:
         def both(place: Place) -> None:
             make(place)
             text = (place.root / "profile.toml").read_text()
-            (place.root / "spoilt.toml").write_text(re.sub(r'(?m)^path = ".*"', f'path = "{place.model}"', text))
+            (place.root / "spoilt.toml").write_text(
+                re.sub(r'(?m)^path = ".*"', f'path = "{place.model}"', text)
+            )
 
         return both
 
@@ -480,10 +651,24 @@ def models() -> Iterator[Case]:
             yield Case(f"{file} is a {kind}", train, with_model(replaced(f"model/{file}", kind)), 3)
         for content in (b"", b"null", b"[]", b"3", b"\xff", b"[" * 10**5, b"9" * 10**5):
             if file != "tokenizer_config.json" or content not in (b"3",):
-                yield Case(f"{file} is {content[:8]!r}", train, with_model(written(f"model/{file}", content)), 3)
+                yield Case(
+                    f"{file} is {content[:8]!r}", train, with_model(written(f"model/{file}", content)), 3
+                )
     yield Case("tokenizer.json is {}", train, with_model(written("model/tokenizer.json", b"{}")), 3)
     index = "model/model.safetensors.index.json"
-    for value in (None, [], 3, "x", {}, {"a": 3}, {"a": None}, {"a": ["b"]}, {"a": "../x"}, {"a": "/etc/passwd"}, {"a": "x" * 300}):
+    for value in (
+        None,
+        [],
+        3,
+        "x",
+        {},
+        {"a": 3},
+        {"a": None},
+        {"a": ["b"]},
+        {"a": "../x"},
+        {"a": "/etc/passwd"},
+        {"a": "x" * 300},
+    ):
         content = json.dumps({"weight_map": value}).encode()
         yield Case(f"weight_map {value!r:.30}", train, with_model(written(index, content)), 3)
     for content in (b"", b"null", b"[]", b"{}", b"[" * 10**5):
@@ -498,7 +683,13 @@ def models() -> Iterator[Case]:
         for value in values:
             make = with_model(json_file("model/config.json", key, value=value))
             yield Case(f"config.json {key} {value!r:.20}", train, make, 3)
-            yield Case(f"plan of {key} {value!r:.20}", "plan --profile {root}/spoilt.toml --gpus 0", make, (0, 3), hint=False)
+            yield Case(
+                f"plan of {key} {value!r:.20}",
+                "plan --profile {root}/spoilt.toml --gpus 0",
+                make,
+                (0, 3),
+                hint=False,
+            )
 
 
 def tunes() -> Iterator[Case]:
@@ -506,7 +697,16 @@ def tunes() -> Iterator[Case]:
     # A search without the events works: what each sync took is not known then.
     yield Case("tune events.jsonl null", tune, written("runs/otter/events.jsonl", b"null\n"), 0)
     for file in ("metrics.jsonl", "config.resolved.json"):
-        for content in (b"null\n", b"[]\n", b"3\n", b'"x"\n', b"\xff\n", b"[" * 10**5 + b"\n", b"9" * 10**5 + b"\n", b"{\n"):
+        for content in (
+            b"null\n",
+            b"[]\n",
+            b"3\n",
+            b'"x"\n',
+            b"\xff\n",
+            b"[" * 10**5 + b"\n",
+            b"9" * 10**5 + b"\n",
+            b"{\n",
+        ):
             yield Case(f"tune {file} {content[:8]!r}", tune, written(f"runs/otter/{file}", content), 2, file)
     for file, kind in product(("metrics.jsonl", "events.jsonl", "config.resolved.json"), KINDS):
         yield Case(f"tune {file} is a {kind}", tune, replaced(f"runs/otter/{file}", kind), 2)
@@ -555,7 +755,9 @@ def test_bad_input_is_one_error_with_a_reason(
     case.make(place)
     places = {"root": place.root, "runs": place.runs, "run": place.run, "newest": place.newest}
     parts = case.command.split(" ") if isinstance(case.command, str) else case.command
-    arguments = [re.sub(r"\{(root|runs|run|newest)\}", lambda found: str(places[found[1]]), part) for part in parts]
+    arguments = [
+        re.sub(r"\{(root|runs|run|newest)\}", lambda found: str(places[found[1]]), part) for part in parts
+    ]
     for name, value in case.environ:
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(place.root)

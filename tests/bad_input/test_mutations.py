@@ -1,4 +1,5 @@
-"""One JSON node of a run changed at random, with all checksums right: who reads it refuses it, or goes on to the run's end."""
+"""One JSON node of a run changed at random, with all checksums right: who reads it refuses it, or goes on to
+the run's end."""
 
 from __future__ import annotations
 
@@ -44,7 +45,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def nodes(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The paths of everything inside."""
-    entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    entries = (
+        content.items()
+        if isinstance(content, dict)
+        else enumerate(content)
+        if isinstance(content, list)
+        else ()
+    )
     return [found for key, value in entries for found in ((*path, key), *nodes(value, (*path, key)))]
 
 
@@ -78,7 +85,8 @@ def put_back(directory: Path) -> Iterator[None]:
 
 
 def resume_and_go_on(place: Place) -> None:
-    """All that a resume does with a checkpoint but Ray: and then the whole rest of the run, on the virtual clock."""
+    """All that a resume does with a checkpoint but Ray: and then the whole rest of the run, on the virtual
+    clock."""
     resumed = Run.resume(NAME, runs_dir=place.runs)
     assert resumed.checkpoint is not None
     profile, task = resumed.profile, load_task(resumed.profile)
@@ -117,14 +125,18 @@ def test_a_running_group_that_kept_older_tokens_without_its_deadline_is_refused(
     with put_back(place.newest):
         change(place.newest / "loop_state.json", ("loop_state", "groups", "running", 0, "deadline"), REMOVED)
         reseal(place.newest)
-        with pytest.raises(RefusedError, match=r"the deadline of running prompt .* is 4, with tokens of version 2"):
+        with pytest.raises(
+            RefusedError, match=r"the deadline of running prompt .* is 4, with tokens of version 2"
+        ):
             resume_and_go_on(place)
 
 
 @pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
-def test_a_status_is_refused_or_shown(place: Place, data: st.DataObject, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_status_is_refused_or_shown(
+    place: Place, data: st.DataObject, capsys: pytest.CaptureFixture[str]
+) -> None:
     with put_back(place.run):
         mutated(place.run / "status.json", data)
         code = run(["status", NAME, "--runs-dir", str(place.runs)])
@@ -134,7 +146,9 @@ def test_a_status_is_refused_or_shown(place: Place, data: st.DataObject, capsys:
 
 
 @pytest.mark.parametrize("value", [None, [None], [{"time_s": 1.0}]])
-def test_warnings_that_are_none_are_refused(place: Place, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_that_are_none_are_refused(
+    place: Place, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     with put_back(place.run):
         change(place.run / "status.json", ("warnings",), value)
         assert run(["status", NAME, "--runs-dir", str(place.runs)]) == 4

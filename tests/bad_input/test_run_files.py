@@ -1,7 +1,9 @@
-"""Absurd values in the files of a recorded run: every command that reads them says so, or shows the rest, within its limits.
+"""Absurd values in the files of a recorded run: every command that reads them says so, or shows the rest,
+within its limits.
 
-Each field of each kind of line gets each value. A file of lines has a copy of the line for every mutation, beside the run's own
-lines, so one command meets them all; status.json and config.resolved.json are spoilt one field at a time.
+Each field of each kind of line gets each value. A file of lines has a copy of the line for every mutation,
+beside the run's own lines, so one command meets them all; status.json and config.resolved.json are spoilt one
+field at a time.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ READERS = {
     "status.json": ("status", "status --json", "compare", "trace", "report", "logs"),
     "config.resolved.json": ("compare", "report", "trace"),
 }
-"""What reads each file. `samples` says of every damaged line that it is left out, as `report` and the others do."""
+"""What reads each file. `samples` says of every damaged line that it is left out, as `report` and the others
+do."""
 LINES = tuple(file for file in READERS if file.endswith(".jsonl"))
 
 
@@ -75,7 +78,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Place:
     segment = Segment.of([1, 2, 3], [0.0, -0.5, -0.25], [-1, 1, 2])
     trajectory = Trajectory(segments=(segment,), reward=1.0, finish_reason="stop", turn_rewards=(1.0,))
     payload = GroupPayload(uid="p7", epoch=0, attempt=0, trajectories=(trajectory, trajectory))
-    trained = SampledGroup(payload=payload, advantages=[0.5, -0.5], logprobs=[np.full(2, -0.5, np.float32)] * 2, answer="7")
+    trained = SampledGroup(
+        payload=payload, advantages=[0.5, -0.5], logprobs=[np.full(2, -0.5, np.float32)] * 2, answer="7"
+    )
     dump_samples(place.run / "samples", 6, [trained], window=2, decode=str)
     return place
 
@@ -87,7 +92,13 @@ def place(original: Place, tmp_path: Path) -> Place:
 
 def paths(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of everything inside; of a list only its first entry's."""
-    entries = content.items() if isinstance(content, dict) else [*enumerate(content)][:1] if isinstance(content, list) else ()
+    entries = (
+        content.items()
+        if isinstance(content, dict)
+        else [*enumerate(content)][:1]
+        if isinstance(content, list)
+        else ()
+    )
     for key, value in entries:
         yield (*path, key)
         yield from paths(value, (*path, key))
@@ -110,12 +121,15 @@ def kinds(path: Path) -> list[str]:
 
 def spoil_lines(path: Path, values: Iterable[str]) -> None:
     """Put a copy of a line for each of its fields and each value before the file's own lines."""
-    lines = [mutated(line, at, value) for value in values for line in kinds(path) for at in paths(json.loads(line))]
+    lines = [
+        mutated(line, at, value) for value in values for line in kinds(path) for at in paths(json.loads(line))
+    ]
     replace(path, ("".join(f"{line}\n" for line in lines) + path.read_text()).encode())
 
 
 def ask(command: str, place: Place, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run it, and return what it said on stderr. It is done, or refuses with a reason and a hint, within its limits."""
+    """Run it, and return what it said on stderr. It is done, or refuses with a reason and a hint, within its
+    limits."""
     name, *options = command.split()
     runs = [NAME, NAME] if name == "compare" else [NAME]
     out = ["--out", str(place.root / f"{name}.out")] if name in ("report", "trace") else []
@@ -187,7 +201,9 @@ def test_a_calibration_says_what_it_left_out(calibrated: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("value", ABSURD.values(), ids=ABSURD)
-def test_a_calibration_survives_an_absurd_value_in_every_field(calibrated: Path, tmp_path: Path, value: str) -> None:
+def test_a_calibration_survives_an_absurd_value_in_every_field(
+    calibrated: Path, tmp_path: Path, value: str
+) -> None:
     directory = tmp_path / "run"
     shutil.copytree(calibrated, directory)
     for file in ("metrics.jsonl", "events.jsonl"):
@@ -203,7 +219,9 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)], ids=["directory", "pipe", "loop"]
+    "make",
+    [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)],
+    ids=["directory", "pipe", "loop"],
 )
 @pytest.mark.parametrize("file", READERS)
 def test_what_is_no_file_is_refused_in_a_files_place(

@@ -1,4 +1,5 @@
-"""Files that anybody may have written: no wait, no more bytes than asked for, and one reason for whatever is wrong."""
+"""Files that anybody may have written: no wait, no more bytes than asked for, and one reason for whatever is
+wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ def a_socket(path: Path) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [(a_pipe, "a pipe"), (Path.mkdir, "a directory"), (lambda path: path.symlink_to("/dev/zero"), "a device")],
+    [
+        (a_pipe, "a pipe"),
+        (Path.mkdir, "a directory"),
+        (lambda path: path.symlink_to("/dev/zero"), "a device"),
+    ],
 )
 def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, make: Any, kind: str) -> None:
     make(tmp_path / "odd")

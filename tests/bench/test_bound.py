@@ -1,4 +1,5 @@
-"""% of the bound never passes 100 in simulated comparisons: small ones of every kind, with warm-up and run-out of any length."""
+"""% of the bound never passes 100 in simulated comparisons: small ones of every kind, with warm-up and
+run-out of any length."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def drawn(rng: random.Random) -> Workload:
             "profile": {
                 "placement": {"gpus": rng.choice([2, 4, 8])},
                 "trainer": {"ppo_mini_batch_size": rng.choice([2, 4])},
-                "rollout": {"n": rng.choice([2, 4]), "slots": rng.choice([8, 16, 64]), "prefetch_groups": rng.choice([0, 2])},
+                "rollout": {
+                    "n": rng.choice([2, 4]),
+                    "slots": rng.choice([8, 16, 64]),
+                    "prefetch_groups": rng.choice([0, 2]),
+                },
                 "async_training": {"require_batches": rng.choice([1, 2])},
             },
             "lengths": {
@@ -60,7 +65,9 @@ def drawn(rng: random.Random) -> Workload:
 
 
 def simulated(entry: Entry, workload: Workload, seed: int, groups: int) -> tuple[FinishedRun, Costs]:
-    run = simulate(profile_for(workload, entry.reference, (), groups=groups).profile, workload, seed=seed, groups=groups)
+    run = simulate(
+        profile_for(workload, entry.reference, (), groups=groups).profile, workload, seed=seed, groups=groups
+    )
     assert run.error is None
     return FinishedRun(profile=entry.name, seed=seed, lines=run.lines), run.costs
 
@@ -77,7 +84,11 @@ def bound_ratios(seed: int) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 24, CHUNK_SEEDS))
 def test_no_schedule_is_faster_than_its_bound(first: int) -> None:
-    ratios = {(seed, name): ratio for seed in range(first, first + CHUNK_SEEDS) for name, ratio in bound_ratios(seed).items()}
+    ratios = {
+        (seed, name): ratio
+        for seed in range(first, first + CHUNK_SEEDS)
+        for name, ratio in bound_ratios(seed).items()
+    }
     assert {key: ratio for key, ratio in ratios.items() if ratio > 1 + 1e-9} == {}
     assert max(ratios.values()) > FULL, "a bound that nobody comes near says nothing"
 
@@ -85,14 +96,17 @@ def test_no_schedule_is_faster_than_its_bound(first: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [32, 34, 39, 49])
 def test_comparisons_that_once_passed_their_bound_do_so_no_more(seed: int) -> None:
-    """32, 34: steps with more tokens than the run's average cost less per token. 39: workers of unlike speeds (`speed_spread`) drew
-    fast ones. 49: groups that were sampled before the measured stretch."""
+    """32, 34: steps with more tokens than the run's average cost less per token. 39: workers of unlike speeds
+    (`speed_spread`) drew fast ones. 49: groups that were sampled before the measured stretch."""
     assert max(bound_ratios(seed).values()) <= 1 + 1e-9
 
 
 def test_what_was_sampled_before_the_stretch_is_not_its_work() -> None:
     """Two steps of 5 s train 80 tokens each; workers sampled 20, then 4 tokens a second: 120 of the 160."""
-    lines = [line(step, step, 5.0 * step, 5.0, **{"rollouter/tokens_per_s": rate}) for step, rate in enumerate((9.0, 20.0, 4.0), 1)]
+    lines = [
+        line(step, step, 5.0 * step, 5.0, **{"rollouter/tokens_per_s": rate})
+        for step, rate in enumerate((9.0, 20.0, 4.0), 1)
+    ]
     lines.append(line(4, 4, 20.0, 5.0))
     stretch = stretch_of(lines)
     assert (tokens_made(stretch), stretch.tokens) == (120.0, 160)

@@ -1,4 +1,5 @@
-"""What real runs' bounds rest on: one measurement per profile, on the lengths of the measured stretch, and its doubts."""
+"""What real runs' bounds rest on: one measurement per profile, on the lengths of the measured stretch, and
+its doubts."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def run_of(profile: str, seed: int, lengths: tuple[int, ...], window_groups: int
 
 
 def test_lengths_are_those_of_the_measured_stretch_of_all_runs() -> None:
-    """W = 16 and W = 64, 192 groups: warm-up and run-out are 64 groups each, four windows of the one and one of the other."""
+    """W = 16 and W = 64, 192 groups: warm-up and run-out are 64 groups each, four windows of the one and one
+    of the other."""
     short = run_of("colocate", 0, (1, 2, 3, 4, 20, 30, 40, 50, 5, 6, 7, 8), 16)
     lengths = measured_lengths(entries(), [short, run_of("partial-rollout", 0, (7, 80, 9), 64)])
     assert set(lengths) == {20, 30, 40, 50, 80}
@@ -68,7 +70,9 @@ APART = Capacities(rollout_tokens_per_s=70.0, trainer_tokens_per_s=50.0, colocat
 TOGETHER = Capacities(rollout_tokens_per_s=100.0, trainer_tokens_per_s=50.0, colocated=True)
 
 
-def measured(capacities: Capacities = APART, *, slots_used: float = 1.0, cpu_share: float = 1.0) -> phases.PhaseFigures:
+def measured(
+    capacities: Capacities = APART, *, slots_used: float = 1.0, cpu_share: float = 1.0
+) -> phases.PhaseFigures:
     return phases.PhaseFigures(capacities=capacities, slots_used=slots_used, cpu_share=cpu_share)
 
 
@@ -89,11 +93,17 @@ def test_a_profile_is_measured_once_for_all_of_its_seeds(monkeypatch: pytest.Mon
     runs = [run_of(name, seed, (1, 20, 3), 96) for seed in (4, 5) for name in ("colocate", "partial-rollout")]
     known, remarks = with_capacities(entries(), runs, Quiet())
     assert [(run.profile, run.seed, run.capacities) for run in known] == [
-        (name, seed, TOGETHER if name == "colocate" else APART) for seed in (4, 5) for name in ("colocate", "partial-rollout")
+        (name, seed, TOGETHER if name == "colocate" else APART)
+        for seed in (4, 5)
+        for name in ("colocate", "partial-rollout")
     ]
     assert remarks == ()
     assert len(asked) == 1
-    assert (asked[0]["sides"], asked[0]["items"], asked[0]["lengths"]) == (["colocate", "partial-rollout"], ["items"], {20})
+    assert (asked[0]["sides"], asked[0]["items"], asked[0]["lengths"]) == (
+        ["colocate", "partial-rollout"],
+        ["items"],
+        {20},
+    )
 
 
 def test_on_gpus_the_bound_is_not_measured_and_that_is_said() -> None:

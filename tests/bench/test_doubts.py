@@ -1,4 +1,5 @@
-"""What a comparison says of itself before its speedup: too short, not the same tokens, nothing to tell idleness from."""
+"""What a comparison says of itself before its speedup: too short, not the same tokens, nothing to tell
+idleness from."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def compared(groups: int, base: dict[str, Any], other: dict[str, Any]) -> Compar
 
 @pytest.mark.parametrize(("groups", "hint"), [(96, "--groups 192"), (176, "--groups 192")])
 def test_less_than_three_windows_are_refused_before_anything_runs(groups: int, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"{groups} groups are not 3 windows of 'partial-rollout', which has W = 64") as refused:
+    with pytest.raises(
+        ConfigError, match=f"{groups} groups are not 3 windows of 'partial-rollout', which has W = 64"
+    ) as refused:
         contest_of("colocate", ["partial-rollout"], sets=SETS, groups=groups)
     assert refused.value.hint == hint
 
@@ -79,7 +82,10 @@ def test_idle_figures_are_a_dash_and_the_reason_is_said_where_an_eval_ran_beside
     cells = {row.label: row.cells for row in rows_of(made)}
     assert cells["trainer idle"] == ("-", "25%")
     assert cells["slots used"] == ("-", "-")
-    assert any(remark.startswith("No idle figures where an eval ran beside every measured step") for remark in made.remarks)
+    assert any(
+        remark.startswith("No idle figures where an eval ran beside every measured step")
+        for remark in made.remarks
+    )
 
 
 def test_the_bar_of_a_real_run_ends_at_the_wall_time_of_the_table() -> None:

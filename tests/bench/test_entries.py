@@ -52,7 +52,9 @@ def test_other_work_or_other_resources_are_refused(toml: str, said: str, tmp_pat
         contest(str(tmp_path / "other.toml"))
 
 
-@pytest.mark.parametrize(("groups", "said"), [(100, "no multiple of R = 16"), (64, "not 3 windows of 'stream-off-policy'")])
+@pytest.mark.parametrize(
+    ("groups", "said"), [(100, "no multiple of R = 16"), (64, "not 3 windows of 'stream-off-policy'")]
+)
 def test_groups_must_make_whole_steps_and_windows_to_measure(groups: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         contest("stream-off-policy", groups=groups)
@@ -68,7 +70,9 @@ def test_the_groups_of_a_hint_can_be_typed(groups: int, profiles: tuple[str, ...
     assert contest(*profiles, groups=int(number)).groups == int(number) >= groups
 
 
-@pytest.mark.parametrize("toml", ["[rollout]\nn = 4", "[placement]\ncpus_per_worker = 2", '[model]\ncache_dir = "elsewhere"'])
+@pytest.mark.parametrize(
+    "toml", ["[rollout]\nn = 4", "[placement]\ncpus_per_worker = 2", '[model]\ncache_dir = "elsewhere"']
+)
 @pytest.mark.parametrize("baseline", ["colocate", "stale-samples"])
 def test_the_sets_of_a_hint_make_work_and_resources_the_same(toml: str, baseline: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "other.toml").write_text(f'extends = "partial-rollout"\n{toml}\n', encoding="utf-8")
@@ -130,7 +134,9 @@ old_logprobs = "recompute"
 
 
 @pytest.mark.parametrize(("keep_k", "window"), [(False, (4, 40)), (True, (1, 10))])
-def test_a_profile_of_ones_own_is_compared_with_its_colocated_twin_at_the_first_try(keep_k: bool, window, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_profile_of_ones_own_is_compared_with_its_colocated_twin_at_the_first_try(
+    keep_k: bool, window, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "my.toml").write_text(OWN, encoding="utf-8")
     out = tmp_path / "out"
     out.mkdir()
@@ -150,7 +156,12 @@ def test_on_gpus_the_twin_takes_turns_on_as_many(tmp_path: Path) -> None:
     gpus = f"{rollout}[placement]\ndevice = 'cuda'\ngpus = 8\nratio = '1:3'\n"
     (tmp_path / "my.toml").write_text(f'extends = "partial-rollout"\n{gpus}', encoding="utf-8")
     (tmp_path / "at.toml").write_text(GPU_WORKLOAD, encoding="utf-8")
-    made = contest_of(None, [str(tmp_path / "my.toml")], directory=tmp_path, workload=load_workload(str(tmp_path / "at.toml")))
+    made = contest_of(
+        None,
+        [str(tmp_path / "my.toml")],
+        directory=tmp_path,
+        workload=load_workload(str(tmp_path / "at.toml")),
+    )
     twin, own = made.entries
     assert (twin.plan.gpus, own.plan.gpus, twin.plan.trainer_workers) == (8, 8, 8)
     assert twin.profile.weights.transport == "object-store"
@@ -169,7 +180,10 @@ def test_the_length_suits_both_sides_unless_it_is_given(tmp_path: Path) -> None:
     ("toml", "said"),
     [
         ('extends = "colocate"', "'my' is colocated, like its baseline would be"),
-        ('extends = "one-step-off"\n[reward_model]\npath = "judge"', "has a reward model, which needs its own resources"),
+        (
+            'extends = "one-step-off"\n[reward_model]\npath = "judge"',
+            "has a reward model, which needs its own resources",
+        ),
     ],
 )
 def test_a_profile_without_a_twin_says_why(toml: str, said: str, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Figures of a run, worked out by hand: windows of 10 s, what is left out, and how repeats and bounds come together."""
+"""Figures of a run, worked out by hand: windows of 10 s, what is left out, and how repeats and bounds come
+together."""
 
 from __future__ import annotations
 
@@ -46,14 +47,25 @@ def run_lines(scale: float = 1.0) -> list[dict[str, Any]]:
         line(2, 1, 94.0, 4.0),
         line(3, 2, 100.0, 6.0),
         line(4, 3, 110.0, 10.0),
-        line(5, 4, 165.0, 55.0, **{"timing/eval_s": 50.0, "eval/reward_mean": 0.75, "eval/version": 5, "staleness/max": 3}),
+        line(
+            5,
+            4,
+            165.0,
+            55.0,
+            **{"timing/eval_s": 50.0, "eval/reward_mean": 0.75, "eval/version": 5, "staleness/max": 3},
+        ),
     ]
     return [entry | {key: entry[key] * scale for key in entry if key.endswith("_s")} for entry in lines]
 
 
 def test_start_up_the_first_window_and_the_last_one_are_not_measured() -> None:
     stretch = stretch_of(run_lines())
-    assert (stretch.before["time_s"], stretch.seconds, stretch.groups, len(stretch.lines)) == (90.0, 20.0, 6, 3)
+    assert (stretch.before["time_s"], stretch.seconds, stretch.groups, len(stretch.lines)) == (
+        90.0,
+        20.0,
+        6,
+        3,
+    )
 
 
 def test_windows_in_which_version_0_is_still_scored_are_not_measured_either() -> None:
@@ -98,7 +110,11 @@ def test_the_final_reward_has_its_interval_where_the_eval_recorded_one() -> None
     assert "final_reward_low" not in figures_of(stretch_of(lines), 4)
     lines[-1] = {**lines[-1], "eval/reward_low": 0.5, "eval/reward_high": 0.9}
     figures = figures_of(stretch_of(lines), 4)
-    assert (figures["final_reward_low"], figures["final_reward"], figures["final_reward_high"]) == (0.5, 0.75, 0.9)
+    assert (figures["final_reward_low"], figures["final_reward"], figures["final_reward_high"]) == (
+        0.5,
+        0.75,
+        0.9,
+    )
 
 
 def test_what_was_not_measured_is_absent() -> None:
@@ -108,30 +124,56 @@ def test_what_was_not_measured_is_absent() -> None:
 
 
 def test_apart_the_slower_side_bounds_and_colocated_both_do() -> None:
-    apart = ideal_times(300, 100, Capacities(rollout_tokens_per_s=100, trainer_tokens_per_s=50, colocated=False))
+    apart = ideal_times(
+        300, 100, Capacities(rollout_tokens_per_s=100, trainer_tokens_per_s=50, colocated=False)
+    )
     assert apart == {"generation_s": 3.0, "training_s": 2.0, "ideal_s": 3.0}
-    together = ideal_times(300, 100, Capacities(rollout_tokens_per_s=200, trainer_tokens_per_s=50, colocated=True))
+    together = ideal_times(
+        300, 100, Capacities(rollout_tokens_per_s=200, trainer_tokens_per_s=50, colocated=True)
+    )
     assert together == {"generation_s": 1.5, "training_s": 2.0, "ideal_s": 3.5}
 
 
 def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> None:
-    contestants = [Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "fast")]
-    runs = [FinishedRun(profile="base", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((2.0, 4.0, 4.0))]
-    runs += [FinishedRun(profile="fast", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((1.0, 1.0, 2.0))]
-    runs.append(FinishedRun(profile="fast", seed=3, lines=run_lines(100.0)))  # without a run of the baseline: no pair
+    contestants = [
+        Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "fast")
+    ]
+    runs = [
+        FinishedRun(profile="base", seed=seed, lines=run_lines(scale))
+        for seed, scale in enumerate((2.0, 4.0, 4.0))
+    ]
+    runs += [
+        FinishedRun(profile="fast", seed=seed, lines=run_lines(scale))
+        for seed, scale in enumerate((1.0, 1.0, 2.0))
+    ]
+    # without a run of the baseline: no pair
+    runs.append(FinishedRun(profile="fast", seed=3, lines=run_lines(100.0)))
     base, fast = summarise(contestants, runs)
     assert base.figures["speedup"] == Range(median=1.0, min=1.0, max=1.0)
     assert fast.figures["speedup"] == Range(median=2.0, min=2.0, max=4.0)
-    assert (base.limited_by, base.to_json()["bound_ratio"], base.to_json()["capacities"]) == (None, None, None)
+    assert (base.limited_by, base.to_json()["bound_ratio"], base.to_json()["capacities"]) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_each_run_is_held_against_its_own_capacities() -> None:
     contestants = [Contestant(name="base", mode="base", step_groups=2, window_groups=2)]
-    capacities = [Capacities(rollout_tokens_per_s=speed, trainer_tokens_per_s=48, colocated=False) for speed in (24.0, 16.0)]
-    runs = [FinishedRun(profile="base", seed=seed, lines=run_lines(), capacities=known) for seed, known in enumerate(capacities)]
+    capacities = [
+        Capacities(rollout_tokens_per_s=speed, trainer_tokens_per_s=48, colocated=False)
+        for speed in (24.0, 16.0)
+    ]
+    runs = [
+        FinishedRun(profile="base", seed=seed, lines=run_lines(), capacities=known)
+        for seed, known in enumerate(capacities)
+    ]
     (base,) = summarise(contestants, runs)
-    # 240 tokens in 20 s: 10 s of generation at 24 per second, 15 s at 16; 5 s of training. Windows are a third of it.
-    assert base.figures["bound_ratio"] == Range(median=pytest.approx(0.625), min=pytest.approx(0.5), max=pytest.approx(0.75))
+    # 240 tokens in 20 s: 10 s of generation at 24 per second, 15 s at 16; 5 s of training. Windows are a
+    # third of it.
+    assert base.figures["bound_ratio"] == Range(
+        median=pytest.approx(0.625), min=pytest.approx(0.5), max=pytest.approx(0.75)
+    )
     assert base.limited_by == "generation"
     written = base.to_json()
     assert written["ideal"] == pytest.approx(
@@ -149,7 +191,8 @@ def test_each_run_is_held_against_its_own_capacities() -> None:
 def steps(count: int, step_groups: int, window_steps: int, **of_first: Any) -> list[dict[str, Any]]:
     """A run of `count` steps of 1 s each."""
     lines = [
-        line(step, (step - 1) // window_steps, float(step), 1.0, groups_trained=step_groups * step) for step in range(1, count + 1)
+        line(step, (step - 1) // window_steps, float(step), 1.0, groups_trained=step_groups * step)
+        for step in range(1, count + 1)
     ]
     return [lines[0] | of_first, *lines[1:]]
 
@@ -164,12 +207,14 @@ def test_common_edges_lie_between_windows_of_the_longest() -> None:
 
 
 def test_common_edges_cut_what_is_no_whole_window() -> None:
-    """56 groups, W = 16: the run-out is 40 to 56, and the stretch ends with the last whole window before it."""
+    """56 groups, W = 16: the run-out is 40 to 56, and the stretch ends with the last whole window before
+    it."""
     assert common_edges([steps(14, 4, 4)], 16) == Edges(begin_groups=16, end_groups=32)
 
 
 def test_common_edges_begin_when_all_runs_have_scored_version_0() -> None:
-    """One run scores it in its first step, one in its window 4 of 4 groups, which ends at group 20: in the second window of 16."""
+    """One run scores it in its first step, one in its window 4 of 4 groups, which ends at group 20: in the
+    second window of 16."""
     late = [entry | ({"eval/version": 0} if entry["window"] == 4 else {}) for entry in steps(24, 4, 1)]
     soon = steps(24, 4, 4, **{"eval/version": 0})
     assert common_edges([late, soon], 16) == Edges(begin_groups=32, end_groups=80)
@@ -191,6 +236,8 @@ def test_runs_no_longer_than_the_longest_window_cannot_be_compared() -> None:
 
 
 def test_a_profile_without_a_finished_run_has_no_result() -> None:
-    contestants = [Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "late")]
+    contestants = [
+        Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "late")
+    ]
     results = summarise(contestants, [FinishedRun(profile="base", seed=0, lines=run_lines())])
     assert [result.profile for result in results] == ["base"]

@@ -32,9 +32,11 @@ SMALL = (
 
 
 def spent_s_of(program: str, threads: int) -> float:
-    """CPU seconds that `CpuTime` counts for a program from its first line of output to its second. It has a process of its own,
-    because other tests may have left threads and children in this one."""
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as burning:
+    """CPU seconds that `CpuTime` counts for a program from its first line of output to its second. It has a
+    process of its own, because other tests may have left threads and children in this one."""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as burning:
         assert burning.stdin is not None
         assert burning.stdout is not None
         burning.stdout.readline()
@@ -64,7 +66,8 @@ print(flush=True)
 
 @pytest.mark.slow
 def test_the_cpu_time_of_two_threads_that_take_turns_is_that_of_one() -> None:
-    """As of two with half a core each: 0.6 CPU seconds in 0.6 s are not all that two threads could have had."""
+    """As of two with half a core each: 0.6 CPU seconds in 0.6 s are not all that two threads could have
+    had."""
     assert spent_s_of(TAKE_TURNS, threads=2) == pytest.approx(0.3, abs=0.05)
 
 
@@ -107,7 +110,10 @@ def test_an_endless_model_is_the_model_without_an_end_of_sequence(tmp_path: Path
     (original / "generation_config.json").write_text('{"eos_token_id": 1, "pad_token_id": 0}')
     endless = endless_model(original, tmp_path / "endless")
     assert (endless / "model.safetensors").read_bytes() == b"weights"
-    assert json.loads((endless / "generation_config.json").read_text()) == {"eos_token_id": NO_SUCH_TOKEN, "pad_token_id": 0}
+    assert json.loads((endless / "generation_config.json").read_text()) == {
+        "eos_token_id": NO_SUCH_TOKEN,
+        "pad_token_id": 0,
+    }
     assert json.loads((original / "generation_config.json").read_text())["eos_token_id"] == 1
 
 
@@ -120,7 +126,10 @@ def test_colocate_computes_with_everything_in_both_phases(split: str) -> None:
     for name in (TRAINER, ROLLOUT):
         role = together.role(name)
         assert role.workers * role.threads == everything
-    slots = [plan.role(ROLLOUT).workers * profile.rollout.slots for plan, profile in zip((apart, together), profiles, strict=True)]
+    slots = [
+        plan.role(ROLLOUT).workers * profile.rollout.slots
+        for plan, profile in zip((apart, together), profiles, strict=True)
+    ]
     assert slots[1] >= slots[0]
     assert together.cpus == apart.cpus
 
@@ -133,7 +142,8 @@ def test_profiles_of_the_same_resources_are_the_same_side() -> None:
     assert side("partial-rollout") == side("stream-off-policy") == side("one-step-off")
     assert side("partial-rollout") != side("colocate")
     assert side("partial-rollout") != side("partial-rollout", "rollout.slots=32")
-    # A window's length says how often old logprobs are taken of older weights: it matters to training only if there are any.
+    # A window's length says how often old logprobs are taken of older weights: it matters to training only if
+    # there are any.
     windows_of_2 = "async_training.trigger_parameter_sync_step=2"
     assert side("partial-rollout", windows_of_2) == side("partial-rollout")
     recompute = "algorithm.old_logprobs=recompute"
@@ -141,8 +151,8 @@ def test_profiles_of_the_same_resources_are_the_same_side() -> None:
 
 
 def rates_told(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[list[tuple[float, float]]]]:
-    """What `Alone` measures. Of each training, the first of which is a warm-up: tokens per second. Of each generation: tokens per
-    second and the share of slots in use, for each worker."""
+    """What `Alone` measures. Of each training, the first of which is a warm-up: tokens per second. Of each
+    generation: tokens per second and the share of slots in use, for each worker."""
     trained: list[float] = []
     generated: list[list[tuple[float, float]]] = []
     train, ask = Alone.train, Alone._ask
@@ -172,16 +182,29 @@ def test_figures_count_forced_lengths_and_full_slots(tmp_path: Path, monkeypatch
     sides = {"one": side_of(profile, compile_job(profile, LAPTOP))}
     model_dir = resolve_model(profile, task)
     measured = measure_all(
-        sides, model_dir, task.train, [5, 20], repeats=1, progress=lambda text, done, total: told.append((text, done, total))
+        sides,
+        model_dir,
+        task.train,
+        [5, 20],
+        repeats=1,
+        progress=lambda text, done, total: told.append((text, done, total)),
     )
     figures = measured["one"]
     capacities = figures.capacities
     (alone, slots_used), (beside, _) = (zip(*answers, strict=True) for answers in generated)
-    assert (capacities.rollout_tokens_per_s, capacities.rollout_beside_tokens_per_s) == (sum(alone), sum(beside))
+    assert (capacities.rollout_tokens_per_s, capacities.rollout_beside_tokens_per_s) == (
+        sum(alone),
+        sum(beside),
+    )
     assert (capacities.trainer_tokens_per_s, capacities.trainer_beside_tokens_per_s) == tuple(trained[1:])
     assert min(*alone, *beside, *trained) > 0
     assert figures.slots_used == statistics.fmean(slots_used)
     assert figures.slots_used > 0.8, "on a busy machine a free slot gets its next response a little later"
     assert not capacities.colocated
-    assert [(done, total) for text, done, total in told if text.endswith("each phase alone")] == [(0, 0), (0, 2), (1, 2), (1, 2)]
+    assert [(done, total) for text, done, total in told if text.endswith("each phase alone")] == [
+        (0, 0),
+        (0, 2),
+        (1, 2),
+        (1, 2),
+    ]
     assert [(done, total) for _, done, total in told[-4:]] == [(1, 4), (2, 4), (3, 4), (4, 4)]

@@ -1,4 +1,5 @@
-"""Real runs as child processes: their failures are told, and none is left behind. The child is a script of the test's."""
+"""Real runs as child processes: their failures are told, and none is left behind. The child is a script of
+the test's."""
 
 from __future__ import annotations
 
@@ -42,13 +43,20 @@ def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 def test_repeats_are_interleaved_and_seeds_shared(tmp_path: Path) -> None:
     made = [(run.name, run.seed) for run in runs(tmp_path, (5, 6))]
-    assert made == [("colocate-r0", 5), ("partial-rollout-r0", 5), ("colocate-r1", 6), ("partial-rollout-r1", 6)]
+    assert made == [
+        ("colocate-r0", 5),
+        ("partial-rollout-r0", 5),
+        ("colocate-r1", 6),
+        ("partial-rollout-r1", 6),
+    ]
 
 
 def test_the_command_is_what_a_user_would_type(tmp_path: Path) -> None:
     command = " ".join(runs(tmp_path)[1].command())
     assert "-m asyncrl_cli train --profile partial-rollout --set placement.device=cpu" in command
-    assert "--set run.total_rollout_steps=384 --set eval.every_versions=0 --set checkpoint.every_steps=0" in command
+    assert (
+        "--set run.total_rollout_steps=384 --set eval.every_versions=0 --set checkpoint.every_steps=0"
+    ) in command
     assert f"--runs-dir {tmp_path} --name partial-rollout-r0 --ui none" in command
     assert command.endswith("--address local")
     there = replace(runs(tmp_path)[1], address="10.0.0.1:6379")
@@ -56,16 +64,22 @@ def test_the_command_is_what_a_user_would_type(tmp_path: Path) -> None:
 
 
 def test_a_failing_run_tells_its_own_error_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    child(monkeypatch, "import json, sys; sys.exit(print(json.dumps({'error': 'no such task', 'hint': 'look'})) or 2)")
+    child(
+        monkeypatch,
+        "import json, sys; sys.exit(print(json.dumps({'error': 'no such task', 'hint': 'look'})) or 2)",
+    )
     with pytest.raises(ConfigError, match=r"colocate-r0 failed \(exit 2\): no such task") as failed:
         make_run(runs(tmp_path)[0], Quiet())
     assert failed.value.hint.startswith("look; its log: ")
     assert "colocate-r0.log" in failed.value.hint
 
 
-def test_an_interrupted_run_is_asked_to_stop_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_is_asked_to_stop_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = (
-        "import signal, sys\nfrom pathlib import Path\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})\n"
+        "import signal, sys\nfrom pathlib import Path\nsignal.pthread_sigmask(signal.SIG_BLOCK, "
+        "{signal.SIGINT})\n"
         "Path(sys.argv[1] + '.ready').touch()\n"
         "assert signal.sigtimedwait({signal.SIGINT}, 60)\nPath(sys.argv[1] + '.stopped').touch()\n"
     )
@@ -84,7 +98,10 @@ def test_an_interrupted_run_is_asked_to_stop_and_ends(tmp_path: Path, monkeypatc
 
 def test_a_run_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real, "STOP_EXTRA_S", 0.05)
-    code = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\nprint('ready', flush=True)\nsignal.pause()"
+    code = (
+        "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\nprint('ready', "
+        "flush=True)\nsignal.pause()"
+    )
     stubborn = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert stubborn.stdout is not None
     with stubborn.stdout as said:
@@ -112,8 +129,11 @@ with (run / "metrics.jsonl").open("w") as file:
 """
 
 
-def test_each_repeat_is_held_against_what_the_machine_could_do_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is twice as fast in the second repeat: the runs, which are not, reach half as much of their bound."""
+def test_each_repeat_is_held_against_what_the_machine_could_do_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is twice as fast in the second repeat: the runs, which are not, reach half as much of
+    their bound."""
     child(monkeypatch, LINES.replace('"partial" in run.name', "False"))
     asked: list[tuple[list[tuple[str, int]], int]] = []
 
@@ -124,16 +144,21 @@ def test_each_repeat_is_held_against_what_the_machine_could_do_then(tmp_path: Pa
         return [replace(run, capacities=made) for run in runs], ("doubtful",)
 
     monkeypatch.setattr(compare, "with_capacities", with_capacities)
-    compared = compare_real(contest_of("colocate", ["partial-rollout"], sets=SETS, seeds=(0, 1)), tmp_path, Quiet())
+    compared = compare_real(
+        contest_of("colocate", ["partial-rollout"], sets=SETS, seeds=(0, 1)), tmp_path, Quiet()
+    )
     assert compared.error is None
     assert asked == [([("colocate", seed), ("partial-rollout", seed)], 2) for seed in (0, 1)]
     assert compared.remarks == ("doubtful",)
     for result in compared.results:
         ratio = result.figures["bound_ratio"]
-        assert (ratio.min, ratio.max) == pytest.approx((0.48 / 2, 0.48))  # 960 tokens of a 2 s step, at 1,000 per second
+        # 960 tokens of a 2 s step, at 1,000 per second
+        assert (ratio.min, ratio.max) == pytest.approx((0.48 / 2, 0.48))
 
 
-def test_what_is_finished_is_kept_when_a_later_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_finished_is_kept_when_a_later_run_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     child(monkeypatch, LINES)
     compared = compare_real(contest_of("colocate", ["partial-rollout"], sets=SETS), tmp_path, Quiet())
     assert isinstance(compared.error, AsyncrlError)
@@ -143,7 +168,9 @@ def test_what_is_finished_is_kept_when_a_later_run_fails(tmp_path: Path, monkeyp
     assert compared.missing == ("partial-rollout-r0",)
 
 
-def test_without_a_run_of_the_baseline_there_is_only_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_run_of_the_baseline_there_is_only_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     child(monkeypatch, LINES.replace('"partial" in run.name', "True"))
     with pytest.raises(AsyncrlError, match="the trainer died"):
         compare_real(contest_of("colocate", ["partial-rollout"], sets=SETS), tmp_path, Quiet())

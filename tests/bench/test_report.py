@@ -14,13 +14,34 @@ from rich.console import Console
 from asyncrl_cli.bench import pictures
 from asyncrl_cli.bench.pictures import view_length_s
 from asyncrl_cli.bench.report import output_directory, report_text, write_report, write_results
-from asyncrl_cli.bench.results import Comparison, Contestant, DrawnRun, Range, Result, read_results, shown_workers
+from asyncrl_cli.bench.results import (
+    Comparison,
+    Contestant,
+    DrawnRun,
+    Range,
+    Result,
+    read_results,
+    shown_workers,
+)
 from asyncrl_cli.bench.table import heading_of, table_of
 from asyncrl_cli.errors import RefusedError
 
-NAMES = ("colocate", "on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
+NAMES = (
+    "colocate",
+    "on-policy-pipeline",
+    "stream-off-policy",
+    "stale-samples",
+    "partial-rollout",
+    "one-step-off",
+)
 
-BOUND = {"generation_s": 100.0, "training_s": 50.0, "ideal_s": 100.0, "rollout_tokens_per_s": 1e6, "trainer_tokens_per_s": 2e6}
+BOUND = {
+    "generation_s": 100.0,
+    "training_s": 50.0,
+    "ideal_s": 100.0,
+    "rollout_tokens_per_s": 1e6,
+    "trainer_tokens_per_s": 2e6,
+}
 
 
 def result(name: str, speed: float) -> Result:
@@ -55,7 +76,9 @@ def comparison(workload: str = "big") -> Comparison:
 def timeline(name: str, window_s: float = 10.0) -> DrawnRun:
     ends = tuple(window_s * index for index in range(1, 9))
     stays = [
-        (state, start, start + window_s / 2) for end in ends for state, start in (("busy", end), ("starved", end + window_s / 2))
+        (state, start, start + window_s / 2)
+        for end in ends
+        for state, start in (("busy", end), ("starved", end + window_s / 2))
     ]
     return DrawnRun(
         profile=name,
@@ -118,7 +141,12 @@ def test_all_four_files_are_written_and_say_simulated(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     written, failures = write_report(with_timelines("colocate", "partial-rollout"), tmp_path)
     assert failures == []
-    assert {path.name for path in (results, *written)} == {"results.json", "report.md", "timeline.png", "speedup.png"}
+    assert {path.name for path in (results, *written)} == {
+        "results.json",
+        "report.md",
+        "timeline.png",
+        "speedup.png",
+    }
     assert set(tmp_path.iterdir()) == {results, *written}
     document = json.loads(results.read_text())
     assert (document["schema_version"], document["simulated"], document["window_groups"]) == (1, True, 512)
@@ -142,7 +170,8 @@ def test_a_report_explains_only_rows_that_it_has() -> None:
         assert missing in real
     assert "both phases at once" not in simulated + real
     beside = [
-        replace(one, figures={**one.figures, "at_once_ratio": Range(median=0.9, min=0.9, max=0.9)}) for one in comparison().results
+        replace(one, figures={**one.figures, "at_once_ratio": Range(median=0.9, min=0.9, max=0.9)})
+        for one in comparison().results
     ]
     assert "both phases at once" in report_text(replace(comparison(workload=""), results=beside), [])
     unbound = [
@@ -159,7 +188,9 @@ def test_without_timelines_there_is_no_picture_of_them(tmp_path: Path) -> None:
     assert "timeline.png" not in (tmp_path / "report.md").read_text()
 
 
-def test_a_picture_that_fails_is_told_and_costs_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_fails_is_told_and_costs_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def draw(comparison: Comparison, path: Path) -> Path:
         path.write_bytes(b"half a pic")
         raise ValueError("no such font")
@@ -180,7 +211,10 @@ def test_a_picture_that_fails_is_told_and_costs_no_results(tmp_path: Path, monke
 def test_runs_that_are_missing_are_named(tmp_path: Path) -> None:
     made = replace(comparison(workload=""), missing=("colocate-r1", "partial-rollout-r1"))
     assert "Not finished: colocate-r1, partial-rollout-r1." in report_text(made, [])
-    assert json.loads(write_results(made, tmp_path).read_text())["missing"] == ["colocate-r1", "partial-rollout-r1"]
+    assert json.loads(write_results(made, tmp_path).read_text())["missing"] == [
+        "colocate-r1",
+        "partial-rollout-r1",
+    ]
     assert "Not finished" not in report_text(comparison(), [])
 
 
@@ -201,7 +235,9 @@ def test_a_directory_that_holds_anything_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_an_interrupted_comparison_leaves_no_directory_of_its_own_and_nothing_else_is_touched(tmp_path: Path) -> None:
+def test_an_interrupted_comparison_leaves_no_directory_of_its_own_and_nothing_else_is_touched(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine").mkdir()
     with pytest.raises(KeyboardInterrupt), output_directory(tmp_path / "mine" / "bench" / "now"):
         raise KeyboardInterrupt
@@ -218,19 +254,26 @@ def test_of_many_workers_eight_are_shown_from_the_first_to_the_last() -> None:
     roles = {f"rollout-{index}": "rollout" for index in range(64)}
     shown = shown_workers(roles)
     assert (len(shown), shown[0], shown[-1]) == (8, "rollout-0", "rollout-63")
-    assert shown_workers({"rollout-10": "rollout", "trainer": "trainer", "rollout-2": "rollout"}) == ("rollout-2", "rollout-10")
+    assert shown_workers({"rollout-10": "rollout", "trainer": "trainer", "rollout-2": "rollout"}) == (
+        "rollout-2",
+        "rollout-10",
+    )
 
 
 def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     made = comparison()
     bare = replace(
-        made, results=[replace(made.results[0], figures={"groups_per_s": Range(median=2.0, min=1.0, max=3.0)})], workload=""
+        made,
+        results=[replace(made.results[0], figures={"groups_per_s": Range(median=2.0, min=1.0, max=3.0)})],
+        workload="",
     )
     for one in (made, bare):
         assert read_results(write_results(one, tmp_path)).to_json() == one.to_json()
 
 
-@pytest.mark.parametrize("content", ["no JSON", "{}", '{"schema_version": 1}', '{"schema_version": 1, "results": 7}'])
+@pytest.mark.parametrize(
+    "content", ["no JSON", "{}", '{"schema_version": 1}', '{"schema_version": 1, "results": 7}']
+)
 def test_results_that_are_none_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(RefusedError, match=r"results\.json"):

@@ -1,4 +1,5 @@
-"""The pool of simulated runs: how well the workload fits its references, what a failure or a Ctrl-C leaves."""
+"""The pool of simulated runs: how well the workload fits its references, what a failure or a Ctrl-C
+leaves."""
 
 from __future__ import annotations
 
@@ -34,13 +35,22 @@ def workload(*references: dict[str, Any]) -> Workload:
             "lengths": {"median_tokens": 20.0, "sigma": 0.5},
             "decoding": {"step_s": 0.01, "step_s_per_sequence": 0.001},
             "training": {"s_per_token": 0.001},
-            "syncing": {"parameter_bytes": 1e6, "gather_bytes_per_s": 1e8, "send_bytes_per_s": 1e8, "load_bytes_per_s": 1e8},
-            "references": [{"set": {}, "parts_s": {}, "window_time_s": 1.0, **reference} for reference in references],
+            "syncing": {
+                "parameter_bytes": 1e6,
+                "gather_bytes_per_s": 1e8,
+                "send_bytes_per_s": 1e8,
+                "load_bytes_per_s": 1e8,
+            },
+            "references": [
+                {"set": {}, "parts_s": {}, "window_time_s": 1.0, **reference} for reference in references
+            ],
         }
     )
 
 
-def job(made: Workload, reference: str = "colocate", *, groups: int = ENOUGH_GROUPS, seed: int = 0) -> SimulatedJob:
+def job(
+    made: Workload, reference: str = "colocate", *, groups: int = ENOUGH_GROUPS, seed: int = 0
+) -> SimulatedJob:
     loaded = profile_for(made, reference, (), groups=groups)
     return SimulatedJob(loaded=loaded, workload=made, seed=seed)
 
@@ -63,8 +73,13 @@ def test_a_workload_is_held_against_its_references_in_their_order_beside_the_run
 
 @pytest.mark.slow
 def test_a_remark_says_of_every_row_whether_it_was_published_or_measured() -> None:
-    made = workload(COLOCATE | {"source": "4 GPUs", "evidence": "published"}, {"profile": "partial-rollout", "calibrated": False})
-    _, fit = simulate_all([job(made), job(made, "partial-rollout", groups=160)], 16, lambda name, groups: None)
+    made = workload(
+        COLOCATE | {"source": "4 GPUs", "evidence": "published"},
+        {"profile": "partial-rollout", "calibrated": False},
+    )
+    _, fit = simulate_all(
+        [job(made), job(made, "partial-rollout", groups=160)], 16, lambda name, groups: None
+    )
     published, measured = remarks_of(made, fit)
     assert published.startswith("colocate (calibrated on), seconds per window: window 1 published, ")
     assert "train 0.5 published, " in published
@@ -73,7 +88,10 @@ def test_a_remark_says_of_every_row_whether_it_was_published_or_measured() -> No
 
 @pytest.mark.slow
 def test_an_unknown_part_of_a_reference_is_an_error() -> None:
-    made, others = workload({"profile": "colocate", "parts_s": {"trains": 1.0}}), multiprocessing.active_children()
+    made, others = (
+        workload({"profile": "colocate", "parts_s": {"trains": 1.0}}),
+        multiprocessing.active_children(),
+    )
     with pytest.raises(ConfigError, match="no part trains"):
         simulate_all([job(made)], WINDOW_GROUPS, lambda name, groups: None)
     assert set(multiprocessing.active_children()) <= set(others)
@@ -118,7 +136,10 @@ def test_the_first_run_of_each_profile_is_recorded_and_drawn(tmp_path: Path) -> 
     contest = contest_of("colocate", ["partial-rollout"], seeds=(0, 1), groups=64, workload=made)
     compared = compare_simulated(contest, made, tmp_path, Quiet())
     assert [timeline.profile for timeline in compared.timelines] == ["colocate", "partial-rollout"]
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["colocate-s0", "partial-rollout-s0"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "colocate-s0",
+        "partial-rollout-s0",
+    ]
 
 
 PARENT = """
@@ -136,7 +157,9 @@ def test_children_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
     search = os.pathsep.join([*sys.path, str(Path(__file__).parents[2])])
-    parent = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": search})
+    parent = subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": search}
+    )
     assert parent.stdout is not None
     children = [int(pid) for pid in parent.stdout.readline().split()]
     parent.kill()

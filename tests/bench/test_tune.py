@@ -64,17 +64,26 @@ def row(time_s: float, staleness: float, slots: int = 1) -> Row:
 
 
 def model_time_s(setting: Setting) -> float:
-    """A machine that one can solve on paper: training 6,400 GPU seconds a window, generation 3,300, and whatever eta does not
-    overlap is waited for. By whole nodes 80:48 is best: 6400/80 = 80 s and 3300/48 = 68.75 s; by half ones 84:44: 76.2 and 75 s."""
+    """A machine that one can solve on paper: training 6,400 GPU seconds a window, generation 3,300, and
+    whatever eta does not overlap is waited for. By whole nodes 80:48 is best: 6400/80 = 80 s and 3300/48 =
+    68.75 s; by half ones 84:44: 76.2 and 75 s."""
     train_s, generate_s = 6400 / setting.devices["trainer"], 3300 / setting.devices["rollout"]
     hidden = min(float(setting.eta), 1.0)
     slots_s = 20 * (1 - setting.slots / 256)
-    return max(train_s, generate_s) + (1 - hidden) * min(train_s, generate_s) + slots_s + 0.1 * setting.window_steps
+    return (
+        max(train_s, generate_s)
+        + (1 - hidden) * min(train_s, generate_s)
+        + slots_s
+        + 0.1 * setting.window_steps
+    )
 
 
 def model(setting: Setting, windows: int) -> Row:
     return row_of(
-        setting, model_time_s(setting), float(setting.eta) * 0.6 * setting.window_steps * setting.require_batches / 16, windows
+        setting,
+        model_time_s(setting),
+        float(setting.eta) * 0.6 * setting.window_steps * setting.require_batches / 16,
+        windows,
     )
 
 
@@ -173,7 +182,11 @@ def test_every_setting_of_a_space_is_a_profile_that_loads() -> None:
 
 def test_slack_beyond_what_an_eta_needs_is_searched_and_both_placements() -> None:
     wide = space(bound=3)
-    assert {one.max_staleness for one in wide.bounded_etas(wide.current) if one.eta == Decimal("0.5")} == {1, 2, 3}
+    assert {one.max_staleness for one in wide.bounded_etas(wide.current) if one.eta == Decimal("0.5")} == {
+        1,
+        2,
+        3,
+    }
     tried = {(one.slots, one.placement) for one in wide.slots_and_placements(wide.current)}
     assert tried == set(product((128, 192, 256), ("response", "group")))
 
@@ -181,7 +194,10 @@ def test_slack_beyond_what_an_eta_needs_is_searched_and_both_placements() -> Non
 def test_the_recommended_setting_is_tried_without_a_bound_and_that_is_no_result() -> None:
     def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
         return [
-            replace(row := model(one, windows), window_time_s=row.window_time_s * (0.9 if one.on_stale == "accept" else 1))
+            replace(
+                row := model(one, windows),
+                window_time_s=row.window_time_s * (0.9 if one.on_stale == "accept" else 1),
+            )
             for one in settings
         ]
 
@@ -235,10 +251,14 @@ def test_a_search_starts_with_the_profiles_split_scaled_to_all_of_the_gpus(
 
 def test_gpus_that_ranks_and_workers_of_their_sizes_cannot_fill_are_refused() -> None:
     sets = ("trainer.sequence_parallel_size=4", "placement.gpus_per_rollout_worker=2")
-    with pytest.raises(ConfigError, match=r"--gpus 9: .*no split of 9 .*multiples of 4 .*worker has 2") as caught:
+    with pytest.raises(
+        ConfigError, match=r"--gpus 9: .*no split of 9 .*multiples of 4 .*worker has 2"
+    ) as caught:
         scaled_sets("big", profile_of(*sets), sets, 9)
     assert caught.value.hint == "--gpus 8, or no --gpus: then it is what the profile says"
-    with pytest.raises(ConfigError, match=r"--gpus 5: .*no split of 5 .*multiples of 4 .*worker has 2") as caught:
+    with pytest.raises(
+        ConfigError, match=r"--gpus 5: .*no split of 5 .*multiples of 4 .*worker has 2"
+    ) as caught:
         scaled_sets("big", profile_of(*sets), sets, 5)
     assert str(caught.value.hint).startswith("--gpus 6, ")
     odd = ("trainer.sequence_parallel_size=3", "placement.gpus_per_rollout_worker=2")
@@ -263,7 +283,11 @@ def test_counts_of_a_calibrated_run_are_scaled_and_those_of_the_user_are_kept() 
 
 
 def test_a_search_with_scorers_apart_shifts_devices_to_and_from_them() -> None:
-    sets = ("algorithm.use_kl_loss=true", 'placement.tasks=[["train"],["ref"],["rollout"]]', "placement.ratios=[4,2,2]")
+    sets = (
+        "algorithm.use_kl_loss=true",
+        'placement.tasks=[["train"],["ref"],["rollout"]]',
+        "placement.ratios=[4,2,2]",
+    )
     eight = space(*sets, gpus=8)
     assert (eight.current.split, eight.current.split_names) == ("4:2:2", "trainer:ref:rollout")
     near = {"6:0:2", "4:0:4", "5:1:2", "4:1:3", "3:3:2", "4:3:1", "2:4:2", "3:2:3", "2:2:4", "5:2:1"}
@@ -292,7 +316,10 @@ def test_a_reward_model_always_keeps_a_device() -> None:
 
 
 def test_a_front_has_no_row_that_another_beats_in_both() -> None:
-    rows = [row(time_s, staleness, slots) for slots, (time_s, staleness) in enumerate(product((1, 2, 3), (0.0, 0.5)), start=1)]
+    rows = [
+        row(time_s, staleness, slots)
+        for slots, (time_s, staleness) in enumerate(product((1, 2, 3), (0.0, 0.5)), start=1)
+    ]
     assert [(r.window_time_s, r.staleness_mean) for r in front(rows)] == [(1, 0.0)]
     rows = [row(1, 0.9, 1), row(2, 0.5, 2), row(2.5, 0.5, 3), row(4, 0.0, 4), row(5, 0.1, 5)]
     assert front(rows) == [rows[0], rows[1], rows[3]]
@@ -306,7 +333,8 @@ def test_a_slow_row_that_is_hardly_less_stale_is_not_on_a_tolerant_front() -> No
 def test_equal_times_are_decided_by_staleness() -> None:
     rows = [row(100.0, 0.6, 1), row(100.9, 0.3, 2), row(101.5, 0.0, 3)]
     assert best_of(rows) == rows[1]
-    rows = [row(100.9, 0.93, 1), row(100.0, 0.94, 2), row(100.5, 0.95, 3)]  # a hundredth of a version is no reason
+    # a hundredth of a version is no reason
+    rows = [row(100.9, 0.93, 1), row(100.0, 0.94, 2), row(100.5, 0.95, 3)]
     assert best_of(rows) == rows[1]
 
 
@@ -339,21 +367,31 @@ def test_the_best_split_and_eta_are_found(windows: int) -> None:
 
 
 def test_a_split_that_only_a_larger_eta_makes_the_best_is_found() -> None:
-    """At eta = 1 nothing is faster than 20:12, and eta = 2 makes that no faster, but it makes 24:8 the best."""
+    """At eta = 1 nothing is faster than 20:12, and eta = 2 makes that no faster, but it makes 24:8 the
+    best."""
 
     def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
         def time_s(setting: Setting) -> float:
-            generate_s = 1500 * (0.75 if setting.eta >= 2 else 2 - min(float(setting.eta), 1.0)) / setting.devices["rollout"]
+            generate_s = (
+                1500
+                * (0.75 if setting.eta >= 2 else 2 - min(float(setting.eta), 1.0))
+                / setting.devices["rollout"]
+            )
             return max(3300 / setting.devices["trainer"], generate_s)
 
         return [row_of(setting, time_s(setting), float(setting.eta), windows) for setting in settings]
 
     best = search(space(gpus=32, bound=2), evaluate, LONG).best
-    assert (best.setting.split, best.setting.eta, best.window_time_s) == ("24:8", 2, pytest.approx(1500 * 0.75 / 8))
+    assert (best.setting.split, best.setting.eta, best.window_time_s) == (
+        "24:8",
+        2,
+        pytest.approx(1500 * 0.75 / 8),
+    )
 
 
 def test_long_runs_correct_what_short_ones_say_of_the_window() -> None:
-    """K = 1 looks 2% faster than the current K = 4 in short runs, and is 5% slower. Half of the slots are better with either."""
+    """K = 1 looks 2% faster than the current K = 4 in short runs, and is 5% slower. Half of the slots are
+    better with either."""
 
     def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
         factors = {1: 0.98 if windows == SHORT_WINDOWS else 1.05, 4: 1.0}
@@ -368,7 +406,8 @@ def test_long_runs_correct_what_short_ones_say_of_the_window() -> None:
 
 
 def test_the_recommended_setting_is_tried_on_the_current_split_too() -> None:
-    """What the rest of it wins there, and what is left for the split: 6400/64 against 6400/84 s of training."""
+    """What the rest of it wins there, and what is left for the split: 6400/64 against 6400/84 s of
+    training."""
     found = search(space(), Counted(), LONG)
     best, same_split = found.best, found.on_current_split
     assert same_split is not None
@@ -396,7 +435,9 @@ def test_a_setting_whose_run_fails_is_named_and_left_out() -> None:
 
 
 def test_a_search_of_which_every_run_fails_says_why() -> None:
-    with pytest.raises(AsyncrlError, match=r"at most 1 versions of staleness could be simulated: worker died"):
+    with pytest.raises(
+        AsyncrlError, match=r"at most 1 versions of staleness could be simulated: worker died"
+    ):
         search(space(), lambda settings, windows: ["worker died" for _ in settings], LONG)
 
 

@@ -39,7 +39,14 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]),
     }
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=500, env=environment, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=environment,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,8 @@ def plot(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def embedded(plot: Path) -> dict[str, tuple[int, str]]:
-    """Exit code and stdout of all that need no vLLM, one after the other in one process: their imports take seconds."""
+    """Exit code and stdout of all that need no vLLM, one after the other in one process: their imports take
+    seconds."""
     commands = [
         *([name, "--help"] for name in NAMES),
         ["engines", "--no-vllm", *ENGINES],
@@ -93,7 +101,9 @@ def test_what_fails_beside_a_measurement_ends_it(monkeypatch: pytest.MonkeyPatch
         asyncio.run(measured())
 
 
-def test_engines_makes_a_rate_for_each_side_of_the_embedded_engine(embedded: dict[str, tuple[int, str]]) -> None:
+def test_engines_makes_a_rate_for_each_side_of_the_embedded_engine(
+    embedded: dict[str, tuple[int, str]],
+) -> None:
     found = figures(embedded["engines --no-vllm"][1])
     rates = found["builtin"]["rates"]  # type: ignore[index]
     assert list(rates) == ["1", "2"]
@@ -115,7 +125,19 @@ def test_weight_sync_times_every_phase_of_vllm() -> None:
 def assert_every_phase_is_timed(found: dict[str, object], engine: str) -> None:
     (result,) = found["results"]  # type: ignore[misc]
     (seconds,) = result["seconds"]
-    phases = {"gather", "send", "load", "stall", "zero", "memcpy", "packing", "fingerprint", "probe", "trainer", "naive"}
+    phases = {
+        "gather",
+        "send",
+        "load",
+        "stall",
+        "zero",
+        "memcpy",
+        "packing",
+        "fingerprint",
+        "probe",
+        "trainer",
+        "naive",
+    }
     assert phases <= seconds.keys()
     assert 0 < seconds["load"] <= seconds["stall"]
     assert 0 < seconds["fingerprint"] < seconds["send"]
@@ -124,11 +146,16 @@ def assert_every_phase_is_timed(found: dict[str, object], engine: str) -> None:
     assert (seconds["packing"] > 0) == (engine == "vllm")
 
 
-def test_inflight_makes_the_syncs_it_counts_and_a_plot(embedded: dict[str, tuple[int, str]], plot: Path) -> None:
-    """With the engine that starts in a second; how vLLM is started and loaded here is `weight_sync`'s test."""
+def test_inflight_makes_the_syncs_it_counts_and_a_plot(
+    embedded: dict[str, tuple[int, str]], plot: Path
+) -> None:
+    """With the engine that starts in a second; how vLLM is started and loaded here is `weight_sync`'s
+    test."""
     found = figures(embedded["inflight --engine=transformers"][1])
     (stretches,) = found["stretches"]["transformers"]  # type: ignore[index]
     synced = [stretch for stretch in stretches if stretch["interrupt"]]
     assert [stretch["interrupt"] for stretch in synced] == ["recompute-kv", "keep-kv", "drain"]
-    assert all(stretch["k"] == 2 and stretch["tokens"] > 0 and 1 <= stretch["syncs"] <= 2 for stretch in synced)
+    assert all(
+        stretch["k"] == 2 and stretch["tokens"] > 0 and 1 <= stretch["syncs"] <= 2 for stretch in synced
+    )
     assert plot.read_bytes().startswith(b"\x89PNG")

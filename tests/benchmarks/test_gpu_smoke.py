@@ -1,4 +1,5 @@
-"""gpu_smoke.py runs on a CPU with small models, says why it cannot run a check, and keeps the table of docs/gpu.md."""
+"""gpu_smoke.py runs on a CPU with small models, says why it cannot run a check, and keeps the table of
+docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def outcomes(stdout: str) -> dict[str, dict[str, object]]:
 def test_all_checks_of_a_bare_machine_pass_on_a_cpu(tmp_path: Path) -> None:
     ended = gpu_smoke("--device", "cpu", "--check", *BARE, "--json", str(tmp_path / "gpu.md"))
     found = outcomes(ended.stdout)
-    assert {name: outcome["detail"] for name, outcome in found.items() if outcome["end"] == "failed"} == {}, ended.stderr[-2000:]
+    assert {name: outcome["detail"] for name, outcome in found.items() if outcome["end"] == "failed"} == {}, (
+        ended.stderr[-2000:]
+    )
     assert [name for name, outcome in found.items() if outcome["end"] == "skipped"] == ["memory"]
     assert tuple(found) == BARE
     assert ended.returncode == 0
@@ -63,10 +66,19 @@ def test_all_checks_of_a_bare_machine_pass_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", ["gpu_smoke_trainer", "gpu_smoke_measures", "gpu_smoke_engine", "gpu_smoke_loop", "asyncrl_cli.profile.loaded"]
+    "module",
+    [
+        "gpu_smoke_trainer",
+        "gpu_smoke_measures",
+        "gpu_smoke_engine",
+        "gpu_smoke_loop",
+        "asyncrl_cli.profile.loaded",
+    ],
 )
 def test_a_bare_machine_needs_no_ray_openai_or_pydantic_settings(module: str) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    }
     command = [sys.executable, "-c", WITHOUT.format(module=module)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -106,7 +118,9 @@ def test_a_check_that_ends_badly_is_a_failure_and_not_the_end(
 
 
 @pytest.mark.slow
-def test_processes_that_a_check_has_started_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_a_check_has_started_end_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     import gpu_smoke_process
 
@@ -126,7 +140,13 @@ def test_the_table_keeps_what_others_have_measured_and_names_what_nobody_has_run
     path = tmp_path / "gpu.md"
     path.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
     common = {"seconds": 1.5, "card": "H100, 2.13.0, 5.19.0"}
-    ran = {"check": "bench", "end": "passed", "detail": "", "figures": {"tokens_per_s": 1234.5, "of_peak": 0.4}, **common}
+    ran = {
+        "check": "bench",
+        "end": "passed",
+        "detail": "",
+        "figures": {"tokens_per_s": 1234.5, "of_peak": 0.4},
+        **common,
+    }
     failed = {"check": "loop", "end": "failed", "detail": "a | b", "figures": {}, **common}
     skipped = {"check": "engine", "end": "skipped", "detail": "no GPU", "figures": {}, **common}
     write_table(path, [ran])

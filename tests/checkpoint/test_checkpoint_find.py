@@ -27,7 +27,9 @@ def run_dir(tmp_path):
     (run_dir / "profile.toml").write_text("")
     store = CheckpointStore(run_dir, keep=3, profile="p", write_trainer=write_trainer)
     for step in (20, 40):
-        asyncio.run(store.write(Cut(step=step, version=step, at_window_boundary=True, loop_state={"step": step})))
+        asyncio.run(
+            store.write(Cut(step=step, version=step, at_window_boundary=True, loop_state={"step": step}))
+        )
     return run_dir
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints are whole or not there: order of writing, kills at every moment of it, retention, replacement."""
+"""Checkpoints are whole or not there: order of writing, kills at every moment of it, retention,
+replacement."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ def test_a_checkpoint_holds_everything_and_is_linked_as_latest(tmp_path):
     assert directory == tmp_path / "otter" / "checkpoints" / "step-000040"
     assert os.readlink(directory.parent / "latest") == "step-000040"
     manifest = json.loads((directory / "manifest.json").read_text())
-    assert set(manifest["files"]) == {"trainer/rank-0.bin", "loop_state.json", "profile.toml", "config.resolved.json"}
+    assert set(manifest["files"]) == {
+        "trainer/rank-0.bin",
+        "loop_state.json",
+        "profile.toml",
+        "config.resolved.json",
+    }
     assert manifest["files"]["trainer/rank-0.bin"]["bytes"] == 16384
     loaded = load_checkpoint(directory)
     assert (loaded.step, loaded.version, loaded.at_window_boundary) == (40, 40, True)
@@ -55,7 +61,9 @@ def test_a_checkpoint_holds_everything_and_is_linked_as_latest(tmp_path):
 def test_checksums_are_those_of_sha256sum(tmp_path):
     directory = write(store_in(tmp_path / "otter"), 1)
     manifest = json.loads((directory / "manifest.json").read_text())
-    told = subprocess.run(["sha256sum", directory / "trainer" / "rank-0.bin"], capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        ["sha256sum", directory / "trainer" / "rank-0.bin"], capture_output=True, text=True, check=True
+    )
     assert manifest["files"]["trainer/rank-0.bin"]["sha256"] == told.stdout.split()[0]
 
 
@@ -103,7 +111,10 @@ def test_resuming_at_an_older_step_sets_the_later_ones_aside(tmp_path):
     store = store_in(tmp_path / "otter", keep=9)
     for step in (20, 40, 60):
         write(store, step)
-    assert [path.name for path in store.abandon_newer(20, 20)] == ["abandoned-step-000040", "abandoned-step-000060"]
+    assert [path.name for path in store.abandon_newer(20, 20)] == [
+        "abandoned-step-000040",
+        "abandoned-step-000060",
+    ]
     assert newest_intact(store.directory) == store.directory / "step-000020"
     assert os.readlink(store.directory / "latest") == "step-000020"
 
@@ -122,11 +133,13 @@ def test_samples_and_kept_versions_of_abandoned_steps_are_set_aside_too(tmp_path
         assert Recorded(tmp_path / "otter").sampled_steps == [1, 20]
         assert kept_versions(tmp_path / "otter" / "versions") == [9, 10]
         assert (samples / "abandoned-step-000030.jsonl").exists()
-        (samples / "step-000030.jsonl").write_text("{}\n")  # the next attempt writes it, and is abandoned as well
+        # the next attempt writes it, and is abandoned as well
+        (samples / "step-000030.jsonl").write_text("{}\n")
 
 
 def test_the_event_loop_goes_on_while_files_are_written(tmp_path, monkeypatch):
-    """Writing happens in a thread: here it waits for a task of the loop that goes on only once files are being written."""
+    """Writing happens in a thread: here it waits for a task of the loop that goes on only once files are
+    being written."""
     store, gone_on, fsync = store_in(tmp_path / "otter"), threading.Event(), os.fsync
 
     async def both():
@@ -188,9 +201,12 @@ for kill_at in range(1, 100):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [40, 20])
 def test_a_kill_at_any_moment_of_writing_leaves_a_whole_checkpoint(tmp_path, step):
-    """Step 40 beside an old 20; and a second 20 that replaces the old one. keep = 1, so one is deleted as well."""
+    """Step 40 beside an old 20; and a second 20 that replaces the old one. keep = 1, so one is deleted as
+    well."""
     here = str(Path(__file__).parent)
-    subprocess.run([sys.executable, "-c", KILLED_WRITERS, here, str(tmp_path), str(step)], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", KILLED_WRITERS, here, str(tmp_path), str(step)], check=True, timeout=120
+    )
     run_dirs = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
     assert len(run_dirs) > 20
     seen = set()

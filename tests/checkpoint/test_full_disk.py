@@ -1,4 +1,5 @@
-"""A disk that takes no more: one error with path, reason and free space; nothing half-written; older checkpoints as they were."""
+"""A disk that takes no more: one error with path, reason and free space; nothing half-written; older
+checkpoints as they were."""
 
 from __future__ import annotations
 
@@ -29,14 +30,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """2 MiB of memory as a file system of its own."""
     path = tmp_path / "disk"
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(path)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(path)], capture_output=True, check=False
+    )
     if mounted.returncode != 0:
         pytest.skip(f"this user may not mount a file system: {mounted.stderr.decode().strip()}")
     yield path
     subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EFBIG, errno.EPERM])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EFBIG, errno.EPERM]
+)
 def test_each_refusal_of_the_system_is_told_with_path_reason_and_way_out(number: int, tmp_path: Path) -> None:
     with pytest.raises(StorageError) as told, telling_storage(), naming(tmp_path / "metrics.jsonl"):
         raise OSError(number, os.strerror(number))
@@ -62,7 +67,10 @@ def test_a_text_that_does_not_fit_leaves_the_old_one_and_no_temporary(small_disk
     with pytest.raises(OSError, match="No space left") as full:
         replace_text(small_disk / "status.json", "x" * 4 * MIB)
     assert full.value.filename == str(small_disk / "status.json")
-    assert "0.0 of 2 MiB are free" in storage_error(full.value).message or "2.0 of 2 MiB" in storage_error(full.value).message
+    assert (
+        "0.0 of 2 MiB are free" in storage_error(full.value).message
+        or "2.0 of 2 MiB" in storage_error(full.value).message
+    )
     assert [path.name for path in small_disk.iterdir()] == ["status.json"]
     assert (small_disk / "status.json").read_text() == "old"
 
@@ -114,7 +122,12 @@ with logged_to(Path(sys.argv[1])):
 
 
 def test_a_log_that_does_not_fit_prints_no_tracebacks(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LOGGER, str(tmp_path / "driver.log")], capture_output=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGER, str(tmp_path / "driver.log")],
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stderr == b""
 
 
@@ -123,7 +136,12 @@ def test_a_run_that_finds_no_room_for_its_directory_leaves_none(
     free_pages: int, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (small_disk / "filled").write_bytes(bytes(2 * MIB - 4096 * free_pages))
-    assert run(["train", "-p", "base", "--name", "first", "--ui", "none", "--runs-dir", str(small_disk / "runs")]) == 1
+    assert (
+        run(
+            ["train", "-p", "base", "--name", "first", "--ui", "none", "--runs-dir", str(small_disk / "runs")]
+        )
+        == 1
+    )
     said = capsys.readouterr().err
     assert said.startswith(f"error: {small_disk / 'runs' / 'first'}/")
     assert "No space left on device" in said

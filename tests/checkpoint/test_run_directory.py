@@ -31,7 +31,9 @@ sys.stdin.readline()
 
 @pytest.fixture
 def run(tmp_path):
-    run = RunDirectory.create(tmp_path, "otter", profile_toml="a = 1\n", resolved={"schema_version": 1, "profile": {"a": 1}})
+    run = RunDirectory.create(
+        tmp_path, "otter", profile_toml="a = 1\n", resolved={"schema_version": 1, "profile": {"a": 1}}
+    )
     yield run
     run.close()
 
@@ -66,7 +68,10 @@ def test_a_name_that_is_no_directory_name_is_a_usage_error(tmp_path, name):
 def test_two_drivers_never_hold_one_run_and_a_killed_one_lets_go(run):
     run.close()
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(run.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with holder:
         assert holder.stdout is not None
@@ -90,12 +95,16 @@ def test_a_process_that_tests_the_lock_for_a_moment_keeps_no_driver_out(run, mon
         with monkeypatch.context() as patch:
             patch.setattr(find, "LOOK_TIMEOUT_S", -1.0)
             assert find.take_lock(run.path) is None, "this process never lets go"
-        monkeypatch.setattr(find, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: looking.close()))
+        monkeypatch.setattr(
+            find, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: looking.close())
+        )
         RunDirectory.open(run.path).close()
 
 
 def test_a_driver_that_holds_the_lock_is_not_waited_for(run, monkeypatch):
-    monkeypatch.setattr(find, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits")))
+    monkeypatch.setattr(
+        find, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))
+    )
     assert find.take_lock(run.path) is None
 
 
@@ -184,7 +193,9 @@ def test_a_run_in_which_anything_could_be_lost_is_not(tmp_path, phase, others):
         RunDirectory.create(tmp_path, "first", profile_toml="new", resolved={})
 
 
-@pytest.mark.parametrize(("phase", "command"), [("done", "report"), ("stopped", "resume"), ("failed", "resume")])
+@pytest.mark.parametrize(
+    ("phase", "command"), [("done", "report"), ("stopped", "resume"), ("failed", "resume")]
+)
 def test_whoever_takes_the_name_of_a_run_is_told_what_can_be_done_with_that_run(tmp_path, phase, command):
     run = started(tmp_path, phase)
     with pytest.raises(RefusedError, match=f"a run of that name exists: {run.path}") as refused:

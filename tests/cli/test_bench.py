@@ -49,7 +49,23 @@ def test_a_simulated_bench_writes_its_files_and_only_json_on_stdout(
     workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert run(["bench", "--simulate", str(workload), "--windows", "12", "--repeat", "2", "--out", str(out), "--json"]) == 0
+    assert (
+        run(
+            [
+                "bench",
+                "--simulate",
+                str(workload),
+                "--windows",
+                "12",
+                "--repeat",
+                "2",
+                "--out",
+                str(out),
+                "--json",
+            ]
+        )
+        == 0
+    )
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((out / "results.json").read_text())
     assert (printed["simulated"], printed["groups"], printed["seeds"]) == (True, 48, [0, 1])
@@ -59,11 +75,19 @@ def test_a_simulated_bench_writes_its_files_and_only_json_on_stdout(
     assert partial["speedup"] == pytest.approx(partial["groups_per_s"] / base["groups_per_s"], rel=0.01)
     assert 0 < base["bound_ratio"] <= 1.01
     assert partial["staleness_max"] <= 1
-    assert {path.name for path in out.iterdir()} == {"results.json", "report.md", "timeline.png", "speedup.png", "runs"}
+    assert {path.name for path in out.iterdir()} == {
+        "results.json",
+        "report.md",
+        "timeline.png",
+        "speedup.png",
+        "runs",
+    }
 
 
 @pytest.mark.slow
-def test_a_simulated_table_says_so_and_prints_the_notes(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simulated_table_says_so_and_prints_the_notes(
+    workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--groups", "40", "-p", "on-policy-pipeline", "--out", str(tmp_path / "out")]
     assert run(["bench", "--simulate", str(workload), *arguments]) == 0
     out = capsys.readouterr().out
@@ -74,22 +98,30 @@ def test_a_simulated_table_says_so_and_prints_the_notes(workload: Path, tmp_path
     assert all(explained in below for explained in ("s per 4 groups: ", "wait_data: ", "limited by: "))
 
 
-def test_a_refused_bench_leaves_no_directory(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_bench_leaves_no_directory(
+    workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--groups", "6", "--out", str(tmp_path / "out")]
     assert run(["bench", "--simulate", str(workload), *arguments]) == 2
     assert "no multiple of R = 4" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("wrong", [["-p", "nope"], ["--groups", "6"], ["--groups", "8", "--windows", "2"], ["--set", "run.seed=1"]])
-def test_nothing_is_said_before_a_usage_error(wrong: list[str], workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [["-p", "nope"], ["--groups", "6"], ["--groups", "8", "--windows", "2"], ["--set", "run.seed=1"]]
+)
+def test_nothing_is_said_before_a_usage_error(
+    wrong: list[str], workload: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["bench", "--simulate", str(workload), *wrong]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert [line.partition(":")[0] for line in said.err.splitlines()] == ["error", "hint"]
 
 
-def test_the_help_has_examples_and_says_which_profile_is_compared_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_has_examples_and_says_which_profile_is_compared_by_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run(["bench", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "asyncrl bench --simulate" in shown
@@ -112,7 +144,10 @@ def test_the_screen_says_which_runs_are_missing_and_which_picture_failed(
         }
         for window in range(4)
     ]
-    contestants = [Contestant(name=name, mode=name, step_groups=16, window_groups=16) for name in ("colocate", "partial-rollout")]
+    contestants = [
+        Contestant(name=name, mode=name, step_groups=16, window_groups=16)
+        for name in ("colocate", "partial-rollout")
+    ]
     comparison = Comparison(
         results=summarise(contestants, [FinishedRun(profile="colocate", seed=0, lines=lines)]),
         workload="",
@@ -131,7 +166,9 @@ def test_the_screen_says_which_runs_are_missing_and_which_picture_failed(
 
     monkeypatch.setattr(compare, "compare_real", lambda contest, directory, watcher: comparison)
     monkeypatch.setattr(pictures, "draw_speedups", draw)
-    assert run(["bench", "--set", "placement.device=cpu", "--out", str(tmp_path / "out")]) == failure.exit_code
+    assert (
+        run(["bench", "--set", "placement.device=cpu", "--out", str(tmp_path / "out")]) == failure.exit_code
+    )
     said = capsys.readouterr()
     assert "not finished: partial-rollout-r0" in said.out
     assert "bound not measured: [why]" in said.out

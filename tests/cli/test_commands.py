@@ -73,14 +73,26 @@ def test_examples_are_not_folded_on_80_columns(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", ["plan -p base --gpus 2", "plan -p base --gpus 2 --json", "profiles", "profiles keys", "bench --help", "--version"]
+    "command",
+    [
+        "plan -p base --gpus 2",
+        "plan -p base --gpus 2 --json",
+        "profiles",
+        "profiles keys",
+        "bench --help",
+        "--version",
+    ],
 )
 def test_a_reader_that_goes_away_is_no_error(command: str) -> None:
     """As `| head` does, or `| true`."""
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "asyncrl_cli", *command.split()], stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False
+        [sys.executable, "-m", "asyncrl_cli", *command.split()],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -90,13 +102,24 @@ def imported_by(*commands: str) -> set[str]:
     """Top-level modules in a fresh interpreter after these command lines."""
     runs = "".join(f"assert run({command.split()!r}) == 0\n" for command in commands)
     code = f"import sys\nfrom asyncrl_cli.cli.app import run\n{runs}print(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stderr.split())
 
 
 def test_help_imports_nothing_heavy() -> None:
-    assert not imported_by("--help") & {"torch", "ray", "transformers", "pydantic", "numpy", "wandb", "asyncio", "annotated_types"}
+    assert not imported_by("--help") & {
+        "torch",
+        "ray",
+        "transformers",
+        "pydantic",
+        "numpy",
+        "wandb",
+        "asyncio",
+        "annotated_types",
+    }
 
 
 @pytest.mark.slow
@@ -119,7 +142,9 @@ def test_profiles_lists_the_six_modes_as_json(capsys: pytest.CaptureFixture[str]
     assert len(modes) == 6
 
 
-def test_show_prints_a_profile_that_can_be_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_show_prints_a_profile_that_can_be_trained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert run(["profiles", "show", "stale-samples", "--origin", "--set", "run.seed=3"]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
@@ -140,7 +165,10 @@ def test_the_keys_are_printed_as_toml(capsys: pytest.CaptureFixture[str]) -> Non
     assert not {"None", "True", "False", "()"} & set(out.split())
     assert run(["profiles", "keys", "async_training", "--json"]) == 0
     defaults = {row["key"]: row["default"] for row in json.loads(capsys.readouterr().out)}
-    assert (defaults["async_training.partial_rollout"], defaults["async_training.max_staleness"]) == (False, None)
+    assert (defaults["async_training.partial_rollout"], defaults["async_training.max_staleness"]) == (
+        False,
+        None,
+    )
     assert run(["profiles", "keys", "rollout.n"]) == 0
     assert tomllib.loads(capsys.readouterr().out) == {"rollout": {"n": 8}}
     assert run(["profiles", "keys", "rolout"]) == 2
@@ -152,7 +180,8 @@ def test_a_plan_says_budget_bound_and_bundles(capsys: pytest.CaptureFixture[str]
     assert run(["plan", "--profile", "partial-rollout", *sets, "--gpus", "8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     schedule = plan["schedule"]
-    # K = 2, R = 16: W = K R = 32 groups, budget (1 + eta) W with eta = 0.5, and 9 steps are 4 windows and a half.
+    # K = 2, R = 16: W = K R = 32 groups, budget (1 + eta) W with eta = 0.5, and 9 steps are 4 windows and a
+    # half.
     assert (schedule["window_groups"], schedule["budget_groups"], schedule["max_staleness"]) == (32, 48, 1)
     assert (schedule["groups"], schedule["syncs"], schedule["last_window_groups"]) == (144, 5, 16)
     roles = {role["role"]: role["workers"] for role in plan["placement"]["roles"]}
@@ -175,7 +204,9 @@ def test_a_dry_run_refuses_a_model_that_could_not_be_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("prompts.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n', encoding="utf-8")
+    Path("prompts.jsonl").write_text(
+        '{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n', encoding="utf-8"
+    )
     sets = ["--set", "task.source=jsonl:prompts.jsonl", "--set", "eval.prompts=1"]
     assert run(["train", "--profile", "base", *sets, "--dry-run"]) == 2
     assert "learns from demonstrations, and jsonl:" in capsys.readouterr().err
@@ -185,7 +216,17 @@ def test_a_train_that_is_refused_leaves_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused = ["train", "--profile", "base", "--set", "model.path=./missing", "--name", "first", "--ui", "none"]
+    refused = [
+        "train",
+        "--profile",
+        "base",
+        "--set",
+        "model.path=./missing",
+        "--name",
+        "first",
+        "--ui",
+        "none",
+    ]
     for _ in range(2):
         assert run(refused) == 3
         assert list(tmp_path.iterdir()) == []
@@ -196,10 +237,14 @@ def test_a_train_that_is_refused_leaves_nothing(
     Path("runs/.first-detached.out").write_text("what it said", encoding="utf-8")
     capsys.readouterr()
     assert run(["status", "first"]) == 2
-    assert "if it failed to start, runs/.first-detached.out says why" in " ".join(capsys.readouterr().err.split())
+    assert ("if it failed to start, runs/.first-detached.out says why") in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
-def test_doctor_names_versions_and_engines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_versions_and_engines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from asyncrl_cli.engines.vllm import kind as vllm_kind
     from asyncrl_cli.plan import machine
 
@@ -219,7 +264,11 @@ def test_doctor_names_versions_and_engines(capsys: pytest.CaptureFixture[str], m
             "Some CPU: avx2;",
             "has no bfloat16 instructions",
         ),
-        ("flags\t\t: avx2 avx512f avx512_bf16\n", "avx2 avx512f avx512_bf16;", "computes in bfloat16 as well"),
+        (
+            "flags\t\t: avx2 avx512f avx512_bf16\n",
+            "avx2 avx512f avx512_bf16;",
+            "computes in bfloat16 as well",
+        ),
         ("Features\t: fp asimd bf16\n", "asimd bf16;", "computes in bfloat16 as well"),
         ("flags\t\t: fpu sse2\n", "no vector instructions", "has no bfloat16 instructions"),
         ("", "not known", "not known"),
@@ -263,12 +312,22 @@ def test_doctor_exits_with_3_if_something_needed_is_missing(
     [
         (None, "", "not installed (optional)", 0),
         ("0.32.0", "", "0.32.0, imports", 0),
-        ("0.32.0+cpu", "ImportError: libtorch.so", "0.32.0+cpu, cannot be imported: ImportError: libtorch.so", 3),
+        (
+            "0.32.0+cpu",
+            "ImportError: libtorch.so",
+            "0.32.0+cpu, cannot be imported: ImportError: libtorch.so",
+            3,
+        ),
         ("0.31.0", "", "0.31.0, asyncrl works with 0.32.0 (optional)", 0),
     ],
 )
 def test_doctor_imports_vllm_before_it_says_that_it_is_there(
-    version: str | None, fails: str, found: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    version: str | None,
+    fails: str,
+    found: str,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from asyncrl_cli.engines.vllm import kind as vllm_kind
     from asyncrl_cli.plan import machine
@@ -286,7 +345,9 @@ def test_doctor_imports_vllm_before_it_says_that_it_is_there(
 def test_an_import_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl_cli.plan import machine
 
-    (tmp_path / "breaks.py").write_text("import warnings\nraise ImportError('no such symbol')\n", encoding="utf-8")
+    (tmp_path / "breaks.py").write_text(
+        "import warnings\nraise ImportError('no such symbol')\n", encoding="utf-8"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert machine._failure_of("import json") == ""
     assert machine._failure_of("import breaks") == "ImportError: no such symbol"
@@ -316,7 +377,9 @@ def test_an_import_that_takes_too_long_is_given_up_and_says_meanwhile_how_long_i
     assert told == ["import hangs (at most 60 s)"] * 2
 
 
-def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from asyncrl_cli.engines.vllm import kind as vllm_kind
     from asyncrl_cli.plan import machine
 
@@ -340,7 +403,14 @@ def test_init_copies_a_task_that_can_be_planned(capsys: pytest.CaptureFixture[st
     directory = tmp_path / "mine"
     assert run(["init", "jsonl", str(directory)]) == 0
     names = {Path(line).name for line in capsys.readouterr().out.splitlines()}
-    assert names == {"README.md", "profile.toml", "profile.schema.json", "prompts.jsonl", "rewards.py", "small.toml"}
+    assert names == {
+        "README.md",
+        "profile.toml",
+        "profile.schema.json",
+        "prompts.jsonl",
+        "rewards.py",
+        "small.toml",
+    }
     assert run(["plan", "--profile", str(directory / "profile.toml")]) == 0
 
 
@@ -364,10 +434,17 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("command", "option"), NUMBERS, ids=[f"{command} {option.opts[0]}" for command, option in NUMBERS])
+@pytest.mark.parametrize(
+    ("command", "option"), NUMBERS, ids=[f"{command} {option.opts[0]}" for command, option in NUMBERS]
+)
 @pytest.mark.parametrize("number", ["1e30", "inf", "nan", "-inf", "9" * 30, "9" * 5000])
 def test_a_number_that_cannot_be_meant_is_refused(
-    command: str, option: Any, number: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    option: Any,
+    number: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run([command, option.opts[0], number]) == 2
@@ -388,7 +465,11 @@ def test_a_number_that_cannot_be_meant_is_refused(
     ],
 )
 def test_an_empty_word_is_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(words) == 2

@@ -59,7 +59,8 @@ def completed(shell: str, script: str, here: Path) -> list[str]:
     done = subprocess.run(
         [shell, "--norc" if shell == "bash" else "-f", "-c", f"LINES_TO_COMPLETE=({lines})\n{script}"],
         cwd=here,
-        env={**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "LC_ALL": "C"},  # bash warns of a locale that is not there
+        # bash warns of a locale that is not there
+        env={**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "LC_ALL": "C"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -73,7 +74,8 @@ def completed(shell: str, script: str, here: Path) -> list[str]:
 def test_bash_completes_commands_profiles_runs_keys_and_values(here: Path) -> None:
     expected = dict(CASES)
     expected["asyncrl plan --set rollout.sl"] = "rollout.slots=nospace"
-    expected["asyncrl plan --set async_training.on_stale=d"] = "drop"  # bash replaces only what follows the "="
+    # bash replaces only what follows the "="
+    expected["asyncrl plan --set async_training.on_stale=d"] = "drop"
     assert dict(zip(CASES, completed("bash", BASH, here), strict=True)) == expected
 
 

@@ -144,7 +144,9 @@ def test_a_key_is_read_without_enter_and_the_terminal_is_as_before(monkeypatch: 
     os.close(controller)
 
 
-def test_watching_as_json_is_a_line_per_look_until_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_as_json_is_a_line_per_look_until_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
     say_status(directory, phase="done")
     directory.close()
@@ -153,7 +155,9 @@ def test_watching_as_json_is_a_line_per_look_until_the_end(tmp_path: Path, capsy
     assert (json.loads(line)["phase"], json.loads(line)["liveness"]) == ("done", "ended")
 
 
-def test_the_newest_run_is_watched_until_it_ends_and_leaves_its_totals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_run_is_watched_until_it_ends_and_leaves_its_totals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["watch", "--runs-dir", str(tmp_path)]) == 2
     assert "there are no runs" in capsys.readouterr().err
     for name in ("older", "newer"):

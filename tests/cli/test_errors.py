@@ -22,8 +22,18 @@ MISTAKES = [
     (["train", "-p", "partial-rolout"], 2, "there is no profile 'partial-rolout'", "`partial-rollout`"),
     (["train", "-p", "base", "--name", "a/b"], 2, "run.name 'a/b'", "--name"),
     (["plan", "-p", "base", "--set", "rollout.slot=3"], 2, "unknown key rollout.slot", "rollout.slots"),
-    (["plan", "-p", "base", "--set", "rollout.enforce_eager=true"], 2, "rollout.enforce_eager", "rollout.engine=vllm"),
-    (["plan", "-p", "base", "--set", "algorithm.loss_mode=gpso"], 2, 'loss_mode = "gpso" is not known', "gspo"),
+    (
+        ["plan", "-p", "base", "--set", "rollout.enforce_eager=true"],
+        2,
+        "rollout.enforce_eager",
+        "rollout.engine=vllm",
+    ),
+    (
+        ["plan", "-p", "base", "--set", "algorithm.loss_mode=gpso"],
+        2,
+        'loss_mode = "gpso" is not known',
+        "gspo",
+    ),
     (["profiles", "show", "bas"], 2, "there is no profile 'bas'", "`base`"),
     (["init", "parquet", "x"], 2, "there is no template 'parquet'", "jsonl"),
     (["status", "--runs-dir", "/nonexistent"], 2, "there are no runs", "asyncrl train"),
@@ -93,7 +103,9 @@ def test_a_value_that_is_none_of_the_choices_is_told_in_our_words(capsys: pytest
     assert "Value error" not in said
 
 
-def test_an_unknown_environment_name_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_environment_name_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ASYNCRL_ROLLOUT__SLOT", "8")
     assert run(["plan", "-p", "base"]) == 2
     assert "hint: did you mean ASYNCRL_ROLLOUT__SLOTS?" in capsys.readouterr().err
@@ -109,15 +121,27 @@ def test_a_traceback_is_shown_only_with_v(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (ExceptionGroup("tasks", [ValueError("other"), StallError("nobody moved", hint="wait")]), 1, "nobody moved"),
+        (
+            ExceptionGroup("tasks", [ValueError("other"), StallError("nobody moved", hint="wait")]),
+            1,
+            "nobody moved",
+        ),
         (RuntimeError("broken"), 1, "RuntimeError: broken"),
-        (RuntimeError("operator torchvision::nms does not exist"), 3, "hint: asyncrl doctor --fix removes torchvision"),
+        (
+            RuntimeError("operator torchvision::nms does not exist"),
+            3,
+            "hint: asyncrl doctor --fix removes torchvision",
+        ),
         (RuntimeError("torchaudio has no backend for this file"), 1, "RuntimeError: torchaudio"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
 def test_errors_of_any_kind_end_in_one_line_and_a_code(
-    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise error
@@ -135,7 +159,9 @@ def test_warnings_go_to_stderr_and_do_not_stop_the_command(capsys: pytest.Captur
     assert said.out.startswith("{")
 
 
-def test_a_file_that_is_no_toml_is_told_with_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_that_is_no_toml_is_told_with_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "own.toml"
     path.write_text("[run\n", encoding="utf-8")
     assert run(["train", "--profile", str(path)]) == 2

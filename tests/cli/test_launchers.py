@@ -1,4 +1,5 @@
-"""`asyncrl init` for clusters: what is rendered from a profile, by the words of each scheduler; Ray's own schema judges its own."""
+"""`asyncrl init` for clusters: what is rendered from a profile, by the words of each scheduler; Ray's own
+schema judges its own."""
 
 from __future__ import annotations
 
@@ -19,14 +20,31 @@ from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.profile.loaded import load
 
-SIXTEEN = "trainer.nnodes=2 trainer.n_gpus_per_node=8 rollout.nnodes=4 rollout.n_gpus_per_node=8 placement.disjoint_nodes=true"
+SIXTEEN = (
+    "trainer.nnodes=2 trainer.n_gpus_per_node=8 rollout.nnodes=4 rollout.n_gpus_per_node=8 "
+    "placement.disjoint_nodes=true"
+)
 IMAGE = ("--image", "registry.example/asyncrl:1")
 
 
 def made(template: str, directory: Path, sets: str = SIXTEEN, *options: str) -> Path:
     words = [word for text in sets.split() for word in ("--set", text)]
     shared = ("--shared", "/shared/task")
-    assert run(["init", template, str(directory / template), "--profile", "partial-rollout", *words, *shared, *options]) == 0
+    assert (
+        run(
+            [
+                "init",
+                template,
+                str(directory / template),
+                "--profile",
+                "partial-rollout",
+                *words,
+                *shared,
+                *options,
+            ]
+        )
+        == 0
+    )
     return directory / template
 
 
@@ -47,8 +65,16 @@ def test_nothing_is_left_to_fill_in(template: str, tmp_path: Path) -> None:
 def test_no_launchers_cluster_sends_arrays_through_the_driver(template: str, tmp_path: Path) -> None:
     (variable,) = STORED_RETURNS.items()
     options = IMAGE if template == "skypilot" else ()
-    (text,) = [path.read_text() for path in made(template, tmp_path, SIXTEEN, *options).iterdir() if path.name != "README.md"]
-    starts = [text] if template != "ray-cluster" else [part for part in text.split("ulimit")[1:] if "ray start" in part]
+    (text,) = [
+        path.read_text()
+        for path in made(template, tmp_path, SIXTEEN, *options).iterdir()
+        if path.name != "README.md"
+    ]
+    starts = (
+        [text]
+        if template != "ray-cluster"
+        else [part for part in text.split("ulimit")[1:] if "ray start" in part]
+    )
     assert all("=".join(variable) in start for start in starts), starts
 
 
@@ -62,7 +88,9 @@ def test_slurm_has_the_profiles_nodes_and_a_script_without_mistakes(tmp_path: Pa
     subprocess.run(["bash", "-n", script], check=True)
 
 
-def test_a_job_is_planned_without_this_shells_settings_and_says_what_is_odd(tmp_path, monkeypatch, capsys) -> None:
+def test_a_job_is_planned_without_this_shells_settings_and_says_what_is_odd(
+    tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.setenv("ASYNCRL_TRAINER__NNODES", "4")
     text = (made("slurm", tmp_path, f"{SIXTEEN} run.stall_timeout_s=600.0") / "train.sbatch").read_text()
     assert "#SBATCH --nodes=6" in text
@@ -86,23 +114,45 @@ def test_skypilots_task_has_the_entrypoint_on_its_first_node(tmp_path: Path) -> 
     [
         (SIXTEEN, (2, 8), (4, 8)),
         ("placement.gpus=8 placement.ratio=1:3", (1, 2), (1, 6)),
-        ("placement.trainer_workers=12 rollout.workers=5 placement.gpus_per_rollout_worker=2", (2, 6), (2, 6)),
-        ("placement.trainer_workers=4 placement.trainer_strategy=strict_spread rollout.workers=3", (4, 1), (1, 3)),
         (
-            "placement.colocate=true placement.gpus=16 async_training.staleness_threshold=0 async_training.partial_rollout=false",
+            "placement.trainer_workers=12 rollout.workers=5 placement.gpus_per_rollout_worker=2",
+            (2, 6),
+            (2, 6),
+        ),
+        (
+            "placement.trainer_workers=4 placement.trainer_strategy=strict_spread rollout.workers=3",
+            (4, 1),
+            (1, 3),
+        ),
+        (
+            "placement.colocate=true placement.gpus=16 async_training.staleness_threshold=0 "
+            "async_training.partial_rollout=false",
             (2, 8),
             (0, 0),
         ),
     ],
 )
-def test_kuberays_pods_hold_the_job(sets: str, trainer: tuple[int, int], rollout: tuple[int, int], tmp_path: Path) -> None:
+def test_kuberays_pods_hold_the_job(
+    sets: str, trainer: tuple[int, int], rollout: tuple[int, int], tmp_path: Path
+) -> None:
     cluster = documents(made("kuberay", tmp_path, sets, *IMAGE))["spec"]["rayClusterSpec"]
     head, groups = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-    limits = {group["groupName"]: group["template"]["spec"]["containers"][0]["resources"]["limits"] for group in groups}
-    pods = {group["groupName"]: (group["replicas"], limits[group["groupName"]]["nvidia.com/gpu"]) for group in groups}
+    limits = {
+        group["groupName"]: group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        for group in groups
+    }
+    pods = {
+        group["groupName"]: (group["replicas"], limits[group["groupName"]]["nvidia.com/gpu"])
+        for group in groups
+    }
     assert pods == {"trainer": trainer, "rollout": rollout}
     nodes = [
-        NodeResources(name=f"{role}-{index}", cpus=limits[role]["cpu"], gpus=gpus, labels=groups[role == "rollout"]["labels"])
+        NodeResources(
+            name=f"{role}-{index}",
+            cpus=limits[role]["cpu"],
+            gpus=gpus,
+            labels=groups[role == "rollout"]["labels"],
+        )
         for role, (number, gpus) in pods.items()
         for index in range(number)
     ]
@@ -110,21 +160,32 @@ def test_kuberays_pods_hold_the_job(sets: str, trainer: tuple[int, int], rollout
     stored = [{"name": name, "value": value} for name, value in STORED_RETURNS.items()]
     assert all(group["template"]["spec"]["containers"][0]["env"] == stored for group in groups)
     assert variables.items() >= STORED_RETURNS.items()
-    there = {name: variables[name] for name in variables if name.endswith("LABELS")}  # and not its autoscaler's patience
-    compile_job(load("partial-rollout", sets.split(), environ=there).profile, ClusterResources(nodes=tuple(nodes)))
+    # and not its autoscaler's patience
+    there = {name: variables[name] for name in variables if name.endswith("LABELS")}
+    compile_job(
+        load("partial-rollout", sets.split(), environ=there).profile, ClusterResources(nodes=tuple(nodes))
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
         ("slurm D", 2, "--profile NAME|FILE"),
-        ("slurm D --profile partial-rollout --nodes 1 --gpus-per-node 4 --set placement.gpus=8", 3, "has 4 GPUs"),
+        (
+            "slurm D --profile partial-rollout --nodes 1 --gpus-per-node 4 --set placement.gpus=8",
+            3,
+            "has 4 GPUs",
+        ),
         ("slurm D --profile partial-rollout --set placement.device=cpu", 2, "placement.gpu_bundles=true"),
         ("slurm D --profile partial-rollout --image a", 2, "--image is not used"),
         ("slurm D --profile partial-rollout --name My_Run", 2, "--name my-run"),
         ("kuberay D --profile partial-rollout", 2, "--image REGISTRY/NAME:TAG"),
         ("kuberay D --profile partial-rollout --image a --nodes 2", 2, "--nodes is not used"),
-        ('kuberay D --profile partial-rollout --image a --set placement.trainer_labels={a="b"}', 2, "leave them out"),
+        (
+            'kuberay D --profile partial-rollout --image a --set placement.trainer_labels={a="b"}',
+            2,
+            "leave them out",
+        ),
         ("jsonl D --nodes 2", 2, "kuberay, ray-cluster, skypilot, slurm"),
     ],
 )

@@ -83,14 +83,20 @@ def test_status_as_json_is_what_the_driver_wrote_and_whether_it_lives(
     ],
 )
 def test_logs_of_a_role_or_of_all(
-    directory: RunDirectory, tmp_path: Path, role: str | None, lines: list[str], capsys: pytest.CaptureFixture[str]
+    directory: RunDirectory,
+    tmp_path: Path,
+    role: str | None,
+    lines: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = [] if role is None else ["--role", role]
     assert run(["logs", "first", "--runs-dir", str(tmp_path), *arguments]) == 0
     assert capsys.readouterr().out.splitlines() == lines
 
 
-def test_an_unknown_role_names_those_there_are(directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_role_names_those_there_are(
+    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["logs", "first", "--runs-dir", str(tmp_path), "--role", "reward"]) == 2
     assert "hint: logs: driver, trainer-0, trainer-1" in capsys.readouterr().err
 
@@ -110,7 +116,9 @@ def test_the_logs_of_earlier_attempts_are_within_reach(
     assert run([*of_driver, "--attempt", "1", "--follow"]) == 2
 
 
-def test_following_a_log_gives_whole_lines_as_they_come_and_ends_with_the_run(directory: RunDirectory) -> None:
+def test_following_a_log_gives_whole_lines_as_they_come_and_ends_with_the_run(
+    directory: RunDirectory,
+) -> None:
     path = directory.logs / "latest" / "driver.log"
     steps = iter(["thr", "ee\nfour\n", None])
 
@@ -129,7 +137,9 @@ def test_following_a_log_gives_whole_lines_as_they_come_and_ends_with_the_run(di
 def test_following_goes_on_behind_a_line_without_end(directory: RunDirectory) -> None:
     path = directory.start_attempt() / "driver.log"
     path.write_text("x" * 3 * 2**19 + "\nnext\n")
-    lines = follow_lines(directory.path, lambda: [path], follow=True, wait=lambda: pytest.fail("waits for the end of a line"))
+    lines = follow_lines(
+        directory.path, lambda: [path], follow=True, wait=lambda: pytest.fail("waits for the end of a line")
+    )
     assert [len(line) for _, line in islice(lines, 3)] == [2**20, 2**19, 4]
 
 

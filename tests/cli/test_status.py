@@ -1,4 +1,5 @@
-"""`asyncrl status` on several runs: one that runs, and others that are done, stopped, failed, killed, damaged."""
+"""`asyncrl status` on several runs: one that runs, and others that are done, stopped, failed, killed,
+damaged."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def runs_dir(tmp_path: Path) -> Iterator[Path]:
 NAMES = ("running", "done", "stopped", "failed", "killed", "damaged")
 
 
-def test_every_run_has_a_row_with_its_state_and_what_to_do_next(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_run_has_a_row_with_its_state_and_what_to_do_next(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["status", "--runs-dir", str(runs_dir), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["name"], row["state"]) for row in rows] == [(name, name) for name in NAMES]
@@ -62,7 +65,10 @@ def test_every_run_has_a_row_with_its_state_and_what_to_do_next(runs_dir: Path, 
         "asyncrl resume killed",
         "asyncrl logs damaged",
     ]
-    assert [row["error"] for row in rows][3:5] == ["rollout-0 failed: out of memory", "rollout-0 gave no answer for 600 s"]
+    assert [row["error"] for row in rows][3:5] == [
+        "rollout-0 failed: out of memory",
+        "rollout-0 gave no answer for 600 s",
+    ]
     assert "status.json cannot be read" in rows[5]["error"]
 
 
@@ -92,7 +98,9 @@ def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(
     assert f"next: asyncrl resume stopped --runs-dir {runs_dir}" in capsys.readouterr().out
 
 
-def test_a_single_run_is_shown_in_depth(runs_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_run_is_shown_in_depth(
+    runs_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     (runs_dir / "done").rename(alone / "done")
@@ -117,7 +125,11 @@ def test_a_run_that_is_done_ends_with_the_next_command(
     assert capsys.readouterr().err == (f"next: asyncrl report done --runs-dir {runs_dir}\n" if said else "")
 
 
-def test_in_a_job_the_next_command_names_the_job_server_where_it_can(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_job_the_next_command_names_the_job_server_where_it_can(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ADDRESS_VARIABLE, "http://head:8265")
-    assert next_command(runs_dir / "stopped", "stopped") == "asyncrl resume stopped --address http://head:8265"
+    assert next_command(runs_dir / "stopped", "stopped") == (
+        "asyncrl resume stopped --address http://head:8265"
+    )
     assert next_command(runs_dir / "done", "done") == f"asyncrl report {runs_dir / 'done'}"

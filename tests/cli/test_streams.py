@@ -1,4 +1,5 @@
-"""Streams, locales and directories that fail a command: one error or none, the right exit code, never a traceback."""
+"""Streams, locales and directories that fail a command: one error or none, the right exit code, never a
+traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-ASCII = {"LANG": "C", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+ASCII = {
+    "LANG": "C",
+    "LC_ALL": "C",
+    "PYTHONCOERCECLOCALE": "0",
+    "PYTHONIOENCODING": "ascii",
+    "PYTHONUTF8": "0",
+}
 NARROW = {"TERM": "dumb", "COLUMNS": "1"}
 COMMANDS = ["--help", "plan -p base --gpus 2", "plan -p base --gpus 2 --json"]
 """They warn of nothing, whatever the machine is: a plan without `--gpus` warns of too few cores."""
@@ -54,11 +61,15 @@ def test_errors_that_nobody_can_read_are_still_exit_codes() -> None:
 
 def test_no_file_of_ours_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from asyncrl_cli.cli.console import open_streams; open_streams(); file = open('mine', 'w'); "
+        "import os, sys; from asyncrl_cli.cli.console import open_streams; open_streams(); file = "
+        "open('mine', 'w'); "
         "os.write(1, b'x'); os.write(2, b'x'); print('y'); sys.stdout.flush(); assert file.fileno() > 2; "
-        "import subprocess; subprocess.run([sys.executable, '-c', 'import os; assert os.dup(2) > 2'], check=True)"
+        "import subprocess; subprocess.run([sys.executable, '-c', 'import os; assert os.dup(2) > 2'], "
+        "check=True)"
     )
-    subprocess.run(f'{sys.executable} -c "{code}" <&- >&- 2>&-', shell=True, cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(
+        f'{sys.executable} -c "{code}" <&- >&- 2>&-', shell=True, cwd=tmp_path, check=True, timeout=60
+    )
     assert (tmp_path / "mine").read_bytes() == b""
 
 
@@ -99,9 +110,12 @@ def test_a_directory_that_was_deleted_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["\x1b[2J\x1b]0;owned\x07", "\x9b31m", "\u202e", "[bold]x[/]", "a\rb"])
 @pytest.mark.parametrize(
-    "arguments", ["plan -p %s", "plan -p base --set %s=1", "plan -p base --set rollout.engine=%s", "%s", "status %s"]
+    "arguments",
+    ["plan -p %s", "plan -p base --set %s=1", "plan -p base --set rollout.engine=%s", "%s", "status %s"],
 )
-def test_what_was_typed_comes_back_neutral(arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_typed_comes_back_neutral(
+    arguments: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from asyncrl_cli.cli.app import run
 
     assert run([word.replace("%s", text) for word in arguments.split()]) == 2

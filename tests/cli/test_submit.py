@@ -1,4 +1,5 @@
-"""submit, and the other commands with the address of a job server; here the cluster's commands are run by this process."""
+"""submit, and the other commands with the address of a job server; here the cluster's commands are run by
+this process."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ ADDRESS = ("--address", "http://head:8265")
 
 
 class Here(JobServer):
-    """A cluster whose job server needs no Ray; `jobs` are those that were submitted, `ends` is what becomes of them, and `code` how
-    their drivers exit."""
+    """A cluster whose job server needs no Ray; `jobs` are those that were submitted, `ends` is what becomes
+    of them, and `code` how their drivers exit."""
 
     jobs: list[Job] = []  # noqa: RUF012
     ends: str = "RUNNING"
@@ -34,7 +35,9 @@ class Here(JobServer):
 
     def runs(self) -> list[Any]:
         return [
-            SimpleNamespace(metadata=job.metadata, submission_id=job.id, status=self.ends, driver_exit_code=self.code)
+            SimpleNamespace(
+                metadata=job.metadata, submission_id=job.id, status=self.ends, driver_exit_code=self.code
+            )
             for job in self.jobs
         ]
 
@@ -79,7 +82,12 @@ def test_a_run_is_submitted_and_what_to_type_next_is_said(
     assert run(["submit", *words, *ADDRESS]) == 0
     out, err = capsys.readouterr()
     (job,) = cluster.jobs
-    assert json.loads(out) == {"run": "first", "job": job.id, "runs_dir": str(tmp_path), "address": ADDRESS[1]}
+    assert json.loads(out) == {
+        "run": "first",
+        "job": job.id,
+        "runs_dir": str(tmp_path),
+        "address": ADDRESS[1],
+    }
     assert "asyncrl watch first --address http://head:8265" in err
     assert run(["status", *ADDRESS, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
@@ -136,10 +144,14 @@ def test_a_run_there_is_followed_on_when_the_job_that_asks_has_reached_its_limit
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_run_that_is_not_there_is_the_clusters_own_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_that_is_not_there_is_the_clusters_own_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert run(["status", "second", *ADDRESS, "--runs-dir", str(tmp_path)]) == 2
     assert run(["watch", "second", *ADDRESS, "--runs-dir", str(tmp_path)]) == 4
-    assert "run 'second' at http://head:8265 can no longer be followed (exit 2): no run 'second' in" in capsys.readouterr().err
+    assert (
+        "run 'second' at http://head:8265 can no longer be followed (exit 2): no run 'second' in"
+    ) in capsys.readouterr().err
     assert run(["watch", *ADDRESS]) == 3
     assert "no run was submitted to http://head:8265" in capsys.readouterr().err
 
@@ -160,10 +172,19 @@ def test_of_a_run_that_was_refused_before_it_had_files_its_jobs_words_are_printe
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
     ("ends", "code", "state"),
-    [("FAILED", 130, "stopped"), ("FAILED", 1, "failed"), ("SUCCEEDED", 0, "done"), ("RUNNING", None, "running")],
+    [
+        ("FAILED", 130, "stopped"),
+        ("FAILED", 1, "failed"),
+        ("SUCCEEDED", 0, "done"),
+        ("RUNNING", None, "running"),
+    ],
 )
 def test_the_list_of_runs_says_how_each_ended(
-    ends: str, code: int | None, state: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ends: str,
+    code: int | None,
+    state: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray calls a driver that stopped its run, with exit code 130, failed."""
     Here.jobs.append(Job(arguments=(), run="first", runs_dir=Path("/runs")))

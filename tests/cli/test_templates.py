@@ -1,4 +1,5 @@
-"""`asyncrl init`: every template can be planned, its reward scores, and its data is what the profile reads."""
+"""`asyncrl init`: every template can be planned, its reward scores, and its data is what the profile
+reads."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_the_templates_are_these(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert not (tmp_path / "g" / "profile.schema.json").exists()
 
 
-def test_what_init_says_next_works_on_a_machine_without_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_init_says_next_works_on_a_machine_without_gpus(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert run(["init", "gsm8k-8gpu", str(tmp_path / "g")]) == 0
     assert capsys.readouterr().err.endswith("asyncrl plan --profile profile.toml --gpus 8\n")
     assert run(["plan", "--profile", "gsm8k-8gpu"]) == 2
@@ -64,7 +67,9 @@ def test_what_init_says_next_works_on_a_machine_without_gpus(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("template", TASKS)
-def test_a_task_that_was_copied_can_be_planned(template: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_task_that_was_copied_can_be_planned(
+    template: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert run(["init", template, str(tmp_path / "mine")]) == 0
     for profile in (tmp_path / "mine").glob("*.toml"):
         assert run(["plan", "--profile", str(profile), "--gpus", "8", "--gpu-memory", "80", "--json"]) == 0
@@ -105,7 +110,10 @@ def test_gsm8k_fits_eight_gpus_of_80_gb(capsys: pytest.CaptureFixture[str], tmp_
     assert run(["plan", "--profile", str(profile), *of_machine]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["memory"]["parameters"] == 1_543_714_304  # as the model's card says: 1.54B
-    assert {role["role"]: role["workers"] for role in plan["placement"]["roles"]} == {"trainer": 2, "rollout": 6}
+    assert {role["role"]: role["workers"] for role in plan["placement"]["roles"]} == {
+        "trainer": 2,
+        "rollout": 6,
+    }
     gpus = [device["fits"] for device in plan["memory"]["devices"] if device["device"] == "GPU"]
     assert gpus == [True, True]
     assert (plan["schedule"]["mode"], plan["schedule"]["window_groups"]) == ("partial-rollout", 2 * 4 * 64)
@@ -120,7 +128,9 @@ def test_gsm8k_fits_eight_gpus_of_80_gb(capsys: pytest.CaptureFixture[str], tmp_
         ("jsonl", "profile.toml", "so {}", "{} or none or 0"),
     ],
 )
-def test_data_and_reward_of_a_template_fit_together(template: str, profile: str, right: str, wrong: str) -> None:
+def test_data_and_reward_of_a_template_fit_together(
+    template: str, profile: str, right: str, wrong: str
+) -> None:
     directory = shipped_templates()[template]
     task = load_task(load(str(directory / profile), ["task.reward=exact-match"], environ={}).profile)
     module = module_of(directory / "rewards.py")
@@ -155,7 +165,9 @@ def test_the_templates_agent_uses_its_calculator() -> None:
 
     def message(content: str | None, *calls: SimpleNamespace) -> SimpleNamespace:
         return SimpleNamespace(
-            content=content, tool_calls=list(calls), model_dump=lambda exclude_none: {"role": "assistant", "content": content}
+            content=content,
+            tool_calls=list(calls),
+            model_dump=lambda exclude_none: {"role": "assistant", "content": content},
         )
 
     call = SimpleNamespace(id="1", function=SimpleNamespace(arguments='{"expression": "(100 + 20) * 3"}'))
@@ -168,4 +180,6 @@ def test_the_templates_agent_uses_its_calculator() -> None:
     client = SimpleNamespace(model="m", chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
     assert asyncio.run(agent.episode(client, {"prompt": "(100 + 20) * 3?", "answer": "360"})) == 1.0
     assert said[1][-1] == {"role": "tool", "tool_call_id": "1", "content": "360"}
-    assert [agent.calculate(text)[:5] for text in ("{}", '{"expression": "9**9"}', '{"expression": "2 +"}')] == ["error"] * 3
+    assert [
+        agent.calculate(text)[:5] for text in ("{}", '{"expression": "9**9"}', '{"expression": "2 +"}')
+    ] == ["error"] * 3

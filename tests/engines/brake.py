@@ -1,5 +1,5 @@
-"""Stops the generation thread of a transformers engine, so that what a test asks of the engine finds unfinished responses, however
-slow the event loop is."""
+"""Stops the generation thread of a transformers engine, so that what a test asks of the engine finds
+unfinished responses, however slow the event loop is."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ DEADLINE_S = 200.0
 
 @dataclass
 class Stop:
-    """The generation thread waits here until it is released, or until a load with the interrupt `until` waits for the thread."""
+    """The generation thread waits here until it is released, or until a load with the interrupt `until` waits
+    for the thread."""
 
     released: threading.Event = field(default_factory=threading.Event)
     until: str = ""
 
 
 class Brake:
-    """`limits`: by version, how many tokens the engine has sampled when its thread stops, before it samples the next one."""
+    """`limits`: by version, how many tokens the engine has sampled when its thread stops, before it samples
+    the next one."""
 
     def __init__(self, engine: TransformersEngine, limits: dict[int, int]) -> None:
         self._engine = engine
@@ -53,8 +55,11 @@ class Brake:
         if sampler.sampled_tokens >= self._limits.get(sampler.version, sys.maxsize):
             del self._limits[sampler.version]
             self._stops.put(stop := Stop())
-            ends_s = time.monotonic() + DEADLINE_S  # a test that fails before it releases the thread leaves none behind
-            while not (stop.released.is_set() or self._is_waited_for(stop.until)) and time.monotonic() < ends_s:
+            # a test that fails before it releases the thread leaves none behind
+            ends_s = time.monotonic() + DEADLINE_S
+            while (
+                not (stop.released.is_set() or self._is_waited_for(stop.until)) and time.monotonic() < ends_s
+            ):
                 time.sleep(0.001)
         return self._choose(*given)
 

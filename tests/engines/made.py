@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.profile.schema import ModelSection, Place, PlacementSection, Profile, RolloutSection, WeightsSection
+from asyncrl_cli.profile.schema import (
+    ModelSection,
+    Place,
+    PlacementSection,
+    Profile,
+    RolloutSection,
+    WeightsSection,
+)
 
 
 def made_for(

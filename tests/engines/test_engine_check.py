@@ -1,4 +1,5 @@
-"""Where the engine is looked for: on this machine, or by each worker on the node that it runs on. Nothing here needs vLLM."""
+"""Where the engine is looked for: on this machine, or by each worker on the node that it runs on. Nothing
+here needs vLLM."""
 
 from __future__ import annotations
 
@@ -58,12 +59,16 @@ def test_a_run_on_this_machine_is_refused_its_arguments_before_anything_starts(
     sets: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_is_here(monkeypatch)
-    monkeypatch.setattr(vllm_kind, "names_in_source", lambda: frozenset({"block_size", "max_num_batched_tokens"}))
+    monkeypatch.setattr(
+        vllm_kind, "names_in_source", lambda: frozenset({"block_size", "max_num_batched_tokens"})
+    )
     with pytest.raises(ConfigError, match=message):
         check_engine(vllm_profile(*sets), "cpu")
 
 
-def test_a_model_shared_by_other_than_a_workers_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_shared_by_other_than_a_workers_gpus_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     vllm_is_here(monkeypatch)
     asked: Any = vllm_profile("rollout.tensor_parallel_size=2")
     check_engine(asked, "cpu")

@@ -1,4 +1,5 @@
-"""An engine of another package: found by its entry point, made from the profile, and checked by what it says of itself."""
+"""An engine of another package: found by its entry point, made from the profile, and checked by what it says
+of itself."""
 
 from __future__ import annotations
 
@@ -51,14 +52,20 @@ def parrot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "parrot_engine.py").write_text(MODULE, encoding="utf-8")
     info = tmp_path / "parrot_engine-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: parrot-engine\nVersion: 1.0\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[asyncrl.engines]\nparrot = parrot_engine:KIND\n", encoding="utf-8")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: parrot-engine\nVersion: 1.0\n", encoding="utf-8"
+    )
+    (info / "entry_points.txt").write_text(
+        "[asyncrl.engines]\nparrot = parrot_engine:KIND\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.mark.usefixtures("parrot")
 def test_an_engine_of_another_package_is_made_from_the_profile() -> None:
-    profile = load("base", ["rollout.engine=parrot", 'rollout.engine_args={word="hi"}', "rollout.slots=9"], environ={}).profile
+    profile = load(
+        "base", ["rollout.engine=parrot", 'rollout.engine_args={word="hi"}', "rollout.slots=9"], environ={}
+    ).profile
     check_engine(profile, "cpu")
     engine = make_engine(profile, Place(model_dir="x"), lambda running: None)
     completion = asyncio.run(engine.generate("r", [4, 5, 6], Sampling.of(profile.rollout, 1.0), 0))
@@ -72,7 +79,10 @@ def test_what_it_says_of_itself_is_checked() -> None:
         (['rollout.engine_args={word="no"}'], "says no no"),
         (["rollout.max_model_len=600"], "rollout.max_model_len = 600 with rollout.engine"),
         (["weights.dual_buffer=false"], "weights.dual_buffer = false with rollout.engine"),
-        (["weights.transport=nccl", "placement.device=cuda"], 'weights.transport = "nccl" with rollout.engine'),
+        (
+            ["weights.transport=nccl", "placement.device=cuda"],
+            'weights.transport = "nccl" with rollout.engine',
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             load("base", ["rollout.engine=parrot", *sets], environ={})

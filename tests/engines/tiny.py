@@ -1,4 +1,5 @@
-"""A tiny random Qwen3 with a character tokenizer, its weights after imagined steps, and plain forwards of them."""
+"""A tiny random Qwen3 with a character tokenizer, its weights after imagined steps, and plain forwards of
+them."""
 
 from __future__ import annotations
 

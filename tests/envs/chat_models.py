@@ -1,5 +1,6 @@
-"""Five models as `Chat` sees them: their published chat templates (templates/), small tokenizers with their special tokens, and,
-written by hand, what they say, what each template adds for a further turn, and when it rewrites what came before."""
+"""Five models as `Chat` sees them: their published chat templates (templates/), small tokenizers with their
+special tokens, and, written by hand, what they say, what each template adds for a further turn, and when it
+rewrites what came before."""
 # ruff: noqa: RUF001, E501 (DeepSeek's tokens have full-width bars)
 
 from __future__ import annotations
@@ -17,14 +18,33 @@ from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "templates"
 ALPHABET = 'etaoin shrdlu ETAOIN .,:;!?-_()[]{}"\\/\n\t0123456789 äßéñ žЖд 中文字 עב 🙂👩‍🚀 \u200d'
-WORDS = ["the", "number", "of", " calls", " arguments", "name", "value", "ing", "  ", "\n\n", '{"', '"}', "日本", "русский", "🙂"]
+WORDS = [
+    "the",
+    "number",
+    "of",
+    " calls",
+    " arguments",
+    "name",
+    "value",
+    "ing",
+    "  ",
+    "\n\n",
+    '{"',
+    '"}',
+    "日本",
+    "русский",
+    "🙂",
+]
 TOOLS = tuple(
     {
         "type": "function",
         "function": {
             "name": name,
             "description": "Does – what it says.",
-            "parameters": {"type": "object", "properties": {"text": {"type": "string"}, "n": {"type": "integer"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}, "n": {"type": "integer"}},
+            },
         },
     }
     for name in ("search", "add_up")
@@ -43,8 +63,9 @@ class Said:
 
 @dataclass(frozen=True)
 class ChatModel:
-    """`write(said, prompt text, rng)`: the text of the answer. `added(new messages)`: the text that they add after the answer, from
-    the token that closes it on. `rewrites(history of (Said | message))`: whether the template changes what came before."""
+    """`write(said, prompt text, rng)`: the text of the answer. `added(new messages)`: the text that they add
+    after the answer, from the token that closes it on. `rewrites(history of (Said | message))`: whether the
+    template changes what came before."""
 
     name: str
     template: str
@@ -72,11 +93,16 @@ class ChatModel:
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A BPE tokenizer of the model's kind (byte-level, or characters with byte fallback as sentencepiece's), with its tokens."""
+    """A BPE tokenizer of the model's kind (byte-level, or characters with byte fallback as sentencepiece's),
+    with its tokens."""
     model = next(model for model in MODELS if model.name == name)
     corpus = ["".join(Random(seed).choices(WORDS + list(ALPHABET), k=400)) for seed in range(20)]
-    backend = byte_level(corpus) if model.is_bytes else with_byte_fallback(corpus, prepends_space=name == "mistral")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=model.bos, eos_token=model.stops[0])
+    backend = (
+        byte_level(corpus) if model.is_bytes else with_byte_fallback(corpus, prepends_space=name == "mistral")
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=model.bos, eos_token=model.stops[0]
+    )
     tokenizer.add_tokens(list(model.specials), special_tokens=name != "qwen3")
     tokenizer.add_tokens(list(model.stops), special_tokens=True)
     tokenizer.chat_template = (TEMPLATES / model.template).read_text(encoding="utf-8")
@@ -88,7 +114,9 @@ def byte_level(corpus: Sequence[str]) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     initial = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=600, initial_alphabet=initial, show_progress=False))
+    backend.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=600, initial_alphabet=initial, show_progress=False)
+    )
     return backend
 
 
@@ -100,11 +128,17 @@ def with_byte_fallback(corpus: Sequence[str], *, prepends_space: bool) -> Tokeni
     model = json.loads(trained.to_str())["model"]
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
     vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
-    backend = Tokenizer(models.BPE(vocab, [tuple(merge) for merge in model["merges"]], byte_fallback=True, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.BPE(vocab, [tuple(merge) for merge in model["merges"]], byte_fallback=True, unk_token="<unk>")
+    )
     spaces = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prepends_space else spaces
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prepends_space else spaces
+    )
     strip = [decoders.Strip(" ", 1, 0)] if prepends_space else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return backend
 
 
@@ -124,13 +158,18 @@ def broken_off(text: str, said: Said) -> str:
 
 
 def qwen_text(said: Said, prompt: str, rng: Random) -> str:
-    calls = "\n".join(f"<tool_call>\n{broken_off(in_json(*call, 'arguments', rng), said)}\n</tool_call>" for call in said.calls)
+    calls = "\n".join(
+        f"<tool_call>\n{broken_off(in_json(*call, 'arguments', rng), said)}\n</tool_call>"
+        for call in said.calls
+    )
     return thought(said) + said.content + ("\n" if said.content and calls else "") + calls
 
 
 def qwen_added(new: Sequence[dict[str, Any]]) -> str:
     results = "".join(f"\n<tool_response>\n{message['content']}\n</tool_response>" for message in new)
-    turn = f"<|im_start|>user{results}" if new[0]["role"] == "tool" else f"<|im_start|>user\n{new[0]['content']}"
+    turn = (
+        f"<|im_start|>user{results}" if new[0]["role"] == "tool" else f"<|im_start|>user\n{new[0]['content']}"
+    )
     return f"<|im_end|>\n{turn}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -161,7 +200,10 @@ def mistral_text(said: Said, prompt: str, rng: Random) -> str:
 def mistral_added(new: Sequence[dict[str, Any]]) -> str:
     def turn(message: dict[str, Any]) -> str:
         if message["role"] == "tool":
-            return f'[TOOL_RESULTS] {{"content": {message["content"]}, "call_id": "{message["tool_call_id"]}"}}[/TOOL_RESULTS]'
+            return (
+                f'[TOOL_RESULTS] {{"content": {message["content"]}, "call_id": '
+                f'"{message["tool_call_id"]}"}}[/TOOL_RESULTS]'
+            )
         return f"[INST] {message['content']}[/INST]"
 
     return f"</s>{''.join(map(turn, new))}"
@@ -179,7 +221,10 @@ def gemma_added(new: Sequence[dict[str, Any]]) -> str:
 
 def deepseek_text(said: Said, prompt: str, rng: Random) -> str:
     begun = f"{said.thinking}\n</think>\n\n" if prompt.endswith("<think>\n") else thought(said)
-    bodies = (broken_off(json.dumps(arguments, ensure_ascii=rng.random() < 0.5), said) for _, arguments in said.calls)
+    bodies = (
+        broken_off(json.dumps(arguments, ensure_ascii=rng.random() < 0.5), said)
+        for _, arguments in said.calls
+    )
     calls = "\n".join(
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{body}\n```<｜tool▁call▁end｜>"
         for (name, _), body in zip(said.calls, bodies, strict=True)
@@ -192,7 +237,8 @@ def deepseek_added(new: Sequence[dict[str, Any]]) -> str:
 
 
 def deepseek_rewrites(said: Sequence[Said], new: Sequence[dict[str, Any]], tools: bool) -> bool:
-    """Every answer's thinking is dropped at once, with the <think> of its prompt; but not that of an answer to tools' results."""
+    """Every answer's thinking is dropped at once, with the <think> of its prompt; but not that of an answer
+    to tools' results."""
     return len(said) < 2 or bool(said[-1].calls and not said[-1].broken)
 
 
@@ -200,7 +246,13 @@ def deepseek_prepared(message: dict[str, Any]) -> dict[str, Any]:
     """As this template wants it: arguments as text, no content beside calls, thinking within the content."""
     if "tool_calls" in message:
         calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
             for call in message["tool_calls"]
         ]
         return {**message, "content": None, "tool_calls": calls}
@@ -210,7 +262,11 @@ def deepseek_prepared(message: dict[str, Any]) -> dict[str, Any]:
 def inline(message: dict[str, Any]) -> dict[str, Any]:
     """For templates that do not know `reasoning_content`."""
     thinking = message.get("reasoning_content")
-    return {**message, "content": f"<think>\n{thinking}\n</think>\n\n{message['content']}"} if thinking else message
+    return (
+        {**message, "content": f"<think>\n{thinking}\n</think>\n\n{message['content']}"}
+        if thinking
+        else message
+    )
 
 
 def never(said: Sequence[Said], new: Sequence[dict[str, Any]], tools: bool) -> bool:

@@ -1,4 +1,5 @@
-"""An environment whose tools do what tools should not, in TRL's convention: imported by test_tool_environment.py's processes."""
+"""An environment whose tools do what tools should not, in TRL's convention: imported by
+test_tool_environment.py's processes."""
 
 import asyncio
 import ctypes

@@ -38,7 +38,13 @@ class ScriptedEngine:
     num_cancelled: int = 0
 
     async def generate(
-        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, *, first_version: int | None = None
+        self,
+        request_id: str,
+        prompt_tokens: list[int],
+        sampling: Sampling,
+        seed: int,
+        *,
+        first_version: int | None = None,
     ) -> Completion:
         self.seen.append((request_id, prompt_tokens, sampling))
         aborted = self.running[request_id] = asyncio.get_running_loop().create_future()
@@ -50,7 +56,9 @@ class ScriptedEngine:
             tokens = [*ids(self.says(text_of(prompt_tokens))), END][: sampling.max_response_tokens]
             finish_reason: Any = "stop" if tokens[-1] == END else "length"
             logprobs, versions = [-0.5] * len(tokens), [self.version] * len(tokens)
-            return Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=finish_reason)
+            return Completion(
+                tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=finish_reason
+            )
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
@@ -81,7 +89,9 @@ class CharacterChat:
         offered = [f"[{tool['function']['name']}]" for tool in tools]
         return ids("".join(offered)) + self._added(messages)
 
-    def bridge(self, tokens: list[int], messages: Sequence[Message], new: Sequence[Message], tools: Any) -> list[int] | None:
+    def bridge(
+        self, tokens: list[int], messages: Sequence[Message], new: Sequence[Message], tools: Any
+    ) -> list[int] | None:
         return self._added(new)
 
     def _added(self, messages: Sequence[Message]) -> list[int]:
@@ -95,7 +105,11 @@ class CharacterChat:
         if bang:
             name, brace, rest = call.partition("{")
             message["tool_calls"] = [
-                {"id": "call-1", "type": "function", "function": {"name": name, "arguments": json.loads(brace + rest)}}
+                {
+                    "id": "call-1",
+                    "type": "function",
+                    "function": {"name": name, "arguments": json.loads(brace + rest)},
+                }
             ]
         return Answer(text=text, message=message, finish_reason="stop")
 
@@ -122,7 +136,9 @@ async def gateway(
 ) -> AsyncIterator[Served]:
     engine = ScriptedEngine(says, slots=slots)
     engine.held.set()
-    served = Served(Gateway(cast(Engine, engine), CHAT, SAMPLING, LIMITS._replace(max_turns=max_turns)), engine)
+    served = Served(
+        Gateway(cast(Engine, engine), CHAT, SAMPLING, LIMITS._replace(max_turns=max_turns)), engine
+    )
     await served.gateway.start()
     try:
         async with asyncio.timeout(60):

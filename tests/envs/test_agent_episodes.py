@@ -1,4 +1,5 @@
-"""Episodes of agents in their processes, against a real gateway: what becomes of agents that answer, raise, hang, block or die."""
+"""Episodes of agents in their processes, against a real gateway: what becomes of agents that answer, raise,
+hang, block or die."""
 
 from __future__ import annotations
 
@@ -66,9 +67,13 @@ def agent(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def play(agent: Path, prompts: list[str], name: str = "episode", stopped: str = "", **limits: float) -> list[Episode]:
+async def play(
+    agent: Path, prompts: list[str], name: str = "episode", stopped: str = "", **limits: float
+) -> list[Episode]:
     code = UserCode(name=f"my_agent:{name}", import_path=str(agent))
-    pool = RewardPool(RewardSpec(kind="agent", function=code), **({"timeout_s": 60.0, "block_s": 30.0} | limits))
+    pool = RewardPool(
+        RewardSpec(kind="agent", function=code), **({"timeout_s": 60.0, "block_s": 30.0} | limits)
+    )
     waiting: set[str] = set()
 
     def on_waiting(episode: str, for_what: str) -> None:
@@ -76,8 +81,18 @@ async def play(agent: Path, prompts: list[str], name: str = "episode", stopped: 
 
     async with gateway() as served:
         engine: Any = served.engine
-        means = Means(engine, CHAT, lambda: AgentEnvironment(served.gateway, pool), LIMITS, Places(8, hold=True), on_waiting)
-        episodes = [Episode(f"e{index}", {"prompt": prompt}, 5, means, SAMPLING) for index, prompt in enumerate(prompts)]
+        means = Means(
+            engine,
+            CHAT,
+            lambda: AgentEnvironment(served.gateway, pool),
+            LIMITS,
+            Places(8, hold=True),
+            on_waiting,
+        )
+        episodes = [
+            Episode(f"e{index}", {"prompt": prompt}, 5, means, SAMPLING)
+            for index, prompt in enumerate(prompts)
+        ]
         try:
             await pool.start()
             stops = [stop_answered(episodes[0], stopped)] if stopped else []
@@ -96,7 +111,13 @@ async def stop_answered(episode: Episode, kind: str) -> None:
 
 
 def outcome(episode: Episode) -> float | str:
-    return episode.end.reward if episode.end is not None else episode.failure.kind if episode.failure else "nothing"
+    return (
+        episode.end.reward
+        if episode.end is not None
+        else episode.failure.kind
+        if episode.failure
+        else "nothing"
+    )
 
 
 @pytest.mark.slow
@@ -121,11 +142,14 @@ def test_agents_that_never_end_fail_after_their_time(agent: Path) -> None:
 def test_an_agent_that_blocks_or_dies_fails_alone_and_the_others_begin_anew(agent: Path) -> None:
     for culprit, kind in (("block", "tool-timeout"), ("die", "tool-died")):
         (agent / "ended").unlink(missing_ok=True)
-        episodes = asyncio.run(play(agent, ["slow", culprit, "slow"], **({"block_s": 1.0} if culprit == "block" else {})))
+        episodes = asyncio.run(
+            play(agent, ["slow", culprit, "slow"], **({"block_s": 1.0} if culprit == "block" else {}))
+        )
         assert (agent / "ended").read_text() == culprit
         assert [outcome(episode) for episode in episodes] == [0.5, kind, 0.5]
         assert all(episode.conversation.num_sampled == 5 for episode in episodes)
-        assert [episode.lost_tokens for episode in episodes] == [5, 0, 5]  # of the starts that the culprit has ended
+        # of the starts that the culprit has ended
+        assert [episode.lost_tokens for episode in episodes] == [5, 0, 5]
 
 
 @pytest.mark.slow

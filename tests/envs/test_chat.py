@@ -1,4 +1,5 @@
-"""Conversations over five real chat templates: no sampled id is ever tokenized again, and forks come where templates rewrite."""
+"""Conversations over five real chat templates: no sampled id is ever tokenized again, and forks come where
+templates rewrite."""
 
 from __future__ import annotations
 
@@ -28,10 +29,17 @@ def random_text(rng: Random, most: int = 30) -> str:
 
 def random_said(model: ChatModel, rng: Random, *, tools: bool, thinks: bool) -> Said:
     has_calls = tools and rng.random() < 0.5
-    thinking = random_text(rng) if thinks and rng.random() < 0.6 and (model.thinks_and_calls or not has_calls) else ""
+    thinking = (
+        random_text(rng)
+        if thinks and rng.random() < 0.6 and (model.thinks_and_calls or not has_calls)
+        else ""
+    )
     content = random_text(rng) if not has_calls or (model.calls_and_says and rng.random() < 0.4) else ""
     calls = [
-        (rng.choice(("search", "add_up")), {"text": random_text(rng), "n": rng.randrange(-9, 999)} if rng.random() < 0.8 else {})
+        (
+            rng.choice(("search", "add_up")),
+            {"text": random_text(rng), "n": rng.randrange(-9, 999)} if rng.random() < 0.8 else {},
+        )
         for _ in range(rng.randrange(1, model.max_calls + 1) if has_calls else 0)
     ]
     return Said(content, thinking, tuple(calls), broken=has_calls and rng.random() < 0.1)
@@ -44,13 +52,20 @@ def respelled(chat: Chat, ids: Sequence[int], rng: Random) -> list[int]:
     for token, piece in zip(ids, chat.tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
         at = rng.randrange(1, len(piece)) if len(piece) > 1 else 0
         halves = [vocabulary.get(piece[:at]), vocabulary.get(piece[at:])]
-        is_split = at and piece not in specials and not piece.startswith("<0x") and rng.random() < 0.3 and None not in halves
+        is_split = (
+            at
+            and piece not in specials
+            and not piece.startswith("<0x")
+            and rng.random() < 0.3
+            and None not in halves
+        )
         pieces += halves if is_split else [token]
     return pieces
 
 
 class Play:
-    """One random conversation, checked at every turn. `num_forks`: as the hand-written rules of the model have it."""
+    """One random conversation, checked at every turn. `num_forks`: as the hand-written rules of the model
+    have it."""
 
     def __init__(self, model: ChatModel, seed: int) -> None:
         self.model, self.rng = model, Random(seed)
@@ -71,9 +86,15 @@ class Play:
             new = self.answered(prompt, new)
         assert self.conversation.num_forks == len(self.sampled) - 1
         for segment, completions in zip(self.conversation.segments(), self.sampled, strict=True):
-            assert segment.tokens_T[segment.mask_T].tolist() == list(chain.from_iterable(one.tokens for one in completions))
-            assert segment.versions_T[segment.mask_T].tolist() == list(chain.from_iterable(one.versions for one in completions))
-            assert segment.logprobs_T[segment.mask_T].tolist() == list(chain.from_iterable(one.logprobs for one in completions))
+            assert segment.tokens_T[segment.mask_T].tolist() == list(
+                chain.from_iterable(one.tokens for one in completions)
+            )
+            assert segment.versions_T[segment.mask_T].tolist() == list(
+                chain.from_iterable(one.versions for one in completions)
+            )
+            assert segment.logprobs_T[segment.mask_T].tolist() == list(
+                chain.from_iterable(one.logprobs for one in completions)
+            )
             assert not segment.logprobs_T[~segment.mask_T].any()
 
     def asked(self, new: list[dict[str, Any]]) -> list[int]:
@@ -101,12 +122,16 @@ class Play:
         text = self.model.write(said, self.chat.tokenizer.decode(prompt), self.rng)
         ids = respelled(self.chat, self.chat.tokenizer(text, add_special_tokens=False)["input_ids"], self.rng)
         text = self.chat.tokenizer.decode(ids)
-        is_cut = not (said.calls or said.thinking) and self.model.name != "deepseek r1" and self.rng.random() < 0.2
+        is_cut = (
+            not (said.calls or said.thinking) and self.model.name != "deepseek r1" and self.rng.random() < 0.2
+        )
         end = [] if is_cut else [self.rng.choice(self.model.stop_tokens)]
         tokens = (ids[: self.rng.randrange(1, len(ids) + 1)] if is_cut else ids) + end
         logprobs = [-0.5 * self.rng.randrange(9) for _ in tokens]
         reason = "length" if is_cut else "stop"
-        completion = Completion(tokens=tokens, logprobs=logprobs, versions=[len(self.since)] * len(tokens), finish_reason=reason)
+        completion = Completion(
+            tokens=tokens, logprobs=logprobs, versions=[len(self.since)] * len(tokens), finish_reason=reason
+        )
         answer = self.conversation.take(completion)
         self.sampled[-1].append(completion)
         if is_cut:
@@ -123,9 +148,10 @@ class Play:
         assert bool(answer.malformed) == said.broken
         if not said.broken:
             assert message["content"] == said.content.strip()
-            assert [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())] == [
-                *said.calls
-            ]
+            assert [
+                (call["function"]["name"], call["function"]["arguments"])
+                for call in message.get("tool_calls", ())
+            ] == [*said.calls]
         else:
             assert "tool_calls" not in message
             assert message["content"] == text.rpartition("</think>")[2].strip()
@@ -133,7 +159,12 @@ class Play:
     def next(self, answer: Answer) -> list[dict[str, Any]]:
         calls = answer.message.get("tool_calls", ())
         results = [
-            {"role": "tool", "content": random_text(self.rng), "tool_call_id": call["id"], "name": call["function"]["name"]}
+            {
+                "role": "tool",
+                "content": random_text(self.rng),
+                "tool_call_id": call["id"],
+                "name": call["function"]["name"],
+            }
             for call in calls
         ]
         return results or [{"role": "user", "content": f"{answer.malformed}{random_text(self.rng)}"}]
@@ -150,7 +181,9 @@ def play(model: ChatModel, num_turns: int, seed: int) -> int:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=[model.name for model in MODELS])
-def test_no_sampled_id_changes_over_random_turns_and_forks_are_where_the_template_rewrites(model: ChatModel) -> None:
+def test_no_sampled_id_changes_over_random_turns_and_forks_are_where_the_template_rewrites(
+    model: ChatModel,
+) -> None:
     forks = play(model, 40, seed=0)
     assert (forks == 0) == (model.name in ("llama3", "gemma"))
 
@@ -171,7 +204,9 @@ def chat_of(name: str, template: str | None = None) -> Chat:
 
 def completion_of(chat: Chat, text: str, reason: Any = "stop") -> Completion:
     tokens = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Completion(tokens=tokens, logprobs=[0.0] * len(tokens), versions=[0] * len(tokens), finish_reason=reason)
+    return Completion(
+        tokens=tokens, logprobs=[0.0] * len(tokens), versions=[0] * len(tokens), finish_reason=reason
+    )
 
 
 def test_an_answer_that_is_cut_off_while_it_thinks_says_nothing_and_its_call_is_malformed() -> None:
@@ -214,7 +249,9 @@ class Counting:
         return getattr(self.tokenizer, name)
 
 
-@pytest.mark.parametrize("ask", [lambda chat, text: chat.encode(text), lambda chat, text: chat.render([user(text)])])
+@pytest.mark.parametrize(
+    "ask", [lambda chat, text: chat.encode(text), lambda chat, text: chat.render([user(text)])]
+)
 def test_of_a_text_that_is_far_too_long_only_a_part_is_tokenized(ask: Any) -> None:
     counting = Counting(MODELS[0].tokenizer)
     chat = Chat(cast(Any, counting), MODELS[0].stop_tokens, max_tokens=1000)
@@ -252,7 +289,8 @@ def test_calls_are_text_where_no_tools_were_offered() -> None:
 
 def test_a_template_that_does_not_close_its_answers_is_continued_by_what_follows_them() -> None:
     plain = (
-        "{% for m in messages %}({{ m.role }}) {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}(assistant) {% endif %}"
+        "{% for m in messages %}({{ m.role }}) {{ m.content }}\n{% endfor %}{% if add_generation_prompt "
+        "%}(assistant) {% endif %}"
     )
     chat = chat_of("qwen3", plain)
     conversation = Conversation(chat)
@@ -270,7 +308,10 @@ def test_the_builtin_model_can_be_offered_tools() -> None:
     conversation = Conversation(chat)
     conversation.ask([{"role": "user", "content": "2*3"}], TOOLS)
     answer = conversation.take(completion_of(chat, "<call>search text=2*3,n=4<eos>"))
-    assert answer.message["tool_calls"][0]["function"] == {"name": "search", "arguments": {"text": "2*3", "n": 4}}
+    assert answer.message["tool_calls"][0]["function"] == {
+        "name": "search",
+        "arguments": {"text": "2*3", "n": 4},
+    }
     prompt = conversation.ask([{"role": "tool", "content": "6"}], TOOLS)
     assert chat.tokenizer.decode(prompt) == "<user>2*3<model><call>search text=2*3,n=4<eos><result>6<model>"
 
@@ -280,17 +321,22 @@ def test_the_builtin_model_can_be_offered_tools() -> None:
     [
         ((TEMPLATES / "gemma.jinja").read_text(encoding="utf-8"), "does not write tool calls"),
         (
-            "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function }}{% endfor %}{% endfor %}",
+            "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function }}{% "
+            "endfor %}{% endfor %}",
             "an unknown form",
         ),
     ],
 )
 def test_a_model_that_cannot_be_offered_tools_is_refused_with_the_reason(template: str, why: str) -> None:
-    with pytest.raises(PreflightError, match=f"cannot be offered tools: its chat template .*{why}") as refused:
+    with pytest.raises(
+        PreflightError, match=f"cannot be offered tools: its chat template .*{why}"
+    ) as refused:
         chat_of("gemma", template).check_tools()
     assert "builtin:tools" in (refused.value.hint or "")
 
 
 def test_a_template_that_refuses_a_second_turn_is_refused_before_the_run() -> None:
     with pytest.raises(PreflightError, match=r"a second turn is not possible: .*only one"):
-        chat_of("gemma", "{% if messages|length > 1 %}{{ raise_exception('only one') }}{% endif %}").check_turns()
+        chat_of(
+            "gemma", "{% if messages|length > 1 %}{{ raise_exception('only one') }}{% endif %}"
+        ).check_turns()

@@ -1,4 +1,5 @@
-"""`model.chat_template`: any model's own template with tools, a file of the user's, and what is wrong with either."""
+"""`model.chat_template`: any model's own template with tools, a file of the user's, and what is wrong with
+either."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.envs.test_chat import completion_of
 
 BY_NAME = {model.name: model for model in MODELS}
 SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ "
+    "'<|im_start|>system\n"
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -65,9 +67,15 @@ def test_a_model_without_tools_is_offered_tools_with_the_builtin_template(tmp_pa
     prompt = chat.tokenizer.decode(conversation.ask([{"role": "user", "content": "q?"}], OFFERED))
     assert prompt.count('"add_up"') == 1
     assert prompt.index('"add_up"') < prompt.index("q?")
-    end = chat.tokenizer.eos_token if name != "gemma, which demands turns and has no system message" else "<end_of_turn>"
+    end = (
+        chat.tokenizer.eos_token
+        if name != ("gemma, which demands turns and has no system message")
+        else "<end_of_turn>"
+    )
     answer = conversation.take(completion_of(chat, f"{CALL}\n{CALL}{end}"))
-    assert [call["function"] for call in answer.message["tool_calls"]] == [{"name": "search", "arguments": {"text": "a"}}] * 2
+    assert [call["function"] for call in answer.message["tool_calls"]] == [
+        {"name": "search", "arguments": {"text": "a"}}
+    ] * 2
     results = [{"role": "tool", "content": content} for content in ("r1", "r2")]
     again = conversation.ask(results, OFFERED)
     text = chat.tokenizer.decode(again)
@@ -76,7 +84,11 @@ def test_a_model_without_tools_is_offered_tools_with_the_builtin_template(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "messages", [[{"role": "user", "content": "q"}], [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]]
+    "messages",
+    [
+        [{"role": "user", "content": "q"}],
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+    ],
 )
 def test_without_tools_the_models_own_template_writes_what_it_always_did(tmp_path, messages):
     own = saved(tmp_path / "own", "qwen3", SMOLLM2)
@@ -132,7 +144,19 @@ def test_a_plan_refuses_a_model_that_cannot_be_offered_tools_and_the_hint_helps(
     told = capsys.readouterr().err
     assert "the model cannot be offered tools: its chat template does not write tool calls" in told
     assert 'model.chat_template = "builtin:tools"' in told
-    assert run([*asked, *(word for text in of_calculator(own, f"model.chat_template={TOOLS}") for word in ("--set", text))]) == 0
+    assert (
+        run(
+            [
+                *asked,
+                *(
+                    word
+                    for text in of_calculator(own, f"model.chat_template={TOOLS}")
+                    for word in ("--set", text)
+                ),
+            ]
+        )
+        == 0
+    )
 
 
 def test_a_task_of_one_turn_needs_no_tools_of_the_template(tmp_path):
@@ -149,7 +173,9 @@ def test_a_builtin_model_keeps_its_template(tmp_path):
 
 def test_the_path_of_a_template_is_relative_to_the_profile(tmp_path, monkeypatch):
     def template_of(value: str) -> Any:
-        (tmp_path / "own.toml").write_text(f'extends = "base"\n[model]\npath = "Qwen/Qwen3-0.6B"\nchat_template = "{value}"\n')
+        (tmp_path / "own.toml").write_text(
+            f'extends = "base"\n[model]\npath = "Qwen/Qwen3-0.6B"\nchat_template = "{value}"\n'
+        )
         return load(str(tmp_path / "own.toml"), environ={}).profile.model.chat_template
 
     assert template_of("mine.jinja") == str(tmp_path / "mine.jinja")

@@ -1,4 +1,5 @@
-"""The gateway over HTTP: what clients get that are not ours (openai, and plain aiohttp), and which tokens become the trajectory."""
+"""The gateway over HTTP: what clients get that are not ours (openai, and plain aiohttp), and which tokens
+become the trajectory."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from asyncrl_cli.envs.port import EpisodeFailed
 from tests.envs.gateways import CHAT, SAMPLING, CharacterChat, Served, gateway, ids, text_of
 from tests.waiting import until
 
-ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}},
+}
 ASK = [{"role": "user", "content": "2+2"}]
 
 
@@ -41,7 +45,9 @@ def served(says: Callable[[str], str] = lambda prompt: "fine", **options: Any) -
 
 def client_of(access: Any, **options: Any) -> AsyncOpenAI:
     http = DefaultAsyncHttpxClient(verify=False, trust_env=False)  # no certificates to load, no proxy between
-    return AsyncOpenAI(base_url=access.base_url, api_key=access.key, max_retries=0, http_client=http, **options)
+    return AsyncOpenAI(
+        base_url=access.base_url, api_key=access.key, max_retries=0, http_client=http, **options
+    )
 
 
 async def refusal(call: Awaitable[Any]) -> APIStatusError:
@@ -56,10 +62,19 @@ async def test_a_loop_with_tools_is_one_segment_of_the_very_tokens_that_were_sam
     async with client_of(access) as client:
         first = await client.chat.completions.create(model="gpt-4o", messages=ASK, tools=[ADD])
         (call,) = first.choices[0].message.tool_calls
-        assert (first.choices[0].finish_reason, call.function.name, call.function.arguments) == ("tool_calls", "add", '{"a": 2}')
+        assert (first.choices[0].finish_reason, call.function.name, call.function.arguments) == (
+            "tool_calls",
+            "add",
+            '{"a": 2}',
+        )
         sent_back = first.choices[0].message.model_dump(exclude_none=True)
-        sent_back["tool_calls"][0]["function"]["arguments"] = '{"a":2}'  # a client may write the same arguments otherwise
-        messages = [*ASK, sent_back, {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "4"}]}]
+        # a client may write the same arguments otherwise
+        sent_back["tool_calls"][0]["function"]["arguments"] = '{"a":2}'
+        messages = [
+            *ASK,
+            sent_back,
+            {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "4"}]},
+        ]
         second = await client.chat.completions.create(model="gpt-4o", messages=messages, tools=[ADD])
     assert (second.choices[0].message.content, second.model) == ("four", "gpt-4o")
     (segment,) = session.conversation.segments()
@@ -70,7 +85,9 @@ async def test_a_loop_with_tools_is_one_segment_of_the_very_tokens_that_were_sam
 
 
 @served()
-async def test_a_rewritten_history_and_a_second_conversation_are_segments_of_their_own(server: Served) -> None:
+async def test_a_rewritten_history_and_a_second_conversation_are_segments_of_their_own(
+    server: Served,
+) -> None:
     session, access = server.open()
     async with client_of(access) as client:
         for messages in (
@@ -98,7 +115,10 @@ async def test_of_two_requests_that_continue_one_segment_the_second_makes_a_fork
         await asyncio.gather(*(client.chat.completions.create(model="m", messages=more) for _ in range(2)))
     masks = [int(segment.mask_T.sum()) for segment in session.conversation.segments()]
     assert masks == [10, 5]  # the answer that both continue is trained once
-    assert session.conversation.segments()[0].tokens_T.tolist() == session.conversation.segments()[1].tokens_T.tolist()
+    assert (
+        session.conversation.segments()[0].tokens_T.tolist()
+        == session.conversation.segments()[1].tokens_T.tolist()
+    )
 
 
 @served(lambda prompt: "one two")
@@ -106,12 +126,16 @@ async def test_text_prompts_continue_by_their_tokens(server: Served) -> None:
     session, access = server.open()
     async with client_of(access) as client:
         more = {"return_token_ids": True}
-        first = await client.completions.create(model="m", prompt="count:", max_tokens=3, logprobs=1, extra_body=more)
+        first = await client.completions.create(
+            model="m", prompt="count:", max_tokens=3, logprobs=1, extra_body=more
+        )
         choice = first.choices[0]
         assert (choice.text, choice.finish_reason, choice.token_ids) == ("one", "length", ids("one"))
         assert choice.logprobs.token_logprobs == [-0.5] * 3
         assert first.prompt_token_ids == ids("count:")
-        second = await client.completions.create(model="m", prompt=[*ids("count:one"), *ids(" and ")], stop=" ")
+        second = await client.completions.create(
+            model="m", prompt=[*ids("count:one"), *ids(" and ")], stop=" "
+        )
         assert second.choices[0].text == "one"
     (segment,) = session.conversation.segments()
     assert text_of(segment.tokens_T) == "count:one and one two\n"
@@ -122,7 +146,12 @@ async def test_a_stream_brings_the_same_answer(server: Served) -> None:
     _, access = server.open()
     async with client_of(access) as client:
         stream = await client.chat.completions.create(
-            model="m", messages=ASK, tools=[ADD], stream=True, stream_options={"include_usage": True}, logprobs=True
+            model="m",
+            messages=ASK,
+            tools=[ADD],
+            stream=True,
+            stream_options={"include_usage": True},
+            logprobs=True,
         )
         chunks = [chunk async for chunk in stream]
     (call,) = chunks[0].choices[0].delta.tool_calls
@@ -132,11 +161,20 @@ async def test_a_stream_brings_the_same_answer(server: Served) -> None:
 
 
 @served()
-async def test_the_profile_decides_how_tokens_are_sampled_and_the_answer_says_what_was_ignored(server: Served) -> None:
+async def test_the_profile_decides_how_tokens_are_sampled_and_the_answer_says_what_was_ignored(
+    server: Served,
+) -> None:
     _, access = server.open()
     async with client_of(access) as client:
         raw = await client.chat.completions.with_raw_response.create(
-            model="m", messages=ASK, tools=[ADD], temperature=0.2, top_p=1.0, seed=3, tool_choice="required", max_tokens=2
+            model="m",
+            messages=ASK,
+            tools=[ADD],
+            temperature=0.2,
+            top_p=1.0,
+            seed=3,
+            tool_choice="required",
+            max_tokens=2,
         )
     assert raw.headers["x-asyncrl-ignored"] == "seed, temperature, tool_choice"
     ((_, _, sampling),) = server.engine.seen
@@ -162,7 +200,9 @@ async def test_refusals_are_in_openais_shape(server: Served) -> None:
         deep = b'{"messages": [{"role": "user", "content": "x"}], "tools": ' + b"[" * 500 + b"]" * 500 + b"}"
         assert await status(chat, deep) == (400, "the body is nested more than 64 deep")
         call = {"function": {"name": "f", "arguments": "[" * 500 + "]" * 500}}
-        code, why = await status(chat, json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]}))
+        code, why = await status(
+            chat, json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        )
         assert (code, why.rpartition(", ")[2]) == (400, "nested more than 64 deep")
         assert await status(chat, b"{}") == (400, "messages: Field required")
         assert await status(chat, json.dumps({"messages": ASK, "n": 2})) == (400, "n: Input should be 1")
@@ -172,11 +212,16 @@ async def test_refusals_are_in_openais_shape(server: Served) -> None:
         why = "this model's maximum context length is 400 tokens (env.max_context_tokens); the prompt has 518"
         assert await status(chat, json.dumps({"messages": long})) == (400, why)
         assert (await status("/nothing", b"{}"))[0] == 404
-        assert (await status(chat, json.dumps({"messages": ASK}), {"Authorization": "Bearer wrong"}))[0] == 401
+        assert (await status(chat, json.dumps({"messages": ASK}), {"Authorization": "Bearer wrong"}))[
+            0
+        ] == 401
         assert (await status(chat, json.dumps({"messages": ASK}), {}))[0] == 401
         async with http.post(url + chat, json={"messages": ASK}, headers=headers) as response:
             assert response.status == 200
-        assert await status(chat, json.dumps({"messages": ASK})) == (400, "this trajectory has had its env.max_turns = 1 answers")
+        assert await status(chat, json.dumps({"messages": ASK})) == (
+            400,
+            "this trajectory has had its env.max_turns = 1 answers",
+        )
         await server.gateway.close_session(session)
         assert (await status(chat, json.dumps({"messages": ASK})))[0] == 410
         assert (await status(chat, json.dumps({"messages": ASK}), {}))[0] == 401
@@ -202,7 +247,9 @@ async def test_a_prompt_that_takes_long_to_tokenize_holds_up_nobody_else(server:
         await until(lambda: server.gateway._num_running == 1)
         async with http.get(f"{server.gateway.url}/health") as response:
             assert response.status == 200
-        assert (await client.chat.completions.create(model="m", messages=ASK)).choices[0].message.content == "fine"
+        assert (await client.chat.completions.create(model="m", messages=ASK)).choices[
+            0
+        ].message.content == "fine"
         assert not waiting.done()
         slow.go.set()
         assert (await waiting).choices[0].message.content == "fine"
@@ -214,7 +261,11 @@ async def test_a_body_that_no_context_could_hold_is_refused_unread_in_openais_wo
     async with client_of(access) as client:
         asked = [{"role": "user", "content": "x" * 2 * BODY_BYTES}]
         refused = await refusal(client.chat.completions.create(model="m", messages=asked))
-    assert (refused.status_code, refused.code, session.finish_reason) == (400, "context_length_exceeded", "length")
+    assert (refused.status_code, refused.code, session.finish_reason) == (
+        400,
+        "context_length_exceeded",
+        "length",
+    )
     assert "maximum context length is 400 tokens" in refused.message
 
 
@@ -229,7 +280,10 @@ async def test_a_body_that_never_ends_is_given_up(server: Served) -> None:
     url, headers = f"{access.base_url}/chat/completions", {"Authorization": f"Bearer {access.key}"}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gateway_server, "BODY_LIMIT_S", 0.05)
-        async with aiohttp.ClientSession() as http, http.post(url, data=endless(), headers=headers) as response:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(url, data=endless(), headers=headers) as response,
+        ):
             assert (response.status, "did not arrive" in await response.text()) == (400, True)
 
 
@@ -238,7 +292,10 @@ async def test_names_of_fields_that_fit_into_no_header_are_ignored_in_silence(se
     _, access = server.open()
     odd = {"a\r\nSet-Cookie: x": 1, "é": 1, "x" * 9000: 1, **{f"field{number}": 1 for number in range(5000)}}
     url, headers = f"{access.base_url}/chat/completions", {"Authorization": f"Bearer {access.key}"}
-    async with aiohttp.ClientSession() as http, http.post(url, json={"messages": ASK, **odd}, headers=headers) as response:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url, json={"messages": ASK, **odd}, headers=headers) as response,
+    ):
         assert (response.status, response.headers["x-asyncrl-ignored"][:15]) == (200, "field0, field1,")
         assert "Set-Cookie" not in response.headers
 
@@ -253,7 +310,10 @@ async def test_what_the_chat_template_refuses_is_a_bad_request(server: Served) -
         patched.setattr(CHAT, "render", refuse)
         async with client_of(access) as client:
             refused = await refusal(client.chat.completions.create(model="m", messages=ASK))
-    assert (refused.status_code, refused.body["message"]) == (400, "the model's chat template refuses these messages: no system")
+    assert (refused.status_code, refused.body["message"]) == (
+        400,
+        "the model's chat template refuses these messages: no system",
+    )
 
 
 @served(slots=1)
@@ -261,12 +321,16 @@ async def test_too_many_requests_at_once_are_told_when_to_come_again(server: Ser
     _, access = server.open()
     server.engine.held.clear()
     async with client_of(access) as client:
-        waiting = [asyncio.create_task(client.chat.completions.create(model="m", messages=ASK)) for _ in range(4)]
+        waiting = [
+            asyncio.create_task(client.chat.completions.create(model="m", messages=ASK)) for _ in range(4)
+        ]
         await until(lambda: len(server.engine.running) == 4)
         refused = await refusal(client.chat.completions.create(model="m", messages=ASK))
         assert (refused.status_code, refused.response.headers["Retry-After"]) == (429, "1")
         server.engine.held.set()
-        assert [answer.choices[0].message.content for answer in await asyncio.gather(*waiting)] == ["fine"] * 4
+        assert [answer.choices[0].message.content for answer in await asyncio.gather(*waiting)] == [
+            "fine"
+        ] * 4
 
 
 @served()
@@ -304,7 +368,9 @@ async def test_200_sessions_at_once_get_their_own_answers(server: Served) -> Non
         async def ask(number: int, access: Any) -> str:
             asked = {"messages": [{"role": "user", "content": f"q{number}"}]}
             headers = {"Authorization": f"Bearer {access.key}"}
-            async with http.post(f"{access.base_url}/chat/completions", json=asked, headers=headers) as response:
+            async with http.post(
+                f"{access.base_url}/chat/completions", json=asked, headers=headers
+            ) as response:
                 return str((await response.json())["choices"][0]["message"]["content"])
 
         answers = await asyncio.gather(*(ask(number, access) for number, (_, access) in enumerate(opened)))

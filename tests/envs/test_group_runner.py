@@ -40,7 +40,10 @@ from tests.waiting import until
 KEY = AttemptKey("sorting-7", 2, 1)
 SAMPLING = Sampling(temperature=0.9, max_response_tokens=48)
 LONG = Sampling(temperature=0.9, max_response_tokens=128)
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt "
+    "%}<assistant>{% endif %}"
+)
 ITEM = {"uid": "sorting-7", "prompt": "4,1,9=", "answer": "1,4,9", "metadata": {}}
 
 
@@ -70,7 +73,14 @@ async def runner_of(
     tokenizer.chat_template = changes.pop("chat_template", None)
     on_waiting, hold = changes.pop("on_waiting", lambda episode, for_what: None), changes.pop("hold", True)
     sampling, limits = changes.pop("sampling", SAMPLING), Limits(64, 192, max_turns=8)._replace(**changes)
-    means = Means(engine, Chat(tokenizer), make_environment or partial(OneTurn, rewards), limits, Places(8, hold=hold), on_waiting)
+    means = Means(
+        engine,
+        Chat(tokenizer),
+        make_environment or partial(OneTurn, rewards),
+        limits,
+        Places(8, hold=hold),
+        on_waiting,
+    )
     try:
         async with asyncio.timeout(60):
             await engine.start()
@@ -102,7 +112,12 @@ def test_a_group_becomes_metadata_and_arrays_that_agree(model: Qwen3ForCausalLM,
         async with runner_of(model_dir, Rewards()) as runner:
             result, payload = await runner.run(group(), finished.append)
         assert finished == [1, 2, 3, 4, 5, 6, 7, 8]
-        assert (result.key, result.failures, result.failed_tokens, result.payload) == (PartKey(KEY, 0), (), 0, None)
+        assert (result.key, result.failures, result.failed_tokens, result.payload) == (
+            PartKey(KEY, 0),
+            (),
+            0,
+            None,
+        )
         assert (payload.uid, payload.epoch, payload.attempt) == tuple(KEY)
         assert len({tuple(t.segments[0].tokens_T) for t in payload.trajectories}) == 8
         prompt = [tiny.VOCABULARY[character] for character in ITEM["prompt"]]
@@ -145,8 +160,12 @@ def test_a_response_is_the_same_in_whatever_part_it_is(model_dir: Path) -> None:
             parts = [part(0, (0, 3)), part(1, (4, 1)), part(2, (2,))]
             ended = await asyncio.gather(*(runner.run(request, nothing) for request in parts))
         placed = [index for request in parts for index in request.indices]
-        for index, trajectory in zip(placed, joined(payload for _, payload in ended)[0].trajectories, strict=True):
-            assert np.array_equal(trajectory.segments[0].tokens_T, whole.trajectories[index].segments[0].tokens_T)
+        for index, trajectory in zip(
+            placed, joined(payload for _, payload in ended)[0].trajectories, strict=True
+        ):
+            assert np.array_equal(
+                trajectory.segments[0].tokens_T, whole.trajectories[index].segments[0].tokens_T
+            )
         assert [result.key.number for result, _ in ended] == [0, 1, 2]
         assert [len(result.trajectories) for result, _ in ended] == [2, 2, 1]
 
@@ -158,7 +177,9 @@ def test_an_abort_ends_all_parts_of_its_attempt_and_no_other(model_dir: Path) ->
         later = PartRequest(key=PartKey(KEY._replace(attempt=2), 0), item=ITEM, indices=(0,), seed=5)
         async with runner_of(model_dir, Rewards()) as runner:
             requests = part(0, range(3)), part(1, range(3, 5)), later
-            running = [asyncio.create_task(runner.run(request, lambda finished: None)) for request in requests]
+            running = [
+                asyncio.create_task(runner.run(request, lambda finished: None)) for request in requests
+            ]
             await asyncio.sleep(0)
             await runner.abort(KEY)
             assert [len((await task)[0].trajectories) for task in running] == [0, 0, 1]
@@ -175,7 +196,9 @@ def test_a_trajectory_without_a_reward_leaves_the_group(model_dir: Path) -> None
         failed = [text for text in rewards.texts if "7" in text]
         assert 0 < len(failed) < 24
         assert len(result.failures) == len(failed)
-        assert all("no verdict" in failure.text and "sorting-7@2.1" in failure.text for failure in result.failures)
+        assert all(
+            "no verdict" in failure.text and "sorting-7@2.1" in failure.text for failure in result.failures
+        )
         assert len(result.trajectories) == len(payload.trajectories) == 24 - len(failed)
         assert result.failed_tokens >= sum(len(text) for text in failed)
 
@@ -210,7 +233,11 @@ def test_a_group_that_is_aborted_as_it_begins_samples_nothing(model_dir: Path) -
             await asyncio.sleep(0)  # it is known, and none of its responses has begun
             await runner.abort(KEY)
             result, _ = await running
-            assert (result.trajectories, result.failed_tokens, runner.means.engine.sampled_tokens) == ((), 0, 0)
+            assert (result.trajectories, result.failed_tokens, runner.means.engine.sampled_tokens) == (
+                (),
+                0,
+                0,
+            )
 
     run(body)
 
@@ -219,7 +246,9 @@ def test_a_group_that_is_aborted_as_it_begins_samples_nothing(model_dir: Path) -
 def test_a_prompt_that_is_too_long_fails_its_group_by_name(model_dir: Path) -> None:
     async def body() -> None:
         async with runner_of(model_dir, Rewards()) as runner:
-            result, payload = await runner.run(group(n=3, item=ITEM | {"prompt": "1" * 65}), lambda finished: None)
+            result, payload = await runner.run(
+                group(n=3, item=ITEM | {"prompt": "1" * 65}), lambda finished: None
+            )
         reason = "prompt sorting-7 has 65 tokens, rollout.max_prompt_tokens is 64"
         assert result.failures == (("prompt", reason),) * 3
         assert (result.trajectories, result.failed_tokens, payload.trajectories) == ((), 0, ())
@@ -232,7 +261,9 @@ def test_a_chat_template_is_used_where_there_is_one(model_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     assert render_prompts(tokenizer, [ITEM]) == [[tiny.VOCABULARY[character] for character in "4,1,9="]]
     tokenizer.chat_template = TEMPLATE
-    assert render_prompts(tokenizer, [ITEM]) == [[tiny.VOCABULARY[character] for character in "<user>4,1,9=<assistant>"]]
+    assert render_prompts(tokenizer, [ITEM]) == [
+        [tiny.VOCABULARY[character] for character in "<user>4,1,9=<assistant>"]
+    ]
 
 
 class Questions(Environment):
@@ -249,7 +280,10 @@ class Questions(Environment):
         self.said.append(answer.text)
         if len(self.said) == self.num_turns:
             return End(reward=float(len("".join(self.said))))
-        return Turn(messages=({"role": "user", "content": f"{len(self.said)}?"},), is_last=len(self.said) == self.num_turns - 1)
+        return Turn(
+            messages=({"role": "user", "content": f"{len(self.said)}?"},),
+            is_last=len(self.said) == self.num_turns - 1,
+        )
 
 
 @pytest.mark.slow
@@ -261,7 +295,9 @@ def test_several_turns_are_one_sequence_whose_sampled_tokens_alone_are_trained(
 
     async def body() -> None:
         finished: list[int] = []
-        async with runner_of(model_dir, Rewards(), Questions, chat_template=template, sampling=LONG) as runner:
+        async with runner_of(
+            model_dir, Rewards(), Questions, chat_template=template, sampling=LONG
+        ) as runner:
             result, payload = await runner.run(group(), finished.append)
         assert finished == [1, 2, 3, 4, 5, 6, 7, 8]
         ended = [failure for failure in result.failures if failure.kind == "cut"]
@@ -269,19 +305,25 @@ def test_several_turns_are_one_sequence_whose_sampled_tokens_alone_are_trained(
         assert result.trajectories, "no episode came to its end"
         for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
             (segment,) = trajectory.segments
-            text = "".join(tiny.VOCABULARY_INVERSE[token] for token in segment.tokens_T[~segment.mask_T].tolist())
+            text = "".join(
+                tiny.VOCABULARY_INVERSE[token] for token in segment.tokens_T[~segment.mask_T].tolist()
+            )
             assert text.endswith("".join(asked))
             assert (segment.mask_T == (segment.versions_T == 0)).all()
             assert meta.response_tokens == segment.mask_T.sum()
             assert meta.prompt_tokens == (~segment.mask_T).sum()
             expected = tiny.plain_logprobs(model, model.state_dict(), segment.tokens_T.tolist(), 0.9)
-            assert segment.logprobs_T[1:].tolist() == pytest.approx(np.where(segment.mask_T[1:], expected, 0.0), abs=1e-5)
+            assert segment.logprobs_T[1:].tolist() == pytest.approx(
+                np.where(segment.mask_T[1:], expected, 0.0), abs=1e-5
+            )
 
     run(body)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", [TEMPLATE, "{{ messages[-1].content }}"], ids=["one segment", "a segment per turn"])
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, "{{ messages[-1].content }}"], ids=["one segment", "a segment per turn"]
+)
 def test_every_span_of_every_turn_has_the_logprobs_of_the_weights_that_sampled_it(
     model: Qwen3ForCausalLM, model_dir: Path, template: str
 ) -> None:
@@ -301,7 +343,9 @@ def test_every_span_of_every_turn_has_the_logprobs_of_the_weights_that_sampled_i
         segments = [segment for trajectory in payload.trajectories for segment in trajectory.segments]
         for segment in segments:
             for version in {*segment.versions_T.tolist()} - {-1}:
-                expected_T = np.array([0.0, *tiny.plain_logprobs(model, weights[version], segment.tokens_T.tolist(), 0.9)])
+                expected_T = np.array(
+                    [0.0, *tiny.plain_logprobs(model, weights[version], segment.tokens_T.tolist(), 0.9)]
+                )
                 span_T = segment.versions_T == version
                 assert segment.logprobs_T[span_T].tolist() == pytest.approx(expected_T[span_T], abs=1e-4)
         assert len(result.trajectories) > 8
@@ -354,7 +398,10 @@ def test_where_the_template_rewrites_earlier_turns_a_new_segment_begins(model_di
         async with runner_of(model_dir, Rewards(), Questions, chat_template=forgets) as runner:
             result, payload = await runner.run(group(n=2), lambda finished: None)
         for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
-            prompts = ["".join(tiny.VOCABULARY_INVERSE[token] for token in s.tokens_T[~s.mask_T]) for s in trajectory.segments]
+            prompts = [
+                "".join(tiny.VOCABULARY_INVERSE[token] for token in s.tokens_T[~s.mask_T])
+                for s in trajectory.segments
+            ]
             assert prompts == ["4,1,9=", "1?", "2?"]
             assert (meta.num_turns, meta.num_forks) == (3, 2)
             assert meta.response_tokens == sum(int(segment.mask_T.sum()) for segment in trajectory.segments)
@@ -365,12 +412,19 @@ def test_where_the_template_rewrites_earlier_turns_a_new_segment_begins(model_di
 
 
 def trained_of(payload: GroupPayload) -> Counter[tuple[int, int, float]]:
-    """(trajectory, token, logprob) of every token in the trainer's microbatches. A trajectory's advantage is its number."""
-    planned = tuple(PlannedTrajectory(group=0, trajectory=i, advantage=float(i)) for i in range(len(payload.trajectories)))
+    """(trajectory, token, logprob) of every token in the trainer's microbatches. A trajectory's advantage is
+    its number."""
+    planned = tuple(
+        PlannedTrajectory(group=0, trajectory=i, advantage=float(i)) for i in range(len(payload.trajectories))
+    )
     share = OptimizerStepPlan(trajectories=planned, num_loss_tokens=0, num_trajectories=len(planned))
     batches = build_microbatches(share, {0: payload}, window=0, max_tokens=100, device=torch.device("cpu"))
     return sum(
-        (Counter(zip(b.advantages_N.tolist(), b.targets_N.tolist(), b.logp_mu_N.tolist(), strict=True)) for b in batches), Counter()
+        (
+            Counter(zip(b.advantages_N.tolist(), b.targets_N.tolist(), b.logp_mu_N.tolist(), strict=True))
+            for b in batches
+        ),
+        Counter(),
     )
 
 
@@ -379,7 +433,9 @@ def sampled_of(payload: GroupPayload) -> Counter[tuple[int, int, float]]:
         (index, token, logprob)
         for index, trajectory in enumerate(payload.trajectories)
         for segment in trajectory.segments
-        for token, logprob, is_sampled in zip(segment.tokens_T, segment.logprobs_T.tolist(), segment.mask_T, strict=True)
+        for token, logprob, is_sampled in zip(
+            segment.tokens_T, segment.logprobs_T.tolist(), segment.mask_T, strict=True
+        )
         if is_sampled
     )
 
@@ -388,7 +444,11 @@ class Judged(Questions):
     """Whatever ends it, its reward is how many turns there were."""
 
     async def cut(self, reason: str) -> End:
-        return End(reward=float(len(self.said)), turn_rewards=(1.0,) * len(self.said), facts={"asked": len(self.said)})
+        return End(
+            reward=float(len(self.said)),
+            turn_rewards=(1.0,) * len(self.said),
+            facts={"asked": len(self.said)},
+        )
 
 
 @pytest.mark.slow
@@ -397,10 +457,17 @@ def test_an_episode_that_is_cut_short_has_the_reward_of_what_it_reached(model_di
         short = Sampling(temperature=0.9, max_response_tokens=4)
         async with runner_of(model_dir, Rewards(), partial(Judged, 9), sampling=short, max_turns=2) as runner:
             by_turns, payload = await runner.run(group(n=2), lambda finished: None)
-        async with runner_of(model_dir, Rewards(), partial(Judged, 9), sampling=short, max_context_tokens=14) as runner:
+        async with runner_of(
+            model_dir, Rewards(), partial(Judged, 9), sampling=short, max_context_tokens=14
+        ) as runner:
             by_length, whole = await runner.run(group(n=2), lambda finished: None)
         for meta in by_turns.trajectories:
-            assert (meta.reward, meta.num_turns, meta.finish_reason, meta.facts) == (2.0, 2, "max_turns", (("asked", 2),))
+            assert (meta.reward, meta.num_turns, meta.finish_reason, meta.facts) == (
+                2.0,
+                2,
+                "max_turns",
+                (("asked", 2),),
+            )
         assert payload.trajectories[0].turn_rewards == (1.0, 1.0)
         assert {meta.finish_reason for meta in by_length.trajectories} == {"length"}
         assert all(len(trajectory.segments[0].tokens_T) <= 14 for trajectory in whole.trajectories)
@@ -429,7 +496,9 @@ def test_an_episode_ends_at_its_time_limit_wherever_it_waits(model_dir: Path) ->
     async def body() -> None:
         for limit_s in (0.3, 1e-9):
             waiting: dict[str, str] = {}
-            async with runner_of(model_dir, Rewards(), Hangs, episode_timeout_s=limit_s, on_waiting=waiting.__setitem__) as runner:
+            async with runner_of(
+                model_dir, Rewards(), Hangs, episode_timeout_s=limit_s, on_waiting=waiting.__setitem__
+            ) as runner:
                 result, _ = await runner.run(group(n=2), lambda finished: None)
             assert [failure.kind for failure in result.failures] == ["episode-timeout"] * 2
             assert f"env.episode_timeout_s = {limit_s:g}" in result.failures[0].text
@@ -440,7 +509,9 @@ def test_an_episode_ends_at_its_time_limit_wherever_it_waits(model_dir: Path) ->
 
 
 @pytest.mark.parametrize("hold", [True, False])
-def test_an_episode_at_a_tool_keeps_or_lends_its_slot_and_a_drain_waits_for_it(model_dir: Path, hold: bool) -> None:
+def test_an_episode_at_a_tool_keeps_or_lends_its_slot_and_a_drain_waits_for_it(
+    model_dir: Path, hold: bool
+) -> None:
     async def body() -> None:
         tool, both_wait, free, waiting = asyncio.Event(), asyncio.Event(), list[int](), dict[str, str]()
 
@@ -454,7 +525,9 @@ def test_an_episode_at_a_tool_keeps_or_lends_its_slot_and_a_drain_waits_for_it(m
                 await tool.wait()
                 return await super().step(answer)
 
-        async with runner_of(model_dir, Rewards(), Slow, hold=hold, max_turns=2, on_waiting=on_waiting) as runner:
+        async with runner_of(
+            model_dir, Rewards(), Slow, hold=hold, max_turns=2, on_waiting=on_waiting
+        ) as runner:
             running = asyncio.create_task(runner.run(group(n=2), free.append))
             await both_wait.wait()
             await asyncio.sleep(0)
@@ -478,7 +551,10 @@ async def drained(runner: GroupRunner) -> None:
 @pytest.mark.slow
 def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -> None:
     async def body() -> None:
-        tries = tuple(EvalTry({"uid": f"e{i}", "prompt": "1" * (70 if i == 3 else 1 + i), "metadata": {}}) for i in range(20))
+        tries = tuple(
+            EvalTry({"uid": f"e{i}", "prompt": "1" * (70 if i == 3 else 1 + i), "metadata": {}})
+            for i in range(20)
+        )
         greedy = Sampling(temperature=0.0, max_response_tokens=16)
         request = EvalRequest(version=0, tries=tries, seed=1)
         async with runner_of(model_dir, Rewards()) as runner:
@@ -490,7 +566,9 @@ def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -
                 await runner.evaluate(EvalRequest(version=4, tries=tries, seed=1), greedy)
         assert first == again
         assert sum(isinstance(outcome, TrajectoryMeta) for outcome in first.outcomes) == 19
-        assert first.outcomes[3] == Failure("prompt", "prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64")
+        assert first.outcomes[3] == Failure(
+            "prompt", "prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64"
+        )
 
     run(body)
 
@@ -501,11 +579,19 @@ def test_an_eval_item_gets_the_same_answer_in_whatever_company(model_dir: Path) 
         items = [{"uid": f"e{i}", "prompt": "4,1,9=", "metadata": {}} for i in range(3)]
         tries = tuple(EvalTry(item, sample=sample) for item in items for sample in range(2))
         async with runner_of(model_dir, Rewards()) as runner:
-            together = await runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), SAMPLING, with_tokens=True)
-            parts = [await runner.evaluate(EvalRequest(version=0, tries=tries[a:b], seed=1), SAMPLING) for a, b in ((4, 6), (0, 4))]
-        assert len({outcome.response_tokens for outcome in together.outcomes}) > 3  # samples of an item differ, too
+            together = await runner.evaluate(
+                EvalRequest(version=0, tries=tries, seed=1), SAMPLING, with_tokens=True
+            )
+            parts = [
+                await runner.evaluate(EvalRequest(version=0, tries=tries[a:b], seed=1), SAMPLING)
+                for a, b in ((4, 6), (0, 4))
+            ]
+        # samples of an item differ, too
+        assert len({outcome.response_tokens for outcome in together.outcomes}) > 3
         assert together.outcomes == parts[1].outcomes + parts[0].outcomes
-        lengths = [sum(s.mask_T.sum() for t in group.trajectories for s in t.segments) for group in together.payload]
+        lengths = [
+            sum(s.mask_T.sum() for t in group.trajectories for s in t.segments) for group in together.payload
+        ]
         assert lengths == [outcome.response_tokens for outcome in together.outcomes]
         assert [result.payload for result in parts] == [None, None]
 
@@ -520,7 +606,9 @@ def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: b
         tries = tuple(EvalTry({"uid": f"e{i}", "prompt": "1", "metadata": {}}) for i in range(40))
         long = Sampling(temperature=0.9, max_response_tokens=128)
         async with runner_of(model_dir, rewards) as runner:
-            evaluating = asyncio.create_task(runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), long))
+            evaluating = asyncio.create_task(
+                runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), long)
+            )
             while not rewards.texts:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             rewards.hangs = False
@@ -540,7 +628,9 @@ def test_running_tokens_are_those_of_groups_that_have_not_ended(model_dir: Path)
         rewards = Rewards(hangs=True)
         tries = tuple(EvalTry({"uid": f"e{i}", "prompt": "1", "metadata": {}}) for i in range(3))
         async with runner_of(model_dir, rewards) as runner:
-            evaluating = asyncio.create_task(runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), SAMPLING))
+            evaluating = asyncio.create_task(
+                runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), SAMPLING)
+            )
             while len(rewards.texts) < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             assert runner.means.engine.sampled_tokens > runner.running_tokens == 0
@@ -572,8 +662,11 @@ def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path
 
 
 @pytest.mark.slow
-def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(model_dir: Path, tmp_path: Path) -> None:
-    """Random numbers depend on seed and position alone, so with the same weights it is the part that would have been."""
+def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Random numbers depend on seed and position alone, so with the same weights it is the part that would
+    have been."""
     request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 2), seed=7)
     whole: list[GroupPayload] = []
     cut: list[tuple[SoFar, GroupPayload]] = []
@@ -594,7 +687,9 @@ def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(model_dir:
         assert list(kept) == [0, 2]
         assert told.rest_tokens == 0
         assert (
-            40 <= sum(one.tokens for one in kept.values()) < sum(len(s.tokens_T) for t in whole[0].trajectories for s in t.segments)
+            40
+            <= sum(one.tokens for one in kept.values())
+            < sum(len(s.tokens_T) for t in whole[0].trajectories for s in t.segments)
         )
         write_payloads(tmp_path, overlaid([KEY], [payload]))
         (read,) = read_payloads(tmp_path)
@@ -606,7 +701,9 @@ def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(model_dir:
         for ours, theirs in zip(made.trajectories, whole[0].trajectories, strict=True):
             assert (ours.reward, ours.finish_reason) == (theirs.reward, theirs.finish_reason)
             for name in ("tokens_T", "versions_T", "mask_T"):
-                np.testing.assert_array_equal(getattr(ours.segments[0], name), getattr(theirs.segments[0], name))
+                np.testing.assert_array_equal(
+                    getattr(ours.segments[0], name), getattr(theirs.segments[0], name)
+                )
             np.testing.assert_allclose(ours.segments[0].logprobs_T, theirs.segments[0].logprobs_T, atol=1e-4)
 
     run(straight)
@@ -619,12 +716,19 @@ def test_only_the_reward_of_a_whole_response_is_computed_again(model_dir: Path) 
         request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 1), seed=7)
         async with runner_of(model_dir, Rewards(hangs=True)) as runner:
             playing = asyncio.create_task(runner.run(request, lambda free: None))
-            await until(lambda: [one.is_whole for one in runner.so_far()[0].kept.get(request.key, {}).values()] == [True, True])
+            await until(
+                lambda: (
+                    [one.is_whole for one in runner.so_far()[0].kept.get(request.key, {}).values()]
+                    == [True, True]
+                )
+            )
             told, (payload,) = runner.so_far()
             playing.cancel()
         rewards = Rewards()
         async with runner_of(model_dir, rewards) as runner:
-            result, _ = await runner.run(replace(request, goes_on=told.kept[request.key]), lambda free: None, payload)
+            result, _ = await runner.run(
+                replace(request, goes_on=told.kept[request.key]), lambda free: None, payload
+            )
             assert runner.means.engine.sampled_tokens == 0
         assert [meta.reward for meta in result.trajectories] == [float(len(text)) for text in rewards.texts]
         assert [meta.version_tokens for meta in result.trajectories] == [
@@ -639,7 +743,9 @@ def test_an_episode_with_several_turns_starts_again(model_dir: Path) -> None:
         async with runner_of(model_dir, Rewards(), partial(Questions, 3), chat_template=TEMPLATE) as runner:
             brake = Brake(runner.means.engine, {0: 4})
             playing = asyncio.create_task(
-                runner.run(PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0,), seed=1), lambda free: None)
+                runner.run(
+                    PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0,), seed=1), lambda free: None
+                )
             )
             async with brake.stopped():
                 told, payloads = runner.so_far()

@@ -1,5 +1,5 @@
-"""A user's class as the environment: what each misbehaviour does to its trajectory, that nothing waits longer than its limit, and
-that no process is left."""
+"""A user's class as the environment: what each misbehaviour does to its trajectory, that nothing waits longer
+than its limit, and that no process is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ WORTH = RewardPart(
 )
 IMPORT_LIMIT_S = 60.0
 LIMIT_S = 100.0
-"""For calls that end by themselves. Longer than `PLAYED_WITHIN_S`: who waits for this limit fails the test."""
+"""For calls that end by themselves. Longer than `PLAYED_WITHIN_S`: who waits for this limit fails the
+test."""
 PLAYED_WITHIN_S = 60.0
 SHORT_S = 1.0
 """For calls that hang."""
@@ -61,9 +62,14 @@ Play = Callable[[ToolEnvironment], Awaitable[Any]]
 
 
 def playing(
-    *plays: Play, tool_class: ToolClass = FAULTY, answer: str | None = None, how: str = "", limit_s: float = LIMIT_S
+    *plays: Play,
+    tool_class: ToolClass = FAULTY,
+    answer: str | None = None,
+    how: str = "",
+    limit_s: float = LIMIT_S,
 ) -> list[Any]:
-    """What each play of an environment returned or raised, at the same time; all processes are gone afterwards."""
+    """What each play of an environment returned or raised, at the same time; all processes are gone
+    afterwards."""
     started: set[psutil.Process] = set()
 
     async def main() -> list[Any]:
@@ -166,7 +172,9 @@ def test_calls_are_answered_in_their_order_and_wrong_ones_are_told() -> None:
         ("echo", "no JSON"),
         ("echo", {"text": "c"}),
     ]
-    ((turn, malformed, end),) = playing(after(said("", *calls), said("?", malformed="it is no JSON"), said("bye")))
+    ((turn, malformed, end),) = playing(
+        after(said("", *calls), said("?", malformed="it is no JSON"), said("bye"))
+    )
     assert isinstance(turn, Turn)
     assert [message["tool_call_id"] for message in turn.messages] == [f"c{index}" for index in range(6)]
     contents = [message["content"] for message in turn.messages]
@@ -174,7 +182,9 @@ def test_calls_are_answered_in_their_order_and_wrong_ones_are_told() -> None:
     assert "unexpected keyword argument 'words'" in contents[3]
     assert contents[4].startswith("{'error': ")
     assert contents[5] == "2: c"
-    assert malformed.messages == ({"role": "user", "content": "The tool call could not be read: it is no JSON"},)
+    assert malformed.messages == (
+        {"role": "user", "content": "The tool call could not be read: it is no JSON"},
+    )
     assert end == End(reward=1.0, facts={"failed_calls": 4})
 
 
@@ -191,7 +201,11 @@ def test_reset_gets_the_columns_and_adds_to_the_users_message() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "text"),
-    [("hang", "took longer"), ("raise", "RuntimeError: no such shop"), ("number", "reset returned int, not text or None")],
+    [
+        ("hang", "took longer"),
+        ("raise", "RuntimeError: no such shop"),
+        ("number", "reset returned int, not text or None"),
+    ],
 )
 def test_a_reset_that_fails_fails_its_trajectory(how: str, text: str) -> None:
     ((kind, why),) = playing(only_start, how=how, limit_s=SHORT_S if how == "hang" else LIMIT_S)
@@ -200,7 +214,9 @@ def test_a_reset_that_fails_fails_its_trajectory(how: str, text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "text"), [("reward hangs", "took longer"), ("reward is None", "the reward is None")])
+@pytest.mark.parametrize(
+    ("how", "text"), [("reward hangs", "took longer"), ("reward is None", "the reward is None")]
+)
 def test_an_episode_without_a_reward_has_failed(how: str, text: str) -> None:
     bye = after(said("bye"))
     ((kind, why),) = playing(within(SHORT_S, bye) if how == "reward hangs" else bye, how=how)
@@ -225,7 +241,9 @@ def test_reward_functions_of_a_class_have_weights() -> None:
 
 def test_a_process_serves_the_next_episode_with_a_new_object_unless_something_is_left_of_the_last() -> None:
     async def pids(environment: ToolEnvironment) -> list[str]:
-        turns = await answering(said("", ("echo", {"text": "a"})), misbehaving("pid"), environment=environment)
+        turns = await answering(
+            said("", ("echo", {"text": "a"})), misbehaving("pid"), environment=environment
+        )
         return [turn.messages[0]["content"] for turn in turns]
 
     async def main() -> list[list[str]]:
@@ -245,7 +263,9 @@ def test_a_process_serves_the_next_episode_with_a_new_object_unless_something_is
     assert first[1] == second[1] != third[1] == fourth[1] != fifth[1]
 
 
-def test_tools_that_print_wait_for_nobody_when_standard_error_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_that_print_wait_for_nobody_when_standard_error_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def write(fd: int, text: bytes) -> int:
         if fd == 2:
             raise BrokenPipeError
@@ -361,7 +381,9 @@ def test_a_class_that_cannot_be_imported_is_told() -> None:
     async def main() -> None:
         nothing = ToolClass(code=UserCode(name="faulty:Nothing", import_path=HERE))
         processes = EnvironmentProcesses(nothing, import_limit_s=IMPORT_LIMIT_S)
-        with pytest.raises(ProcessEnded, match="faulty:Nothing: AttributeError: module 'faulty' has no attribute 'Nothing'"):
+        with pytest.raises(
+            ProcessEnded, match="faulty:Nothing: AttributeError: module 'faulty' has no attribute 'Nothing'"
+        ):
             await processes.start()
         await processes.close()
 
@@ -389,7 +411,9 @@ def test_a_worker_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
 
         asyncio.run(main())
     """
-    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
     assert worker.stdout is not None
     assert worker.stdout.readline() == "ready\n"
     started = psutil.Process(worker.pid).children(recursive=True)
@@ -454,8 +478,14 @@ def test_the_environment_of_docs_agents_works_as_written(tmp_path: Path) -> None
         processes = EnvironmentProcesses(library, import_limit_s=IMPORT_LIMIT_S)
         environment = ToolEnvironment(processes, library, None, CallLog(None), LIMIT_S)
         first = await environment.start(make_item("Where is The Waves?", None, {"books": books, "shelf": 7}))
-        looked = said("", ("look_up", {"author": "Woolf", "title": "The Waves"}), ("look_up", {"author": "Woolf", "title": "?"}))
-        found, _, end = await answering(looked, said("", ("answer", {"shelf": 7})), said("On shelf 7."), environment=environment)
+        looked = said(
+            "",
+            ("look_up", {"author": "Woolf", "title": "The Waves"}),
+            ("look_up", {"author": "Woolf", "title": "?"}),
+        )
+        found, _, end = await answering(
+            looked, said("", ("answer", {"shelf": 7})), said("On shelf 7."), environment=environment
+        )
         await environment.close()
         await processes.close()
         return first.messages[-1]["content"], [message["content"] for message in found.messages], end.reward

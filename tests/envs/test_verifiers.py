@@ -1,4 +1,5 @@
-"""Environments made with the package verifiers: their prompts, and episodes that they play over the gateway."""
+"""Environments made with the package verifiers: their prompts, and episodes that they play over the
+gateway."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ async def played(task: Task, says: Callable[[str], str]) -> list[Episode]:
     await pool.start()
     async with gateway(says) as served:
         engine: Any = served.engine
-        means = Means(engine, CHAT, lambda: AgentEnvironment(served.gateway, pool), LIMITS, Places(8, hold=True))
+        means = Means(
+            engine, CHAT, lambda: AgentEnvironment(served.gateway, pool), LIMITS, Places(8, hold=True)
+        )
         episodes = [Episode(f"e{index}", item, 5, means, SAMPLING) for index, item in enumerate(task.train)]
         try:
             await asyncio.gather(*(episode.play() for episode in episodes))
@@ -72,14 +75,18 @@ def says(prompt: str) -> str:
 def test_prompts_tools_and_rewards_are_the_environments_and_the_tokens_are_those_that_were_sampled() -> None:
     task = task_of("little-hub", "task.params.num_sums=5")
     assert task.notes == ("verifiers:little-hub: left out 2 rows that repeat an earlier one",)
-    assert [item["answer"] for item in task.train] == ["2", "3", "4", "3", "5", "?"]  # one question in three rows
+    # one question in three rows
+    assert [item["answer"] for item in task.train] == ["2", "3", "4", "3", "5", "?"]
     assert len({item["uid"] for item in task.train}) == 6
     assert [item["prompt"][-1]["content"] for item in task.eval] == ["2+2"]
     episodes = asyncio.run(played(task, says))
-    assert [outcome(episode) for episode in episodes] == [0.0, 1.0, 0.0, 1.0, 0.5, 0.0]  # looked up, guessed, there are no nuts
+    # looked up, guessed, there are no nuts
+    assert [outcome(episode) for episode in episodes] == [0.0, 1.0, 0.0, 1.0, 0.5, 0.0]
     assert [episode.conversation.num_turns for episode in episodes] == [1, 1, 1, 2, 1, 2]
     first, looked = (episodes[index].conversation.segments() for index in (0, 3))
-    assert [text_of(segment.tokens_T) for segment in first] == ["<system>Answer with a number.\n<user>1+1\n<assistant>3\n"]
+    assert [text_of(segment.tokens_T) for segment in first] == [
+        "<system>Answer with a number.\n<user>1+1\n<assistant>3\n"
+    ]
     called = '<assistant>!price{"thing": "pear"}\n<tool>3\n<assistant>3\n'
     assert [text_of(segment.tokens_T) for segment in looked] == ["[price]<user>price of a pear?\n" + called]
     assert looked[0].mask_T.sum() == len('!price{"thing": "pear"}\n3\n')
@@ -93,7 +100,8 @@ def test_a_rubric_that_compares_rollouts_is_refused() -> None:
 
 
 def test_a_python_without_verifiers_is_refused_with_what_to_install(tmp_path: Path) -> None:
-    bare = tmp_path / "python"  # its own library and nothing else: what the child imports of ours needs no more
+    # its own library and nothing else: what the child imports of ours needs no more
+    bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     with pytest.raises(ConfigError, match="does not have the package verifiers") as without:

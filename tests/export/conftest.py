@@ -1,4 +1,5 @@
-"""A run directory as a driver leaves it: a kept version, a checkpoint at a window's end and one in mid-window."""
+"""A run directory as a driver leaves it: a kept version, a checkpoint at a window's end and one in
+mid-window."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def checkpoint(directory: Path, step: int, write: Callable[[Path], None]) -> Pat
         write(working)
 
     store = CheckpointStore(directory, keep=9, profile="custom", write_trainer=write_trainer)
-    return asyncio.run(store.write(Cut(step=step, version=step // K, at_window_boundary=step % K == 0, loop_state={})))
+    return asyncio.run(
+        store.write(Cut(step=step, version=step // K, at_window_boundary=step % K == 0, loop_state={}))
+    )
 
 
 def train(trainer: PolicyTrainer, step: int) -> None:

@@ -1,4 +1,5 @@
-"""A run with LoRA is exported merged, or as peft's adapter: both score as the trainer does. A critic is not exported."""
+"""A run with LoRA is exported merged, or as peft's adapter: both score as the trainer does. A critic is not
+exported."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ LORA = {"rank": 3, "alpha": 6.0}
 def lora_run(tmp_path):
     """The run's directory after two steps, its base model's, and the trainer's logprobs of SEQUENCE."""
     model_dir = model_with_tokenizer(tmp_path / "base", tied=True)
-    profile = profile_of(model_dir).model_copy(update={"lora": profile_of(model_dir).lora.model_copy(update=LORA)})
+    profile = profile_of(model_dir).model_copy(
+        update={"lora": profile_of(model_dir).lora.model_copy(update=LORA)}
+    )
     directory = open_run(tmp_path / "runs", "otter", profile)
     keep_model_files(model_dir, directory)
     trainer = trainer_parts(model_dir, lr=1e-2, **LORA).made(f"file://{tmp_path}/rendezvous")
@@ -67,10 +70,14 @@ def test_adapters_are_merged_or_written_as_peft_has_them(lora_run):
 def test_another_base_model_is_refused(lora_run, tmp_path):
     directory, *_ = lora_run
     other = tmp_path / "other"
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=8))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=8)
+    )
     model.save_pretrained(other)
     tiny_tokenizer("abcdefgh").save_pretrained(other)
-    with pytest.raises(RefusedError, match=r"not the run's base model: model\.layers\.0\.mlp\.down_proj\.weight is missing"):
+    with pytest.raises(
+        RefusedError, match=r"not the run's base model: model\.layers\.0\.mlp\.down_proj\.weight is missing"
+    ):
         export("otter", runs_dir=directory.parent, max_file_bytes=10**9, model=other)
 
 

@@ -62,7 +62,9 @@ def test_the_newest_checkpoint_scores_as_the_trainer_does_bit_for_bit(make_run, 
     with safe_open(result.path / "model.safetensors", framework="pt") as file:
         assert ("lm_head.weight" in file.keys()) == (not tied)  # noqa: SIM118 - no mapping
     assert result.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert AutoTokenizer.from_pretrained(result.path).encode("abc") == AutoTokenizer.from_pretrained(made.model_dir).encode("abc")
+    assert AutoTokenizer.from_pretrained(result.path).encode("abc") == AutoTokenizer.from_pretrained(
+        made.model_dir
+    ).encode("abc")
 
 
 @pytest.mark.slow
@@ -92,7 +94,9 @@ def test_a_version_that_is_nowhere_is_refused_with_those_that_are_there(make_run
     shutil.rmtree(made.directory / "versions")
     for step in (2, 3):
         damage(made.directory / "checkpoints" / f"step-{step:06d}")
-    with pytest.raises(RefusedError, match=r"version 1 is not whole: checkpoint .*step-000003 is refused: .* was altered") as told:
+    with pytest.raises(
+        RefusedError, match=r"version 1 is not whole: checkpoint .*step-000003 is refused: .* was altered"
+    ) as told:
         exported(made, version=1)
     assert told.value.hint == "no version is left: weights.keep_versions was 0"
     with pytest.raises(ConfigError, match="no run or checkpoint 'badger'"):
@@ -113,7 +117,11 @@ def test_large_models_are_written_in_several_files(make_run):
     result = exported(made, max_file_bytes=500_000)
     files = sorted(path.name for path in result.path.glob("*.safetensors"))
     assert len(files) > 3
-    assert list(result.files) == files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert (
+        list(result.files)
+        == files
+        == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    )
     index = json.loads((result.path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == result.num_bytes == 4 * result.parameters
     assert_equal(weights_of(result.path), made.weights[3])
@@ -136,7 +144,9 @@ def test_damaged_events_that_may_have_held_the_step_are_said(make_run, capsys):
     events = made.directory / "events.jsonl"
     events.write_text('{"event": "published", "version"\n{"event": "published", "version": 1, "step": 2}\n')
     assert run(["export", "otter", "--version", "1", "--runs-dir", str(made.runs_dir)]) == 0
-    assert f"warning: damaged lines of {events} left out: 1; line 1: " in " ".join(capsys.readouterr().err.split())
+    assert (f"warning: damaged lines of {events} left out: 1; line 1: ") in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused(make_run):
@@ -178,21 +188,30 @@ def test_nothing_is_overwritten(make_run, capsys, tmp_path):
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "empty").iterdir()) == before
 
 
-def test_a_target_that_cannot_be_is_refused_and_a_given_one_before_a_byte_is_read(make_run, capsys, tmp_path, monkeypatch):
+def test_a_target_that_cannot_be_is_refused_and_a_given_one_before_a_byte_is_read(
+    make_run, capsys, tmp_path, monkeypatch
+):
     made = make_run()
     exported(made)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(RefusedError, match=r"exports/step-000003 exists and is not empty"):
         exported(made)
-    monkeypatch.setattr("asyncrl_cli.export.source.load_checkpoint", lambda *given, **options: pytest.fail("read it"))
+    monkeypatch.setattr(
+        "asyncrl_cli.export.source.load_checkpoint", lambda *given, **options: pytest.fail("read it")
+    )
     assert run(["export", "otter", "--runs-dir", str(made.runs_dir), "--out", str(tmp_path / "file")]) == 4
     assert f"error: {tmp_path / 'file'} is a file\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--version", "7"], ["--model", "/nope"], ["--adapter"], ["--out", "/dev"]])
+@pytest.mark.parametrize(
+    "words", [["--version", "7"], ["--model", "/nope"], ["--adapter"], ["--out", "/dev"]]
+)
 def test_what_can_be_refused_is_refused_before_torch_is_imported(make_run, words):
     command = ["export", "otter", "--runs-dir", str(make_run().runs_dir), *words]
-    code = f"import sys; from asyncrl_cli.cli.app import run; code = run({command}); print(code, 'torch' in sys.modules)"
+    code = (
+        f"import sys; from asyncrl_cli.cli.app import run; code = run({command}); print(code, 'torch' in "
+        "sys.modules)"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout in ("2 False\n", "4 False\n"), ran.stderr
 
@@ -216,7 +235,9 @@ def test_an_export_has_the_permissions_that_the_umask_leaves(make_run, tmp_path,
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == mode
-    assert {file.name: file.stat().st_mode & 0o777 for file in path.iterdir()} == dict.fromkeys(os.listdir(path), mode & 0o666)
+    assert {file.name: file.stat().st_mode & 0o777 for file in path.iterdir()} == dict.fromkeys(
+        os.listdir(path), mode & 0o666
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,7 +279,9 @@ def test_a_model_that_is_gone_is_said_and_another_directory_can_be_named(make_ru
         shutil.rmtree(made.directory / place)
     assert_equal(weights_of(exported(made, out=tmp_path / "by-path").path), made.weights[3])
     files = made.model_dir.rename(tmp_path / "moved")
-    with pytest.raises(PreflightError, match=r"configuration and tokenizer of model\.path = .*original.* were not found") as told:
+    with pytest.raises(
+        PreflightError, match=r"configuration and tokenizer of model\.path = .*original.* were not found"
+    ) as told:
         exported(made)
     assert "--model DIR" in told.value.hint
     assert_equal(weights_of(exported(made, model=files).path), made.weights[3])
@@ -273,7 +296,9 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(make_run, tmp_pat
         exported(made, model=tied)
 
 
-def test_a_checkpoint_that_was_copied_out_of_its_run_goes_to_the_working_directory(make_run, tmp_path, monkeypatch):
+def test_a_checkpoint_that_was_copied_out_of_its_run_goes_to_the_working_directory(
+    make_run, tmp_path, monkeypatch
+):
     made = make_run()
     away = tmp_path / "away" / "step-000002"
     shutil.copytree(made.directory / "checkpoints" / "step-000002", away)
@@ -286,7 +311,22 @@ def test_a_checkpoint_that_was_copied_out_of_its_run_goes_to_the_working_directo
 def test_json_says_what_was_written(make_run, capsys, tmp_path):
     made = make_run(tied=True)
     out = tmp_path / "out"
-    assert run(["export", "otter", "--runs-dir", str(made.runs_dir), "--version", "1", "--out", str(out), "--json"]) == 0
+    assert (
+        run(
+            [
+                "export",
+                "otter",
+                "--runs-dir",
+                str(made.runs_dir),
+                "--version",
+                "1",
+                "--out",
+                str(out),
+                "--json",
+            ]
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     parameters = sum(weight.numel() for weight in made.weights[2].values())
     assert told == {
@@ -318,7 +358,8 @@ def test_a_checkpoint_of_two_ranks_is_exported_without_ranks(tmp_path, run_ranks
 
 @pytest.mark.parametrize("source", ["trainer's state", "published in mid-window", "kept"])
 def test_experts_are_written_as_in_the_models_own_files(tmp_path, make_trainer, source):
-    """transformers joins a layer's experts in memory; files, published versions and vLLM have them one by one."""
+    """transformers joins a layer's experts in memory; files, published versions and vLLM have them one by
+    one."""
     from transformers import Qwen3MoeConfig
 
     from asyncrl_cli.models.tiny import tiny_tokenizer
@@ -352,7 +393,9 @@ def test_experts_are_written_as_in_the_models_own_files(tmp_path, make_trainer, 
     names = set(json.loads((result.path / "model.safetensors.index.json").read_text())["weight_map"])
     with safe_open(tmp_path / "original" / "model.safetensors", framework="pt") as file:
         assert names == set(file.keys())
-    assert_equal(weights_of(result.path), {name: parameter.detach() for name, parameter in original.named_parameters()})
+    assert_equal(
+        weights_of(result.path), {name: parameter.detach() for name, parameter in original.named_parameters()}
+    )
 
 
 def test_the_step_of_a_version_is_the_recorded_one_which_an_extension_has_moved(tmp_path):
@@ -360,6 +403,9 @@ def test_the_step_of_a_version_is_the_recorded_one_which_an_extension_has_moved(
     sets = {"run": {"train_steps": 20}, "async_training": {"trigger_parameter_sync_step": 4}}
     profile = Profile.model_validate(sets)
     assert _step_of(tmp_path, profile, 3) == (12, ())
-    published = [{"event": "published", "version": version, "step": step} for version, step in ((1, 4), (2, 6), (3, 10))]
+    published = [
+        {"event": "published", "version": version, "step": step}
+        for version, step in ((1, 4), (2, 6), (3, 10))
+    ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in published))
     assert [_step_of(tmp_path, profile, version)[0] for version in (1, 2, 3)] == [4, 6, 10]

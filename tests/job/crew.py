@@ -49,7 +49,10 @@ def small_profile(
 
 def nodes(*cpus_and_gpus: tuple[int, int], elastic_cpus: bool = False) -> ClusterResources:
     return ClusterResources(
-        nodes=tuple(NodeResources(name=f"node-{index}", cpus=cpus, gpus=gpus) for index, (cpus, gpus) in enumerate(cpus_and_gpus)),
+        nodes=tuple(
+            NodeResources(name=f"node-{index}", cpus=cpus, gpus=gpus)
+            for index, (cpus, gpus) in enumerate(cpus_and_gpus)
+        ),
         elastic_cpus=elastic_cpus,
     )
 
@@ -72,7 +75,9 @@ def make_classifier(directory: Path) -> Path:
     tokenizer = tiny_tokenizer(CHARACTERS)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **sizes)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **sizes
+    )
     AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -92,7 +97,9 @@ def witnesses(plan: JobPlan, options: Any) -> dict[str, list[tuple[str, str]]]:
 
     made, seen = [], {}
     for role in plan.roles:  # the ranks have their devices before the workers come, as in a job
-        actors = [ray.remote(Witness).options(**options(role.role, index)).remote() for index in range(role.workers)]
+        actors = [
+            ray.remote(Witness).options(**options(role.role, index)).remote() for index in range(role.workers)
+        ]
         seen[role.role] = ray.get([actor.seen.remote() for actor in actors], timeout=200)
         made += actors
     for actor in made:
@@ -104,7 +111,9 @@ def in_place(check: Callable[[JobPlan, Any], Any], cluster: Any, **placement_key
     return reserved(compile_job(small_profile(placement=placement_keys), cluster), check)
 
 
-def reserved(plan: JobPlan, check: Callable[[JobPlan, Any], Any] = lambda plan, options: None, timeout_s: float = 30.0) -> Any:
+def reserved(
+    plan: JobPlan, check: Callable[[JobPlan, Any], Any] = lambda plan, options: None, timeout_s: float = 30.0
+) -> Any:
     from asyncrl_cli.job.placing import placed
 
     async def main() -> Any:

@@ -25,7 +25,8 @@ class Holder:
 def main(how: str) -> None:
     import ray
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that a shell runs in the background inherit that it is ignored
+    # tests that a shell runs in the background inherit that it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cluster = ClusterResources(nodes=(NodeResources(name="here", cpus=2),), elastic_cpus=True)
     with ray_session(Profile(), cluster=cluster) as plan:
         holder = ray.remote(Holder).options(num_cpus=1).remote()

@@ -76,7 +76,9 @@ def called(ref: Any, timeout_s: float = 30.0, host: str = "") -> Any:
     return asyncio.run(answer(ref, executor="rollout-0", call="group p@0.0", limit=limit, host=host))
 
 
-def test_an_actors_own_error_is_quoted_and_its_traceback_logged(actor: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_actors_own_error_is_quoted_and_its_traceback_logged(
+    actor: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR), pytest.raises(ExecutorFailed) as failed:
         called(actor.raises.remote())
     assert str(failed.value) == "rollout-0 failed: ValueError: the tokens do not fit"
@@ -93,11 +95,15 @@ def test_a_timeout_inside_the_actor_is_the_actors_error(actor: Any) -> None:
 
 
 @pytest.mark.parametrize(("host", "where"), [("", ""), ("10.0.0.7", " on 10.0.0.7")])
-def test_a_call_that_takes_too_long_names_the_call_its_node_and_the_key(actor: Any, host: str, where: str) -> None:
+def test_a_call_that_takes_too_long_names_the_call_its_node_and_the_key(
+    actor: Any, host: str, where: str
+) -> None:
     began_s = time.monotonic()
     with pytest.raises(ExecutorLost) as failed:
         called(actor.hangs.remote(), timeout_s=0.5, host=host)
-    assert str(failed.value) == f"rollout-0 failed: group p@0.0{where} took longer than rollout.call_timeout_s = 0.5 s"
+    assert str(failed.value) == (
+        f"rollout-0 failed: group p@0.0{where} took longer than rollout.call_timeout_s = 0.5 s"
+    )
     assert time.monotonic() - began_s < 30.0  # of the 600 that it hangs
 
 
@@ -114,7 +120,9 @@ def test_a_call_whose_limit_has_no_key_names_none() -> None:
 
 
 def test_an_actor_that_dies_is_named_with_what_ray_knows(actor: Any) -> None:
-    with pytest.raises(ExecutorLost, match=r"rollout-0 failed: its process ended during group p@0.0") as failed:
+    with pytest.raises(
+        ExecutorLost, match=r"rollout-0 failed: its process ended during group p@0.0"
+    ) as failed:
         called(actor.dies.remote())
     assert "\n" not in str(failed.value)
     assert "common causes" not in str(failed.value)
@@ -128,7 +136,9 @@ def test_arrays_that_went_with_their_node_are_not_called_a_dead_process() -> Non
     async def fetch() -> None:
         raise ObjectLostError("ab" * 28, None, "")
 
-    with pytest.raises(ExecutorLost, match="trainer-0 failed: arrays were lost during train step 5: ") as failed:
+    with pytest.raises(
+        ExecutorLost, match="trainer-0 failed: arrays were lost during train step 5: "
+    ) as failed:
         asyncio.run(answer(fetch(), executor="trainer-0", call="train step 5", limit=Limit(5.0)))
     assert "\n" not in str(failed.value)
 
@@ -137,7 +147,9 @@ def test_a_full_disk_is_named_with_its_node(actor: Any) -> None:
     import ray
 
     where = ray.util.get_node_ip_address()
-    with pytest.raises(ExecutorFailed, match=f"rollout-0 failed: node {where} has room .* disk .* during group p@0.0") as failed:
+    with pytest.raises(
+        ExecutorFailed, match=f"rollout-0 failed: node {where} has room .* disk .* during group p@0.0"
+    ) as failed:
         called(actor.finds_the_disk_full.remote())
     assert not isinstance(failed.value, ExecutorLost)
     assert "`df` there" in failed.value.hint
@@ -161,7 +173,12 @@ def test_the_first_failure_of_several_calls_ends_the_wait_for_all(actor: Any) ->
     async def main() -> None:
         refs = [actor.hangs.remote(), actor.raises.remote()]
         await all_of(
-            answer(ref, executor=f"trainer-{rank}", call="train step 1", limit=Limit(60.0, "rollout.call_timeout_s"))
+            answer(
+                ref,
+                executor=f"trainer-{rank}",
+                call="train step 1",
+                limit=Limit(60.0, "rollout.call_timeout_s"),
+            )
             for rank, ref in enumerate(refs)
         )
 

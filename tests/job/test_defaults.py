@@ -1,4 +1,5 @@
-"""Defaults that follow from the job's device and the model's sizes: the dtype, and limits on the time of what takes long."""
+"""Defaults that follow from the job's device and the model's sizes: the dtype, and limits on the time of what
+takes long."""
 
 from __future__ import annotations
 
@@ -28,11 +29,18 @@ from .crew import nodes, small_profile
 LIMITS = ("placement.start_timeout_s", "trainer.step_timeout_s", "checkpoint.timeout_s")
 # Qwen2.5-32B: 32,763,876,352 parameters by its model card's sizes
 SIZES_32B = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "vocab_size": 152064}
-LONG = ("rollout.max_prompt_tokens=1024", "rollout.max_response_tokens=8192", "trainer.ppo_mini_batch_size=256", "rollout.n=8")
+LONG = (
+    "rollout.max_prompt_tokens=1024",
+    "rollout.max_response_tokens=8192",
+    "trainer.ppo_mini_batch_size=256",
+    "rollout.n=8",
+)
 
 
 def qwen_32b() -> ModelShape:
-    return shape_of_config({"model_type": "qwen2", "num_attention_heads": 40, "num_key_value_heads": 8, **SIZES_32B})
+    return shape_of_config(
+        {"model_type": "qwen2", "num_attention_heads": 40, "num_key_value_heads": 8, **SIZES_32B}
+    )
 
 
 def limits_of(loaded: Loaded) -> list[float]:
@@ -57,11 +65,18 @@ def test_a_default_stays_out_of_a_profile_file_and_in_the_runs_document() -> Non
     resolved = for_device(load("base"), "cuda")
     assert "dtype" not in to_toml(resolved.profile, resolved.origins)
     document = to_document(resolved.profile, resolved.origins)
-    assert (document["profile"]["model"]["dtype"], document["origins"]["model.dtype"]) == ("bfloat16", "default for cuda")
+    assert (document["profile"]["model"]["dtype"], document["origins"]["model.dtype"]) == (
+        "bfloat16",
+        "default for cuda",
+    )
 
 
 def test_keys_that_exclude_the_devices_dtype_are_refused_as_if_it_was_given() -> None:
-    apart = ['placement.tasks=[["train"],["prox"],["rollout"]]', "algorithm.old_logprobs=recompute", "lora.rank=8"]
+    apart = [
+        'placement.tasks=[["train"],["prox"],["rollout"]]',
+        "algorithm.old_logprobs=recompute",
+        "lora.rank=8",
+    ]
     with pytest.raises(ConfigError, match="in bfloat16"):
         for_device(load("base", apart), "cuda")
     assert for_device(load("base", apart), "cpu").profile.model.dtype == "float32"
@@ -84,7 +99,9 @@ def test_nothing_of_a_run_sees_an_unresolved_dtype(tmp_path: Path, monkeypatch: 
     assert run.origins["model.dtype"] == "default for cuda"
 
 
-def test_a_resumed_run_keeps_its_dtype_on_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_its_dtype_on_another_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = load("base")  # as an earlier release wrote it, or a run on CPUs
     run = Run(loaded.profile, loaded.origins, runs_dir=tmp_path, ui="none", checkpoint=SimpleNamespace())  # type: ignore[arg-type]
     run._resolve("cuda")
@@ -95,7 +112,8 @@ def test_limits_of_a_large_model_follow_from_its_bytes_and_tokens() -> None:
     start_s, step_s, checkpoint_s = limits_of(on_gpus(load("base", LONG), 8))
     # 32.76e9 parameters: 131 GB of files in float32, and 393 GB of weights and moments, at 100 MB/s
     assert (start_s, checkpoint_s) == (600 + 1310, 300 + 3930)
-    # 256 * 8 trajectories of 9,216 tokens: 12 operations for each parameter and half of all pairs in 64 layers, by 4 ranks
+    # 256 * 8 trajectories of 9,216 tokens: 12 operations for each parameter and half of all pairs in 64
+    # layers, by 4 ranks
     operations = 12 * 256 * 8 * 9216 * (32.76e9 + 64 * 5120 * 9216)
     assert step_s == pytest.approx(600 + operations / (4 * 40e12), abs=20)
 
@@ -109,7 +127,9 @@ def test_a_small_models_limits_are_as_they_were() -> None:
 def test_given_limits_stay_and_a_resume_with_other_ranks_derives_the_others_anew() -> None:
     first = on_gpus(load("base", [*LONG, "checkpoint.timeout_s=20"]), 8)
     assert limits_of(first)[2] == 20
-    again = on_gpus(changed(from_document(to_document(first.profile, first.origins)), ["trainer.step_timeout_s=99"]), 16)
+    again = on_gpus(
+        changed(from_document(to_document(first.profile, first.origins)), ["trainer.step_timeout_s=99"]), 16
+    )
     assert limits_of(again) == [limits_of(first)[0], 99, 20]
     resumed = on_gpus(from_document(to_document(first.profile, first.origins)), 16)
     assert limits_of(resumed)[1] - 600 == pytest.approx((limits_of(first)[1] - 600) / 2, abs=20)
@@ -119,7 +139,9 @@ class Hanging:
     """An actor that never answers."""
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: asyncio.sleep(60), options=lambda **_: getattr(self, method))
+        return SimpleNamespace(
+            remote=lambda *args: asyncio.sleep(60), options=lambda **_: getattr(self, method)
+        )
 
 
 CUT = Cut(step=1, version=0, at_window_boundary=True, loop_state={})
@@ -138,14 +160,19 @@ BATCH: Any = SimpleNamespace(step=3, step_in_window=0, window=0, groups=(), colu
         ("checkpoint.timeout_s", lambda trainer, worker, critic: trainer.restore(Path("nowhere"))),
     ],
 )
-def test_a_call_that_hangs_names_the_key_of_its_own_limit(key: str, call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_call_that_hangs_names_the_key_of_its_own_limit(
+    key: str, call: Callable[..., Any], tmp_path: Path
+) -> None:
     shares: Any = lambda batch, names: ([], [], [[]])  # noqa: E731
     profile = small_profile(placement={"start_timeout_s": 0.05}, trainer={"step_timeout_s": 0.05})
     profile = profile.model_copy(update={"checkpoint": CheckpointSection(timeout_s=0.05)})
 
     async def main() -> None:
         trainer = RayTrainer([Hanging()], profile, samples_dir=tmp_path)
-        worker, critic = RayRolloutWorker("rollout-0", Hanging, profile), RayCritic("critic", lambda: [Hanging()], profile)
+        worker, critic = (
+            RayRolloutWorker("rollout-0", Hanging, profile),
+            RayCritic("critic", lambda: [Hanging()], profile),
+        )
         trainer._shares = critic._shares = shares  # type: ignore[method-assign]
         trainer._sampled = lambda *args: None  # type: ignore[method-assign, assignment, return-value]
         await call(trainer, worker, critic)

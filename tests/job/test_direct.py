@@ -1,4 +1,5 @@
-"""`nccl` and `ipc` between the driver, rank 0's actor and a worker's, without Ray and without a GPU: who is told what, and when."""
+"""`nccl` and `ipc` between the driver, rank 0's actor and a worker's, without Ray and without a GPU: who is
+told what, and when."""
 
 from __future__ import annotations
 
@@ -133,8 +134,15 @@ class Driver:
         self.calls: list[Any] = []
         monkeypatch.setattr(ray, "kill", lambda actor: self.calls.append("kill"))
         self.trainer_actor = SimpleNamespace(
-            gather=remote(lambda version, wanted: self.calls.append(("gather", version, wanted)) or (0.5, None)),
-            publish=remote(lambda version: (Manifest(version=version, num_bytes=1, fingerprints=(1,), temperature=1.0), [()])),
+            gather=remote(
+                lambda version, wanted: self.calls.append(("gather", version, wanted)) or (0.5, None)
+            ),
+            publish=remote(
+                lambda version: (
+                    Manifest(version=version, num_bytes=1, fingerprints=(1,), temperature=1.0),
+                    [()],
+                )
+            ),
             leave=remote(lambda worker: self.calls.append(("leave", worker))),
         )
         profile = direct_profile(transport)
@@ -146,7 +154,9 @@ class Driver:
         return SimpleNamespace(
             __ray_ready__=remote(lambda: True),
             start=remote(lambda: self.calls.append("started") or ("", "")),
-            connect=remote(lambda rank_zero: self.calls.append(("connect", rank_zero.actor is self.trainer_actor))),
+            connect=remote(
+                lambda rank_zero: self.calls.append(("connect", rank_zero.actor is self.trainer_actor))
+            ),
         )
 
 
@@ -160,7 +170,15 @@ def test_a_restarted_worker_leaves_rank_zero_before_its_successor_is_made_and_me
         await there.worker.restart()
 
     asyncio.run(body())
-    assert there.calls == ["made", ("connect", True), "kill", ("leave", WORKER), "made", "started", ("connect", True)]
+    assert there.calls == [
+        "made",
+        ("connect", True),
+        "kill",
+        ("leave", WORKER),
+        "made",
+        "started",
+        ("connect", True),
+    ]
 
 
 def test_rank_zero_hears_at_once_of_a_worker_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +250,8 @@ def test_a_meeting_that_takes_too_long_says_what_can_be_typed(monkeypatch: pytes
         with pytest.raises(ExecutorLost) as caught:
             await there.worker.connect(there.trainer_actor)
         assert str(caught.value) == (
-            "rollout-0 failed: its connection to trainer-0 took longer than 0.25 s (by weights.timeout_s = 20 s)"
+            "rollout-0 failed: its connection to trainer-0 took longer than 0.25 s (by weights.timeout_s = "
+            "20 s)"
         )
         assert caught.value.hint.endswith("--set weights.timeout_s=...")
 
@@ -245,7 +264,9 @@ def test_a_restart_with_another_transport_asks_rank_zero_nothing(monkeypatch: py
     assert there.calls == ["made", "kill", "made", "started"]
 
 
-def test_each_gather_tells_rank_zero_which_versions_somebody_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gather_tells_rank_zero_which_versions_somebody_still_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     there = Driver(monkeypatch)
 
     async def body() -> None:
@@ -299,7 +320,9 @@ def test_a_worker_notes_a_version_and_its_engine_asks_rank_zero_within_the_load(
     assert {name: tensor.device.type for name, tensor in received.weights.items()} == {"a": "meta"}
 
 
-@pytest.mark.parametrize(("transport", "backend"), [("nccl", "nccl"), ("ipc", "ipc"), ("object-store", "asyncrl-buckets")])
+@pytest.mark.parametrize(
+    ("transport", "backend"), [("nccl", "nccl"), ("ipc", "ipc"), ("object-store", "asyncrl-buckets")]
+)
 def test_vllm_is_started_with_the_engine_that_receives_this_transport(
     transport: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,11 +336,16 @@ def test_vllm_is_started_with_the_engine_that_receives_this_transport(
 
 def test_what_rank_zero_fails_in_is_told_with_its_name() -> None:
     def fails(*args: Any) -> None:
-        raise ExecutorFailed("rank 0 waited for rollout-0's vLLM processes to take version 3: longer than weights.timeout_s = 20 s")
+        raise ExecutorFailed(
+            "rank 0 waited for rollout-0's vLLM processes to take version 3: longer than "
+            "weights.timeout_s = 20 s"
+        )
 
     async def body() -> None:
         link = RayRankZero(SimpleNamespace(direct=remote(fails)), WORKER, 20.0, 1)
-        with pytest.raises(ExecutorFailed, match="rank 0 waited for rollout-0's vLLM processes to take version 3"):
+        with pytest.raises(
+            ExecutorFailed, match="rank 0 waited for rollout-0's vLLM processes to take version 3"
+        ):
             await link.broadcast(3, {})
 
     asyncio.run(body())
@@ -328,7 +356,10 @@ def test_what_rank_zero_fails_in_is_told_with_its_name() -> None:
 
 def test_ipc_shares_one_gpu_only() -> None:
     four = nodes((16, 4))
-    for placement, hint in (({}, "placement.gpus=1"), ({"trainer_workers": 2}, "placement.trainer_workers=1")):
+    for placement, hint in (
+        ({}, "placement.gpus=1"),
+        ({"trainer_workers": 2}, "placement.trainer_workers=1"),
+    ):
         with pytest.raises(ConfigError, match=r'weights.transport = "ipc" with [24] GPUs') as caught:
             cuda_counts(direct_profile("ipc", colocate=True, **placement), four)
         assert f"--set {hint}" in caught.value.hint
@@ -356,4 +387,8 @@ def test_the_memory_estimate_counts_what_weights_pass_through_on_the_gpus(tmp_pa
 
 def test_a_gpu_without_a_number_is_the_first_one() -> None:
     found = {device: own_device(Place(model_dir="", device=device)) for device in ("cuda", "cuda:3", "cpu")}
-    assert found == {"cuda": torch.device("cuda:0"), "cuda:3": torch.device("cuda:3"), "cpu": torch.device("cpu")}
+    assert found == {
+        "cuda": torch.device("cuda:0"),
+        "cuda:3": torch.device("cuda:3"),
+        "cpu": torch.device("cpu"),
+    }

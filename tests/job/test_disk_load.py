@@ -1,4 +1,5 @@
-"""A rollout worker with a real engine, and a version that is damaged on the disk: refused, the old one serves on."""
+"""A rollout worker with a real engine, and a version that is damaged on the disk: refused, the old one serves
+on."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_a_version_damaged_on_the_disk_is_refused_and_the_old_one_serves_on(tmp_
     path.write_bytes(data)
 
     async def body() -> None:
-        engine = TransformersEngine(*made_for(model_dir, slots=2, max_prompt_tokens=64, max_response_tokens=16))
+        engine = TransformersEngine(
+            *made_for(model_dir, slots=2, max_prompt_tokens=64, max_response_tokens=16)
+        )
         worker = _worker(engine)
         async with asyncio.timeout(60):
             await engine.start()
@@ -62,7 +65,11 @@ def test_a_version_damaged_on_the_disk_is_refused_and_the_old_one_serves_on(tmp_
 
 def _worker(engine: TransformersEngine) -> Loader:
     return Loader(
-        engine, WeightsSection(transport="disk"), RolloutMeter("rollout-0", 2, lambda: 0.0, lambda: None), -1, Places(2, hold=True)
+        engine,
+        WeightsSection(transport="disk"),
+        RolloutMeter("rollout-0", 2, lambda: 0.0, lambda: None),
+        -1,
+        Places(2, hold=True),
     )
 
 

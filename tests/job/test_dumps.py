@@ -1,4 +1,5 @@
-"""Dumps of samples that fail: the step goes on, the first is warned of, all are counted. And whose tokenizer decodes them."""
+"""Dumps of samples that fail: the step goes on, the first is warned of, all are counted. And whose tokenizer
+decodes them."""
 
 from __future__ import annotations
 
@@ -18,8 +19,13 @@ from asyncrl_cli.profile.schema import ModelSection, Place, Profile
 from .crew import make_model, small_profile
 
 
-def test_failed_dumps_are_warned_of_once_and_counted(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    failures = {2: ExecutorFailed("trainer-0 failed: OSError: [Errno 28] No space left"), 3: ExecutorLost("it took too long")}
+def test_failed_dumps_are_warned_of_once_and_counted(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    failures = {
+        2: ExecutorFailed("trainer-0 failed: OSError: [Errno 28] No space left"),
+        3: ExecutorLost("it took too long"),
+    }
     written, warnings = [], []
 
     async def dump(step: int) -> None:
@@ -41,8 +47,14 @@ def test_failed_dumps_are_warned_of_once_and_counted(caplog: pytest.LogCaptureFi
         assert asyncio.run(main()) == 2
     assert written == [1, 4]
     (warning,) = warnings
-    assert "the samples of step 2 are lost, training goes on: trainer-0 failed: OSError: [Errno 28] No space left" in warning
-    assert [record.getMessage() for record in caplog.records][-1] == "the samples of step 3 are lost: it took too long"
+    assert (
+        "the samples of step 2 are lost, training goes on: trainer-0 failed: OSError: [Errno 28] No "
+        "space "
+        "left"
+    ) in warning
+    assert [record.getMessage() for record in caplog.records][-1] == (
+        "the samples of step 3 are lost: it took too long"
+    )
 
 
 def test_what_is_no_failure_of_a_dump_is_not_swallowed(tmp_path: Path) -> None:
@@ -79,7 +91,10 @@ def test_samples_are_decoded_by_a_tokenizers_own_code_if_it_is_trusted(
     directory = make_model(tmp_path / "model")
     (directory / "own_tokenizer.py").write_text(TOKENIZER)
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    config |= {"auto_map": {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}, "tokenizer_class": "OwnTokenizer"}
+    config |= {
+        "auto_map": {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]},
+        "tokenizer_class": "OwnTokenizer",
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.setattr(rank_actors, "set_up_process", lambda **_: None)  # this process is the test's
     profile = Profile(model=ModelSection(trust_remote_code=trust))

@@ -75,7 +75,9 @@ def ended(pipeline: FakePipeline, trainer: FakeTrainer) -> RunResult:
     ("error", "exit_code", "dumps_awaited"),
     [(None, 0, 1), (Interrupted("stopped after step 3"), 130, 1), (ExecutorFailed("rollout-0 failed"), 1, 0)],
 )
-def test_the_last_dump_is_awaited_at_every_end_in_order(error: Exception | None, exit_code: int, dumps_awaited: int) -> None:
+def test_the_last_dump_is_awaited_at_every_end_in_order(
+    error: Exception | None, exit_code: int, dumps_awaited: int
+) -> None:
     trainer = FakeTrainer()
     assert ended(FakePipeline(error), trainer).exit_code == exit_code
     assert trainer.dumps_awaited == dumps_awaited
@@ -92,7 +94,9 @@ def test_a_stop_that_was_asked_for_is_no_error_in_the_log(caplog: pytest.LogCapt
 def test_a_cancellation_from_outside_ends_the_loop_and_is_passed_on() -> None:
     async def main() -> None:
         pipeline, observers = FakePipeline(lasts_s=1e6), FakeObservers()
-        running = asyncio.create_task(run_to_the_end(pipeline, FakeTrainer(), DIRECTORY, observers, StopRequests()))  # type: ignore[arg-type]
+        running = asyncio.create_task(
+            run_to_the_end(pipeline, FakeTrainer(), DIRECTORY, observers, StopRequests())
+        )  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -146,7 +150,9 @@ def test_a_stop_file_that_cannot_be_read_for_a_while_is_read_later(caplog: pytes
         return answer
 
     async def main() -> None:
-        watching = asyncio.ensure_future(StopRequests(lambda: stops.append(1), lambda: stops.append(2)).watch(num_requests))
+        watching = asyncio.ensure_future(
+            StopRequests(lambda: stops.append(1), lambda: stops.append(2)).watch(num_requests)
+        )
         await asyncio.sleep(10)
         watching.cancel()
 
@@ -162,6 +168,8 @@ def test_a_full_disk_is_told_with_the_checkpoints_step(tmp_path: Path) -> None:
 
     store = CheckpointStore(tmp_path / "otter", keep=1, profile="p", write_trainer=write_trainer)
     cut = Cut(step=40, version=10, at_window_boundary=True, loop_state={})
-    with pytest.raises(AsyncrlError, match=r"the checkpoint of step 40 cannot be written: .*No space left") as caught:
+    with pytest.raises(
+        AsyncrlError, match=r"the checkpoint of step 40 cannot be written: .*No space left"
+    ) as caught:
         asyncio.run(store.write(cut))
     assert "free some space" in caught.value.hint

@@ -1,5 +1,5 @@
-"""The real actor's `exchange` and the driver's side of it, in one event loop on a virtual clock: only Ray's way between them is not
-there. With it: test_real_actors.py and tests/run."""
+"""The real actor's `exchange` and the driver's side of it, in one event loop on a virtual clock: only Ray's
+way between them is not there. With it: test_real_actors.py and tests/run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Runner:
         self.ended: dict[PartKey, float] = {}
         self.aborted: list[AttemptKey] = []
 
-    async def run(self, request: PartRequest, on_sequence: Callable[[int], None]) -> tuple[PartResult, GroupPayload]:
+    async def run(
+        self, request: PartRequest, on_sequence: Callable[[int], None]
+    ) -> tuple[PartResult, GroupPayload]:
         now = asyncio.get_running_loop().time
         key, seconds = request.key, self._takes_s(request)
         assert key not in self.begun, f"{key} was begun twice"
@@ -57,7 +59,9 @@ class Runner:
         if seconds < 0:
             raise ValueError(f"no engine for {key}")
         self.ended[key] = now()
-        result = PartResult(key=key, trajectories=(), failures=(Failure("reward", str(key)),), failed_tokens=0, payload=None)
+        result = PartResult(
+            key=key, trajectories=(), failures=(Failure("reward", str(key)),), failed_tokens=0, payload=None
+        )
         return result, GroupPayload(uid=str(key), epoch=0, attempt=0, trajectories=())
 
     async def abort(self, key: AttemptKey) -> None:
@@ -79,7 +83,8 @@ class Actor(RolloutActor):
 
 
 class Handle:
-    """What Ray makes of an actor: methods with `remote`, one future per returned object, errors wrapped. Counts the calls."""
+    """What Ray makes of an actor: methods with `remote`, one future per returned object, errors wrapped.
+    Counts the calls."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
@@ -138,7 +143,8 @@ def object_of(whole: asyncio.Future[Any], index: int) -> asyncio.Future[Any]:
 
 
 class Followed:
-    """Calls `progress` again and again, as the loop does for as long as a worker lives. `ended`: every result, and when it came."""
+    """Calls `progress` again and again, as the loop does for as long as a worker lives. `ended`: every
+    result, and when it came."""
 
     def __init__(self, exchange: PartExchange | RayRolloutWorker) -> None:
         self._exchange = exchange
@@ -210,7 +216,10 @@ def test_every_part_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_wi
     async def main() -> None:
         began_s = asyncio.get_running_loop().time()
         exchange, handle, runner = exchange_with(lambda request: durations[request.seed])
-        places, requests = asyncio.Semaphore(at_once), [part(index // 3, index % 3) for index in range(num_parts)]
+        places, requests = (
+            asyncio.Semaphore(at_once),
+            [part(index // 3, index % 3) for index in range(num_parts)],
+        )
         requests = [replace(request, seed=index) for index, request in enumerate(requests)]
 
         async def run(request: PartRequest) -> None:
@@ -221,12 +230,20 @@ def test_every_part_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_wi
             await asyncio.gather(*map(run, requests))
         for key, (result, _) in follower.ended.items():
             payload = await result.payload
-            assert (key, payload.uid, result.failures) == (result.key, str(key), (Failure("reward", str(key)),))
+            assert (key, payload.uid, result.failures) == (
+                result.key,
+                str(key),
+                (Failure("reward", str(key)),),
+            )
         assert follower.ended.keys() == runner.ended.keys() == {request.key for request in requests}
         whole_s = asyncio.get_running_loop().time() - began_s
-        # An answer comes DEBOUNCE_S after the last, or with all that ran, or at once if it leaves ended parts behind.
+        # An answer comes DEBOUNCE_S after the last, or with all that ran, or at once if it leaves ended parts
+        # behind.
         idle_times = sum(duration < 0.02 for duration in durations) + num_parts / at_once
-        assert handle.calls.count("exchange") <= 2 + whole_s / DEBOUNCE_S + num_parts / PARTS_PER_ANSWER + idle_times
+        assert (
+            handle.calls.count("exchange")
+            <= 2 + whole_s / DEBOUNCE_S + num_parts / PARTS_PER_ANSWER + idle_times
+        )
         answers = at_once / PARTS_PER_ANSWER + 2
         late_s = [came_s - runner.ended[key] for key, (_, came_s) in follower.ended.items()]
         assert max(late_s) <= DEBOUNCE_S + answers * (2 * WAY_S + SETTLE_S + 0.001)
@@ -289,7 +306,9 @@ def test_a_part_that_raises_fails_the_worker_with_its_own_error() -> None:
 
 def test_parts_that_ended_before_a_failure_are_not_lost_with_it() -> None:
     async def main() -> tuple[list[str], Any]:
-        exchange, _, _ = exchange_with(lambda request: -0.25 if request.seed == 0 else 0.2 + request.seed / 1000)
+        exchange, _, _ = exchange_with(
+            lambda request: -0.25 if request.seed == 0 else 0.2 + request.seed / 1000
+        )
         async with followed(exchange) as follower:
             with pytest.raises(ExecutorFailed):
                 await follower.run(*map(part, range(9)))
@@ -353,7 +372,10 @@ def test_the_limit_of_a_load_counts_from_the_end_of_its_drain() -> None:
 
         def progress(seen: int, ended: tuple[PartResult, ...]) -> Progress:
             ran_s = asyncio.get_running_loop().time() - began_s
-            gauges = {"running_sequences": float(ran_s < 900 or ran_s > 950), "version": 3.0 if ran_s < 950 else 4.0}
+            gauges = {
+                "running_sequences": float(ran_s < 900 or ran_s > 950),
+                "version": 3.0 if ran_s < 950 else 4.0,
+            }
             return Progress(seen=seen, ended=ended, freed_slots={}, reports=(rollout_report(gauges),))
 
         async def never_ends(version: int, interrupt: str) -> None:
@@ -368,7 +390,9 @@ def test_the_limit_of_a_load_counts_from_the_end_of_its_drain() -> None:
         return lost.value.message, asyncio.get_running_loop().time() - began_s
 
     message, after_s = run_virtual(main())
-    assert message == "rollout-0 failed: the load of version 4 (drain) took longer than weights.timeout_s = 100 s"
+    assert message == (
+        "rollout-0 failed: the load of version 4 (drain) took longer than weights.timeout_s = 100 s"
+    )
     assert after_s == pytest.approx(900 + 100, abs=2 * POLL_S)
 
 
@@ -404,7 +428,9 @@ def test_an_abort_never_overtakes_the_requests_of_its_group() -> None:
     assert run_virtual(main()) == [part(index).key.attempt for index in range(3)]
 
 
-def test_a_node_that_ray_cannot_tell_of_counts_as_living(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_that_ray_cannot_tell_of_counts_as_living(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def no_answer() -> None:
         raise RaySystemError("Failed to connect to GCS")
 
@@ -418,7 +444,9 @@ def test_parts_that_are_ended_by_a_stop_are_no_failures(caplog: pytest.LogCaptur
     """Whether a part is cancelled or its engine, which is closed next, tells it to end."""
 
     class Closing(Runner):
-        async def run(self, request: PartRequest, on_sequence: Callable[[int], None]) -> tuple[PartResult, GroupPayload]:
+        async def run(
+            self, request: PartRequest, on_sequence: Callable[[int], None]
+        ) -> tuple[PartResult, GroupPayload]:
             try:
                 return await super().run(request, on_sequence)
             except asyncio.CancelledError:

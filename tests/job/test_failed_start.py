@@ -20,7 +20,9 @@ from asyncrl_cli.job.run import Run
 from .crew import small_profile
 
 
-def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[list[str]] = []
 
     async def prepare(*args: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Another trainer drives a rollout worker by its gateway, with curl: it writes weights to disk, has them loaded, and samples."""
+"""Another trainer drives a rollout worker by its gateway, with curl: it writes weights to disk, has them
+loaded, and samples."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ async def curl(gateway: Gateway, path: str, body: Any = None, key: str | None = 
 
 
 @pytest.mark.slow
-def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(tmp_path: Path, model: Any, model_dir: Path) -> None:
+def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(
+    tmp_path: Path, model: Any, model_dir: Path
+) -> None:
     weights = tiny.weights_after(model, 1)
     version = tmp_path / "theirs"
     version.mkdir()
@@ -49,7 +52,9 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(tmp
     write_manifest(version, 4)
 
     async def main() -> None:
-        engine = TransformersEngine(*made_for(model_dir, slots=4, max_prompt_tokens=16, max_response_tokens=24))
+        engine = TransformersEngine(
+            *made_for(model_dir, slots=4, max_prompt_tokens=16, max_response_tokens=24)
+        )
         places = Places(4, hold=True)
         meter = RolloutMeter("rollout-0", 4, asyncio.get_running_loop().time, lambda: None)
         loader = Loader(engine, WeightsSection(), meter, 0, places)
@@ -65,10 +70,17 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(tmp
             await engine.close()
 
     async def drive(gateway: Gateway) -> None:
-        assert await curl(gateway, "/weights") == (200, {"version": 0, "fingerprint": None, "last_load": None})
-        assert [(await curl(gateway, path, {}, "wrong"))[0] for path in ("/weights/load", "/pause", "/resume")] == [401] * 3
+        assert await curl(gateway, "/weights") == (
+            200,
+            {"version": 0, "fingerprint": None, "last_load": None},
+        )
+        assert [
+            (await curl(gateway, path, {}, "wrong"))[0] for path in ("/weights/load", "/pause", "/resume")
+        ] == [401] * 3
         assert await curl(gateway, "/pause", {}) == (200, {"paused": True})
-        waiting = asyncio.create_task(curl(gateway, "/v1/completions", {"prompt": PROMPT, "return_token_ids": True}))
+        waiting = asyncio.create_task(
+            curl(gateway, "/v1/completions", {"prompt": PROMPT, "return_token_ids": True})
+        )
         status, loaded = await curl(gateway, "/weights/load", {"path": str(version)})
         assert (status, loaded["version"], loaded["last_load"]["version"]) == (200, 4, 4)
         assert not waiting.done()
@@ -85,7 +97,9 @@ def test_a_worker_loads_what_another_trainer_has_written_and_samples_with_it(tmp
         place = TrajectoryPlace(places)
         await place.take()
         write_manifest(version, 6)
-        load = asyncio.create_task(curl(gateway, "/weights/load", {"path": str(version), "interrupt": "drain"}))
+        load = asyncio.create_task(
+            curl(gateway, "/weights/load", {"path": str(version), "interrupt": "drain"})
+        )
         await until(lambda: places._is_closed)
         await asyncio.sleep(0.1)
         assert not load.done()

@@ -1,4 +1,5 @@
-"""Answers of a job server that never end, or are not Ray's: each is one error, in time and in bounded memory."""
+"""Answers of a job server that never end, or are not Ray's: each is one error, in time and in bounded
+memory."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ VERSION = b'{"ray_version": "2.60.0", "ray_commit": "", "version": "4", "session
 
 @contextlib.contextmanager
 def server(answer: Callable[[str], Iterator[bytes]]) -> Iterator[str]:
-    """Serve HTTP on loopback: `answer(first line of the request)` is sent piece by piece until the client closes the connection."""
+    """Serve HTTP on loopback: `answer(first line of the request)` is sent piece by piece until the client
+    closes the connection."""
     listening = socket.create_server(("127.0.0.1", 0))
     threads: list[threading.Thread] = []
 
@@ -70,8 +72,12 @@ def dripping(request: str) -> Iterator[bytes]:
         yield b" "
 
 
-@pytest.mark.parametrize(("answer", "why"), [(endless, "longer than 16 MiB"), (endless_headers, "Too many headers")])
-def test_an_answer_without_end_is_given_up_after_its_bytes(answer: Callable[[str], Iterator[bytes]], why: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "why"), [(endless, "longer than 16 MiB"), (endless_headers, "Too many headers")]
+)
+def test_an_answer_without_end_is_given_up_after_its_bytes(
+    answer: Callable[[str], Iterator[bytes]], why: str
+) -> None:
     with server(answer) as address, pytest.raises(PreflightError, match=why) as refused:
         JobServer(address)
     assert address in refused.value.message
@@ -83,7 +89,9 @@ def test_an_answer_that_drips_is_given_up_after_its_time(monkeypatch: pytest.Mon
         JobServer(address)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"null", b'{"ray_version": 7}', b'{"ray_version": "x"}', b"[" * 10**6])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b"null", b'{"ray_version": 7}', b'{"ray_version": "x"}', b"[" * 10**6]
+)
 def test_an_answer_that_is_none_of_rays_is_one_error(content: bytes) -> None:
     with server(lambda request: whole(content)) as address, pytest.raises(PreflightError, match=address):
         JobServer(address)

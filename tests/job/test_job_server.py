@@ -17,15 +17,24 @@ from asyncrl_cli.job.shipping import PROFILE, Cargo
 from asyncrl_cli.paths import ADDRESS_VARIABLE
 
 
-def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Run by a shell, as Ray does, in a directory that is gone afterwards."""
     shipped = tmp_path / "shipped"
     shipped.mkdir()
     Cargo(root=tmp_path, files=(), profile_toml="name = 'x'", notes=()).write(shipped)
-    monkeypatch.setattr("asyncrl_cli.job.job_server.COMMAND", "sh -c 'echo $$ $PWD $*; cat asyncrl-job.toml' asyncrl")
+    monkeypatch.setattr(
+        "asyncrl_cli.job.job_server.COMMAND", "sh -c 'echo $$ $PWD $*; cat asyncrl-job.toml' asyncrl"
+    )
     runs_dir = tmp_path / "the runs"
     cargo = Cargo(root=tmp_path, files=(), profile_toml="", notes=())
-    job = Job(arguments=["train", "--profile", PROFILE, "--name", "first"], run="first", runs_dir=runs_dir, cargo=cargo)
+    job = Job(
+        arguments=["train", "--profile", PROFILE, "--name", "first"],
+        run="first",
+        runs_dir=runs_dir,
+        cargo=cargo,
+    )
     process = subprocess.Popen(job.entrypoint, shell=True, cwd=shipped, stdout=subprocess.PIPE, text=True)
     out, _ = process.communicate(timeout=60)
     kept = runs_dir / ".shipped" / job.id
@@ -74,9 +83,9 @@ def test_an_address_that_does_not_answer_is_an_error_at_once() -> None:
 
 
 class Tailed(JobServer):
-    """A job server whose log closes after each of `openings`, which tell chunks from the log's beginning. The job has one status
-    after each; a status "broken ..." is that of a job whose log breaks off. `log`: all of it, at the end; None if it cannot be
-    fetched."""
+    """A job server whose log closes after each of `openings`, which tell chunks from the log's beginning. The
+    job has one status after each; a status "broken ..." is that of a job whose log breaks off. `log`: all of
+    it, at the end; None if it cannot be fetched."""
 
     def __init__(self, openings: list[list[str]], statuses: list[str], log: str | None = None) -> None:
         self.address, self._client = "http://head:8265", self
@@ -101,7 +110,9 @@ class Tailed(JobServer):
             raise RuntimeError("closed unexpectedly")
 
     def details(self, job: str) -> Any:
-        status = (self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]).removeprefix("broken ")
+        status = (self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]).removeprefix(
+            "broken "
+        )
         code = {"SUCCEEDED": 0, "FAILED": 4}.get(status)
         return SimpleNamespace(status=status, driver_exit_code=code, message="")
 
@@ -114,7 +125,9 @@ def test_a_log_that_closes_while_the_job_runs_is_opened_again_and_no_line_is_tol
     closing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
-    server = Tailed([BEGINNING, [f"{MARK}\n", "one\n", "two\nthree"]], [closing, "FAILED"], f"{MARK}\none\ntwo\nthree")
+    server = Tailed(
+        [BEGINNING, [f"{MARK}\n", "one\n", "two\nthree"]], [closing, "FAILED"], f"{MARK}\none\ntwo\nthree"
+    )
     said: list[str] = []
     assert server.follow("a job", said.append) == 4
     assert said == ["one", "two", "three"]
@@ -130,7 +143,9 @@ def test_of_a_log_that_closes_at_the_jobs_end_the_rest_is_fetched(closing: str) 
 
 
 @pytest.mark.parametrize("beginning", [BEGINNING, ["Ray's own\n"]])
-def test_the_exit_code_of_a_job_whose_last_lines_cannot_be_fetched_is_known_all_the_same(beginning: list[str]) -> None:
+def test_the_exit_code_of_a_job_whose_last_lines_cannot_be_fetched_is_known_all_the_same(
+    beginning: list[str],
+) -> None:
     said: list[str] = []
     warned: list[str] = []
     assert Tailed([beginning], ["broken FAILED"]).follow("a job", said.append, warned.append) == 4
@@ -148,10 +163,14 @@ def test_a_command_whose_last_lines_cannot_be_fetched_fails(beginning: list[str]
     assert said == ["one"] * (beginning is BEGINNING)
 
 
-def test_a_log_that_cannot_be_opened_again_is_tried_until_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_opened_again_is_tried_until_the_job_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(job_server, "LOOK_EVERY_S", 0.01)
     said: list[str] = []
-    server = Tailed([BEGINNING, [], [f"{MARK}\none\ntwo"]], ["RUNNING", "broken RUNNING", "FAILED"], f"{MARK}\none\ntwo")
+    server = Tailed(
+        [BEGINNING, [], [f"{MARK}\none\ntwo"]], ["RUNNING", "broken RUNNING", "FAILED"], f"{MARK}\none\ntwo"
+    )
     assert server.follow("a job", said.append) == 4
     assert said == ["one", "two"]
 

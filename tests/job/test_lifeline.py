@@ -1,4 +1,5 @@
-"""A daemon of the session dies: whoever waits for Ray hears of it. With processes of a kind that needs no Ray."""
+"""A daemon of the session dies: whoever waits for Ray hears of it. With processes of a kind that needs no
+Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ NEVER_S = 300.0
 
 @pytest.fixture(autouse=True)
 def _no_end_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lifeline ends a process whose event loop does not react for `DEAF_S`. Here that would be pytest, if it gets no core."""
+    """A lifeline ends a process whose event loop does not react for `DEAF_S`. Here that would be pytest, if
+    it gets no core."""
     monkeypatch.setattr(module, "DEAF_S", NEVER_S)
 
 
@@ -74,12 +76,16 @@ def test_a_dead_raylet_fails_every_call_at_once_and_by_its_name(
     assert lost_session() is None
 
 
-def test_an_actor_that_ends_because_its_raylet_is_ending_is_not_blamed(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
+def test_an_actor_that_ends_because_its_raylet_is_ending_is_not_blamed(
+    daemons: dict[str, subprocess.Popen[bytes]],
+) -> None:
     """Ray tells of the actor before the raylet's process is gone."""
 
     async def fails() -> None:
         asyncio.get_running_loop().call_later(0.3, daemons["raylet"].kill)
-        raise RayActorError(error_msg="The actor is dead because its owner has died. Owner worker exit type: SYSTEM_ERROR")
+        raise RayActorError(
+            error_msg="The actor is dead because its owner has died. Owner worker exit type: SYSTEM_ERROR"
+        )
 
     with watched(daemons), pytest.raises(SessionLost, match="ray's raylet has ended"):
         asyncio.run(answer(fails(), executor="trainer-0", call="a step", limit=Limit(30.0), patient=True))
@@ -106,7 +112,9 @@ def test_a_head_that_takes_no_connections_is_lost_after_a_while_and_one_that_com
             while (lost := lost_session()) is None:
                 time.sleep(0.01)
             assert lost_session(patient=True) is None, "the trainer has time for a checkpoint"
-    assert str(lost) == f"the cluster's head has not answered at 127.0.0.1:{port} for 0.3 s, and with it this session"
+    assert str(lost) == (
+        f"the cluster's head has not answered at 127.0.0.1:{port} for 0.3 s, and with it this session"
+    )
 
 
 @pytest.mark.slow
@@ -176,7 +184,9 @@ with lifeline.lifeline({"gcs_server": daemon}, lambda: None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "exit_code"), [("awake", 0), ("deaf", 1)])
-def test_a_driver_that_cannot_hear_of_a_daemons_end_is_ended_and_one_that_can_is_not(how: str, exit_code: int) -> None:
+def test_a_driver_that_cannot_hear_of_a_daemons_end_is_ended_and_one_that_can_is_not(
+    how: str, exit_code: int
+) -> None:
     """A driver in a call of Ray's that blocks would wait for a gcs_server for a minute."""
     done = subprocess.run([sys.executable, "-c", DRIVER, how], capture_output=True, timeout=60, check=False)
     assert done.returncode == exit_code, done.stderr

@@ -1,4 +1,5 @@
-"""The memory estimate against the bytes of real tensors: of a trainer rank, of autograd, of published buckets, of a KV cache."""
+"""The memory estimate against the bytes of real tensors: of a trainer rank, of autograd, of published
+buckets, of a KV cache."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ GIB = 2**30
 
 def planned(model: str, *sets: str, gpus: int = 0) -> tuple[Profile, JobPlan, MemoryEstimate]:
     profile = load("base", ["run.train_steps=4", f'model.path="{model}"', *sets]).profile
-    plan = compile_job(profile, ClusterResources(nodes=(NodeResources(name="one", cpus=64, gpus=gpus),), elastic_cpus=True))
+    plan = compile_job(
+        profile, ClusterResources(nodes=(NodeResources(name="one", cpus=64, gpus=gpus),), elastic_cpus=True)
+    )
     return profile, plan, estimate_memory(profile, plan, shape_of(model))
 
 
@@ -60,14 +63,18 @@ def num_bytes(tensors: object) -> int:
 def test_a_trainers_bytes_are_those_of_its_tensors(config: PretrainedConfig, tmp_path: Path) -> None:
 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    profile, _, estimate = planned(str(tmp_path), "model.dtype=bfloat16", "async_training.trigger_parameter_sync_step=2")
+    profile, _, estimate = planned(
+        str(tmp_path), "model.dtype=bfloat16", "async_training.trigger_parameter_sync_step=2"
+    )
     trainer = TrainerParts(profile, Place(model_dir=str(tmp_path)), 4).made(f"file://{tmp_path}/meet")
     try:
         weights, moments = trainer.model.locals(), trainer.optimizer.moments()
         trainer.gather(0)
         published = trainer.published(0)[0].num_bytes
         trainer.snapshot(0)
-        snapshot = num_bytes(rows.tensor for name, rows in trainer._snapshots[0][0].items() if not name.startswith("rng/"))
+        snapshot = num_bytes(
+            rows.tensor for name, rows in trainer._snapshots[0][0].items() if not name.startswith("rng/")
+        )
     finally:
         trainer.close()
     estimated = sizes(estimate, TRAINER)
@@ -79,9 +86,13 @@ def test_a_trainers_bytes_are_those_of_its_tensors(config: PretrainedConfig, tmp
 
 
 @pytest.mark.parametrize("config", one_in(3, CONFIGS.values()), ids=CONFIGS)
-def test_the_bytes_of_a_reference_and_a_critic_are_those_of_their_tensors(config: PretrainedConfig, tmp_path: Path) -> None:
+def test_the_bytes_of_a_reference_and_a_critic_are_those_of_their_tensors(
+    config: PretrainedConfig, tmp_path: Path
+) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    profile, _, estimate = planned(str(tmp_path), 'algorithm.adv_estimator="gae"', "algorithm.use_kl_in_reward=true")
+    profile, _, estimate = planned(
+        str(tmp_path), 'algorithm.adv_estimator="gae"', "algorithm.use_kl_in_reward=true"
+    )
     trainer = TrainerParts(profile, Place(model_dir=str(tmp_path)), 4).made(f"file://{tmp_path}/meet")
     try:
         reference, critic = trainer.reference.locals(), trainer.critic.locals()
@@ -99,7 +110,9 @@ def test_the_bytes_of_a_reference_and_a_critic_are_those_of_their_tensors(config
 def test_the_windows_first_weights_are_kept_only_where_they_are_needed() -> None:
     recompute = 'algorithm.old_logprobs="recompute"'
     assert "window's first weights" not in sizes(planned("builtin:tiny", recompute)[2], TRAINER)
-    kept = sizes(planned("builtin:tiny", recompute, "async_training.trigger_parameter_sync_step=2")[2], TRAINER)
+    kept = sizes(
+        planned("builtin:tiny", recompute, "async_training.trigger_parameter_sync_step=2")[2], TRAINER
+    )
     assert kept["window's first weights"] == kept["parameters"]
     assert kept["checkpoint"] == 4 * kept["parameters"]
 
@@ -121,7 +134,12 @@ def test_activations_are_what_autograd_saves(config: PretrainedConfig, dtype: to
         hidden = model.model(input_ids=torch.randint(0, 320, (4, 128)), use_cache=False).last_hidden_state
     assert hidden.requires_grad
     real = sum(storage.nbytes() for storage in saved.values())
-    estimated = 4 * 128 * config.num_hidden_layers * activation_bytes_per_token(shape_of_config(config.to_dict()), dtype.itemsize)
+    estimated = (
+        4
+        * 128
+        * config.num_hidden_layers
+        * activation_bytes_per_token(shape_of_config(config.to_dict()), dtype.itemsize)
+    )
     # What is missing lies outside the layers: the last norm.
     assert 0.9 * real < estimated <= real
 
@@ -148,7 +166,9 @@ def test_without_a_second_buffer_a_load_holds_nothing_beside_the_model() -> None
 
 
 def test_vllm_holds_what_it_loads_once_as_the_other_engine_does() -> None:
-    one, other = (planned("builtin:tiny", f"rollout.engine={engine}")[2] for engine in ("vllm", "transformers"))
+    one, other = (
+        planned("builtin:tiny", f"rollout.engine={engine}")[2] for engine in ("vllm", "transformers")
+    )
     processes = sizes(one, ROLLOUT)["vLLM"]
     assert one.peak_bytes(ROLLOUT, "host") - processes == other.peak_bytes(ROLLOUT, "host")
 
@@ -157,7 +177,11 @@ def test_ranks_share_what_fsdp_shards_and_nothing_else() -> None:
     alone, shared = (
         sizes(
             planned(
-                "builtin:tiny", f"placement.trainer_workers={ranks}", "rollout.workers=1", "trainer.ppo_mini_batch_size=32", gpus=9
+                "builtin:tiny",
+                f"placement.trainer_workers={ranks}",
+                "rollout.workers=1",
+                "trainer.ppo_mini_batch_size=32",
+                gpus=9,
             )[2],
             TRAINER,
         )
@@ -177,20 +201,36 @@ def test_on_cpus_every_rank_holds_whole_parameters_and_gradients(ranks: int, tmp
     _, plan, estimate = planned(str(tmp_path), f"placement.trainer_workers={ranks}", "rollout.workers=1")
     found = {item.what: item for item in estimate.of(TRAINER, "device")}
     assert plan.device == "cpu"
-    assert found["gathered"].num_bytes == found["whole gradients"].num_bytes == num_bytes(model.float().parameters())
+    assert (
+        found["gathered"].num_bytes
+        == found["whole gradients"].num_bytes
+        == num_bytes(model.float().parameters())
+    )
     assert {item.processes for item in found.values()} == {ranks}
 
 
 def test_a_trajectory_longer_than_the_budget_counts_whole() -> None:
     budget = sizes(planned("builtin:tiny", "trainer.max_tokens_per_microbatch=1024")[2], TRAINER)
-    long = ("trainer.max_tokens_per_microbatch=1024", "rollout.max_prompt_tokens=49", "rollout.max_response_tokens=2000")
+    long = (
+        "trainer.max_tokens_per_microbatch=1024",
+        "rollout.max_prompt_tokens=49",
+        "rollout.max_response_tokens=2000",
+    )
     assert sizes(planned("builtin:tiny", *long)[2], TRAINER)["activations"] == 2 * budget["activations"]
 
 
 @pytest.mark.parametrize(("ranks", "tokens"), [(1, 640), (2, 320), (3, 320)])
-def test_a_microbatch_has_no_more_tokens_than_its_ranks_part_of_an_optimizer_step(ranks: int, tokens: int) -> None:
-    """2 groups of 2 trajectories, of at most 160 tokens to be predicted: 8,192 tokens, the default, never come together."""
-    step = ("trainer.ppo_mini_batch_size=2", "rollout.n=2", "rollout.max_prompt_tokens=61", "rollout.max_response_tokens=100")
+def test_a_microbatch_has_no_more_tokens_than_its_ranks_part_of_an_optimizer_step(
+    ranks: int, tokens: int
+) -> None:
+    """2 groups of 2 trajectories, of at most 160 tokens to be predicted: 8,192 tokens, the default, never
+    come together."""
+    step = (
+        "trainer.ppo_mini_batch_size=2",
+        "rollout.n=2",
+        "rollout.max_prompt_tokens=61",
+        "rollout.max_response_tokens=100",
+    )
     _, _, estimate = planned("builtin:tiny", *step, f"placement.trainer_workers={ranks}")
     (how,) = (item.how for item in estimate.items if item.what == "activations")
     assert how.startswith(f"{tokens} tokens of a microbatch")
@@ -203,9 +243,18 @@ def test_a_head_that_is_not_trained_has_no_gradient() -> None:
 
 
 def test_ranks_that_divide_a_long_trajectory_hold_their_share_of_it() -> None:
-    long = ("trainer.max_tokens_per_microbatch=1024", "rollout.max_prompt_tokens=49", "rollout.max_response_tokens=4048")
+    long = (
+        "trainer.max_tokens_per_microbatch=1024",
+        "rollout.max_prompt_tokens=49",
+        "rollout.max_response_tokens=4048",
+    )
     alone, shared = (
-        sizes(planned("builtin:tiny", *long, f"trainer.sequence_parallel_size={size}", "placement.trainer_workers=4")[2], TRAINER)
+        sizes(
+            planned(
+                "builtin:tiny", *long, f"trainer.sequence_parallel_size={size}", "placement.trainer_workers=4"
+            )[2],
+            TRAINER,
+        )
         for size in (1, 2)
     )
     assert alone["activations"] == 2 * shared["activations"]
@@ -214,29 +263,61 @@ def test_ranks_that_divide_a_long_trajectory_hold_their_share_of_it() -> None:
 
 def test_offloaded_moments_are_on_the_host_but_for_the_optimizers_step() -> None:
     kept, offloaded = (
-        planned("builtin:tiny", f"trainer.offload_optimizer={is_offloaded}", gpus=2)[2] for is_offloaded in ("false", "true")
+        planned("builtin:tiny", f"trainer.offload_optimizer={is_offloaded}", gpus=2)[2]
+        for is_offloaded in ("false", "true")
     )
     moments = sizes(kept, TRAINER)["optimizer"]
     assert kept.always_bytes(TRAINER) - offloaded.always_bytes(TRAINER) == moments
     assert offloaded.peak_bytes(TRAINER, "host") - kept.peak_bytes(TRAINER, "host") == moments
-    assert {item.phase: item.num_bytes for item in offloaded.of(TRAINER, "device")}["update"] == moments * 3 // 2
+    assert {item.phase: item.num_bytes for item in offloaded.of(TRAINER, "device")}[
+        "update"
+    ] == moments * 3 // 2
 
 
 @pytest.mark.parametrize(
     ("model", "limit_gib"),
     [
-        ({"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "heads": (28, 4)}, 70),
-        ({"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "heads": (64, 8)}, 80),
+        (
+            {
+                "model_type": "qwen2",
+                "hidden_size": 3584,
+                "intermediate_size": 18944,
+                "num_hidden_layers": 28,
+                "heads": (28, 4),
+            },
+            70,
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "hidden_size": 5120,
+                "intermediate_size": 25600,
+                "num_hidden_layers": 64,
+                "heads": (64, 8),
+            },
+            80,
+        ),
     ],
     ids=["Qwen2.5-7B", "Qwen3-32B"],
 )
-def test_large_models_with_responses_of_28k_tokens_fit_where_layers_are_computed_again(model: dict, limit_gib: int) -> None:
+def test_large_models_with_responses_of_28k_tokens_fit_where_layers_are_computed_again(
+    model: dict, limit_gib: int
+) -> None:
     heads, kv_heads = model.pop("heads")
-    shape = shape_of_config({**model, "vocab_size": 152064, "num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    shape = shape_of_config(
+        {**model, "vocab_size": 152064, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    )
     peaks = {}
     for recompute in ("none", "full"):
-        sets = ("rollout.max_prompt_tokens=2048", "rollout.max_response_tokens=28672", "placement.gpus=128", "model.dtype=bfloat16")
-        profile, plan, _ = planned("builtin:tiny", f"trainer.activation_checkpointing={recompute}", *sets, gpus=128)
+        sets = (
+            "rollout.max_prompt_tokens=2048",
+            "rollout.max_response_tokens=28672",
+            "placement.gpus=128",
+            "model.dtype=bfloat16",
+        )
+        profile, plan, _ = planned(
+            "builtin:tiny", f"trainer.activation_checkpointing={recompute}", *sets, gpus=128
+        )
         assert plan.role(TRAINER).workers == 64
         peaks[recompute] = estimate_memory(profile, plan, shape).peak_bytes(TRAINER, "device") / GIB
     assert peaks["full"] < limit_gib < peaks["none"]
@@ -286,5 +367,8 @@ def test_colocated_sides_share_a_gpu() -> None:
 
 def test_a_tensor_parallel_worker_shares_weights_and_cache() -> None:
     one = sizes(planned("builtin:tiny", gpus=2)[2], ROLLOUT)
-    two = sizes(planned("builtin:tiny", "placement.gpus_per_rollout_worker=2", 'placement.ratio="1:1"', gpus=4)[2], ROLLOUT)
+    two = sizes(
+        planned("builtin:tiny", "placement.gpus_per_rollout_worker=2", 'placement.ratio="1:1"', gpus=4)[2],
+        ROLLOUT,
+    )
     assert (two["weights"], two["KV cache"]) == (one["weights"] // 2, one["KV cache"] // 2)

@@ -26,7 +26,9 @@ TINY_KV_VALUES = 2 * 3 * 4 * 32  # keys and values of 3 layers with 4 heads of 3
 
 def planned(*sets, model="builtin:tiny", gpus=0, gpu_gib=None):
     profile = load("base", [VLLM, f'model.path="{model}"', *sets], environ={}).profile
-    plan = compile_job(profile, ClusterResources(nodes=(NodeResources(name="one", cpus=64, gpus=gpus),), elastic_cpus=True))
+    plan = compile_job(
+        profile, ClusterResources(nodes=(NodeResources(name="one", cpus=64, gpus=gpus),), elastic_cpus=True)
+    )
     available = None if gpu_gib is None else int(gpu_gib * GIB)
     return estimate_memory(profile, plan, shape_of(model), available)
 
@@ -103,11 +105,18 @@ def test_a_share_that_is_too_small_for_the_weights_is_refused_with_one_that_is_n
 
 
 def test_slots_that_the_share_has_no_room_for_are_warned_of_with_the_number_that_fits(seven_billion):
-    sets = ("model.dtype=bfloat16", "placement.trainer_workers=7", "rollout.slots=256", "rollout.max_response_tokens=1792")
+    sets = (
+        "model.dtype=bfloat16",
+        "placement.trainer_workers=7",
+        "rollout.slots=256",
+        "rollout.max_response_tokens=1792",
+    )
     estimate = planned(*sets, model=seven_billion, gpus=8, gpu_gib=80)
     (warning,) = cache_warnings(estimate)
     # 2048 tokens of 512 KiB each are 1 GiB per slot.
-    assert "a KV cache for 256 slots at full length is 256.0 GiB, and vLLM's share of the GPU leaves less" in warning
+    assert (
+        "a KV cache for 256 slots at full length is 256.0 GiB, and vLLM's share of the GPU leaves less"
+    ) in warning
     fitting = int(warning.partition("rollout.slots = ")[2].partition(" ")[0])
     assert 0.92 * 80 - 12.6 - 4 < fitting < 0.92 * 80 - 12.6
 

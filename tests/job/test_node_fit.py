@@ -1,4 +1,5 @@
-"""Which nodes a plan takes: shapes, strategies, labels, disjoint nodes, and what is said where there is no room."""
+"""Which nodes a plan takes: shapes, strategies, labels, disjoint nodes, and what is said where there is no
+room."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_a_shape_of_one_role_leaves_the_rest_to_the_other() -> None:
     assert (plan.trainer_workers, plan.rollout_workers) == (4, 12)
     plan = job(nodes((64, 8), (64, 8)), "rollout.nnodes=2", "rollout.n_gpus_per_node=6")
     assert (plan.trainer_workers, plan.rollout_workers) == (4, 12)
-    colocated = job(nodes((64, 8), (64, 8)), "placement.colocate=true", "trainer.nnodes=2", "trainer.n_gpus_per_node=8")
+    colocated = job(
+        nodes((64, 8), (64, 8)), "placement.colocate=true", "trainer.nnodes=2", "trainer.n_gpus_per_node=8"
+    )
     assert colocated.groups == {"colocated": [Bundle(gpus=8, cpus=16)] * 2}
 
 
@@ -55,12 +58,21 @@ def test_a_shape_of_one_role_leaves_the_rest_to_the_other() -> None:
     ("sets", "keys"),
     [
         (("trainer.nnodes=2",), ("trainer.nnodes = 2", "trainer.n_gpus_per_node")),
-        ((*SHAPES, "placement.trainer_workers=4"), ("trainer.nnodes = 1", "placement.trainer_workers = 4", "means 8")),
+        (
+            (*SHAPES, "placement.trainer_workers=4"),
+            ("trainer.nnodes = 1", "placement.trainer_workers = 4", "means 8"),
+        ),
         ((*SHAPES, "rollout.workers=4"), ("rollout.nnodes = 2", "rollout.workers = 4", "means 16")),
-        (("rollout.n_gpus_per_node=8", "placement.gpus_per_rollout_worker=3"), ("rollout.n_gpus_per_node = 8", "= 3")),
+        (
+            ("rollout.n_gpus_per_node=8", "placement.gpus_per_rollout_worker=3"),
+            ("rollout.n_gpus_per_node = 8", "= 3"),
+        ),
         ((*SHAPES, "placement.gpus=16"), ("placement.gpus = 16", "need 24")),
         ((*SHAPES, "placement.colocate=true"), ("rollout.nnodes = 2", "placement.colocate = true")),
-        ((*SHAPES, "placement.trainer_strategy=spread"), ("placement.trainer_strategy", "trainer.n_gpus_per_node = 8")),
+        (
+            (*SHAPES, "placement.trainer_strategy=spread"),
+            ("placement.trainer_strategy", "trainer.n_gpus_per_node = 8"),
+        ),
         (("placement.colocate=true", "placement.disjoint_nodes=true"), ("placement.disjoint_nodes = true",)),
     ],
 )
@@ -78,10 +90,22 @@ COUNTS = ("placement.trainer_workers=4", "rollout.workers=4")
     ("sets", "trainer", "rollout"),
     [
         ((), {"node-1": 4}, {"node-1": 4}),
-        (("placement.rollout_strategy=spread",), {"node-1": 4}, {"node-1": 1, "node-2": 1, "node-3": 1, "node-4": 1}),
-        (("placement.trainer_strategy=strict_spread",), {f"node-{i}": 1 for i in (1, 2, 3, 4)}, {"node-1": 4}),
+        (
+            ("placement.rollout_strategy=spread",),
+            {"node-1": 4},
+            {"node-1": 1, "node-2": 1, "node-3": 1, "node-4": 1},
+        ),
+        (
+            ("placement.trainer_strategy=strict_spread",),
+            {f"node-{i}": 1 for i in (1, 2, 3, 4)},
+            {"node-1": 4},
+        ),
         (("placement.disjoint_nodes=true",), {"node-1": 4}, {"node-2": 4}),
-        (("placement.disjoint_nodes=true", "placement.trainer_strategy=strict_pack"), {"node-1": 4}, {"node-2": 4}),
+        (
+            ("placement.disjoint_nodes=true", "placement.trainer_strategy=strict_pack"),
+            {"node-1": 4},
+            {"node-2": 4},
+        ),
         (('placement.rollout_labels={zone="b"}',), {"node-1": 4}, {"node-4": 4}),
         (('placement.trainer_labels={zone="!in(a, c)"}',), {"node-4": 4}, {"node-1": 4}),
     ],
@@ -90,7 +114,12 @@ def test_strategies_labels_and_disjoint_nodes_say_where(
     sets: tuple[str, ...], trainer: dict[str, int], rollout: dict[str, int]
 ) -> None:
     zones = ("", "a", "a", "a", "b")
-    cluster = replace(FIVE, nodes=tuple(replace(node, labels={"zone": zone}) for node, zone in zip(FIVE.nodes, zones, strict=True)))
+    cluster = replace(
+        FIVE,
+        nodes=tuple(
+            replace(node, labels={"zone": zone}) for node, zone in zip(FIVE.nodes, zones, strict=True)
+        ),
+    )
     assert where(job(cluster, *COUNTS, *sets), cluster) == {"trainer": trainer, "rollout": rollout}
 
 
@@ -104,12 +133,32 @@ def test_strategies_labels_and_disjoint_nodes_say_where(
             ("placement.disjoint_nodes=true", "placement.ratio=3:1"),
             "bundle 1 of 4 of the rollout (1 GPU and 1 CPU)",
         ),
-        (nodes((64, 8), (64, 8)), ("placement.trainer_strategy=strict_pack", "placement.ratio=3:1"), "bundle 1 of 12"),
-        (nodes((64, 8), (64, 8)), ("placement.rollout_strategy=strict_spread", *COUNTS), "bundle 3 of 4 of the rollout"),
+        (
+            nodes((64, 8), (64, 8)),
+            ("placement.trainer_strategy=strict_pack", "placement.ratio=3:1"),
+            "bundle 1 of 12",
+        ),
+        (
+            nodes((64, 8), (64, 8)),
+            ("placement.rollout_strategy=strict_spread", *COUNTS),
+            "bundle 3 of 4 of the rollout",
+        ),
         (nodes((64, 8)), ('placement.trainer_labels={zone="b"}',), "bundle 1 of 4 of the trainer"),
-        (nodes((64, 3), (64, 3), (64, 2)), ("placement.gpus_per_rollout_worker=4",), "bundle 1 of 1 of the rollout (4 GPUs"),
-        (nodes((64, 32)), (*SHAPES, "placement.disjoint_nodes=true"), "bundle 1 of 2 of the rollout (8 GPUs and 8 CPUs)"),
-        (nodes((64, 8)), ("placement.disjoint_nodes=true", 'placement.trainer_labels={zone="b"}'), "bundle 1 of 4 of the trainer"),
+        (
+            nodes((64, 3), (64, 3), (64, 2)),
+            ("placement.gpus_per_rollout_worker=4",),
+            "bundle 1 of 1 of the rollout (4 GPUs",
+        ),
+        (
+            nodes((64, 32)),
+            (*SHAPES, "placement.disjoint_nodes=true"),
+            "bundle 1 of 2 of the rollout (8 GPUs and 8 CPUs)",
+        ),
+        (
+            nodes((64, 8)),
+            ("placement.disjoint_nodes=true", 'placement.trainer_labels={zone="b"}'),
+            "bundle 1 of 4 of the trainer",
+        ),
     ],
 )
 def test_what_finds_no_node_is_told_with_all_nodes_and_a_hint_that_fits(
@@ -119,19 +168,31 @@ def test_what_finds_no_node_is_told_with_all_nodes_and_a_hint_that_fits(
         job(cluster, *sets)
     assert bundle in refused.value.message
     for node in cluster.nodes:
-        assert f"\n  {node.name}: free {node.gpus} of {node.gpus} GPUs, {node.cpus} of {node.cpus} CPUs" in refused.value.message
+        assert (
+            f"\n  {node.name}: free {node.gpus} of {node.gpus} GPUs, {node.cpus} of {node.cpus} CPUs"
+        ) in refused.value.message
     hinted = re.findall(r"--set (\S+)", refused.value.hint)
     changed = {key.partition("=")[0]: key for key in (*sets, *hinted)}
     job(cluster, *changed.values())
 
 
 def test_an_autoscaler_may_bring_what_is_missing() -> None:
-    assert job(nodes((16, 0)), *SHAPES, "placement.autoscaler=true", "placement.gpus=24", "placement.device=cuda").gpus == 24
+    assert (
+        job(
+            nodes((16, 0)), *SHAPES, "placement.autoscaler=true", "placement.gpus=24", "placement.device=cuda"
+        ).gpus
+        == 24
+    )
 
 
 def test_selectors_are_rays() -> None:
     spot = {"market": "spot", "zone": "a"}
-    for selector, fits in (({}, True), ({"zone": "a"}, True), ({"zone": "!a"}, False), ({"zone": "in(a,b)"}, True)):
+    for selector, fits in (
+        ({}, True),
+        ({"zone": "a"}, True),
+        ({"zone": "!a"}, False),
+        ({"zone": "in(a,b)"}, True),
+    ):
         assert matches(spot, selector) == fits
     assert matches(spot, {"zone": "!in(b, c)", "market": "spot"})
     assert not matches(spot, {"gpu": "H100"})

@@ -39,7 +39,9 @@ def test_every_worker_sees_its_own_gpus_and_no_others() -> None:
     devices = {name: [gpus.split(",") for gpus, _ in found] for name, found in seen.items()}
     assert [len(gpus) for gpus in devices[TRAINER]] == [1, 1]
     assert [len(gpus) for gpus in devices[ROLLOUT]] == [2, 2, 2]
-    assert sorted(gpu for found in devices.values() for gpus in found for gpu in gpus) == [str(i) for i in range(8)]
+    assert sorted(gpu for found in devices.values() for gpus in found for gpu in gpus) == [
+        str(i) for i in range(8)
+    ]
     assert free_gpus(8.0) == 8.0
 
 
@@ -66,7 +68,9 @@ def test_colocated_ranks_that_share_a_bundle_of_several_gpus_have_one_each_and_s
 def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once() -> None:
     plan = compile_job(small_profile(placement={"gpus": 16}), nodes((16, 8), (16, 8)))
     began_s = time.monotonic()
-    with pytest.raises(PreflightError, match=r"ask for 16 GPUs .* it has 8 GPUs and 16 CPUs on 1 node") as refused:
+    with pytest.raises(
+        PreflightError, match=r"ask for 16 GPUs .* it has 8 GPUs and 16 CPUs on 1 node"
+    ) as refused:
         reserved(plan, timeout_s=60.0)
     assert time.monotonic() - began_s < 20.0  # of the 60 that it might wait
     assert "--set placement.trainer_workers=4 --set rollout.workers=4" in refused.value.hint

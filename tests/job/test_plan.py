@@ -27,9 +27,16 @@ def job(cluster: Any = LAPTOP, *, workers: int | None = None, **placement: Any) 
 
 @pytest.mark.parametrize(
     ("dtype", "has_instructions", "warns"),
-    [("bfloat16", False, True), ("bfloat16", True, False), ("bfloat16", None, False), ("float32", False, False)],
+    [
+        ("bfloat16", False, True),
+        ("bfloat16", True, False),
+        ("bfloat16", None, False),
+        ("float32", False, False),
+    ],
 )
-def test_bfloat16_on_a_cpu_that_would_emulate_it_is_warned_of(dtype: str, has_instructions: bool | None, warns: bool) -> None:
+def test_bfloat16_on_a_cpu_that_would_emulate_it_is_warned_of(
+    dtype: str, has_instructions: bool | None, warns: bool
+) -> None:
     asked = small_profile().model_copy(update={"model": ModelSection.model_validate({"dtype": dtype})})
     plan = compile_job(asked, replace(LAPTOP, cpu_bfloat16=has_instructions))
     assert [("emulates" in warning) for warning in plan.warnings] == ([True] if warns else [])
@@ -39,11 +46,15 @@ def test_bfloat16_on_a_cpu_that_would_emulate_it_is_warned_of(dtype: str, has_in
 def test_moments_that_are_on_the_host_already_are_not_moved_there(cluster: Any) -> None:
     asked = small_profile().model_copy(update={"trainer": TrainerSection(offload_optimizer=True)})
     warnings = compile_job(asked, cluster).warnings
-    assert ["offload_optimizer changes nothing" in warning for warning in warnings] == [True] * (cluster is LAPTOP)
+    assert ["offload_optimizer changes nothing" in warning for warning in warnings] == [True] * (
+        cluster is LAPTOP
+    )
 
 
 def test_ranks_that_cannot_be_divided_into_sequence_groups_are_refused() -> None:
-    asked = profile(trainer_workers=6).model_copy(update={"trainer": TrainerSection(sequence_parallel_size=4)})
+    asked = profile(trainer_workers=6).model_copy(
+        update={"trainer": TrainerSection(sequence_parallel_size=4)}
+    )
     with pytest.raises(ConfigError) as refused:
         compile_job(asked, nodes((16, 8)))
     assert "trainer.sequence_parallel_size = 4 does not divide 6 trainer ranks" in str(refused.value)
@@ -53,7 +64,16 @@ def test_ranks_that_cannot_be_divided_into_sequence_groups_are_refused() -> None
 @pytest.mark.parametrize(
     ("slots", "workers", "says"),
     [
-        (8, 1, ["8 on 1 worker: 1 group of rollout.n = 8", "mini_batch_size = 16", "about 16 groups", "slots=128 has"]),
+        (
+            8,
+            1,
+            [
+                "8 on 1 worker: 1 group of rollout.n = 8",
+                "mini_batch_size = 16",
+                "about 16 groups",
+                "slots=128 has",
+            ],
+        ),
         (8, 2, ["8 on 2 workers: 2 groups", "about 8 groups", "slots=64 has"]),
         (16, 2, []),
         (128, 1, []),
@@ -62,7 +82,9 @@ def test_ranks_that_cannot_be_divided_into_sequence_groups_are_refused() -> None
         (10000, 4, ["10000 on 4 workers", "39808 slots", "slots=48)"]),
     ],
 )
-def test_slots_for_too_few_groups_or_for_more_than_are_ever_under_way_are_warned_of(slots: int, workers: int, says: Any) -> None:
+def test_slots_for_too_few_groups_or_for_more_than_are_ever_under_way_are_warned_of(
+    slots: int, workers: int, says: Any
+) -> None:
     """B = W = 16 and eta = 0.5: 24 groups of 8 are admitted."""
     asked = Profile.model_validate(
         {
@@ -72,7 +94,9 @@ def test_slots_for_too_few_groups_or_for_more_than_are_ever_under_way_are_warned
             "async_training": {"staleness_threshold": 0.5, "trigger_parameter_sync_step": 1},
         }
     )
-    warnings = [warning for warning in compile_job(asked, nodes((16, 0))).warnings if "rollout.slots" in warning]
+    warnings = [
+        warning for warning in compile_job(asked, nodes((16, 0))).warnings if "rollout.slots" in warning
+    ]
     assert len(warnings) == bool(says)
     assert all(said in warnings[0] for said in says)
 
@@ -82,7 +106,10 @@ def profile(*, workers: int | None = None, **placement: Any) -> Profile:
 
 
 def shape(plan: JobPlan) -> dict[str, tuple[int, float, int, int]]:
-    return {role.role: (role.workers, role.gpus_per_worker, role.cpus_per_worker, role.threads) for role in plan.roles}
+    return {
+        role.role: (role.workers, role.gpus_per_worker, role.cpus_per_worker, role.threads)
+        for role in plan.roles
+    }
 
 
 def test_a_laptop_gets_one_rank_and_one_worker_with_one_core_each() -> None:
@@ -123,7 +150,9 @@ def test_gpus_are_shared_by_ratio_in_whole_rollout_workers() -> None:
         ({"gpus": 4}, 2, 2),
     ],
 )
-def test_explicit_counts_win_and_the_other_side_gets_the_rest(asked: dict[str, int], trainer: int, rollout: int) -> None:
+def test_explicit_counts_win_and_the_other_side_gets_the_rest(
+    asked: dict[str, int], trainer: int, rollout: int
+) -> None:
     plan = job(nodes((16, 8)), **asked)
     assert (plan.role("trainer").workers, plan.role("rollout").workers) == (trainer, rollout)
 
@@ -143,8 +172,18 @@ def test_a_reference_with_resources_of_its_own_gets_its_share() -> None:
         "rollout": (4, 1, 1, 1),
     }
     plan = kl_job(nodes((64, 16)), ratios=(1, 1, 2), gpus_per_rollout_worker=2, gpus=8)
-    assert (plan.trainer_workers, plan.scorers, plan.rollout_workers, plan.gpus, plan.cpus) == (2, {"ref": 2}, 2, 8, 6)
-    assert {name: len(bundles) for name, bundles in plan.groups.items()} == {"trainer": 2, "ref": 2, "rollout": 2}
+    assert (plan.trainer_workers, plan.scorers, plan.rollout_workers, plan.gpus, plan.cpus) == (
+        2,
+        {"ref": 2},
+        2,
+        8,
+        6,
+    )
+    assert {name: len(bundles) for name, bundles in plan.groups.items()} == {
+        "trainer": 2,
+        "ref": 2,
+        "rollout": 2,
+    }
     here = kl_job(LAPTOP)
     assert (here.trainer_workers, here.scorers, here.rollout_workers, here.cpus) == (1, {"ref": 1}, 1, 3)
     assert kl_job(LAPTOP, ratios=(2, 1, 3)).cpus == 6
@@ -160,7 +199,9 @@ def test_a_reward_model_has_processes_of_its_own_wherever_it_is_named() -> None:
     assert '[["train"],["reward"],["rollout"]]' in refused.value.hint
 
 
-@pytest.mark.parametrize(("placement", "numbers"), [({}, ["no"]), ({"ratios": (1, 1, 1)}, ["[1, 1, 1]", "16 GPUs"])])
+@pytest.mark.parametrize(
+    ("placement", "numbers"), [({}, ["no"]), ({"ratios": (1, 1, 1)}, ["[1, 1, 1]", "16 GPUs"])]
+)
 def test_shares_that_come_to_no_whole_gpus_are_refused(placement: dict[str, Any], numbers: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         kl_job(nodes((64, 16)), **placement)
@@ -229,7 +270,9 @@ TOO_MUCH = [
 
 
 @pytest.mark.parametrize(("cluster", "asked"), TOO_MUCH)
-def test_too_little_hardware_is_a_preflight_error_and_its_hint_fits(cluster: Any, asked: dict[str, Any]) -> None:
+def test_too_little_hardware_is_a_preflight_error_and_its_hint_fits(
+    cluster: Any, asked: dict[str, Any]
+) -> None:
     with pytest.raises(PreflightError) as refused:
         job(cluster, **asked)
     hinted = re.findall(r"--set (?:placement|rollout)\.(\w+)=(\w+)", refused.value.hint)
@@ -245,10 +288,13 @@ def test_the_hint_of_shares_that_do_not_divide_fits_the_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "hint"), [(1, "rollout.nnodes=1 --set rollout.n_gpus_per_node=7"), (2, "rollout.n_gpus_per_node=7")]
+    ("num_nodes", "hint"),
+    [(1, "rollout.nnodes=1 --set rollout.n_gpus_per_node=7"), (2, "rollout.n_gpus_per_node=7")],
 )
 def test_the_hint_of_a_shape_fits_the_nodes_that_are_there(num_nodes: int, hint: str) -> None:
-    shaped = profile().model_copy(update={"rollout": profile().rollout.model_copy(update={"nnodes": 2, "n_gpus_per_node": 8})})
+    shaped = profile().model_copy(
+        update={"rollout": profile().rollout.model_copy(update={"nnodes": 2, "n_gpus_per_node": 8})}
+    )
     with pytest.raises(PreflightError) as refused:
         compile_job(shaped, nodes(*[(16, 8)] * num_nodes))
     assert refused.value.hint == f"--set {hint}"
@@ -278,7 +324,9 @@ def test_logical_gpus_are_counted_and_claimed_as_gpus_and_the_job_computes_on_cp
     real, rehearsal = job(nodes((16, 8)), **asked), job(LAPTOP, device="cpu", gpu_bundles=True, **asked)
     assert rehearsal.groups == real.groups
     assert (real.device, rehearsal.device) == ("cuda", "cpu")
-    assert rehearsal.warnings == ("the job's workers compute with 5 threads on 2 cores and slow each other down",)
+    assert rehearsal.warnings == (
+        "the job's workers compute with 5 threads on 2 cores and slow each other down",
+    )
     with pytest.raises(PreflightError) as refused:
         job(nodes((16, 4)), device="cpu", gpu_bundles=True, **asked)
     assert "--set" in refused.value.hint
@@ -287,14 +335,18 @@ def test_logical_gpus_are_counted_and_claimed_as_gpus_and_the_job_computes_on_cp
     assert refused.value.hint == "--set placement.gpus=8"
 
 
-def test_a_model_is_shared_by_all_gpus_of_a_worker_and_on_cpus_by_as_many_processes_as_are_asked_for() -> None:
+def test_a_model_is_shared_by_all_gpus_of_a_worker_and_on_cpus_by_as_many_processes_as_are_asked_for() -> (
+    None
+):
     def shared_by(processes: int, gpus: int, **placement: Any) -> JobPlan:
         rollout = {"engine": "vllm", "tensor_parallel_size": processes}
         return compile_job(small_profile(placement=placement, rollout=rollout), nodes((16, gpus)))
 
     assert shared_by(2, 0).device == "cpu"
     assert shared_by(2, 4, gpus_per_rollout_worker=2).device == "cuda"
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 4, but placement.gpus_per_rollout_worker = 2") as refused:
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size = 4, but placement.gpus_per_rollout_worker = 2"
+    ) as refused:
         shared_by(4, 8, gpus_per_rollout_worker=2)
     assert refused.value.hint.startswith("--set placement.gpus_per_rollout_worker=4")
 
@@ -311,8 +363,14 @@ def test_rows_are_plain_values_one_per_role() -> None:
     assert all(isinstance(value, str | int | float) for row in rows for value in row.values())
 
 
-@pytest.mark.parametrize("module", ["asyncrl_cli.job", "asyncrl_cli.plan.compiling", "asyncrl_cli.job.session"])
+@pytest.mark.parametrize(
+    "module", ["asyncrl_cli.job", "asyncrl_cli.plan.compiling", "asyncrl_cli.job.session"]
+)
 def test_planning_imports_neither_ray_nor_torch(module: str) -> None:
-    code = f"import sys, {module}; print(sorted({{'ray', 'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        f"import sys, {module}; print(sorted({{'ray', 'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert found.stdout.strip() == "[]"

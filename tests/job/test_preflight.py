@@ -1,4 +1,5 @@
-"""What a preflight says of broken clusters, from facts alone. A cluster with real nodes is in tests/run/test_cluster.py."""
+"""What a preflight says of broken clusters, from facts alone. A cluster with real nodes is in
+tests/run/test_cluster.py."""
 
 from __future__ import annotations
 
@@ -48,9 +49,16 @@ def test_nodes_like_the_drivers_are_fine_and_may_have_another_build_and_patch() 
     assert refuse(lines) == []
 
 
-GATED = PreflightError("the probe on 10.0.0.2: model.path: the hub gives it only to users who have logged in", hint="hf auth login")
+GATED = PreflightError(
+    "the probe on 10.0.0.2: model.path: the hub gives it only to users who have logged in",
+    hint="hf auth login",
+)
 BROKEN = {
-    "version mismatch": ({"versions": VERSIONS | {"torch": "2.12.1"}}, "torch 2.12.1, and 2.13.0 on the driver's", "torch 2.13.0"),
+    "version mismatch": (
+        {"versions": VERSIONS | {"torch": "2.12.1"}},
+        "torch 2.12.1, and 2.13.0 on the driver's",
+        "torch 2.13.0",
+    ),
     "a package missing": ({"versions": VERSIONS | {"asyncrl": ""}}, "asyncrl is missing", "asyncrl 0.1.0"),
     "another python": ({"python": "3.12.1"}, "python 3.12, and 3.11", "python 3.11"),
     "directory not shared": (
@@ -58,17 +66,38 @@ BROKEN = {
         "does not see what the driver writes to /shared/runs/otter",
         "--runs-dir",
     ),
-    "model missing": ({"missing_models": ("model.path",)}, "model.path: there is no /models/qwen", "--set model.path="),
-    "model of the hub elsewhere": ({"missing_models": ("ref.path",)}, "ref.path: there is no /hub/snapshots/abc", "HF_HOME"),
+    "model missing": (
+        {"missing_models": ("model.path",)},
+        "model.path: there is no /models/qwen",
+        "--set model.path=",
+    ),
+    "model of the hub elsewhere": (
+        {"missing_models": ("ref.path",)},
+        "ref.path: there is no /hub/snapshots/abc",
+        "HF_HOME",
+    ),
     "a gated model": (
         {"not_fetched": {"ref.path": GATED}},
-        "ref.path: Qwen/Qwen3-0.6B cannot be downloaded there: the hub gives it only to users who have logged in",
+        "ref.path: Qwen/Qwen3-0.6B cannot be downloaded there: the hub gives it only to users who have "
+        "logged in",
         "hf auth login",
     ),
-    "a model of ours elsewhere": ({"missing_models": ("critic.path",)}, "there is no /cache/tiny-1", "--set model.cache_dir="),
-    "a firewall": ({"unreached": "10.0.0.1:4321: timed out"}, "cannot reach 10.0.0.1:4321: timed out", "open all ports"),
+    "a model of ours elsewhere": (
+        {"missing_models": ("critic.path",)},
+        "there is no /cache/tiny-1",
+        "--set model.cache_dir=",
+    ),
+    "a firewall": (
+        {"unreached": "10.0.0.1:4321: timed out"},
+        "cannot reach 10.0.0.1:4321: timed out",
+        "open all ports",
+    ),
     "no such interface": ({"variables": {"NCCL_SOCKET_IFNAME": "ib0"}}, "NCCL_SOCKET_IFNAME=ib0", "eth0"),
-    "own name is loopback": ({"own_address": "127.0.1.1"}, "its host name resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
+    "own name is loopback": (
+        {"own_address": "127.0.1.1"},
+        "its host name resolves to 127.0.1.1",
+        "GLOO_SOCKET_IFNAME=eth0",
+    ),
     "no answer": ({"error": "its process ended"}, "its process ended", "ray status"),
 }
 
@@ -125,7 +154,9 @@ def test_a_probe_reads_the_token_and_writes_beside_it(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     models = {"model.path": str(tmp_path / "model"), "ref.path": str(tmp_path / "none")}
-    facts = NodeFacts(address="here", **Probe().look(("ray", "no-such-package"), str(tmp_path), "token", models))
+    facts = NodeFacts(
+        address="here", **Probe().look(("ray", "no-such-package"), str(tmp_path), "token", models)
+    )
     assert (facts.directory_error, facts.missing_models) == ("", ("ref.path",))
     assert facts.versions["no-such-package"] == "" != facts.versions["ray"]
     assert len(list(tmp_path.glob("token.*"))) == 1

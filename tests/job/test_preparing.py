@@ -1,4 +1,5 @@
-"""Models that cannot be opened, and prompts that do not fit, are refused before Ray starts; by a dry run, too."""
+"""Models that cannot be opened, and prompts that do not fit, are refused before Ray starts; by a dry run,
+too."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def tokenizer() -> Any:
 
 def test_the_longest_prompt_of_both_splits_is_named_with_its_length(tokenizer: Any) -> None:
     task = task_of(["1" * 8, "1" * 9], ["2" * 12])
-    with pytest.raises(ConfigError, match=r"prompt e-0 has 12 tokens, rollout\.max_prompt_tokens is 8 \(2 prompts") as caught:
+    with pytest.raises(
+        ConfigError, match=r"prompt e-0 has 12 tokens, rollout\.max_prompt_tokens is 8 \(2 prompts"
+    ) as caught:
         check_prompt_lengths(profile_of(8), task, partial(tokens, tokenizer))
     assert "--set rollout.max_prompt_tokens=12" in caught.value.hint
 
@@ -54,7 +57,13 @@ def test_tokens_are_counted_and_not_bytes(tokenizer: Any) -> None:
 
 def test_what_adapters_cannot_fit_is_refused_before_workers_start(tmp_path: Path) -> None:
     kinds = {"plain": (LlamaForCausalLM, LlamaConfig), "joined": (Qwen3MoeForCausalLM, Qwen3MoeConfig)}
-    shape = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {
+        "vocab_size": 8,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     for name, (model, config) in kinds.items():
         model(config(num_key_value_heads=2, **shape)).save_pretrained(tmp_path / name)
     profile = Profile(lora=LoraSection(rank=2, target_modules=("q_proj", "qkv"), sync="adapter"))
@@ -62,7 +71,9 @@ def test_what_adapters_cannot_fit_is_refused_before_workers_start(tmp_path: Path
         check_adapters(profile, tmp_path / "plain")
     able = Profile(lora=LoraSection(rank=2, target_modules=("q_proj",), sync="adapter"))
     check_adapters(able, tmp_path / "plain")
-    with pytest.raises(ConfigError, match=r'lora\.sync = "adapter": the tensors of .*joined are joined in memory'):
+    with pytest.raises(
+        ConfigError, match=r'lora\.sync = "adapter": the tensors of .*joined are joined in memory'
+    ):
         check_adapters(able, tmp_path / "joined")
 
 
@@ -114,7 +125,12 @@ def own(model: Path) -> list[str]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str, int]] = {
-    "an unknown kind": ({"model_type": "zebra"}, "", "config.json cannot be read as a configuration .*zebra", 3),
+    "an unknown kind": (
+        {"model_type": "zebra"},
+        "",
+        "config.json cannot be read as a configuration .*zebra",
+        3,
+    ),
     "a vision model": ({"model_type": "vit"}, "", "type .vit., which is not a causal language model", 3),
     "heads that do not divide": (
         {"num_attention_heads": "two"},
@@ -130,11 +146,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, int]] = {
 
 @pytest.mark.parametrize(("changes", "key", "message", "code"), REFUSED.values(), ids=REFUSED)
 def test_what_a_run_cannot_open_is_refused_by_a_dry_run(
-    changes: dict[str, Any], key: str, message: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any],
+    key: str,
+    message: str,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     sets = [*own(saved(tmp_path / "model", **changes)), *([key] if key else [])]
     options = [word for entry in sets for word in ("--set", entry)]
-    assert run(["train", "-p", "partial-rollout", "--dry-run", "--runs-dir", str(tmp_path / "runs"), *options]) == code
+    assert (
+        run(["train", "-p", "partial-rollout", "--dry-run", "--runs-dir", str(tmp_path / "runs"), *options])
+        == code
+    )
     said = capsys.readouterr()
     assert re.search(f"error: .*{message}", said.err)
     assert "this is a bug" not in said.err
@@ -155,8 +179,17 @@ def test_a_model_that_can_be_opened_is_planned(tmp_path: Path, capsys: pytest.Ca
         (["--address", "ray://head:10001"], 2, "must run inside the cluster"),
         pytest.param(["--set", "model.path=/nonexistent/model"], 3, "does not exist", marks=pytest.mark.slow),
         pytest.param(["--set", "model.path=builtin:large"], 2, "there is no", marks=pytest.mark.slow),
-        pytest.param(["--set", "rollout.max_response_tokens=4096"], 2, "the model has 2048 positions", marks=pytest.mark.slow),
-        (["--set", "task.source=builtin:guess", "--set", "algorithm.overlong_buffer_tokens=8"], 2, "may have several responses"),
+        pytest.param(
+            ["--set", "rollout.max_response_tokens=4096"],
+            2,
+            "the model has 2048 positions",
+            marks=pytest.mark.slow,
+        ),
+        (
+            ["--set", "task.source=builtin:guess", "--set", "algorithm.overlong_buffer_tokens=8"],
+            2,
+            "may have several responses",
+        ),
         (["--name", "taken"], 4, "a run of that name exists"),
     ],
 )

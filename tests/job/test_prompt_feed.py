@@ -1,4 +1,5 @@
-"""The feed's order: every prompt once per epoch, another order in each, and the same whatever a resume cuts it into."""
+"""The feed's order: every prompt once per epoch, another order in each, and the same whatever a resume cuts
+it into."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_each_epoch_holds_every_prompt_exactly_once(num_items, seed, num_epochs)
         assert sorted(text for _, _, text in part) == sorted(item["prompt"] for item in items)
 
 
-@given(num_items=st.integers(1, 12), seed=st.integers(0, 1000), pieces=st.lists(st.integers(0, 17), max_size=8))
+@given(
+    num_items=st.integers(1, 12), seed=st.integers(0, 1000), pieces=st.lists(st.integers(0, 17), max_size=8)
+)
 def test_any_split_by_state_and_restore_gives_the_same_sequence(num_items, seed, pieces):
     items = numbered_items(num_items)
     whole = take(PromptFeed(items, seed=seed), sum(pieces))
@@ -132,7 +135,15 @@ def test_a_checkpoint_without_fingerprints_of_evals_is_taken():
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [((1, 2), [1, 2]), (1, 1.0), ("1", 1), (Decimal("1.0"), Decimal("1.00")), (b"a", "a"), (True, 1), ({"a": 1}, {"b": 1})],
+    [
+        ((1, 2), [1, 2]),
+        (1, 1.0),
+        ("1", 1),
+        (Decimal("1.0"), Decimal("1.00")),
+        (b"a", "a"),
+        (True, 1),
+        ({"a": 1}, {"b": 1}),
+    ],
 )
 def test_values_that_a_reward_can_tell_apart_have_different_fingerprints(one, other):
     assert fingerprint([make_item("p", "a", {"x": one})]) != fingerprint([make_item("p", "a", {"x": other})])
@@ -148,7 +159,10 @@ def test_the_fingerprint_is_the_same_in_another_process():
         "print(fingerprint([make_item('p', 'a', {'x': values})]))\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
-    run = [subprocess.check_output([sys.executable, "-c", script], env={**env, "PYTHONHASHSEED": seed}) for seed in "12"]
+    run = [
+        subprocess.check_output([sys.executable, "-c", script], env={**env, "PYTHONHASHSEED": seed})
+        for seed in "12"
+    ]
     assert run[0] == run[1]
 
 
@@ -173,7 +187,9 @@ def test_a_prompt_that_was_not_given_yet_is_not_found():
 
 
 def test_a_uid_that_the_task_does_not_have_is_refused():
-    with pytest.raises(RefusedError, match="names prompt 0123456789abcdef, which is not among the 20 of the task") as refused:
+    with pytest.raises(
+        RefusedError, match="names prompt 0123456789abcdef, which is not among the 20 of the task"
+    ) as refused:
         PromptFeed(numbered_items(20), seed=1).find("0123456789abcdef", 0)
     assert "task.source" in refused.value.hint
 
@@ -185,7 +201,9 @@ def test_another_seed_is_refused_with_the_one_that_fits():
     assert "run.seed = 5" in refused.value.hint
 
 
-@pytest.mark.parametrize("damage", [{"cursor": 3}, {"cursor": -1}, {"cursor": "1"}, {"epoch": -1}, {"fingerprint": None}])
+@pytest.mark.parametrize(
+    "damage", [{"cursor": 3}, {"cursor": -1}, {"cursor": "1"}, {"epoch": -1}, {"fingerprint": None}]
+)
 def test_a_damaged_state_is_refused(damage):
     feed = PromptFeed(items_named("a", "b"), seed=0)
     with pytest.raises(RefusedError, match="damaged"):

@@ -1,4 +1,5 @@
-"""One round of everything on real actors with a tiny random model: generate, train, publish, load, checkpoint."""
+"""One round of everything on real actors with a tiny random model: generate, train, publish, load,
+checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ pytestmark = pytest.mark.slow
 
 def part(index: int, number: int = 0, indices: tuple[int, ...] = (0, 1, 2, 3)) -> PartRequest:
     item = {"uid": f"p{index}", "prompt": f"{index}+1=", "answer": "2", "metadata": {}}
-    return PartRequest(key=PartKey(AttemptKey(f"p{index}", 0, 0), number), item=item, indices=indices, seed=index)
+    return PartRequest(
+        key=PartKey(AttemptKey(f"p{index}", 0, 0), number), item=item, indices=indices, seed=index
+    )
 
 
 def group_of(*parts: PartResult) -> GroupResult:
@@ -51,12 +54,17 @@ async def run_parts(worker: Any, *requests: PartRequest) -> list[PartResult]:
     return [ended[request.key] for request in requests]
 
 
-def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from asyncrl_cli.job.session import ray_session
 
-    monkeypatch.delenv("LD_PRELOAD", raising=False)  # vLLM's tests leave an OpenMP in it, which would load before any log is open
+    # vLLM's tests leave an OpenMP in it, which would load before any log is open
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setenv("OMP_DISPLAY_ENV", "true")  # OpenMP says what it goes by, in every actor's log
-    profile = small_profile(placement={"trainer_workers": 2}, rollout={"workers": 2}, weights={"keep_versions": "all"})
+    profile = small_profile(
+        placement={"trainer_workers": 2}, rollout={"workers": 2}, weights={"keep_versions": "all"}
+    )
     model_dir = make_model(tmp_path / "model")
     cluster = nodes((2, 0), elastic_cpus=True)
     with ray_session(profile, cluster=cluster) as plan:
@@ -64,7 +72,10 @@ def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(tmp_path: 
         smaller = small_profile(weights={"keep_versions": "all"})
         asyncio.run(_second_attempt(compile_job(smaller, cluster), smaller, model_dir, tmp_path))
     assert versions == [1, 1]
-    assert sorted(path.name for path in (tmp_path / "run/versions").iterdir()) == ["version-000000", "version-000001"]
+    assert sorted(path.name for path in (tmp_path / "run/versions").iterdir()) == [
+        "version-000000",
+        "version-000001",
+    ]
     for name in ("trainer-1", "rollout-0"):
         assert "OMP_WAIT_POLICY = 'PASSIVE'" in (tmp_path / f"logs/{name}.log").read_text()
 
@@ -75,7 +86,14 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
     said: list[str] = []
     began_s = time.monotonic()
     async with started_workers(
-        plan, profile, model_dir, REWARD, further={}, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", progress=said.append
+        plan,
+        profile,
+        model_dir,
+        REWARD,
+        further={},
+        run_dir=tmp_path / "run",
+        log_dir=tmp_path / "logs",
+        progress=said.append,
     ) as (trainer, workers, payloads, _):
         print("workers started", time.monotonic() - began_s)
         assert payloads == []
@@ -86,7 +104,12 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
             run_parts(workers[0], part(0), part(1, 0, (0, 2)), part(2)),
             run_parts(workers[1], part(3), part(1, 1, (1,)), part(1, 2, (3,))),
         )
-        groups = [group_of(left[0]), group_of(left[1], right[1], right[2]), group_of(left[2]), group_of(right[0])]
+        groups = [
+            group_of(left[0]),
+            group_of(left[1], right[1], right[2]),
+            group_of(left[2]),
+            group_of(right[0]),
+        ]
         for index, group in enumerate(groups):
             assert group.key == AttemptKey(f"p{index}", 0, 0)
             assert len(group.trajectories) == 4
@@ -98,7 +121,8 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         sampled = sum(meta.response_tokens for group in groups[:2] for meta in group.trajectories)
         assert report.tokens == sampled
         assert executor.sums["trained_tokens"] == sampled
-        assert 0 < executor.sums["busy_s"] <= executor.state_s[State.BUSY] + 0.05  # that of rank 0, busy at its start, too
+        # that of rank 0, busy at its start, too
+        assert 0 < executor.sums["busy_s"] <= executor.state_s[State.BUSY] + 0.05
         gather_s, _ = await trainer.gather(1)
         published = await trainer.publish(1)
         print("gather", gather_s, "publish", published.publish_s, published.num_bytes)
@@ -124,8 +148,8 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
 
 
 async def _nothing_passes_through_the_driver(payloads: list[Any]) -> None:
-    """The arrays of these short responses lie in the object store, and outlive their worker, because the driver owns them. Ray's
-    own way with so few bytes is to send them to the caller."""
+    """The arrays of these short responses lie in the object store, and outlive their worker, because the
+    driver owns them. Ray's own way with so few bytes is to send them to the caller."""
     await asyncio.to_thread(ray.wait, payloads, num_returns=len(payloads), fetch_local=False)
     found = ray.experimental.get_object_locations(payloads)
     assert all(300 < at["object_size"] < 100_000 and at["node_ids"] for at in found.values()), found
@@ -137,7 +161,9 @@ async def _meet_on_loopback(rank_zero: Any) -> None:
     """Where `nccl` meets in a local session; gloo is in NCCL's place."""
     host, port = await RayRankZero(rank_zero, "rollout-0", 10.0, 1).meeting_point()
     assert host == LOOPBACK
-    sums = await asyncio.gather(*(asyncio.to_thread(_sum_of_two_ranks, host, port, rank) for rank in range(2)))
+    sums = await asyncio.gather(
+        *(asyncio.to_thread(_sum_of_two_ranks, host, port, rank) for rank in range(2))
+    )
     assert sums == [3.0, 3.0]
 
 
@@ -160,7 +186,9 @@ async def _publish_and_load(trainer: Any, workers: list[Any], version: int) -> N
 
 async def _checkpoint(trainer: Any, groups: list[GroupResult], tmp_path: Path) -> None:
     await trainer.snapshot(1)
-    writing = asyncio.create_task(trainer.write(tmp_path / "step-1", _cut([groups[1].payload, groups[3].payload])))
+    writing = asyncio.create_task(
+        trainer.write(tmp_path / "step-1", _cut([groups[1].payload, groups[3].payload]))
+    )
     await trainer.train(batch_of(groups[2:], step=2))
     await writing
 
@@ -183,7 +211,14 @@ async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pa
         run="run",
     )
     async with started_workers(
-        plan, profile, model_dir, REWARD, further={}, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", checkpoint=checkpoint
+        plan,
+        profile,
+        model_dir,
+        REWARD,
+        further={},
+        run_dir=tmp_path / "run",
+        log_dir=tmp_path / "logs",
+        checkpoint=checkpoint,
     ) as (trainer, workers, payloads, _):
         assert [len(payload) for payload in payloads] == [1, 1]  # each group as one object
         await _publish_and_load(trainer, workers, 1)

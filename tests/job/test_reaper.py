@@ -36,7 +36,8 @@ for call in (reaper.name_of, reaper.shared_memory_of, reaper.first_gone):
 reaper.LOOK_EVERY_S = 0.2
 reaper.main(int(sys.argv[1]), sys.argv[2], map(int, sys.argv[3:]))
 """
-"""A reaper that prints its calls: name, time of the beginning (of a clock that all processes share), and result."""
+"""A reaper that prints its calls: name, time of the beginning (of a clock that all processes share), and
+result."""
 
 HOLD_SHARED_MEMORY = """
 import subprocess, sys, time
@@ -92,7 +93,10 @@ def test_shared_memory_that_only_the_last_look_meets_is_told(
     program = tmp_path / "driver.py"
     program.write_text(HOLD_SHARED_MEMORY)
     driver = subprocess.Popen(
-        [sys.executable, str(program), foreign.name], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(program), foreign.name],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert driver.stdout is not None
@@ -111,7 +115,9 @@ def test_shared_memory_that_only_the_last_look_meets_is_told(
 
 
 @pytest.mark.slow
-def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Path, foreign: SharedMemory) -> None:
+def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(
+    tmp_path: Path, foreign: SharedMemory
+) -> None:
     program, directory = tmp_path / "driver.py", tmp_path / "ray"
     program.write_text(HOLD_SHARED_MEMORY)
     directory.mkdir()
@@ -138,14 +144,18 @@ def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Pa
 
 def telling(driver: subprocess.Popen[str], directory: Path) -> subprocess.Popen[str]:
     words = [sys.executable, "-c", TELLING, str(driver.pid), str(directory)]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def wait_for(watching: subprocess.Popen[str], call: str, found: str, after_s: float = 0.0) -> None:
     """Wait until the reaper has found `found` by a call that began after `after_s`."""
     assert watching.stdout is not None
     said = (line.split(maxsplit=2) for line in watching.stdout)
-    assert any(words[0] == call and found in words[-1] and float(words[1]) > after_s for words in said), "the reaper has ended"
+    assert any(words[0] == call and found in words[-1] and float(words[1]) > after_s for words in said), (
+        "the reaper has ended"
+    )
 
 
 TWO_CHILDREN = """
@@ -167,12 +177,15 @@ sys.stdin.readline()
 def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> None:
     directory = tmp_path / "ray"
     directory.mkdir()
-    driver = subprocess.Popen([sys.executable, "-c", TWO_CHILDREN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", TWO_CHILDREN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert driver.stdin is not None
     assert driver.stdout is not None
     children = [psutil.Process(int(driver.stdout.readline()))]
     watching = subprocess.Popen(
-        [sys.executable, "-P", reaper.__file__, str(driver.pid), str(directory), str(children[0].pid)], stdin=subprocess.PIPE
+        [sys.executable, "-P", reaper.__file__, str(driver.pid), str(directory), str(children[0].pid)],
+        stdin=subprocess.PIPE,
     )
     try:
         driver.stdin.write("\n")
@@ -204,9 +217,12 @@ time.sleep(600)
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["raylet", "driver"])
 def test_only_a_raylet_that_has_ended_before_the_driver_is_blamed(tmp_path: Path, killed: str) -> None:
-    """A process of that name stands for the raylet. The pipe of a driver that is killed closes last: after its raylet's end."""
+    """A process of that name stands for the raylet. The pipe of a driver that is killed closes last: after
+    its raylet's end."""
     raylet = shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
-    driver = subprocess.Popen([sys.executable, "-c", RAYLET, str(raylet)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", RAYLET, str(raylet)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     watching = telling(driver, tmp_path / "ray")
     assert driver.stdin is not None
     assert driver.stdout is not None
@@ -240,11 +256,15 @@ def wait_until_ended(process: psutil.Process) -> None:
 
 
 @pytest.mark.parametrize("last_word", [b"", reaper.GOODBYE])
-def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(tmp_path: Path, last_word: bytes) -> None:
+def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(
+    tmp_path: Path, last_word: bytes
+) -> None:
     driver = subprocess.Popen(["sleep", "60"])
     words = [sys.executable, "-P", reaper.__file__, str(driver.pid), str(tmp_path / "ray")]
     driver.kill()
-    told = subprocess.run(words, input=last_word, stderr=subprocess.PIPE, timeout=ENDS_WITHIN_S, check=True).stderr.decode()
+    told = subprocess.run(
+        words, input=last_word, stderr=subprocess.PIPE, timeout=ENDS_WITHIN_S, check=True
+    ).stderr.decode()
     driver.wait()  # not earlier: another process could get its pid
     if last_word:
         assert told == ""
@@ -274,7 +294,9 @@ def test_a_worker_that_no_look_has_seen_does_not_make_the_directory_again(tmp_pa
             reader.kill()
 
 
-def test_a_reaper_that_does_not_end_in_time_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reaper_that_does_not_end_in_time_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a machine that is busy with what a hostile reward has forked."""
     directory = tmp_path / "session"
     directory.mkdir()

@@ -1,4 +1,5 @@
-"""Prefetch and load in the actor itself, without Ray: stalls with an engine that only takes time, every bit with a real one."""
+"""Prefetch and load in the actor itself, without Ray: stalls with an engine that only takes time, every bit
+with a real one."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class SlowEngine(Engine):
         self.now_s += 2.0
         return PauseReport(load_s=1.0, pause_s=1.5)
 
-    async def load_in_place(self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt) -> PauseReport:
+    async def load_in_place(
+        self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt
+    ) -> PauseReport:
         began_s = self.now_s
         fetch()
         fetch_s = self.now_s - began_s
@@ -89,7 +92,9 @@ def manifest_of(buckets: Sequence[Bucket], version: int) -> Manifest:
     return Manifest(version=version, num_bytes=0, fingerprints=fingerprints, temperature=1.0)
 
 
-def sent(weights: dict[str, torch.Tensor], version: int, bucket_bytes: int = 2**17) -> tuple[Manifest, list[Sent]]:
+def sent(
+    weights: dict[str, torch.Tensor], version: int, bucket_bytes: int = 2**17
+) -> tuple[Manifest, list[Sent]]:
     """As it comes out of an object store: read-only."""
     buckets = pack(weights, bucket_bytes)
     for bucket in buckets:
@@ -100,7 +105,12 @@ def sent(weights: dict[str, torch.Tensor], version: int, bucket_bytes: int = 2**
 @pytest.mark.parametrize("interrupt", ["keep-kv", "drain"])
 def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt) -> None:
     manifest: Any = SimpleNamespace(
-        version=3, fingerprint="", probe_tokens=((1, 2, 3),), probe_logprobs=((-1.0, -2.0),), previous_logprobs=(), temperature=1.0
+        version=3,
+        fingerprint="",
+        probe_tokens=((1, 2, 3),),
+        probe_logprobs=((-1.0, -2.0),),
+        previous_logprobs=(),
+        temperature=1.0,
     )
     engine = SlowEngine()
     actor = Worker(engine)
@@ -109,7 +119,12 @@ def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt
 
     report = asyncio.run(actor.load(3, interrupt))
 
-    assert (report.send_s, report.load_s, report.pause_s, report.logprob_abs_diff) == (0.0, 1.0, 1.75, pytest.approx(0.5))
+    assert (report.send_s, report.load_s, report.pause_s, report.logprob_abs_diff) == (
+        0.0,
+        1.0,
+        1.75,
+        pytest.approx(0.5),
+    )
     assert report.logprob_abs_diff_median == pytest.approx(0.5)
     state_s = actor.meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0).state_s
     drained_s = 2.0 if interrupt == "drain" else 0.0  # sequences that a drain waits for are busy
@@ -128,7 +143,8 @@ def test_an_engine_that_scores_beside_generation_is_not_called_loading_meanwhile
     asyncio.run(actor.load(3, "keep-kv"))
 
     report = actor.meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0)
-    assert (report.state_s[State.LOADING], report.state_s[State.BUSY]) == (2.0, 0.5)  # the load, and the probes
+    # the load, and the probes
+    assert (report.state_s[State.LOADING], report.state_s[State.BUSY]) == (2.0, 0.5)
     assert report.sums["idle_s"] == 2.0
 
 
@@ -172,7 +188,9 @@ def test_without_a_second_buffer_the_fetch_is_a_part_of_the_stall() -> None:
 
     async def main() -> tuple[float, Any]:
         actor.meter.running(4)
-        return await actor.prefetch(manifest, [comes_late(bucket) for bucket in buckets]), await actor.load(3, "keep-kv")
+        return await actor.prefetch(manifest, [comes_late(bucket) for bucket in buckets]), await actor.load(
+            3, "keep-kv"
+        )
 
     _, report = asyncio.run(main())
     assert len(buckets) == 2
@@ -182,7 +200,9 @@ def test_without_a_second_buffer_the_fetch_is_a_part_of_the_stall() -> None:
     assert State.BUSY not in {state for state, seconds in state_s.items() if seconds}
 
 
-def test_a_taker_that_stops_at_a_bucket_has_only_the_next_ones_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taker_that_stops_at_a_bucket_has_only_the_next_ones_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     begun: list[int] = []
 
     class Counting(ThreadPoolExecutor):
@@ -207,7 +227,8 @@ def test_late_and_repeated_manifests_are_refused() -> None:
         actor._engine.receive = lambda buckets: {"n": len(list(buckets))}  # type: ignore
         with pytest.raises(ValueError, match="version 2 of the weights is not newer than version 2"):
             await actor.prefetch(*sent(weights, FIRST_VERSION - 1))
-        await actor.prefetch(*sent(weights, FIRST_VERSION))  # the very version of the first weights: it verifies them
+        # the very version of the first weights: it verifies them
+        await actor.prefetch(*sent(weights, FIRST_VERSION))
         with pytest.raises(ValueError, match="version 3 of the weights is not newer than version 3"):
             await actor.prefetch(*sent(weights, FIRST_VERSION))
         await actor.load(FIRST_VERSION, "keep-kv")
@@ -300,7 +321,9 @@ def test_the_same_bits_arrive_whatever_the_knobs(tied: bool, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("dual_buffer", [True, False])
-def test_a_damaged_last_bucket_leaves_the_old_version_serving(dual_buffer: bool, overlap: bool, tmp_path: Path) -> None:
+def test_a_damaged_last_bucket_leaves_the_old_version_serving(
+    dual_buffer: bool, overlap: bool, tmp_path: Path
+) -> None:
     model = tiny.make_model()
     model_dir = tiny.save(model, tmp_path)
     manifest, buckets = sent(tiny.weights_after(model, 1), 4)
@@ -320,7 +343,9 @@ def test_a_damaged_last_bucket_leaves_the_old_version_serving(dual_buffer: bool,
             assert_holds(engine, before)
             assert engine.version == 0
             [answer] = (await engine.score([[2, 3, 4]], 1.0)).logprobs
-            assert answer == pytest.approx(tiny.plain_logprobs(model, dict(model.state_dict()), [2, 3, 4]), abs=1e-4)
+            assert answer == pytest.approx(
+                tiny.plain_logprobs(model, dict(model.state_dict()), [2, 3, 4]), abs=1e-4
+            )
             last[5] ^= 1
             await actor.prefetch(manifest, buckets)  # what was refused as damaged may come again whole
             await actor.load(4, "drain")
@@ -339,7 +364,9 @@ def test_without_a_second_buffer_weights_that_do_not_fit_change_nothing(tmp_path
         async with started(model_dir) as engine:
             actor, before = Worker(engine, dual_buffer=False), bits(engine)
             await actor.prefetch(*sent(weights, 4))
-            with pytest.raises(ValueError, match=r"do not fit the engine's model: wrong shape model\.norm\.weight"):
+            with pytest.raises(
+                ValueError, match=r"do not fit the engine's model: wrong shape model\.norm\.weight"
+            ):
                 await actor.load(4, "keep-kv")
             assert_holds(engine, before)
             assert engine.version == 0

@@ -1,4 +1,5 @@
-"""Scorers with processes of their own on real actors: their columns reach the trainer, and lost processes are replaced."""
+"""Scorers with processes of their own on real actors: their columns reach the trainer, and lost processes are
+replaced."""
 
 from __future__ import annotations
 
@@ -45,11 +46,17 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
     from asyncrl_cli.models.resolve import further_models
 
     work = Work(profile=profile, prompts=[[4, 5, 6], [7, 8]], response_tokens=(5, 9, 3, 7))
-    groups, items = tuple(made_up_group(work, number) for number in range(2)), [{"prompt": "1+1"}, {"prompt": "2+"}]
+    groups, items = (
+        tuple(made_up_group(work, number) for number in range(2)),
+        [{"prompt": "1+1"}, {"prompt": "2+"}],
+    )
     further = further_models(profile, model_dir)
     async with placed(plan, timeout_s=60.0) as options:
         trainer = make_trainer(plan, profile, model_dir, further, options, run_dir=tmp_path, log_dir=tmp_path)
-        scorers = {task: make_scorer(task, plan, profile, model_dir, further, options, tmp_path) for task in plan.scorers}
+        scorers = {
+            task: make_scorer(task, plan, profile, model_dir, further, options, tmp_path)
+            for task in plan.scorers
+        }
         await asyncio.gather(trainer.start(), *(scorer.start() for scorer in scorers.values()))
         await trainer.gather(0)
         await scorers["prox"].load(await trainer.publish(0))
@@ -63,10 +70,13 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
         for of in columns.values():
             lengths = [[len(column) for column in ray.get(handle)] for handle in of]
             assert lengths == [[meta.response_tokens for meta in group.trajectories] for group in groups]
-        handles = {group.key: {task: of[index] for task, of in columns.items()} for index, group in enumerate(groups)}
+        handles = {
+            group.key: {task: of[index] for task, of in columns.items()} for index, group in enumerate(groups)
+        }
         batch = TrainBatch(step=1, window=0, step_in_window=0, groups=groups, columns=handles)
         trained, _ = await trainer.train(batch)
-        assert trained.metrics["ref/kl"].value == pytest.approx(0.0, abs=1e-9)  # the reference is the policy's first weights
+        # the reference is the policy's first weights
+        assert trained.metrics["ref/kl"].value == pytest.approx(0.0, abs=1e-9)
         assert "train/old_logprob_tokens" not in trained.metrics
         assert "ref" not in trained.column_s
 
@@ -81,7 +91,9 @@ async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: P
         await asyncio.gather(trainer.stop(5.0), *(scorer.stop(5.0) for scorer in scorers.values()))
 
 
-def test_a_critic_apart_learns_what_was_trained_is_in_the_checkpoint_and_is_not_replaced(tmp_path: Path) -> None:
+def test_a_critic_apart_learns_what_was_trained_is_in_the_checkpoint_and_is_not_replaced(
+    tmp_path: Path,
+) -> None:
     from asyncrl_cli.job.session import ray_session
 
     model_dir = make_model(tmp_path / "model")

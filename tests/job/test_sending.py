@@ -54,7 +54,9 @@ class Transport:
 def published(version: int, gathered: Packing) -> tuple[Manifest, list[Bucket]]:
     buckets = gathered.seal()
     fingerprints = tuple(bucket.fingerprint for bucket in buckets)
-    return Manifest(version=version, num_bytes=gathered.num_bytes, fingerprints=fingerprints, temperature=1.0), buckets
+    return Manifest(
+        version=version, num_bytes=gathered.num_bytes, fingerprints=fingerprints, temperature=1.0
+    ), buckets
 
 
 def packing() -> Packing:
@@ -140,7 +142,9 @@ def test_what_was_sent_of_a_version_that_is_never_published_is_let_go_of() -> No
 
 @pytest.mark.parametrize("gather_mb", [0.1, 16], ids=["many buckets", "one bucket"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_what_arrives_is_bit_for_bit_the_trainers_weights(overlap: bool, gather_mb: float, tmp_path: Path) -> None:
+def test_what_arrives_is_bit_for_bit_the_trainers_weights(
+    overlap: bool, gather_mb: float, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     from tests.trainers import trainer_parts

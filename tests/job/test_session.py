@@ -33,7 +33,8 @@ LONGEST_S = 30.0
 
 
 class Driver:
-    """A driver in a process group of its own, as a shell would start it, and everything that it has started."""
+    """A driver in a process group of its own, as a shell would start it, and everything that it has
+    started."""
 
     def __init__(self, how: str) -> None:
         self.process = subprocess.Popen(
@@ -49,7 +50,8 @@ class Driver:
         assert (word, cpus) == ("ready", "2")
         self.started: set[psutil.Process] = set()
         deadline_s = time.monotonic() + 2 * LONGEST_S
-        while not {"raylet", "gcs_server", "sleep"} <= (names := self._look()):  # a child has its parent's name until it is itself
+        # a child has its parent's name until it is itself
+        while not {"raylet", "gcs_server", "sleep"} <= (names := self._look()):
             assert time.monotonic() < deadline_s, names
             time.sleep(0.05)
 
@@ -141,7 +143,9 @@ def _restored_token() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_restored_token")
-def test_a_session_is_two_daemons_and_a_token_in_a_directory_that_nobody_else_can_enter(tmp_path: Path) -> None:
+def test_a_session_is_two_daemons_and_a_token_in_a_directory_that_nobody_else_can_enter(
+    tmp_path: Path,
+) -> None:
     import ray
 
     before, others = dict(os.environ), psutil.Process().children()
@@ -183,7 +187,9 @@ def test_a_dead_reaper_is_replaced_and_the_session_goes_on(tmp_path: Path) -> No
 
 
 def new_reapers(others: set[psutil.Process]) -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if child not in others and name_of(child) == "reaper"]
+    return [
+        child for child in psutil.Process().children() if child not in others and name_of(child) == "reaper"
+    ]
 
 
 TENTH = {name: value // 10 for name, value in local_ray.PATIENT.items() if name.endswith(("_s", "_ms"))}
@@ -199,14 +205,17 @@ RAYS_TENTH = {
 
 @pytest.mark.slow
 def test_daemons_that_get_no_core_for_a_minute_are_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an overloaded machine. By Ray's own limits (5 health checks of 10 s) they would be; here all in a tenth of the time."""
+    """As on an overloaded machine. By Ray's own limits (5 health checks of 10 s) they would be; here all in a
+    tenth of the time."""
     import ray
 
     monkeypatch.setattr(local_ray, "SYSTEM_CONFIG", local_ray.SYSTEM_CONFIG | TENTH | RAYS_TENTH)
     with ray_session(small_profile(), cluster=nodes((2, 0), elastic_cpus=True)):
         echo = ray.remote(Echo).options(num_cpus=1).remote()
         assert ray.get(echo.echo.remote("before")) == "before"
-        suspended = [child for child in psutil.Process().children() if name_of(child) in ("raylet", "gcs_server")]
+        suspended = [
+            child for child in psutil.Process().children() if name_of(child) in ("raylet", "gcs_server")
+        ]
         assert len(suspended) == 2
         for name in ("raylet", "gcs_server"):  # one after the other: who asks is not asleep with who is asked
             victim = next(child for child in suspended if name_of(child) == name)
@@ -238,13 +247,18 @@ def test_a_plan_that_does_not_fit_is_refused_before_ray_starts() -> None:
 
 
 def session_of_a_7b(directory: Path, monkeypatch: pytest.MonkeyPatch, free_gib: float, *sets: str) -> float:
-    """GiB of the object store that a session with Qwen2.5-7B's sizes and so much free shared memory would start with."""
+    """GiB of the object store that a session with Qwen2.5-7B's sizes and so much free shared memory would
+    start with."""
     sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
     heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
     started: list[int] = []
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free_gib * 2**30)))
-    monkeypatch.setattr(session, "_start_here", lambda stack, cluster, plan, store_bytes: started.append(store_bytes))
+    monkeypatch.setattr(
+        machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free_gib * 2**30))
+    )
+    monkeypatch.setattr(
+        session, "_start_here", lambda stack, cluster, plan, store_bytes: started.append(store_bytes)
+    )
     with ray_session(load("base", [*sets]).profile, cluster=nodes((8, 8)), model_dir=directory):
         return round(started.pop() / 2**30, 1)
 
@@ -252,7 +266,8 @@ def session_of_a_7b(directory: Path, monkeypatch: pytest.MonkeyPatch, free_gib: 
 def test_the_object_store_holds_two_versions_in_the_dtype_in_which_they_travel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """7,615,616,512 parameters: 4 * 7.6e9 bytes in bfloat16 are 28.4 GiB; a quarter of a GiB for payloads is added."""
+    """7,615,616,512 parameters: 4 * 7.6e9 bytes in bfloat16 are 28.4 GiB; a quarter of a GiB for payloads is
+    added."""
     assert session_of_a_7b(tmp_path, monkeypatch, 60, "model.dtype=bfloat16") == 28.6
     assert session_of_a_7b(tmp_path, monkeypatch, 60, "model.dtype=float32") == 57.0
     refusal = r"needs 28.6 GiB of shared memory .* in bfloat16, and /dev/shm has 24.0 GiB"
@@ -261,7 +276,10 @@ def test_the_object_store_holds_two_versions_in_the_dtype_in_which_they_travel(
     assert "--set weights.transport=disk" in refused.value.hint
     assert session_of_a_7b(tmp_path, monkeypatch, 24, "weights.transport=disk") == 0.2
     # 40,370,176 values of adapters, in float32, twice
-    assert session_of_a_7b(tmp_path, monkeypatch, 24, "model.dtype=float32", "lora.rank=16", "lora.sync=adapter") == 0.6
+    assert (
+        session_of_a_7b(tmp_path, monkeypatch, 24, "model.dtype=float32", "lora.rank=16", "lora.sync=adapter")
+        == 0.6
+    )
 
 
 def test_an_address_nobody_listens_at_is_refused_in_time() -> None:

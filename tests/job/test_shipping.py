@@ -35,28 +35,45 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_modules_that_keys_name_and_what_is_to_be_shipped_go_along_and_the_rest_stays(here: Path) -> None:
-    sets = ["task.reward=rewards:score", "task.environment=package.inner.game:Game", 'run.ship=["helpers.py"]']
+    sets = [
+        "task.reward=rewards:score",
+        "task.environment=package.inner.game:Game",
+        'run.ship=["helpers.py"]',
+    ]
     cargo = cargo_of(load("partial-rollout", sets), here)
-    shipped = {"rewards.py", "helpers.py", "package/__init__.py", "package/words.txt", "package/inner/game.py"}
+    shipped = {
+        "rewards.py",
+        "helpers.py",
+        "package/__init__.py",
+        "package/words.txt",
+        "package/inner/game.py",
+    }
     assert set(map(str, cargo.files)) == shipped
     assert cargo.notes == ()
     directory = here / "elsewhere"
     directory.mkdir()
     cargo.write(directory)
-    assert {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()} == shipped | {PROFILE}
+    assert {
+        str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
+    } == shipped | {PROFILE}
 
 
 def test_a_module_beside_the_profile_goes_along_with_its_place(here: Path) -> None:
     (here / "package" / "my.toml").write_text('extends = "base"\n[task]\nreward = "scores:score"\n')
     (here / "package" / "scores.py").touch()
     (here / "my.toml").write_text('extends = "base"\n[task]\nreward = "rewards:score"\n')
-    for profile, file, place in (("package/my.toml", "package/scores.py", "package"), ("my.toml", "rewards.py", None)):
+    for profile, file, place in (
+        ("package/my.toml", "package/scores.py", "package"),
+        ("my.toml", "rewards.py", None),
+    ):
         there = here / "there" / file
         there.mkdir(parents=True)
         cargo = cargo_of(load(profile), here)
         assert (list(map(str, cargo.files)), cargo.notes) == ([file], ())
         cargo.write(there)
-        assert load(str(there / PROFILE)).profile.task.import_path == str(there if place is None else there / place)
+        assert load(str(there / PROFILE)).profile.task.import_path == str(
+            there if place is None else there / place
+        )
 
 
 def test_an_entry_of_the_tasks_own_that_is_called_import_path_stays(here: Path) -> None:
@@ -75,10 +92,15 @@ def test_a_module_beside_a_profile_outside_the_working_directory_is_one_note(her
     assert cargo_of(load(str(here / "my.toml")), here).notes == ()
 
 
-def test_the_job_resolves_to_the_profile_that_was_resolved_here(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere, without the chain's files and the environment; only paths of what was shipped are those of the copies."""
+def test_the_job_resolves_to_the_profile_that_was_resolved_here(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere, without the chain's files and the environment; only paths of what was shipped are those of
+    the copies."""
     (here / "low.toml").write_text('extends = "stale-samples"\n[run]\nseed = 7\n')
-    (here / "my.toml").write_text('extends = "low.toml"\n[task]\nsource = "parquet:data/train-*.parquet"\n[rollout]\nn = 4\n')
+    (here / "my.toml").write_text(
+        'extends = "low.toml"\n[task]\nsource = "parquet:data/train-*.parquet"\n[rollout]\nn = 4\n'
+    )
     monkeypatch.setenv("ASYNCRL_TRAINER__LR", "0.125")
     loaded = load("my.toml", ['run.ship=["data/*.parquet"]', "run.train_steps=3"])
     cargo = cargo_of(loaded, here)
@@ -102,7 +124,9 @@ def test_what_the_cluster_must_have_is_said(here: Path) -> None:
     assert absent == f"{here}/data/absent.jsonl is not on this machine: the cluster must have it there"
 
 
-@pytest.mark.parametrize(("pattern", "why"), [("../x", "not within"), ("/etc/passwd", "not within"), ("nothing*", "no file")])
+@pytest.mark.parametrize(
+    ("pattern", "why"), [("../x", "not within"), ("/etc/passwd", "not within"), ("nothing*", "no file")]
+)
 def test_a_pattern_that_names_nothing_here_is_refused(here: Path, pattern: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         cargo_of(load("partial-rollout", [f'run.ship=["{pattern}"]']), here)

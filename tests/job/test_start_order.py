@@ -47,7 +47,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, colocate: bool) -> list[str]:
         "placed": placed,
         "is_local_session": lambda: True,
         "make_trainer": lambda *args, **kwargs: Recorded(name="trainer", actors=[], warnings=["it is slow"]),
-        "makers_of": lambda plan, role, *args, **kwargs: {f"{role}-{i}": None for i in range(plan.role(role).workers)},
+        "makers_of": lambda plan, role, *args, **kwargs: {
+            f"{role}-{i}": None for i in range(plan.role(role).workers)
+        },
         "RayRolloutWorker": made_worker,
         "partial": lambda *args: None,
         "_stop": stop,
@@ -57,7 +59,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *, colocate: bool) -> list[str]:
     async def main() -> None:
         directory = Path("/nowhere")
         where = {"run_dir": directory, "log_dir": directory}
-        async with workers.started_workers(plan, profile, directory, REWARD, further={}, warn=warn, **where) as (
+        async with workers.started_workers(
+            plan, profile, directory, REWARD, further={}, warn=warn, **where
+        ) as (
             trainer,
             made,
             *_,
@@ -77,7 +81,9 @@ def test_where_gpus_are_shared_the_trainer_takes_its_memory_only_when_every_work
 ) -> None:
     seen = recorded(monkeypatch, colocate=True)
     assert seen.index("trainer has its processes") < seen.index("rollout-0 is made")
-    assert seen.index("trainer begins to start") > max(seen.index(f"rollout-{index} has started") for index in range(2))
+    assert seen.index("trainer begins to start") > max(
+        seen.index(f"rollout-{index} has started") for index in range(2)
+    )
 
 
 def test_sides_with_gpus_of_their_own_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +93,12 @@ def test_sides_with_gpus_of_their_own_start_at_once(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("attention", "device", "is_warned"), [("eager", "cuda", True), ("eager", "cpu", False), ("sdpa", "cuda", False)]
+    ("attention", "device", "is_warned"),
+    [("eager", "cuda", True), ("eager", "cpu", False), ("sdpa", "cuda", False)],
 )
-def test_a_trainer_on_a_gpu_warns_of_attention_that_is_slow_there(attention: str, device: str, is_warned: bool) -> None:
+def test_a_trainer_on_a_gpu_warns_of_attention_that_is_slow_there(
+    attention: str, device: str, is_warned: bool
+) -> None:
     model, ranks = SimpleNamespace(attention=attention), SimpleNamespace(device=SimpleNamespace(type=device))
     found = TrainerActor._warnings(SimpleNamespace(_trainer=SimpleNamespace(model=model, ranks=ranks)))  # type: ignore[arg-type]
     assert bool(found) == is_warned

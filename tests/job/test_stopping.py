@@ -53,7 +53,8 @@ def test_each_signal_is_a_request_and_goes_back_to_whoever_had_it(number: signal
 
 
 def test_all_notices_of_machines_are_one_request_and_only_people_insist() -> None:
-    """A shutdown sends SIGTERM and SIGHUP, SLURM SIGUSR1 and later SIGTERM: that must not abort the step that is being finished."""
+    """A shutdown sends SIGTERM and SIGHUP, SLURM SIGUSR1 and later SIGTERM: that must not abort the step that
+    is being finished."""
     done: list[str] = []
     requests = StopRequests(lambda: done.append("stop"), lambda: done.append("abort"))
     with requests.on_signals():
@@ -73,7 +74,9 @@ with requests.within(0.3):
 
 
 def test_a_process_that_hangs_after_a_request_is_ended_and_says_so() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=30, check=False
+    )
     assert done.returncode == 130
     assert done.stderr.startswith("0.3 s after the stop request the run is ended at once")
 
@@ -134,7 +137,9 @@ def test_a_cancelled_preparation_is_not_waited_for() -> None:
 
 
 @pytest.mark.slow
-def test_a_request_while_the_run_starts_ends_it_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_while_the_run_starts_ends_it_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By signal and by file; seen from the start: a status that says what is being done, and a log."""
     seen: list[str] = []
 
@@ -158,7 +163,9 @@ def test_a_request_while_the_run_starts_ends_it_and_leaves_nothing(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_whose_clean_up_is_interrupted_stays_the_runs_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_whose_clean_up_is_interrupted_stays_the_runs_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from asyncrl_cli.job import run as module
 
     async def prepare(*_: object) -> None:
@@ -195,12 +202,16 @@ app.main()
 
 @pytest.mark.slow
 def test_a_process_that_leaves_a_thread_behind_takes_its_half_written_directory_along(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVER, str(tmp_path)], capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVER, str(tmp_path)], capture_output=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (130, b"")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_end_right_after_a_directory_was_made_takes_it_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_right_after_a_directory_was_made_takes_it_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mkdir = Path.mkdir
 
     def made(path: Path, *args: object, **options: object) -> None:

@@ -10,7 +10,9 @@ import pytest
 from asyncrl_cli.job import transports
 
 
-def test_what_is_renamed_while_the_directory_is_removed_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_renamed_while_the_directory_is_removed_goes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights_dir = tmp_path / "weights"
     weights_dir.mkdir()
     rmtree, calls = shutil.rmtree, []

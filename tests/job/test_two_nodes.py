@@ -19,4 +19,8 @@ def test_two_nodes_are_packed_role_by_role_and_reached_by_address() -> None:
     node_of = {name: {node for _, node in found} for name, found in seen.items()}
     assert len(node_of[TRAINER]) == len(node_of[ROLLOUT]) == 1
     assert node_of[TRAINER] != node_of[ROLLOUT]
-    assert sorted(gpus for gpus, _ in seen[TRAINER]) == sorted(gpus for gpus, _ in seen[ROLLOUT]) == ["0", "1", "2", "3"]
+    assert (
+        sorted(gpus for gpus, _ in seen[TRAINER])
+        == sorted(gpus for gpus, _ in seen[ROLLOUT])
+        == ["0", "1", "2", "3"]
+    )

@@ -41,11 +41,18 @@ KEYS = {
     "eval_timeout_s": "eval.timeout_s",
     "samples_per_prompt": "eval.samples_per_prompt",
 }
-PLAIN = {"seed": 0, "checkpoint_every_steps": 0, "eval_every_versions": 0, "stall_timeout_s": 300.0, "sync_timeout_s": 300.0}
+PLAIN = {
+    "seed": 0,
+    "checkpoint_every_steps": 0,
+    "eval_every_versions": 0,
+    "stall_timeout_s": 300.0,
+    "sync_timeout_s": 300.0,
+}
 
 
 def loop_settings(**keywords: Any) -> LoopSettings:
-    """`KEYS` says which keys they are; `interrupt` is two, and `sync_timeout_s` follows from some: it is what comes out."""
+    """`KEYS` says which keys they are; `interrupt` is two, and `sync_timeout_s` follows from some: it is what
+    comes out."""
     return changed(LoopSettings.of(Profile.model_validate({"run": {"train_steps": 1}})), **(PLAIN | keywords))
 
 
@@ -65,4 +72,6 @@ def changed(settings: LoopSettings, **keywords: Any) -> LoopSettings:
 
 
 def _decimal(eta: Fraction | float) -> Decimal:
-    return Decimal(eta.numerator) / Decimal(eta.denominator) if isinstance(eta, Fraction) else Decimal(str(eta))
+    return (
+        Decimal(eta.numerator) / Decimal(eta.denominator) if isinstance(eta, Fraction) else Decimal(str(eta))
+    )

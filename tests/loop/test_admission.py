@@ -20,7 +20,9 @@ def admission(**changes):
     slots, num_workers = changes.pop("slots", 64), changes.pop("workers", 1)
     window_groups, total_groups = changes.pop("window_groups", 4), changes.pop("total_groups", 100)
     values = {"eta": Fraction(0), "max_staleness": 0, "n": 2} | changes
-    settings = loop_settings(step_groups=window_groups, window_steps=1, train_steps=total_groups // window_groups, **values)
+    settings = loop_settings(
+        step_groups=window_groups, window_steps=1, train_steps=total_groups // window_groups, **values
+    )
     return Admission(settings, [WorkerSlots(name=f"rollout-{i}", slots=slots) for i in range(num_workers)])
 
 
@@ -48,11 +50,15 @@ def end(machine, attempt):
     takes_left=st.integers(0, 4),
     window_groups=st.integers(1, 4),
 )
-def test_the_inequality_holds_exactly_if_some_order_serves_every_deadline(deadlines, takes_left, window_groups):
-    """Against a schedule by hand: earliest deadline first, `takes_left` now, then a window's groups per version."""
+def test_the_inequality_holds_exactly_if_some_order_serves_every_deadline(
+    deadlines, takes_left, window_groups
+):
+    """Against a schedule by hand: earliest deadline first, `takes_left` now, then a window's groups per
+    version."""
     order = sorted(itertools.chain.from_iterable([deadline] * count for deadline, count in deadlines.items()))
     servable = all(
-        deadline >= 5 + max(0, math.ceil((place + 1 - takes_left) / window_groups)) for place, deadline in enumerate(order)
+        deadline >= 5 + max(0, math.ceil((place + 1 - takes_left) / window_groups))
+        for place, deadline in enumerate(order)
     )
     assert takeable_in_time(deadlines, 5, takes_left, window_groups) == servable
 
@@ -62,9 +68,13 @@ def test_the_worked_example_of_the_docstring():
     assert not takeable_in_time({5: 1}, 5, 0, 2)
 
 
-@pytest.mark.parametrize(("eta", "expected"), [("0", 100), ("0.15", 115), ("0.5", 150), ("0.3", 130), ("1", 200)])
+@pytest.mark.parametrize(
+    ("eta", "expected"), [("0", 100), ("0.15", 115), ("0.5", 150), ("0.3", 130), ("1", 200)]
+)
 def test_the_window_budget_is_exact_in_decimals(eta, expected):
-    machine = admission(window_groups=100, total_groups=1000, eta=Fraction(eta), max_staleness=1, slots=10_000)
+    machine = admission(
+        window_groups=100, total_groups=1000, eta=Fraction(eta), max_staleness=1, slots=10_000
+    )
     number = 0
     while machine.choose() is not None:
         start(machine, number)
@@ -119,13 +129,16 @@ def test_groups_start_on_the_newest_weights():
 
 
 def test_the_worked_example_of_placing():
-    """docs/admission.md: n = 4 on workers a (version 5, 2 free slots), b (version 5, 1), c (version 4, 3), max_staleness = 1."""
+    """docs/admission.md: n = 4 on workers a (version 5, 2 free slots), b (version 5, 1), c (version 4, 3),
+    max_staleness = 1."""
     machine = admission(workers=3, slots=3, n=4, eta=Fraction(1), max_staleness=1)
     machine.version = 5
     a, b, c = machine.workers.values()
     a.end_load(5), b.end_load(5), c.end_load(4)
     a.change_evals(1), b.change_evals(2)
-    assert machine.closed() is Closed.DEADLINES, "due in the window that has begun: version 4 is too old with a bound of 1"
+    assert machine.closed() is Closed.DEADLINES, (
+        "due in the window that has begun: version 4 is too old with a bound of 1"
+    )
     machine = admission(workers=3, slots=3, n=4, eta=Fraction(1), max_staleness=2)
     machine.version, machine.fleet.travel.is_short = 5, False
     a, b, c = machine.workers.values()
@@ -135,7 +148,9 @@ def test_the_worked_example_of_placing():
     assert workers_of(group) == [("rollout-0", (0, 1)), ("rollout-1", (2,)), ("rollout-2", (3,))]
     assert group.deadline == 4 + 2
     a.change_evals(-1)
-    machine.end_part(group.parts[1], PartResult(key=group.parts[1].key, trajectories=(), failures=(), failed_tokens=0))
+    machine.end_part(
+        group.parts[1], PartResult(key=group.parts[1].key, trajectories=(), failures=(), failed_tokens=0)
+    )
     c.set_down(True)
     machine.lose("rollout-2")
     assert group.unplaced == (3,)
@@ -163,16 +178,22 @@ def test_lost_responses_are_placed_before_a_new_group_and_only_on_workers_that_a
 
 def test_a_group_that_is_larger_than_a_worker_runs_on_several_and_a_whole_one_never_does():
     machine = admission(workers=3, slots=2, n=5)
-    assert workers_of(start(machine, 0)) == [("rollout-0", (0, 1)), ("rollout-1", (2, 3)), ("rollout-2", (4,))]
+    assert workers_of(start(machine, 0)) == [
+        ("rollout-0", (0, 1)),
+        ("rollout-1", (2, 3)),
+        ("rollout-2", (4,)),
+    ]
     assert admission(workers=3, slots=2, n=5, placement="group").closed() is Closed.SLOTS
     whole = admission(workers=3, slots=6, n=5, placement="group")
-    assert [workers_of(start(whole, number)) for number in range(3)] == [[(f"rollout-{i}", (0, 1, 2, 3, 4))] for i in range(3)]
+    assert [workers_of(start(whole, number)) for number in range(3)] == [
+        [(f"rollout-{i}", (0, 1, 2, 3, 4))] for i in range(3)
+    ]
     assert whole.closed() is Closed.SLOTS
 
 
 def lagging(*, max_staleness, ended):
-    """Six groups of two responses run on the only worker when version 1 is made; `ended` of them end before it arrives. Then
-    version 2 is made."""
+    """Six groups of two responses run on the only worker when version 1 is made; `ended` of them end before
+    it arrives. Then version 2 is made."""
     machine = admission(eta=Fraction(1), max_staleness=max_staleness, window_groups=8)
     worker = machine.workers["rollout-0"]
     attempts = [start(machine, number) for number in range(6)]
@@ -186,7 +207,9 @@ def lagging(*, max_staleness, ended):
     return machine
 
 
-@pytest.mark.parametrize(("ended", "closed"), [(0, Closed.DEADLINES), (2, Closed.DEADLINES), (3, Closed.OPEN), (6, Closed.OPEN)])
+@pytest.mark.parametrize(
+    ("ended", "closed"), [(0, Closed.DEADLINES), (2, Closed.DEADLINES), (3, Closed.OPEN), (6, Closed.OPEN)]
+)
 def test_a_group_waits_for_a_load_while_weights_arrive_before_half_of_what_runs_has_ended(ended, closed):
     assert lagging(max_staleness=2, ended=ended).closed() is closed
 
@@ -231,13 +254,19 @@ def test_live_and_trained_groups_never_exceed_the_run():
     workers=st.integers(1, 3),
     slots=st.integers(2, 9),
     placement=st.sampled_from(["response", "group"]),
-    choices=st.lists(st.tuples(st.sampled_from(["finish", "take", "load", "die"]), st.integers(0, 99)), max_size=120),
+    choices=st.lists(
+        st.tuples(st.sampled_from(["finish", "take", "load", "die"]), st.integers(0, 99)), max_size=120
+    ),
 )
-def test_no_sequence_of_events_breaks_the_bound_or_leaves_nothing_to_do(eta, window_groups, workers, slots, placement, choices):
-    """Finishes, takes, deaths and lagging loads in any order. Finished groups always suffice for the next take once all have
-    finished."""
+def test_no_sequence_of_events_breaks_the_bound_or_leaves_nothing_to_do(
+    eta, window_groups, workers, slots, placement, choices
+):
+    """Finishes, takes, deaths and lagging loads in any order. Finished groups always suffice for the next
+    take once all have finished."""
     bound, few = math.ceil(Fraction(eta)), {"slots": slots, "placement": placement, "total_groups": 10_000}
-    machine = admission(window_groups=window_groups, eta=Fraction(eta), max_staleness=bound, workers=workers, **few)
+    machine = admission(
+        window_groups=window_groups, eta=Fraction(eta), max_staleness=bound, workers=workers, **few
+    )
     number, began = 0, {}
 
     def admit_all():

@@ -10,7 +10,9 @@ def test_a_figure_is_warned_of_when_it_leaves_its_band_and_again_only_after_it_w
     bands = Bands(AlgorithmSection(warn_kl=0.2))
     warned = [list(bands.left({"correction/kl": kl})) for kl in (0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 0.6, 0.9)]
     assert [len(warnings) for warnings in warned] == [0, 0, 0, 0, 1, 0, 0, 1]
-    assert warned[4][0].startswith("correction/kl = 0.26, the mean of 5 steps, is above algorithm.warn_kl = 0.2: ")
+    assert warned[4][0].startswith(
+        "correction/kl = 0.26, the mean of 5 steps, is above algorithm.warn_kl = 0.2: "
+    )
     assert warned[7][0].startswith("correction/kl = 0.36, the mean of 5 steps, is above ")
 
 

@@ -1,4 +1,5 @@
-"""What the loop says of itself, once a second: who is in which state, and why somebody waits. Held against the simulated world.
+"""What the loop says of itself, once a second: who is in which state, and why somebody waits. Held against
+the simulated world.
 
 (That it names the true cause in every second of every seed: test_seeds.py.)
 """
@@ -29,8 +30,14 @@ def test_a_worker_that_the_run_goes_on_without_is_not_said_to_be_restarted(monke
 
 
 def test_an_eval_that_holds_the_only_worker_is_what_the_feed_and_the_trainer_wait_for():
-    """The groups in flight were due first, admission was closed by deadlines: and nobody said that an eval stood behind it."""
-    times = {"token_s": 0.1, "response_tokens": lambda rng: 40, "prefetch_s": lambda rng: 0.0, "load_s": lambda rng: 0.1}
+    """The groups in flight were due first, admission was closed by deadlines: and nobody said that an eval
+    stood behind it."""
+    times = {
+        "token_s": 0.1,
+        "response_tokens": lambda rng: 40,
+        "prefetch_s": lambda rng: 0.0,
+        "load_s": lambda rng: 0.1,
+    }
     changes = {"eval_every_versions": 1, "eta": Fraction(1, 2), "window_steps": 1}
     ran = run_world(settings("partial-rollout", **changes), workers=1, slots=8, evals=48, times=times)
     ticks = [tick for tick in ran.recorder.ticks if tick.phase == "running" and tick.admission == "deadlines"]
@@ -38,10 +45,14 @@ def test_an_eval_that_holds_the_only_worker_is_what_the_feed_and_the_trainer_wai
     assert len(held) > 10
     for tick in held:
         version = tick.worker_versions["rollout-0"]
-        assert re.fullmatch(rf"the eval of version {version} has held rollout-0 for \d+ s", tick.admission_cause)
+        assert re.fullmatch(
+            rf"the eval of version {version} has held rollout-0 for \d+ s", tick.admission_cause
+        )
         assert tick.reports["feed"].waiting_for == f"admission: deadlines ({tick.admission_cause})"
         if tick.ledger["training"] == 0:
-            assert tick.reports["trainer-0"].waiting_for.endswith(f"admission waits: deadlines; {tick.admission_cause}")
+            assert tick.reports["trainer-0"].waiting_for.endswith(
+                f"admission waits: deadlines; {tick.admission_cause}"
+            )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -51,13 +62,17 @@ def test_the_end_of_a_run_waits_for_its_last_version_and_says_so(mode):
     assert len(ending) > 3
     for tick in ending:
         assert tick.reports["trainer-0"].state in (State.STARVED, State.SYNCING)
-        waits = (f"version {tick.version} to be loaded and scored: ", "the checkpoint of step 12 to be written")
+        waits = (
+            f"version {tick.version} to be loaded and scored: ",
+            "the checkpoint of step 12 to be written",
+        )
         assert tick.reports["trainer-0"].waiting_for.startswith(waits)
     assert any("eval of version" in tick.reports["trainer-0"].waiting_for for tick in ending)
 
 
 class SilentTrainer(KeepingTrainer):
-    """Its process computes and answers nothing meanwhile: a report that is asked for in a step comes after it."""
+    """Its process computes and answers nothing meanwhile: a report that is asked for in a step comes after
+    it."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -77,7 +92,9 @@ def test_a_trainer_that_does_not_report_within_a_step_is_busy_all_the_same(monke
     ran = run_world(settings("partial-rollout"), trainer_times={"train_s": lambda batch: 5.0})
     ticks = [tick for tick in ran.recorder.ticks if "trainer-0" in tick.reports and tick.phase == "running"]
     assert Counter(tick.reports["trainer-0"].state is State.BUSY for tick in ticks)[True] > 40
-    assert all((tick.reports["trainer-0"].state is State.BUSY) == (tick.ledger["training"] > 0) for tick in ticks)
+    assert all(
+        (tick.reports["trainer-0"].state is State.BUSY) == (tick.ledger["training"] > 0) for tick in ticks
+    )
 
 
 def report(now_s, state_s, spans):
@@ -95,7 +112,8 @@ def report(now_s, state_s, spans):
 
 
 def test_a_report_that_was_overtaken_takes_nothing_back():
-    """Asked for within a step, it may come after the step's own: its sums are older, its spans are missing from the newer one."""
+    """Asked for within a step, it may come after the step's own: its sums are older, its spans are missing
+    from the newer one."""
     book = ReportBook()
     book.add(report(1.0, {State.STARVED: 1.0}, [(State.STARVED, 0.0, 1.0)]), 1.0)
     asked = report(3.0, {State.STARVED: 1.0, State.BUSY: 2.0}, [(State.BUSY, 1.0, 3.0)])

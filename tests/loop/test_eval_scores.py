@@ -35,11 +35,24 @@ def test_for_rewards_of_0_and_1_it_is_pass_at_k(num, data):
 
 def test_a_prompt_weighs_the_same_however_many_of_its_samples_have_a_score():
     failed = Failure("reward", "the reward raised")
-    outcomes = {"a": [meta(1.0), meta(0.0, 9, "length"), failed, failed], "b": [meta(1.0)] * 4, "c": [failed] * 4}
-    ended = [(EvalTry({"uid": uid}, "math", i), outcome) for uid, own in outcomes.items() for i, outcome in enumerate(own)]
+    outcomes = {
+        "a": [meta(1.0), meta(0.0, 9, "length"), failed, failed],
+        "b": [meta(1.0)] * 4,
+        "c": [failed] * 4,
+    }
+    ended = [
+        (EvalTry({"uid": uid}, "math", i), outcome)
+        for uid, own in outcomes.items()
+        for i, outcome in enumerate(own)
+    ]
     summary = summary_of(ended, version=7, eval_s=2.5)
     assert summary is not None
-    assert (summary.version, summary.eval_set, summary.eval_s, summary.samples_per_prompt) == (7, "math", 2.5, 4)
+    assert (summary.version, summary.eval_set, summary.eval_s, summary.samples_per_prompt) == (
+        7,
+        "math",
+        2.5,
+        4,
+    )
     assert summary.reward_mean == (0.5 + 1.0) / 2
     assert summary.best == ((2, 1.0), (4, 1.0))  # of four only "b" has enough
     assert (summary.num_prompts, summary.num_failed) == (2, 6)
@@ -52,7 +65,9 @@ def test_one_sample_per_prompt_has_no_best_and_failures_alone_no_summary():
     single = summary_of([(EvalTry({"uid": "a"}), meta(0.25))], version=0, eval_s=1.0)
     assert single is not None
     assert (single.reward_mean, single.best) == (0.25, ())
-    assert summary_of([(EvalTry({"uid": "a"}), Failure("reward", "it raised"))], version=0, eval_s=1.0) is None
+    assert (
+        summary_of([(EvalTry({"uid": "a"}), Failure("reward", "it raised"))], version=0, eval_s=1.0) is None
+    )
 
 
 def test_rewards_are_in_the_order_of_uids_whichever_worker_was_first():

@@ -1,4 +1,5 @@
-"""Intervals of eval rewards: against the published formulas and examples, and their coverage, enumerated or simulated."""
+"""Intervals of eval rewards: against the published formulas and examples, and their coverage, enumerated or
+simulated."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def test_for_rewards_of_0_and_1_the_interval_of_a_mean_is_agresti_and_coulls(num
     right = data.draw(st.integers(0, num))
     share = (right + Z**2 / 2) / (num + Z**2)
     width = Z * sqrt(share * (1 - share) / (num + Z**2))
-    assert mean_interval([1.0] * right + [0.0] * (num - right)) == pytest.approx((max(share - width, 0), min(share + width, 1)))
+    assert mean_interval([1.0] * right + [0.0] * (num - right)) == pytest.approx(
+        (max(share - width, 0), min(share + width, 1))
+    )
 
 
 @given(st.lists(st.sampled_from([(0, 0), (0, 1), (1, 0), (1, 1)]), min_size=1, max_size=60))
@@ -31,7 +34,8 @@ def test_for_rewards_of_0_and_1_the_interval_of_a_change_is_agresti_and_mins(pai
 
 
 def test_the_difference_of_two_means_is_newcombes_published_example():
-    """56 of 70 against 48 of 80, with Wilson's intervals: 0.0524 to 0.3339 (Newcombe 1998, table II, method 10)."""
+    """56 of 70 against 48 of 80, with Wilson's intervals: 0.0524 to 0.3339 (Newcombe 1998, table II, method
+    10)."""
 
     def wilson(right, num):
         middle, width = right + Z**2 / 2, Z * sqrt(right * (num - right) / num + Z**2 / 4)
@@ -47,7 +51,12 @@ def test_few_prompts_are_covered_too_whatever_the_share_of_right_answers(num):
     intervals = [mean_interval([1.0] * right + [0.0] * (num - right)) for right in range(num + 1)]
     for share in np.linspace(0.02, 0.98, 49):
         chances = [comb(num, right) * share**right * (1 - share) ** (num - right) for right in range(num + 1)]
-        assert sum(chance for chance, (low, high) in zip(chances, intervals, strict=True) if low <= share <= high) > 0.92
+        assert (
+            sum(
+                chance for chance, (low, high) in zip(chances, intervals, strict=True) if low <= share <= high
+            )
+            > 0.92
+        )
 
 
 @pytest.mark.parametrize("num", [4, 8, 32])
@@ -69,7 +78,8 @@ def test_four_prompts_do_not_tell_and_say_how_many_would():
 
 
 def test_with_enough_prompts_four_of_five_evals_are_clear():
-    """The usual formula for a power of 80%: (1.96 + 0.84)^2 * variance / change^2. Of 400 prompts 12 rise and 5 fall."""
+    """The usual formula for a power of 80%: (1.96 + 0.84)^2 * variance / change^2. Of 400 prompts 12 rise and
+    5 fall."""
     before, after = [0.0] * 200 + [1.0] * 200, [1.0] * 12 + [0.0] * 193 + [1.0] * 195
     change = paired_change(before, after)
     variance = np.var(np.subtract(after, before))

@@ -13,7 +13,10 @@ from asyncrl_cli.loop.ledger import Ledger
 
 
 def admitted(ledger, num):
-    attempts = [Attempt(prompt=Prompt(uid=f"p{number}", epoch=0, item={}), deadline=number % 3) for number in range(num)]
+    attempts = [
+        Attempt(prompt=Prompt(uid=f"p{number}", epoch=0, item={}), deadline=number % 3)
+        for number in range(num)
+    ]
     for attempt in attempts:
         ledger.admit(attempt)
     return attempts
@@ -31,7 +34,9 @@ def test_admitted_is_always_the_sum_of_the_six_stages(moves):
             assert (ledger.totals(), ledger.deadlines) == before, "a refused transition changes nothing"
         totals = ledger.totals()
         assert totals.pop("admitted_total") == sum(totals.values()) == 10
-        untaken = [attempt.deadline for attempt in attempts if attempt.stage in (Stage.RUNNING, Stage.FINISHED)]
+        untaken = [
+            attempt.deadline for attempt in attempts if attempt.stage in (Stage.RUNNING, Stage.FINISHED)
+        ]
         assert sorted(ledger.deadlines.elements()) == sorted(untaken)
 
 

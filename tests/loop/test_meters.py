@@ -77,7 +77,9 @@ def test_a_drain_is_busy_until_its_last_sequence_has_ended(meter: RolloutMeter, 
     assert found.state is State.BUSY
 
 
-def test_waiting_for_tools_is_idle_time_of_its_own_that_also_holds_back_a_drain(meter: RolloutMeter, clock: HandClock) -> None:
+def test_waiting_for_tools_is_idle_time_of_its_own_that_also_holds_back_a_drain(
+    meter: RolloutMeter, clock: HandClock
+) -> None:
     meter.running(2)
     clock.now_s += 1.0
     meter.waiting("p1@0.0/0", "calculator")
@@ -88,9 +90,15 @@ def test_waiting_for_tools_is_idle_time_of_its_own_that_also_holds_back_a_drain(
     meter.load_begins("drain")
     clock.now_s += 4.0  # both wait
     found = report(meter)
-    assert (found.state, found.waiting_for) == (State.WAITING, "calculator of p1@0.0/0 (6 s so far) and 1 more")
+    assert (found.state, found.waiting_for) == (
+        State.WAITING,
+        "calculator of p1@0.0/0 (6 s so far) and 1 more",
+    )
     assert found.state_s == pytest.approx({State.BUSY: 3.0, State.WAITING: 4.0})
-    assert (found.sums["idle_s"], found.sums["waiting_trajectory_s"]) == (pytest.approx(4.0), pytest.approx(2.0 + 2 * 4.0))
+    assert (found.sums["idle_s"], found.sums["waiting_trajectory_s"]) == (
+        pytest.approx(4.0),
+        pytest.approx(2.0 + 2 * 4.0),
+    )
     assert found.gauges["waiting_trajectories"] == 2
     meter.waiting("p1@0.0/0", "")
     meter.waiting("p1@0.0/1", "")

@@ -77,7 +77,9 @@ def test_tokens_of_a_trajectory_never_get_older():
 @pytest.mark.slow
 def test_asynchronous_modes_are_faster_than_taking_turns():
     slow_step = {"train_s": lambda batch: 3.0}
-    elapsed_s = {mode: run_world(settings(mode, train_steps=24), trainer_times=slow_step).elapsed_s for mode in MODES}
+    elapsed_s = {
+        mode: run_world(settings(mode, train_steps=24), trainer_times=slow_step).elapsed_s for mode in MODES
+    }
     assert elapsed_s["partial-rollout"] < elapsed_s["on-policy-pipeline"]
     assert elapsed_s["one-step-off"] < elapsed_s["colocate"]
     assert elapsed_s["partial-rollout"] < 1.15 * 24 * 3.0 + 10
@@ -111,11 +113,16 @@ def test_every_eval_set_has_its_own_summary_over_all_samples():
     times = {"failure_ratio": 0.1}
     ran = run_world(settings("partial-rollout", samples_per_prompt=4), evals={"": 20, "aime": 7}, times=times)
     events = [
-        (event.version, event.fields.get("eval_set", ""), event.fields["num_prompts"]) for event in ran.recorder.named("eval")
+        (event.version, event.fields.get("eval_set", ""), event.fields["num_prompts"])
+        for event in ran.recorder.named("eval")
     ]
     last = ran.pipeline.board.version
-    assert events == [(version, name, number) for version in (0, last) for name, number in (("", 20), ("aime", 7))]
-    summaries = [summary for record in ran.recorder.steps for summary in record.evals] + ran.pipeline.board.evaluator.ended
+    assert events == [
+        (version, name, number) for version in (0, last) for name, number in (("", 20), ("aime", 7))
+    ]
+    summaries = [
+        summary for record in ran.recorder.steps for summary in record.evals
+    ] + ran.pipeline.board.evaluator.ended
     assert [summary.eval_set for summary in summaries] == ["", "aime", "", "aime"]
     for summary in summaries:
         assert [size for size, _ in summary.best] == [2, 4]
@@ -148,14 +155,23 @@ def test_a_finished_run_can_be_extended_even_if_its_last_window_was_short(mode):
     prompts = [key.uid for key in first.trained + second.trained]
     assert len(prompts) == len(set(prompts)) == 18 * 4
     steps_per_window = longer.schedule.window_steps
-    assert [batch.step_in_window for batch in second.trainer.batches] == [index % steps_per_window for index in range(11)]
+    assert [batch.step_in_window for batch in second.trainer.batches] == [
+        index % steps_per_window for index in range(11)
+    ]
     version = -(-7 // steps_per_window) + -(-11 // steps_per_window)
     assert second.recorder.steps[-1].version == version
     evaluated = [event.version for event in first.recorder.named("eval") + second.recorder.named("eval")]
     assert list(dict.fromkeys(evaluated)) == sorted(set(evaluated))
-    assert len(evaluated) - len(set(evaluated)) <= 1, "the last checkpoint did not wait for the last eval, which may come again"
+    assert len(evaluated) - len(set(evaluated)) <= 1, (
+        "the last checkpoint did not wait for the last eval, which may come again"
+    )
     assert evaluated[-1] == version
-    in_lines = [summary.version for ran in (first, second) for record in ran.recorder.steps for summary in record.evals]
+    in_lines = [
+        summary.version
+        for ran in (first, second)
+        for record in ran.recorder.steps
+        for summary in record.evals
+    ]
     assert in_lines == evaluated
     assert all(worker.loads[0] == -(-7 // steps_per_window) for worker in second.workers)
     assert max(second.staleness(), default=0) <= longer.schedule.max_staleness
@@ -164,7 +180,8 @@ def test_a_finished_run_can_be_extended_even_if_its_last_window_was_short(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("step", [9, 13])
 def test_a_checkpoint_of_an_extension_continues_it(mode, step):
-    """Step 9 is within the second run's window if K is 4, and so is 13, where a run that was never extended would begin one."""
+    """Step 9 is within the second run's window if K is 4, and so is 13, where a run that was never extended
+    would begin one."""
     first = run_world(settings(mode, train_steps=7))
     longer = settings(mode, train_steps=18, checkpoint_every_steps=1)
     second = run_world(longer, seed=3, resume_from=resume_from(*first.checkpoints.cuts[-1]))
@@ -189,13 +206,16 @@ def test_a_window_that_cannot_be_is_refused():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cut", one_in(2, [0, 1, 2, 3]))
 def test_a_resumed_run_trains_every_group_exactly_once(mode, cut):
-    """Kill at any checkpoint: what was trained up to it, and what the resumed run trains, is everything, once."""
+    """Kill at any checkpoint: what was trained up to it, and what the resumed run trains, is everything,
+    once."""
     loop_settings = settings(mode, train_steps=14)
     first = run_world(loop_settings, seed=cut)
     frozen, state = first.checkpoints.cuts[cut]
     second = run_world(loop_settings, seed=cut + 100, resume_from=resume_from(frozen, state))
     assert second.error is None
-    before = [group.key for batch in first.trainer.batches if batch.step <= frozen.step for group in batch.groups]
+    before = [
+        group.key for batch in first.trainer.batches if batch.step <= frozen.step for group in batch.groups
+    ]
     prompts = [key.uid for key in before + second.trained]
     assert len(prompts) == len(set(prompts)) == 14 * 4
     totals = second.recorder.steps[-1].ledger
@@ -222,7 +242,9 @@ def test_the_versions_of_a_resumed_run_go_on():
     frozen, state = next(cut for cut in first.checkpoints.cuts if cut[0].step == 6)
     assert not frozen.at_window_boundary
     second = run_world(settings("stream-off-policy", train_steps=12), resume_from=resume_from(frozen, state))
-    assert second.trainer.gathered == [2, 3], "resuming off a window's boundary publishes the saved weights, not new ones"
+    assert second.trainer.gathered == [2, 3], (
+        "resuming off a window's boundary publishes the saved weights, not new ones"
+    )
     assert all(worker.loads == [1, 2, 3] for worker in second.workers)
 
 
@@ -242,7 +264,9 @@ def test_a_stop_ends_with_a_checkpoint_and_says_interrupted(mode, stop_at_s):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_dead_worker_fails_the_run_with_its_own_error_after_a_checkpoint(mode):
     loop_settings = settings(mode, train_steps=200, checkpoint_every_steps=0)
-    ran = run_world(loop_settings, faults=Faults([Fault(kind=FaultKind.WORKER_DIES, executor="rollout-1", at_s=6.0)]))
+    ran = run_world(
+        loop_settings, faults=Faults([Fault(kind=FaultKind.WORKER_DIES, executor="rollout-1", at_s=6.0)])
+    )
     assert isinstance(ran.error, ExecutorFailed)
     assert str(ran.error) == "rollout-1 failed: simulated death at 6 s"
     assert ran.elapsed_s < 60
@@ -296,10 +320,14 @@ def test_groups_of_equal_rewards_are_replaced_in_every_mode(mode):
 
 
 def test_nothing_but_equal_rewards_ends_the_run_with_a_checkpoint():
-    ran = run_world(settings("stale-samples", filter_groups=True, max_num_gen_batches=3), times={"equal_ratio": 1.0})
+    ran = run_world(
+        settings("stale-samples", filter_groups=True, max_num_gen_batches=3), times={"equal_ratio": 1.0}
+    )
     assert isinstance(ran.error, AsyncrlError)
     (in_a_row,) = re.findall(r"each of the last (\d+) groups had equal rewards", str(ran.error))
-    assert 13 <= int(in_a_row) <= 16, "more than three times four, and whoever came back together with the last of them"
+    assert 13 <= int(in_a_row) <= 16, (
+        "more than three times four, and whoever came back together with the last of them"
+    )
     assert "algorithm.max_num_gen_batches = 3 times R = 4" in str(ran.error)
     assert ran.checkpoints.cuts[-1][0].step == 0
 
@@ -308,7 +336,11 @@ def test_nothing_but_equal_rewards_ends_the_run_with_a_checkpoint():
     ("limit", "changes", "times"),
     [
         ("task.max_failed_ratio", {"max_failed_ratio": 0.05}, {"failure_ratio": 0.3}),
-        ("algorithm.max_num_gen_batches", {"filter_groups": True, "max_num_gen_batches": 1}, {"equal_ratio": 0.9}),
+        (
+            "algorithm.max_num_gen_batches",
+            {"filter_groups": True, "max_num_gen_batches": 1},
+            {"equal_ratio": 0.9},
+        ),
     ],
 )
 @pytest.mark.parametrize("mode", MODES)
@@ -327,7 +359,13 @@ def test_a_run_that_one_of_its_limits_has_ended_is_resumed_to_the_end(mode, limi
 @pytest.mark.parametrize("policy", ["accept", "drop", "requeue"])
 @pytest.mark.parametrize("seed", one_in(4, range(4)))
 def test_the_other_policies_for_stale_groups_keep_their_word(policy, seed):
-    changes = {"on_stale": policy, "eta": Fraction(2), "max_staleness": 2, "train_steps": 40, "step_groups": 2}
+    changes = {
+        "on_stale": policy,
+        "eta": Fraction(2),
+        "max_staleness": 2,
+        "train_steps": 40,
+        "step_groups": 2,
+    }
     loop_settings = settings("partial-rollout", window_steps=1, **changes)
     times = {"response_tokens": lambda rng: 2000 if rng.random() < 0.05 else 5, "load_s": lambda rng: 0.2}
     ran = run_world(loop_settings, seed=seed, times=times)
@@ -348,7 +386,13 @@ def test_the_other_policies_for_stale_groups_keep_their_word(policy, seed):
 @pytest.mark.parametrize("policy", ["drop", "requeue"])
 @pytest.mark.parametrize("seed", one_in(4, range(4)))
 def test_groups_never_start_on_weights_so_old_that_they_would_be_late_at_once(policy, seed):
-    changes = {"on_stale": policy, "eta": Fraction(1), "train_steps": 40, "step_groups": 2, "on_exhausted": "drop"}
+    changes = {
+        "on_stale": policy,
+        "eta": Fraction(1),
+        "train_steps": 40,
+        "step_groups": 2,
+        "on_exhausted": "drop",
+    }
     slow = {"prefetch_s": lambda rng: rng.random() * 6}
     ran = run_world(settings("partial-rollout", window_steps=1, **changes), seed=seed, workers=3, times=slow)
     assert ran.error is None
@@ -356,8 +400,16 @@ def test_groups_never_start_on_weights_so_old_that_they_would_be_late_at_once(po
 
 
 def test_a_prompt_that_is_stale_too_often_fails_the_run_after_a_checkpoint():
-    changes = {"on_stale": "requeue", "on_exhausted": "fail", "max_requeues": 0, "eta": Fraction(1), "step_groups": 2}
-    loop_settings = settings("partial-rollout", window_steps=1, train_steps=60, checkpoint_every_steps=0, **changes)
+    changes = {
+        "on_stale": "requeue",
+        "on_exhausted": "fail",
+        "max_requeues": 0,
+        "eta": Fraction(1),
+        "step_groups": 2,
+    }
+    loop_settings = settings(
+        "partial-rollout", window_steps=1, train_steps=60, checkpoint_every_steps=0, **changes
+    )
     ran = run_world(loop_settings, times={"response_tokens": lambda rng: 2000 if rng.random() < 0.1 else 5})
     assert isinstance(ran.error, AsyncrlError)
     assert "requeued 0 times" in str(ran.error)
@@ -376,7 +428,9 @@ def test_optimizer_steps_skipped_too_often_in_a_row_end_the_run_with_a_checkpoin
         return replace(report, skipped_steps=min(in_a_row, 1), skipped_in_a_row=in_a_row), executor
 
     monkeypatch.setattr(SimulatedTrainer, "train", train_without_gradient)
-    loop_settings = settings("partial-rollout", train_steps=30, checkpoint_every_steps=0, max_skipped_steps=limit)
+    loop_settings = settings(
+        "partial-rollout", train_steps=30, checkpoint_every_steps=0, max_skipped_steps=limit
+    )
     ran = run_world(loop_settings)
     assert isinstance(ran.error, AsyncrlError)
     assert f"the last {limit + 1} optimizer steps had no finite gradient" in str(ran.error)
@@ -385,13 +439,23 @@ def test_optimizer_steps_skipped_too_often_in_a_row_end_the_run_with_a_checkpoin
     assert ran.recorder.steps[-1].ledger["trained"] == 4 * steps
     warnings = [event.fields["message"] for event in ran.recorder.named("warning")]
     assert len(warnings) == {3: 1, 8: 4}[steps]
-    assert warnings[0] == "trainer: 1 optimizer step of step 3 skipped: the gradient is not finite (1 in a row)"
+    assert warnings[0] == (
+        "trainer: 1 optimizer step of step 3 skipped: the gradient is not finite (1 in a row)"
+    )
 
 
 def test_a_load_that_never_ends_is_named_by_the_trainer_that_waits_for_it():
     times = {"load_s": lambda rng: 1e6, "prefetch_s": lambda rng: rng.random() * 4}
-    changes = {"eta": Fraction(3), "window_steps": 1, "train_steps": 200, "stall_timeout_s": 1e5, "sync_timeout_s": 50.0}
-    ran = run_world(settings("partial-rollout", **changes), workers=3, times=times | {"load_s": hangs_after_the_first()})
+    changes = {
+        "eta": Fraction(3),
+        "window_steps": 1,
+        "train_steps": 200,
+        "stall_timeout_s": 1e5,
+        "sync_timeout_s": 50.0,
+    }
+    ran = run_world(
+        settings("partial-rollout", **changes), workers=3, times=times | {"load_s": hangs_after_the_first()}
+    )
     assert isinstance(ran.error, StallError)
     assert ran.elapsed_s < 2000
 
@@ -423,7 +487,8 @@ def test_a_run_that_was_stopped_in_its_last_eval_makes_up_for_it_when_resumed(mo
 
 
 def test_the_last_checkpoint_does_not_wait_for_the_last_eval():
-    """Whatever happens in the eval, the training is kept. Its counters have the last step, whose line comes after the eval."""
+    """Whatever happens in the eval, the training is kept. Its counters have the last step, whose line comes
+    after the eval."""
     ran = run_world(settings("partial-rollout"), evals=200)
     (written,) = [event for event in ran.recorder.named("checkpointed") if event.step == 12]
     (scored,) = [event for event in ran.recorder.named("eval") if event.version == 6]
@@ -452,7 +517,9 @@ def test_at_most_two_published_versions_exist():
 def test_an_engine_that_preempts_is_warned_of_once_per_worker(monkeypatch):
     plain = RolloutMeter.report
     preempting = {"preemptions": 5.0}
-    monkeypatch.setattr(RolloutMeter, "report", lambda meter, **told: plain(meter, **{**told, "sums": preempting}))
+    monkeypatch.setattr(
+        RolloutMeter, "report", lambda meter, **told: plain(meter, **{**told, "sums": preempting})
+    )
     ran = run_world(settings("partial-rollout"), workers=2)
     messages = [event.fields["message"] for event in ran.recorder.named("warning")]
     told = sorted(message.split(":")[0] for message in messages if "KV cache is too small" in message)

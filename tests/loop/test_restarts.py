@@ -33,7 +33,17 @@ def death(at_s, executor="rollout-1", kind=FaultKind.WORKER_DIES):
     return Fault(kind=kind, executor=executor, at_s=at_s)
 
 
-def run_with(faults, mode="partial-rollout", *, times=None, evals=0, workers=2, stop_at_s=None, resume_from=None, **changes):
+def run_with(
+    faults,
+    mode="partial-rollout",
+    *,
+    times=None,
+    evals=0,
+    workers=2,
+    stop_at_s=None,
+    resume_from=None,
+    **changes,
+):
     return run_world(
         settings(mode, **({"max_restarts": 1} | changes)),
         faults=Faults(faults),
@@ -74,10 +84,14 @@ def test_all_workers_may_die_at_once_and_nobody_calls_it_a_stall():
 
 
 def test_a_snapshot_says_which_restart_of_which_worker_and_that_admission_waits_for_it():
-    ran = run_with([death(3.0, "rollout-0"), death(3.0)], times={"restart_s": lambda rng: 20.0}, max_restarts=3)
+    ran = run_with(
+        [death(3.0, "rollout-0"), death(3.0)], times={"restart_s": lambda rng: 20.0}, max_restarts=3
+    )
     gone = [tick for tick in ran.recorder.ticks if 4 < tick.time_s < 22]
     assert len(gone) > 10
-    assert {tuple(sorted(tick.restarting.items())) for tick in gone} == {(("rollout-0", "1 of 3"), ("rollout-1", "1 of 3"))}
+    assert {tuple(sorted(tick.restarting.items())) for tick in gone} == {
+        (("rollout-0", "1 of 3"), ("rollout-1", "1 of 3"))
+    }
     assert {tick.admission for tick in gone} == {"restart"}
     assert {tick.reports["feed"].waiting_for for tick in gone} == {
         "admission: restart (rollout-0 is being restarted (1 of 3), rollout-1 is being restarted (1 of 3))"
@@ -101,10 +115,14 @@ def test_many_calls_that_fail_together_are_one_failure():
     assert [event.fields for event in lost] == [
         {"worker": "rollout-1", "error": "rollout-1 failed: simulated death at 3 s", "restarts_left": 0}
     ]
-    assert [event.fields for event in restarted] == [{"worker": "rollout-1", "restart_s": 5.0, "restarts_left": 0}]
+    assert [event.fields for event in restarted] == [
+        {"worker": "rollout-1", "restart_s": 5.0, "restarts_left": 0}
+    ]
     message = "rollout-1 failed: simulated death at 3 s; restarting it (1 of rollout.max_restarts = 1)"
     assert [event.fields["message"] for event in warnings] == [message]
-    assert [record.restarts for record in ran.recorder.steps if record.ended_s > 3.0] == [1] * (12 - before(ran, 3.0))
+    assert [record.restarts for record in ran.recorder.steps if record.ended_s > 3.0] == [1] * (
+        12 - before(ran, 3.0)
+    )
 
 
 def before(ran, time_s):
@@ -118,7 +136,11 @@ def test_the_responses_of_a_dead_worker_and_no_others_start_again_before_new_gro
     lost = next(place for place, event in enumerate(events) if event.name == "lost")
     last = max(place for place, event in enumerate(events) if event.name == "replaced")
     assert "running" not in [event.name for event in events[lost:last]]
-    on_it = {event.key: event.fields["workers"]["rollout-1"] for event in events[:lost] if "rollout-1" in running_on(event)}
+    on_it = {
+        event.key: event.fields["workers"]["rollout-1"]
+        for event in events[:lost]
+        if "rollout-1" in running_on(event)
+    }
     over = {event.key for event in events[:lost] if event.name == "finished"}
     again = {event.key: sum(event.fields["workers"].values()) for event in events if event.name == "replaced"}
     assert again == {key: num_responses for key, num_responses in on_it.items() if key not in over}
@@ -133,10 +155,16 @@ def running_on(event):
 def test_a_restarted_worker_generates_nothing_before_it_has_loaded_the_newest_version():
     ran = run_with([death(6.0)])
     events = ran.recorder.events
-    lost, back = (next(i for i, event in enumerate(events) if event.name == name) for name in ("lost", "restarted"))
+    lost, back = (
+        next(i for i, event in enumerate(events) if event.name == name) for name in ("lost", "restarted")
+    )
     newest = max(event.version for event in events[:back] if event.name == "published")
     assert newest >= 1
-    own = [event for event in events[lost + 1 :] if event.fields.get("worker") == "rollout-1" and event.name == "loaded"]
+    own = [
+        event
+        for event in events[lost + 1 :]
+        if event.fields.get("worker") == "rollout-1" and event.name == "loaded"
+    ]
     own += [event for event in events[lost + 1 :] if "rollout-1" in running_on(event)]
     own.sort(key=events.index)
     assert own[0].name == "loaded"
@@ -180,11 +208,22 @@ def test_a_restart_that_fails_is_tried_again_while_any_is_left():
 
 def test_an_attempt_that_was_lost_with_its_worker_does_not_count_as_stale():
     """max_requeues = 1: lost twice and stale once is within it, stale twice is not."""
-    changes = {"on_stale": "requeue", "on_exhausted": "fail", "max_requeues": 1, "eta": Fraction(1), "max_staleness": 0}
+    changes = {
+        "on_stale": "requeue",
+        "on_exhausted": "fail",
+        "max_requeues": 1,
+        "eta": Fraction(1),
+        "max_staleness": 0,
+    }
     loop_settings = settings("partial-rollout", **changes)
     worker = WorkerSlots(name="w", slots=2)
     admission, told = Admission(loop_settings, [worker]), []
-    groups = Groups(loop_settings, admission, NumberedFeed(), lambda stage, key, **fields: told.append((key.attempt, stage)))
+    groups = Groups(
+        loop_settings,
+        admission,
+        NumberedFeed(),
+        lambda stage, key, **fields: told.append((key.attempt, stage)),
+    )
     for _ in range(2):
         groups.start()
         admission.lose("w")
@@ -210,7 +249,9 @@ def test_an_eval_whose_only_worker_dies_is_done_again():
     in_the_last_eval_s = calm.recorder.named("loaded")[-1].time_s + 0.05
     ran = run_with([death(in_the_last_eval_s, "rollout-0")], evals=40, train_steps=4, workers=1)
     assert ran.error is None
-    assert [event.version for event in ran.recorder.named("eval")] == [event.version for event in calm.recorder.named("eval")]
+    assert [event.version for event in ran.recorder.named("eval")] == [
+        event.version for event in calm.recorder.named("eval")
+    ]
     assert {event.fields["num_prompts"] for event in ran.recorder.named("eval")} == {40}
     assert any(
         "the eval of version 2 was interrupted by the loss of rollout-0" in event.fields["message"]
@@ -223,11 +264,16 @@ def test_an_eval_with_another_helper_scores_every_prompt():
     in_the_last_eval_s = calm.recorder.named("loaded")[-1].time_s + 0.05
     ran = run_with([death(in_the_last_eval_s)], evals=80, train_steps=4)
     assert ran.error is None
-    assert [(event.version, event.fields["num_prompts"]) for event in ran.recorder.named("eval")] == [(0, 80), (2, 80)]
+    assert [(event.version, event.fields["num_prompts"]) for event in ran.recorder.named("eval")] == [
+        (0, 80),
+        (2, 80),
+    ]
     assert not any("eval" in event.fields["message"] for event in ran.recorder.named("warning"))
 
 
-def test_colocated_a_worker_that_dies_while_the_trainer_computes_is_restarted_when_the_resources_come_back(monkeypatch):
+def test_colocated_a_worker_that_dies_while_the_trainer_computes_is_restarted_when_the_resources_come_back(
+    monkeypatch,
+):
     paused, restarted = [], []
     for name, kept in (("pause", paused), ("restart", restarted)):
         monkeypatch.setattr(SimulatedWorker, name, noting(getattr(SimulatedWorker, name), kept))
@@ -241,19 +287,31 @@ def test_colocated_a_worker_that_dies_while_the_trainer_computes_is_restarted_wh
 
 
 @pytest.mark.parametrize(("hangs_after_s", "trained_steps"), [(-0.01, 0), (0.3, 2)])
-def test_colocated_a_stop_does_not_wait_for_a_hung_worker_to_hand_over(monkeypatch, hangs_after_s, trained_steps):
-    """It hangs when it should give the resources to the trainer, or while the trainer has them, for two steps of 0.7 s."""
+def test_colocated_a_stop_does_not_wait_for_a_hung_worker_to_hand_over(
+    monkeypatch, hangs_after_s, trained_steps
+):
+    """It hangs when it should give the resources to the trainer, or while the trainer has them, for two steps
+    of 0.7 s."""
     paused = []
     monkeypatch.setattr(SimulatedWorker, "pause", noting(SimulatedWorker.pause, paused))
     run_with([], "colocate")
     hang = death(paused[0] + hangs_after_s, kind=FaultKind.WORKER_HANGS)
-    ran = run_with([hang], "colocate", stop_at_s=paused[0] + 10, times={"call_timeout_s": 400.0, "weights_timeout_s": 400.0})
+    ran = run_with(
+        [hang],
+        "colocate",
+        stop_at_s=paused[0] + 10,
+        times={"call_timeout_s": 400.0, "weights_timeout_s": 400.0},
+    )
     assert isinstance(ran.error, Interrupted)
     assert ran.elapsed_s < paused[0] + 12
     assert ran.checkpoints.cuts[-1][0].step == len(ran.recorder.steps) == trained_steps
     cut, state = ran.checkpoints.cuts[-1]
     resumed = run_with([], "colocate", resume_from=resume_from(cut, state))
-    assert len({key.uid for key in ran.trained + resumed.trained}) == len(ran.trained + resumed.trained) == 12 * 4
+    assert (
+        len({key.uid for key in ran.trained + resumed.trained})
+        == len(ran.trained + resumed.trained)
+        == 12 * 4
+    )
 
 
 def noting(call, times):
@@ -271,7 +329,11 @@ def test_a_stop_does_not_wait_for_a_restart():
     assert not ran.recorder.named("restarted")
     cut, state = ran.checkpoints.cuts[-1]
     resumed = run_with([], train_steps=14, resume_from=resume_from(cut, state))
-    assert len({key.uid for key in ran.trained + resumed.trained}) == len(ran.trained + resumed.trained) == 14 * 4
+    assert (
+        len({key.uid for key in ran.trained + resumed.trained})
+        == len(ran.trained + resumed.trained)
+        == 14 * 4
+    )
     assert resumed.recorder.steps[-1].restarts == 1
 
 
@@ -317,12 +379,14 @@ def report(now_s, state_s, *, sums, spans=(), state=State.BUSY, running_tokens=0
 
 
 def test_the_sums_of_a_restarted_executor_go_on_over_the_time_without_a_process():
-    """Clocks: the first process's is 100 s ahead of the driver's, the second's 1000 s. It is lost at 14, back at 20, and its own
-    clock began at 17, when it started to start."""
+    """Clocks: the first process's is 100 s ahead of the driver's, the second's 1000 s. It is lost at 14, back
+    at 20, and its own clock began at 17, when it started to start."""
     book = ReportBook()
     busy, starved = (State.BUSY, 100.0, 108.0), (State.STARVED, 108.0, 110.0)
     sums = {"idle_s": 2.0, "sampled_tokens": 50.0}
-    first = report(110.0, {State.BUSY: 8.0, State.STARVED: 2.0}, sums=sums, spans=(busy, starved), running_tokens=7)
+    first = report(
+        110.0, {State.BUSY: 8.0, State.STARVED: 2.0}, sums=sums, spans=(busy, starved), running_tokens=7
+    )
     book.add(first, 10.0, "rollout-0")
     assert book.lost("rollout-0", 14.0) == 7
     down = book.latest["rollout-0"]
@@ -332,7 +396,12 @@ def test_the_sums_of_a_restarted_executor_go_on_over_the_time_without_a_process(
     book.returned("rollout-0", 20.0)
     assert book.latest["rollout-0"].state_s == {State.BUSY: 8.0, State.STARVED: 2.0, State.FAILED: 10.0}
     spans = ((State.STARVED, 1017.0, 1021.0), (State.BUSY, 1021.0, 1022.0))
-    second = report(1022.0, {State.STARVED: 4.0, State.BUSY: 1.0}, sums={"idle_s": 4.0, "sampled_tokens": 3.0}, spans=spans)
+    second = report(
+        1022.0,
+        {State.STARVED: 4.0, State.BUSY: 1.0},
+        sums={"idle_s": 4.0, "sampled_tokens": 3.0},
+        spans=spans,
+    )
     assert book.add(second, 22.0, "rollout-0")
     joined = book.latest["rollout-0"]
     assert joined.sums == {"idle_s": 13.0, "sampled_tokens": 53.0}
@@ -358,24 +427,34 @@ def test_metrics_of_a_run_with_a_restart_have_no_negative_differences_and_count_
         assert line.get("rollouter/tokens_per_s", 0) >= 0
         shares = ("rollouter/slot_utilization", "rollouter/idle_ratio", "overlap_ratio")
         assert all(0 <= line.get(share, 0) <= 1 for share in shares)
-    while_down = [line for line in steps if line["time_s"] - line["timing/step_s"] > 4.0 and line["time_s"] < 30.0]
+    while_down = [
+        line for line in steps if line["time_s"] - line["timing/step_s"] > 4.0 and line["time_s"] < 30.0
+    ]
     assert len(while_down) > 5
     idle_s = sum(line["rollouter/idle_ratio"] * line["timing/step_s"] for line in while_down)
-    assert idle_s >= 0.5 * sum(line["timing/step_s"] for line in while_down), "one of two (its time is counted once a second)"
+    assert idle_s >= 0.5 * sum(line["timing/step_s"] for line in while_down), (
+        "one of two (its time is counted once a second)"
+    )
     assert Counter(line["rollouter/restarts"] for line in steps).keys() == {0, 1}
 
 
 def test_the_time_before_the_loop_began_is_nobodys():
-    """The executor's clock is 100 s ahead of the driver's. It was ready at 102, and the loop begins at 6 (its 106)."""
+    """The executor's clock is 100 s ahead of the driver's. It was ready at 102, and the loop begins at 6 (its
+    106)."""
     book = ReportBook(began_s=6.0)
     spans = ((State.LOADING, 100.0, 102.0), (State.STARVED, 102.0, 107.0), (State.BUSY, 107.0, 109.0))
     state_s = {State.LOADING: 2.0, State.STARVED: 5.0, State.BUSY: 2.0}
-    book.add(report(109.0, state_s, sums={"idle_s": 7.0, "sampled_tokens": 30.0}, spans=spans), 9.0, "rollout-0")
+    book.add(
+        report(109.0, state_s, sums={"idle_s": 7.0, "sampled_tokens": 30.0}, spans=spans), 9.0, "rollout-0"
+    )
     first = book.latest["rollout-0"]
     assert first.state_s == {State.LOADING: 0.0, State.STARVED: 1.0, State.BUSY: 2.0}
     assert first.sums == {"idle_s": 1.0, "sampled_tokens": 30.0}
     taken = book.take_spans()["rollout-0"]
-    assert [(span.state, span.start_s, span.end_s) for span in taken] == [(State.STARVED, 6.0, 7.0), (State.BUSY, 7.0, 9.0)]
+    assert [(span.state, span.start_s, span.end_s) for span in taken] == [
+        (State.STARVED, 6.0, 7.0),
+        (State.BUSY, 7.0, 9.0),
+    ]
     state_s |= {State.BUSY: 5.0}
     book.add(report(112.0, state_s, sums={"idle_s": 7.0, "sampled_tokens": 80.0}), 12.0, "rollout-0")
     assert sum(book.latest["rollout-0"].state_s.values()) == 6.0
@@ -383,17 +462,24 @@ def test_the_time_before_the_loop_began_is_nobodys():
 
 
 def test_the_time_before_the_loop_began_is_nobodys_if_the_second_report_overtakes_the_first():
-    """The clocks of the test above. The first report was made at 6.5 and arrives at 9.5, the second one at 9."""
+    """The clocks of the test above. The first report was made at 6.5 and arrives at 9.5, the second one at
+    9."""
     book = ReportBook(began_s=6.0)
     state_s = {State.LOADING: 2.0, State.STARVED: 5.0, State.BUSY: 2.0}
     early = ((State.LOADING, 100.0, 102.0), (State.STARVED, 102.0, 106.5))
     late = report(106.5, {State.LOADING: 2.0, State.STARVED: 4.5}, sums={"idle_s": 6.5}, spans=early)
     spans = ((State.STARVED, 106.5, 107.0), (State.BUSY, 107.0, 109.0))
-    book.add(report(109.0, state_s, sums={"idle_s": 7.0, "sampled_tokens": 30.0}, spans=spans), 9.0, "rollout-0")
+    book.add(
+        report(109.0, state_s, sums={"idle_s": 7.0, "sampled_tokens": 30.0}, spans=spans), 9.0, "rollout-0"
+    )
     book.add(late, 9.5, "rollout-0")
     assert book.latest["rollout-0"].state_s == {State.LOADING: 0.0, State.STARVED: 1.0, State.BUSY: 2.0}
     assert book.latest["rollout-0"].sums == {"idle_s": 1.0, "sampled_tokens": 30.0}
-    book.add(report(110.0, state_s | {State.BUSY: 3.0}, sums={"idle_s": 7.0, "sampled_tokens": 35.0}), 10.0, "rollout-0")
+    book.add(
+        report(110.0, state_s | {State.BUSY: 3.0}, sums={"idle_s": 7.0, "sampled_tokens": 35.0}),
+        10.0,
+        "rollout-0",
+    )
     assert sum(book.latest["rollout-0"].state_s.values()) == 4.0
     assert book.latest["rollout-0"].sums == {"idle_s": 1.0, "sampled_tokens": 35.0}
     taken = [(span.state, span.start_s, span.end_s) for span in book.take_spans()["rollout-0"]]
@@ -419,10 +505,12 @@ def test_a_run_goes_on_without_a_worker_that_has_no_restart_left():
     assert len({key.uid for key in ran.trained}) == 12 * 4
     (away,) = ran.recorder.named("away")
     assert away.fields["worker"] == "rollout-1"
-    assert ran.workers[0].version == ran.pipeline.board.version, "and it waits for nobody's last load but the others'"
-    assert {tick.restarting.get("rollout-1") for tick in ran.recorder.ticks if 4 < tick.time_s < ran.elapsed_s - 1} == {
-        "rollout.max_restarts = 0 are used up"
-    }
+    assert ran.workers[0].version == ran.pipeline.board.version, (
+        "and it waits for nobody's last load but the others'"
+    )
+    assert {
+        tick.restarting.get("rollout-1") for tick in ran.recorder.ticks if 4 < tick.time_s < ran.elapsed_s - 1
+    } == {"rollout.max_restarts = 0 are used up"}
 
 
 def test_one_too_few_ends_the_run_with_a_checkpoint():
@@ -434,7 +522,8 @@ def test_one_too_few_ends_the_run_with_a_checkpoint():
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("evals", [8, 60])
 def test_another_worker_takes_the_last_eval_over_from_one_that_goes_away(evals, seconds):
-    """Whether the other one is busy with the eval, has nothing left to do (one worker has room for 8), or has yet to load."""
+    """Whether the other one is busy with the eval, has nothing left to do (one worker has room for 8), or has
+    yet to load."""
     lengths = {"response_tokens": lambda rng: rng.randint(60, 120)}
     calm = run_with([], evals=evals, times=lengths, **AWAY)
     first = calm.recorder.named("loaded")[-2].fields["worker"]
@@ -455,7 +544,9 @@ def test_a_worker_without_room_comes_back_when_there_is_some(weights_mode):
     away, restarted = ran.recorder.named("away"), ran.recorder.named("restarted")
     assert [event.fields["why"] for event in away] == ["no room"], "told once"
     assert [event.fields["worker"] for event in restarted] == ["rollout-1"]
-    between = [record.step for record in ran.recorder.steps if away[0].time_s < record.ended_s < restarted[0].time_s]
+    between = [
+        record.step for record in ran.recorder.steps if away[0].time_s < record.ended_s < restarted[0].time_s
+    ]
     assert len(between) > 5, "the others go on meanwhile, and so do syncs"
 
 
@@ -475,7 +566,11 @@ def test_of_two_workers_without_room_the_second_ends_the_run_if_one_is_needed():
 
 
 def test_without_min_workers_a_start_without_room_uses_up_a_restart():
-    ran = run_with([death(3.0), Fault(kind=FaultKind.NO_ROOM, executor="rollout-1", nth=1)], max_restarts=2, train_steps=30)
+    ran = run_with(
+        [death(3.0), Fault(kind=FaultKind.NO_ROOM, executor="rollout-1", nth=1)],
+        max_restarts=2,
+        train_steps=30,
+    )
     assert_whole(ran, 30)
     assert [event.fields["restarts_left"] for event in ran.recorder.named("lost")] == [1, 0]
 
@@ -510,18 +605,31 @@ def test_a_resumed_run_goes_on_with_the_tokens_of_running_responses(mode):
     first = run_world(chosen, times={"response_tokens": lambda rng: 200})
     cut, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].kept))
     kept = {tuple(entry["key"]): entry["kept"] for entry in state["groups"]["running"]}
-    kept_tokens = sum(count for group in kept.values() for versions, _ in group.values() for _, count in versions)
-    resumed = run_world(chosen, times={"response_tokens": lambda rng: 200}, workers=3, resume_from=resume_from(cut, state))
+    kept_tokens = sum(
+        count for group in kept.values() for versions, _ in group.values() for _, count in versions
+    )
+    resumed = run_world(
+        chosen, times={"response_tokens": lambda rng: 200}, workers=3, resume_from=resume_from(cut, state)
+    )
     assert resumed.error is None
-    before = [group.key.uid for batch in first.trainer.batches if batch.step <= cut.step for group in batch.groups]
+    before = [
+        group.key.uid for batch in first.trainer.batches if batch.step <= cut.step for group in batch.groups
+    ]
     prompts = before + [key.uid for key in resumed.trained]
     assert len(prompts) == len(set(prompts)) == 20 * 4
     discarded, placed = resumed.recorder.steps[-1].tokens_discarded, resumed.recorder.named("replaced")
     assert sum(event.fields.get("kept_tokens", 0) for event in placed) == kept_tokens - discarded
     assert kept_tokens > 10 * discarded
     sampled = sum(worker._engine.counters()[0] for worker in resumed.workers)
-    trained = sum(meta.response_tokens for batch in resumed.trainer.batches for g in batch.groups for meta in g.trajectories)
-    finished = sum(m["response_tokens"] for entry in state["groups"]["finished"] for m in entry["result"]["trajectories"])
+    trained = sum(
+        meta.response_tokens
+        for batch in resumed.trainer.batches
+        for g in batch.groups
+        for meta in g.trajectories
+    )
+    finished = sum(
+        m["response_tokens"] for entry in state["groups"]["finished"] for m in entry["result"]["trajectories"]
+    )
     ended = [part["result"] for entry in state["groups"]["running"] for part in entry["ended"]]
     finished += sum(m["response_tokens"] for result in ended for m in result["trajectories"])
     assert sampled == pytest.approx(trained - kept_tokens - finished + discarded, abs=1)
@@ -534,9 +642,14 @@ def test_responses_that_the_engine_cannot_continue_start_again_and_their_tokens_
     first = run_world(chosen, times={"response_tokens": lambda rng: 200})
     cut, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].kept))
     kept = [one for entry in state["groups"]["running"] for one in entry["kept"].values()]
-    whole, others = ([sum(count for _, count in one[0]) for one in kept if one[1] is is_whole] for is_whole in (True, False))
+    whole, others = (
+        [sum(count for _, count in one[0]) for one in kept if one[1] is is_whole]
+        for is_whole in (True, False)
+    )
     resumed = run_world(
-        chosen, times={"response_tokens": lambda rng: 200}, resume_from=replace(resume_from(cut, state), continues=False)
+        chosen,
+        times={"response_tokens": lambda rng: 200},
+        resume_from=replace(resume_from(cut, state), continues=False),
     )
     assert resumed.error is None
     assert others
@@ -551,6 +664,10 @@ def test_a_checkpoint_does_without_a_silent_worker_and_says_whose_responses_it_l
     ran = run_with([death(0.5, kind=FaultKind.WORKER_HANGS)], times=LONG, checkpoint_every_steps=1)
     assert_whole(ran)
     told = [event.fields["message"] for event in ran.recorder.named("warning")]
-    lacks = [text for text in told if text.startswith("the running responses of rollout-1 are not in the checkpoint of step ")]
+    lacks = [
+        text
+        for text in told
+        if text.startswith("the running responses of rollout-1 are not in the checkpoint of step ")
+    ]
     assert lacks
     assert all(text.endswith(": a report of its responses took longer than so far = 5 s") for text in lacks)

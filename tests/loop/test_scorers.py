@@ -1,4 +1,5 @@
-"""A scorer beside training: what waits for it, and what its loss costs. (That bound, ledger and resume hold: test_seeds.py.)"""
+"""A scorer beside training: what waits for it, and what its loss costs. (That bound, ledger and resume hold:
+test_seeds.py.)"""
 
 from __future__ import annotations
 
@@ -13,24 +14,32 @@ DEATH = Fault(kind=FaultKind.WORKER_DIES, executor="ref", at_s=3.0)
 
 
 def test_a_slow_scorer_is_what_the_trainer_waits_for():
-    """Four groups take 4 s, a train step 0.7 s: three quarters of the time nothing but the scorer is missing."""
+    """Four groups take 4 s, a train step 0.7 s: three quarters of the time nothing but the scorer is
+    missing."""
     ran = run_world(settings("stale-samples"), group_score_s=1.0)
     steps = ran.recorder.steps[4:]
     assert all(step.timing_s["wait_scores"] > 2 for step in steps)
     assert all(
-        sum(seconds for part, seconds in step.timing_s.items() if part != "step") == pytest.approx(step.timing_s["step"])
+        sum(seconds for part, seconds in step.timing_s.items() if part != "step")
+        == pytest.approx(step.timing_s["step"])
         for step in steps
     )
     trainers = [tick.reports["trainer-0"] for tick in ran.recorder.ticks if "trainer-0" in tick.reports]
     waits = [trainer.waiting_for for trainer in trainers if trainer.state is State.STARVED]
     assert sum("wait for ref" in wait for wait in waits) > len(waits) / 2
-    queues = [tick.reports["ref"].gauges.get("waiting_groups", 0) for tick in ran.recorder.ticks if "ref" in tick.reports]
+    queues = [
+        tick.reports["ref"].gauges.get("waiting_groups", 0)
+        for tick in ran.recorder.ticks
+        if "ref" in tick.reports
+    ]
     assert max(queues) >= 4
     assert ran.recorder.steps[-1].reports["ref"].state_s[State.BUSY] == pytest.approx(48.0)
 
 
 def test_a_fast_scorer_costs_the_trainer_next_to_nothing_and_gives_it_every_column():
-    with_scorer, without = (run_world(settings("stale-samples"), group_score_s=cost_s) for cost_s in (0.01, None))
+    with_scorer, without = (
+        run_world(settings("stale-samples"), group_score_s=cost_s) for cost_s in (0.01, None)
+    )
     assert with_scorer.elapsed_s < without.elapsed_s + 12 * 0.1
     for batch in with_scorer.trainer.batches:
         assert batch.columns == {group.key: {"ref": ("ref", group.key)} for group in batch.groups}
@@ -50,7 +59,13 @@ def test_a_scorer_that_dies_is_restarted_and_every_group_is_trained_once():
 def test_groups_whose_columns_may_be_lost_with_a_scorer_are_scored_again_and_rewards_are_not(scorer):
     death = Fault(kind=FaultKind.WORKER_DIES, executor=scorer, at_s=3.0)
     chosen = settings("stale-samples", max_restarts=1)
-    ran = run_world(chosen, group_score_s=0.05, scorer=scorer, faults=Faults([death]), trainer_times={"train_s": lambda batch: 3.0})
+    ran = run_world(
+        chosen,
+        group_score_s=0.05,
+        scorer=scorer,
+        faults=Faults([death]),
+        trainer_times={"train_s": lambda batch: 3.0},
+    )
     assert ran.error is None
     lost_s = ran.recorder.named("lost")[0].time_s
     scored = [event.key for event in ran.recorder.named("scored")]
@@ -71,14 +86,18 @@ def test_without_a_restart_left_its_death_ends_the_run_with_a_checkpoint():
 def test_a_reward_model_that_dies_or_hangs_is_named_within_its_bound(kind):
     faults = Faults([Fault(kind=kind, executor="reward", at_s=3.0)])
     limit_s = {"call_timeout_s": 20.0}
-    ran = run_world(settings("stale-samples"), group_score_s=0.2, scorer="reward", faults=faults, times=limit_s)
+    ran = run_world(
+        settings("stale-samples"), group_score_s=0.2, scorer="reward", faults=faults, times=limit_s
+    )
     assert isinstance(ran.error, ExecutorLost)
     assert ran.error.executor == "reward"
     assert ran.elapsed_s < 3.0 + (kind is FaultKind.WORKER_HANGS) * 20.0 + 5.0
 
 
 def test_prox_gives_every_group_its_column_and_waits_for_each_windows_weights_to_be_published():
-    ran = run_world(settings("stale-samples"), group_score_s=0.1, scorer="prox", trainer_times={"publish_s": 2.0})
+    ran = run_world(
+        settings("stale-samples"), group_score_s=0.1, scorer="prox", trainer_times={"publish_s": 2.0}
+    )
     assert ran.error is None
     for batch in ran.trainer.batches:
         assert batch.columns == {group.key: {"prox": ("prox", group.key)} for group in batch.groups}
@@ -93,17 +112,25 @@ def test_a_reward_model_adds_its_scores_where_groups_are_taken():
     assert {meta.model_score for meta in scored} == {0.0, 0.5}
     assert all(not batch.columns[group.key] for batch in ran.trainer.batches for group in batch.groups)
     finished = [
-        entry["result"]["trajectories"] for cut, _ in ran.checkpoints.cuts for entry in cut.loop_state["groups"]["finished"]
+        entry["result"]["trajectories"]
+        for cut, _ in ran.checkpoints.cuts
+        for entry in cut.loop_state["groups"]["finished"]
     ]
     assert finished
     assert all(meta["model_score"] is None for group in finished for meta in group)
 
 
 def test_with_a_reward_model_equal_rewards_are_those_with_its_scores():
-    """Without it, two thirds of the groups of two have equal rewards; its scores tell every second group's trajectories apart."""
+    """Without it, two thirds of the groups of two have equal rewards; its scores tell every second group's
+    trajectories apart."""
     chosen = settings("stale-samples", filter_groups=True, max_num_gen_batches=100)
-    with_model, without = (run_world(chosen, group_score_s=cost_s, scorer="reward") for cost_s in (0.05, None))
-    dropped = [len(ran.recorder.named("dropped")) / len(ran.recorder.named("running")) for ran in (with_model, without)]
+    with_model, without = (
+        run_world(chosen, group_score_s=cost_s, scorer="reward") for cost_s in (0.05, None)
+    )
+    dropped = [
+        len(ran.recorder.named("dropped")) / len(ran.recorder.named("running"))
+        for ran in (with_model, without)
+    ]
     assert 0 < dropped[0] < 0.75 * dropped[1]
     assert len(with_model.trained) == 48
 
@@ -111,7 +138,9 @@ def test_with_a_reward_model_equal_rewards_are_those_with_its_scores():
 def test_a_critic_learns_beside_the_policy_and_gives_every_group_its_values():
     """A step of four groups: 0.7 s of training; 0.3 s of learning and 0.2 s of values fit beside it."""
     chosen = settings("stale-samples")
-    with_critic, without = (run_world(chosen, group_score_s=cost_s, scorer="critic", learn_s=0.3) for cost_s in (0.05, None))
+    with_critic, without = (
+        run_world(chosen, group_score_s=cost_s, scorer="critic", learn_s=0.3) for cost_s in (0.05, None)
+    )
     assert with_critic.error is None
     assert with_critic.elapsed_s < without.elapsed_s + 12 * 0.1
     for batch in with_critic.trainer.batches:
@@ -127,13 +156,19 @@ def test_a_slow_critic_is_what_the_trainer_waits_for():
     assert sum("the critic to learn from step" in wait for wait in waits) > len(waits) / 2
     queued = [step.reports["critic"].gauges["waiting_groups"] for step in ran.recorder.steps[4:-1]]
     assert min(queued) >= 0
-    told = [tick.reports["critic"].gauges["waiting_groups"] for tick in ran.recorder.ticks if "critic" in tick.reports]
+    told = [
+        tick.reports["critic"].gauges["waiting_groups"]
+        for tick in ran.recorder.ticks
+        if "critic" in tick.reports
+    ]
     assert max(told) == 4  # those of the next step, while it learns
 
 
 def test_a_critic_that_dies_ends_the_run_at_once_because_what_it_has_learned_is_gone():
     death = Fault(kind=FaultKind.WORKER_DIES, executor="critic", at_s=3.0)
-    ran = run_world(settings("stale-samples", max_restarts=1), group_score_s=0.1, scorer="critic", faults=Faults([death]))
+    ran = run_world(
+        settings("stale-samples", max_restarts=1), group_score_s=0.1, scorer="critic", faults=Faults([death])
+    )
     assert isinstance(ran.error, ExecutorLost)
     assert ran.error.executor == "critic"
     assert ran.elapsed_s < 3.0 + 1.1
@@ -141,36 +176,62 @@ def test_a_critic_that_dies_ends_the_run_at_once_because_what_it_has_learned_is_
 
 def test_a_reward_model_judges_evals():
     chosen = settings("stale-samples", eval_every_versions=1, max_restarts=1)
-    with_model, without = (run_world(chosen, group_score_s=cost_s, scorer="reward", evals=6) for cost_s in (0.05, None))
+    with_model, without = (
+        run_world(chosen, group_score_s=cost_s, scorer="reward", evals=6) for cost_s in (0.05, None)
+    )
     judged, plain = (
-        [summary.reward_mean for step in ran.recorder.steps for summary in step.evals] for ran in (with_model, without)
+        [summary.reward_mean for step in ran.recorder.steps for summary in step.evals]
+        for ran in (with_model, without)
     )
     assert len(judged) == len(plain) > 3
     assert judged == pytest.approx([mean + 0.5 for mean in plain])
 
 
 def test_what_a_worker_had_played_and_was_judged_when_it_died_is_played_again():
-    """All six trajectories have ended by then, and each is judged for 2 s: the other worker plays those of the dead one."""
+    """All six trajectories have ended by then, and each is judged for 2 s: the other worker plays those of
+    the dead one."""
     chosen = settings("stale-samples", eval_every_versions=1, max_restarts=1)
-    death, quick = Fault(kind=FaultKind.WORKER_DIES, executor="rollout-1", at_s=1.0), {"response_tokens": lambda rng: 8}
+    death, quick = (
+        Fault(kind=FaultKind.WORKER_DIES, executor="rollout-1", at_s=1.0),
+        {"response_tokens": lambda rng: 8},
+    )
     first, whole = (
         next(summary for step in ran.recorder.steps for summary in step.evals)
         for ran in (
-            run_world(chosen, group_score_s=0.01, scorer="reward", evals=6, judge_s=2.0, times=quick, faults=Faults(faults))
+            run_world(
+                chosen,
+                group_score_s=0.01,
+                scorer="reward",
+                evals=6,
+                judge_s=2.0,
+                times=quick,
+                faults=Faults(faults),
+            )
             for faults in ([death], [])
         )
     )
-    assert (first.version, first.num_prompts, first.num_failed) == (whole.version, whole.num_prompts, 0) == (0, 6, 0)
+    assert (
+        (first.version, first.num_prompts, first.num_failed)
+        == (whole.version, whole.num_prompts, 0)
+        == (0, 6, 0)
+    )
     assert first.eval_s > whole.eval_s + 0.5
 
 
 def test_an_eval_without_its_judge_has_failed_and_the_worker_that_played_it_goes_on():
     """The judge dies while it judges the first eval."""
-    death, quick = Fault(kind=FaultKind.WORKER_DIES, executor="reward", at_s=1.0), {"response_tokens": lambda rng: 8}
+    death, quick = (
+        Fault(kind=FaultKind.WORKER_DIES, executor="reward", at_s=1.0),
+        {"response_tokens": lambda rng: 8},
+    )
     chosen = settings("stale-samples", eval_every_versions=1, max_restarts=1)
-    ran = run_world(chosen, group_score_s=0.01, scorer="reward", evals=6, judge_s=2.0, times=quick, faults=Faults([death]))
+    ran = run_world(
+        chosen, group_score_s=0.01, scorer="reward", evals=6, judge_s=2.0, times=quick, faults=Faults([death])
+    )
     assert ran.error is None
     assert {event.fields["worker"] for event in ran.recorder.named("lost")} == {"reward"}
     failed = [summary.num_failed for step in ran.recorder.steps for summary in step.evals]
-    assert failed[0] > 0 or any("scored no prompt" in event.fields["message"] for event in ran.recorder.named("warning"))
+    assert failed[0] > 0 or any(
+        "scored no prompt" in event.fields["message"] for event in ran.recorder.named("warning")
+    )
     assert failed[-1] == 0

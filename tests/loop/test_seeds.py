@@ -1,4 +1,5 @@
-"""Deterministic simulation: the real loop over many seeds, every invariant checked after every event (proof/invariants.py)."""
+"""Deterministic simulation: the real loop over many seeds, every invariant checked after every event
+(proof/invariants.py)."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ from tests.marks import one_in
 
 NUM_SEEDS, CHUNK_SEEDS = 200, 2
 MUTANT_SEEDS = (1563, 2344, 9799, 115, 75, 46, 20, 4, 8, *range(400))
-"""The first ones are known to notice what is rare. In the first, a worker dies in the last eval while no other one works on it; in
-the next two, while the only others with room hold older weights. When a change of the loop makes other runs of them, the rest still
-notices, but takes longer."""
+"""The first ones are known to notice what is rare. In the first, a worker dies in the last eval while no
+other one works on it; in the next two, while the only others with room hold older weights. When a change of
+the loop makes other runs of them, the rest still notices, but takes longer."""
 
 
 def replay(seed: int) -> str:
@@ -44,14 +45,18 @@ def replay(seed: int) -> str:
 
 @functools.cache
 def outcomes(first: int) -> tuple[Outcome, ...]:
-    """Of the chunk of seeds that begins with `first`; each runs once, whichever test asks. Also whatever waits has to name its true
-    cause in every second (proof/causes.py)."""
+    """Of the chunk of seeds that begins with `first`; each runs once, whichever test asks. Also whatever
+    waits has to name its true cause in every second (proof/causes.py)."""
     return tuple(run(draw(seed), Watching) for seed in range(first, first + CHUNK_SEEDS))
 
 
 @pytest.mark.parametrize("first", one_in(NUM_SEEDS, range(0, NUM_SEEDS, CHUNK_SEEDS)))
 def test_every_invariant_holds_after_every_event_of_every_seed(first):
-    broken = [f"{outcome.broken}\n    {replay(outcome.scenario.seed)}" for outcome in outcomes(first) if outcome.broken is not None]
+    broken = [
+        f"{outcome.broken}\n    {replay(outcome.scenario.seed)}"
+        for outcome in outcomes(first)
+        if outcome.broken is not None
+    ]
     assert not broken, "\n".join(broken)
 
 
@@ -84,7 +89,12 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     settings = [scenario.settings for scenario in trained]
     assert {scenario.mode for scenario in trained} == set(MODES)
     assert {float(entry.schedule.eta) for entry in settings} == {0, 0.25, 0.5, 1, 2, 3}
-    assert {entry.profile.async_training.on_stale for entry in settings} == {"wait", "accept", "drop", "requeue"}
+    assert {entry.profile.async_training.on_stale for entry in settings} == {
+        "wait",
+        "accept",
+        "drop",
+        "requeue",
+    }
     assert {entry.profile.algorithm.filter_groups for entry in settings} == {False, True}
     assert {entry.profile.weights.mode for entry in settings} == {"async", "sync"}
     assert {entry.interrupt for entry in settings} == {"drain", "keep-kv", "recompute-kv"}
@@ -96,22 +106,32 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
 @pytest.mark.slow
 def test_runs_whose_workers_are_restarted_are_completed():
     """Every invariant held (above); here: the faults that restarts mend ended no run, in any mode."""
-    ran = [outcome for first in range(0, NUM_SEEDS, CHUNK_SEEDS) for outcome in outcomes(first) if outcome.counts["restarted"]]
+    ran = [
+        outcome
+        for first in range(0, NUM_SEEDS, CHUNK_SEEDS)
+        for outcome in outcomes(first)
+        if outcome.counts["restarted"]
+    ]
     by_executors = ("ExecutorFailed", "ExecutorLost", "NoRoom", "StallError")
-    whole = [outcome for outcome in ran if not any(error.startswith(by_executors) for error in outcome.errors)]
+    whole = [
+        outcome for outcome in ran if not any(error.startswith(by_executors) for error in outcome.errors)
+    ]
     assert {outcome.scenario.mode for outcome in whole} == set(MODES)
     assert len(whole) > NUM_SEEDS // 10
     assert sum(outcome.counts["restarted"] for outcome in whole) > len(whole), "some have more than one"
-    assert max(outcome.counts["lost"] - outcome.counts["restarted"] for outcome in ran) > 0, "some restart fails, or comes too late"
+    assert max(outcome.counts["lost"] - outcome.counts["restarted"] for outcome in ran) > 0, (
+        "some restart fails, or comes too late"
+    )
 
 
 @pytest.mark.parametrize("seed", [511, 874, 4537, 4989, 8703, 8890, 51034, 71763])
 def test_seeds_that_failed_once_hold(seed):
-    """511: half of the responses had ended when weights arrived, and loop and checks rounded that differently. 874: a hung worker,
-    colocated, kept a failed run from writing its last checkpoint. 4537: a stop waited for a hung worker to take the resources
-    back. 4989, 8703: with weights.mode = "sync", a run resumed at its last step never scored its last version, and waited for
-    that. 8890: a worker was lost while the last checkpoint was written, and the checks wanted it back. 51034: without partial
-    rollouts, a resumed response waited in a smaller worker's queue with its tokens, and a load overtook it. 71763: a restarted
+    """511: half of the responses had ended when weights arrived, and loop and checks rounded that
+    differently. 874: a hung worker, colocated, kept a failed run from writing its last checkpoint. 4537: a
+    stop waited for a hung worker to take the resources back. 4989, 8703: with weights.mode = "sync", a run
+    resumed at its last step never scored its last version, and waited for that. 8890: a worker was lost while
+    the last checkpoint was written, and the checks wanted it back. 51034: without partial rollouts, a resumed
+    response waited in a smaller worker's queue with its tokens, and a load overtook it. 71763: a restarted
     scorer's first report was lost with its spans, so that its start was counted twice."""
     assert run(draw(seed)).broken is None
 
@@ -119,9 +139,9 @@ def test_seeds_that_failed_once_hold(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1077, 20436, 20460, 21610])
 def test_seeds_with_scorers_that_failed_once_hold(seed):
-    """1077: a scorer took a group for due that the window could not take beside the one before it. 20436, 20460: a scorer's failure
-    was told, and the run ended with that of the critic, which came after it. 21610: a worker came back while the last checkpoint
-    was written, and the checks wanted it loaded."""
+    """1077: a scorer took a group for due that the window could not take beside the one before it. 20436,
+    20460: a scorer's failure was told, and the run ended with that of the critic, which came after it. 21610:
+    a worker came back while the last checkpoint was written, and the checks wanted it loaded."""
     assert run(draw(seed, with_scorer=True)).broken is None
 
 
@@ -146,7 +166,14 @@ def test_a_failing_seed_prints_its_scenario_and_its_trace(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("deadlines", "takes_left", "is_in_time"),
-    [([5, 6, 6], 2, True), ([5, 6], 1, True), ([5, 6, 6, 6], 2, True), ([5, 6], 0, False), ([4], 2, False), ([], 0, True)],
+    [
+        ([5, 6, 6], 2, True),
+        ([5, 6], 1, True),
+        ([5, 6, 6, 6], 2, True),
+        ([5, 6], 0, False),
+        ([4], 2, False),
+        ([], 0, True),
+    ],
 )
 def test_the_worked_example_of_the_deadline_rule(deadlines, takes_left, is_in_time):
     """docs/admission.md: W = 2 in version 5."""
@@ -307,31 +334,71 @@ MISTAKES = {
         deadline_from_the_trainer,
         {"deadlines", "admission"},
     ),
-    "a deadline counts from the newest part": (Admission, "admit", deadline_of_the_newest, {"deadlines", "admission"}),
+    "a deadline counts from the newest part": (
+        Admission,
+        "admit",
+        deadline_of_the_newest,
+        {"deadlines", "admission"},
+    ),
     "a response is placed twice": (Attempt, "place", same_responses_again, {"ledger"}),
-    "lost responses start on weights that are too old": (Fleet, "placement", forget_the_first, {"admission", "deadlines", "slots"}),
+    "lost responses start on weights that are too old": (
+        Fleet,
+        "placement",
+        forget_the_first,
+        {"admission", "deadlines", "slots"},
+    ),
     "a death takes whole groups": (Admission, "lose", lose_whole_groups, {"admission", "slots", "restarts"}),
     "a take looks at no deadline": (Admission, "takeable", take_without_looking, {"takes", "deadlines"}),
     "a group is taken without its columns": (Admission, "is_scored", lambda *_: True, {"takes"}),
-    "admission looks at no deadline": (Admission, "_in_time", lambda *_: True, {"admission", "takes", "deadlines", "scores"}),
+    "admission looks at no deadline": (
+        Admission,
+        "_in_time",
+        lambda *_: True,
+        {"admission", "takes", "deadlines", "scores"},
+    ),
     "weights count as travelling fast for ever": (Travel, "arrived", lambda *_: None, {"admission"}),
     "the window is never emptied": (Admission, "publish", publish_without_reset, {"admission"}),
     "late groups are kept": (Admission, "publish", publish_that_forgets_who_is_late, {"staleness"}),
     "the ledger's event is lost": (Groups, "_tell", tell_that_skips_finishes, {"ledger", "admission"}),
-    "slots are freed too early": (WorkerSlots, "set_unfinished", slots_that_are_free_too_early, {"admission", "slots"}),
+    "slots are freed too early": (
+        WorkerSlots,
+        "set_unfinished",
+        slots_that_are_free_too_early,
+        {"admission", "slots"},
+    ),
     "the feed repeats a prompt on resume": (NumberedFeed, "restore", feed_that_goes_back, {"ledger"}),
     "a worker does not drain": (SimulatedWorker, "load", load_without_drain, {"spans", "colocate"}),
     "an executor loses time": (StateClock, "_close", clock_that_loses_time, {"time"}),
     "waste is not counted": (Groups, "_end_part", end_that_forgets_waste, {"waste"}),
     "a group of mixed rewards is left out": (GroupFilter, "leaves_out", judge_the_first_two, {"filter"}),
     "a dead worker keeps its responses": (Admission, "lose", lambda *_: None, {"restarts", "admission"}),
-    "the responses of a dead worker never start again": (Admission, "lose", lose_without_a_slot, {"admission", "restarts"}),
-    "a restarted worker generates before it loads": (WorkerSlots, "set_down", down_but_not_loading, {"loads", "admission"}),
+    "the responses of a dead worker never start again": (
+        Admission,
+        "lose",
+        lose_without_a_slot,
+        {"admission", "restarts"},
+    ),
+    "a restarted worker generates before it loads": (
+        WorkerSlots,
+        "set_down",
+        down_but_not_loading,
+        {"loads", "admission"},
+    ),
     "a restarted executor's sums begin anew": (_Executor, "begin", begin_without_a_base, {"time"}),
     "restarts have no limit": (WorkerTasks, "_use_restart", use_none, {"restarts"}),
     "a dead worker's tokens are forgotten": (ReportBook, "lost", lambda *_: 0, {"waste", "time"}),
-    "without partial rollouts a response goes on with newer weights": (Kept, "goes_on", goes_on_and_mixes, {"spans", "resume"}),
-    "what was kept is generated again": (Attempt, "place", kept_is_forgotten, {"resume", "waste", "deadlines"}),
+    "without partial rollouts a response goes on with newer weights": (
+        Kept,
+        "goes_on",
+        goes_on_and_mixes,
+        {"spans", "resume"},
+    ),
+    "what was kept is generated again": (
+        Attempt,
+        "place",
+        kept_is_forgotten,
+        {"resume", "waste", "deadlines"},
+    ),
     "a deadline forgets the tokens that were kept": (
         Attempt,
         "place",
@@ -341,7 +408,12 @@ MISTAKES = {
     "too many workers are away": (WorkerTasks, "_can_be_away", is_never_away, {"restarts"}),
     "three versions are on their way": (WeightSync, "room", True, {"loads"}),
     "an eval forgets what a lost worker had": (evals, "deque", TakesNothingBack, {"evals"}),
-    "an eval that a lost worker has left is left to nobody": (Evaluator, "is_left_to", lambda *_: False, {"ends"}),
+    "an eval that a lost worker has left is left to nobody": (
+        Evaluator,
+        "is_left_to",
+        lambda *_: False,
+        {"ends"},
+    ),
     "a limit ends the run while a group ends": (FailuresLimit, "count", count_and_end, {"cut"}),
     "a limit ends no run": (Groups, "check_limits", lambda *_: None, {"limits"}),
     "a synchronous trainer does not wait": (Publishing, "_held_by_all", go_on_at_once, {"sync"}),
@@ -360,7 +432,8 @@ def test_some_seed_notices_a_mistake_in_the_loop(mistake, monkeypatch):
 
 @pytest.mark.slow
 def test_tokens_over_the_bound_are_noticed_in_the_batch_itself(monkeypatch):
-    """Deadlines that count from the trainer's version break the strict bound, whatever else may notice them first."""
+    """Deadlines that count from the trainer's version break the strict bound, whatever else may notice them
+    first."""
     original = Invariants.check
 
     def check_batches_only(invariants, holds, invariant, message):

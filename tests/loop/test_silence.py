@@ -1,5 +1,5 @@
-"""rollout.call_timeout_s: a worker that works is not lost, however long its groups take, and one that stands still is. On a virtual
-clock, with the limits far below the lengths."""
+"""rollout.call_timeout_s: a worker that works is not lost, however long its groups take, and one that stands
+still is. On a virtual clock, with the limits far below the lengths."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ LONG = round(3 * LIMIT_S / TOKEN_S)
 """Tokens of a response that takes three times the limit."""
 
 
-def run_long(mode: str, *, tokens: int = LONG, slots: int = 8, evals: int = 0, reward_s: float = 0.0, **changes: Any) -> Ran:
+def run_long(
+    mode: str, *, tokens: int = LONG, slots: int = 8, evals: int = 0, reward_s: float = 0.0, **changes: Any
+) -> Ran:
     """Every wait that is not for a response is bounded by less than one response takes."""
-    limits = {"call_timeout_s": LIMIT_S, "sync_timeout_s": 2 * LIMIT_S, "stall_timeout_s": 4 * LIMIT_S, "train_steps": 6}
+    limits = {
+        "call_timeout_s": LIMIT_S,
+        "sync_timeout_s": 2 * LIMIT_S,
+        "stall_timeout_s": 4 * LIMIT_S,
+        "train_steps": 6,
+    }
     times = {
         "response_tokens": lambda rng: tokens,
         "call_timeout_s": LIMIT_S,
@@ -80,7 +87,9 @@ def stand_still_at(monkeypatch: pytest.MonkeyPatch, at_s: float) -> None:
 
 
 @pytest.mark.parametrize("mode", ["on-policy-pipeline", "stale-samples", "colocate"])
-def test_a_worker_that_stands_still_is_lost_after_the_limit_and_named(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_a_worker_that_stands_still_is_lost_after_the_limit_and_named(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
     stand_still_at(monkeypatch, 5.0)
     ran = run_long(mode)
     assert isinstance(ran.error, ExecutorLost)
@@ -107,7 +116,14 @@ def test_rewards_have_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
         told = await poll(worker, seen)
         (report,) = told.reports
         state = State.BUSY if worker._parts else State.STARVED
-        reward = replace(report, name=worker.name.replace("rollout", "reward"), role="reward", state=state, sums={}, spans=())
+        reward = replace(
+            report,
+            name=worker.name.replace("rollout", "reward"),
+            role="reward",
+            state=state,
+            sums={},
+            spans=(),
+        )
         return replace(told, reports=(report, reward))
 
     assert isinstance(run_long("stale-samples", tokens=50, reward_s=3 * LIMIT_S).error, ExecutorLost)

@@ -43,9 +43,11 @@ def change(worker: WorkerSlots, what: str, group: int, amount: int) -> None:
         worker.end_load(worker.version + 1)
 
 
-def searched(workers: list[WorkerSlots], unit: int, num_responses: int, at_least: int) -> dict[str, int] | None:
-    """By the definition: unit by unit to the newest weights, then to the most room, then to the first worker; in queues only if the
-    slots of all workers that are up are too few."""
+def searched(
+    workers: list[WorkerSlots], unit: int, num_responses: int, at_least: int
+) -> dict[str, int] | None:
+    """By the definition: unit by unit to the newest weights, then to the most room, then to the first worker;
+    in queues only if the slots of all workers that are up are too few."""
     in_slots = sum(max(0, worker.slots - worker.used) // unit for worker in workers if not worker.down)
     queue = N * PREFETCH if in_slots * unit < num_responses else 0
     room = {worker.name: worker.slots - worker.used + queue for worker in workers}
@@ -67,10 +69,15 @@ def test_where_responses_start_is_what_a_search_through_all_workers_finds(change
     for what, index, group, amount in changes:
         change(workers[index], what, group, amount)
         for num_responses in (N,) if unit == N else (1, N, 4 * N):
-            placement, expected = fleet.placement(num_responses, at_least), searched(workers, unit, num_responses, at_least)
+            placement, expected = (
+                fleet.placement(num_responses, at_least),
+                searched(workers, unit, num_responses, at_least),
+            )
             assert (placement and placement.responses) == expected
             if placement is not None:
-                assert placement.version == min(worker.version for worker in workers if worker.name in placement.responses)
+                assert placement.version == min(
+                    worker.version for worker in workers if worker.name in placement.responses
+                )
         assert fleet.is_awake() == (not all(worker.loading for worker in workers))
         assert fleet.is_whole() == (not any(worker.down for worker in workers))
         for version in range(3):
@@ -80,7 +87,10 @@ def test_where_responses_start_is_what_a_search_through_all_workers_finds(change
 
 @given(st.lists(st.tuples(st.integers(0, WORKERS - 1), st.integers(1, 3)), max_size=40))
 def test_a_sync_is_complete_when_the_worker_that_is_furthest_behind_has_it(loads):
-    workers, held = [WorkerSlots(name=f"w{index}", slots=SLOTS, version=-1) for index in range(WORKERS)], [-1] * WORKERS
+    workers, held = (
+        [WorkerSlots(name=f"w{index}", slots=SLOTS, version=-1) for index in range(WORKERS)],
+        [-1] * WORKERS,
+    )
     Fleet(workers, unit=1, queue_sequences=0)
     sync = WeightSync(workers)
     reported: set[int] = set()

@@ -1,4 +1,5 @@
-"""Trajectories of several turns: tools, slots, weight syncs between turns, drains, and resumes. On a virtual clock."""
+"""Trajectories of several turns: tools, slots, weight syncs between turns, drains, and resumes. On a virtual
+clock."""
 
 from __future__ import annotations
 
@@ -15,16 +16,29 @@ from tests.loop.worlds import MODES, Ran, run_world, settings
 TOOL_S = 30.0
 
 
-def run_turns(mode: str, *, tool_s: float = 3.0, failure: str = "", slots: int = 8, resume_from: Any = None, **changes: Any) -> Ran:
-    """Three turns of 20 tokens or so, at 0.02 s each; a tool takes `tool_s` or so. With `failure`, those of every fifth trajectory
-    fail."""
+def run_turns(
+    mode: str,
+    *,
+    tool_s: float = 3.0,
+    failure: str = "",
+    slots: int = 8,
+    resume_from: Any = None,
+    **changes: Any,
+) -> Ran:
+    """Three turns of 20 tokens or so, at 0.02 s each; a tool takes `tool_s` or so. With `failure`, those of
+    every fifth trajectory fail."""
 
     def calls(rng: random.Random, tokens: int) -> list[ToolWait]:
         if failure and rng.random() < 0.2:
             return [ToolWait(tool_s, 0, 0, failure)]
         return [ToolWait(tool_s * rng.uniform(0.5, 1.5), 5, rng.randint(1, 40)) for _ in range(2)]
 
-    limits = {"train_steps": 6, "call_timeout_s": 10.0, "sync_timeout_s": 5 * TOOL_S, "stall_timeout_s": 9 * TOOL_S}
+    limits = {
+        "train_steps": 6,
+        "call_timeout_s": 10.0,
+        "sync_timeout_s": 5 * TOOL_S,
+        "stall_timeout_s": 9 * TOOL_S,
+    }
     chosen = settings(mode, **(limits | changes))
     times = {
         "response_tokens": lambda rng: 20,
@@ -37,7 +51,9 @@ def run_turns(mode: str, *, tool_s: float = 3.0, failure: str = "", slots: int =
 
 @pytest.mark.parametrize("hold_slots", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_are_synced_at_any_moment_of_a_trajectory_and_the_bound_holds(mode: str, hold_slots: bool) -> None:
+def test_weights_are_synced_at_any_moment_of_a_trajectory_and_the_bound_holds(
+    mode: str, hold_slots: bool
+) -> None:
     """Steps and tools take about as long, so that most syncs fall between turns or into a tool call."""
     ran = run_turns(mode, tool_s=1.0, slots=3, hold_slots=hold_slots)
     assert ran.error is None
@@ -48,7 +64,12 @@ def test_weights_are_synced_at_any_moment_of_a_trajectory_and_the_bound_holds(mo
         assert max(ran.spans()) >= 1, "no sync fell into a trajectory: this proves nothing"
     else:
         assert max(ran.spans()) == 0, "a drain did not wait for a trajectory at a tool"
-    turns = {meta.num_turns for batch in ran.trainer.batches for group in batch.groups for meta in group.trajectories}
+    turns = {
+        meta.num_turns
+        for batch in ran.trainer.batches
+        for group in batch.groups
+        for meta in group.trajectories
+    }
     assert turns == {3}
 
 
@@ -90,7 +111,9 @@ def test_failed_tools_are_counted_by_kind_over_a_resume() -> None:
     ran = run_turns("partial-rollout", failure="tool-timeout", **changes)
     assert ran.error is None
     cut, state = ran.checkpoints.cuts[1]
-    resumed = run_turns("partial-rollout", failure="tool-timeout", resume_from=resume_from(cut, state), **changes)
+    resumed = run_turns(
+        "partial-rollout", failure="tool-timeout", resume_from=resume_from(cut, state), **changes
+    )
     assert resumed.error is None
     before = state["groups"]["failures"]["tool-timeout"]
     assert before > 0

@@ -1,4 +1,5 @@
-"""weights.mode: when the trainer goes on after a gather, and what that costs. On a virtual clock, to the second."""
+"""weights.mode: when the trainer goes on after a gather, and what that costs. On a virtual clock, to the
+second."""
 
 from __future__ import annotations
 
@@ -22,15 +23,22 @@ EXACT = {"response_tokens": lambda rng: 50, "prefetch_s": lambda rng: 0.5, "load
 
 def run_sync(mode: str, *, times=EXACT, **changes) -> Ran:
     kept = {key: changes.pop(key) for key in ("faults", "stop_at_s", "workers", "evals") if key in changes}
-    return run_world(settings(mode, weights_mode="sync", checkpoint_every_steps=0, **changes), times=times, **kept)
+    return run_world(
+        settings(mode, weights_mode="sync", checkpoint_every_steps=0, **changes), times=times, **kept
+    )
 
 
 def parts(ran: Ran, step: int) -> dict[str, float]:
-    return {part: round(seconds, 6) for part, seconds in ran.recorder.steps[step - 1].timing_s.items() if seconds > 1e-9}
+    return {
+        part: round(seconds, 6)
+        for part, seconds in ran.recorder.steps[step - 1].timing_s.items()
+        if seconds > 1e-9
+    }
 
 
 def test_async_goes_on_after_the_gather_and_sync_after_the_last_load() -> None:
-    """Nothing is admitted ahead: the trainer waits for the new version's rollouts either way, but by another name."""
+    """Nothing is admitted ahead: the trainer waits for the new version's rollouts either way, but by another
+    name."""
     is_async = run_world(settings("on-policy-pipeline", checkpoint_every_steps=0), times=EXACT)
     assert parts(is_async, 5) == {"wait_data": 1.85, "train": 0.7, "gather": 0.1, "step": 2.65}
     is_sync = run_sync("on-policy-pipeline")
@@ -81,8 +89,13 @@ def test_a_worker_that_missed_a_version_takes_the_newest() -> None:
 
 
 def test_a_transfer_that_arrives_again_changes_nothing() -> None:
-    again = [Fault(kind=FaultKind.REPEATED_PREFETCH, executor="rollout-0", nth=nth, seconds=0.7) for nth in (2, 4, 5)]
-    plain, repeated = (run_sync("partial-rollout", train_steps=12, faults=Faults(faults)) for faults in ([], again))
+    again = [
+        Fault(kind=FaultKind.REPEATED_PREFETCH, executor="rollout-0", nth=nth, seconds=0.7)
+        for nth in (2, 4, 5)
+    ]
+    plain, repeated = (
+        run_sync("partial-rollout", train_steps=12, faults=Faults(faults)) for faults in ([], again)
+    )
     assert repeated.error is None
     assert [worker.loads for worker in repeated.workers] == [worker.loads for worker in plain.workers]
 
@@ -92,7 +105,8 @@ def test_who_does_not_load_is_named_after_a_bounded_wait() -> None:
     ran = run_sync("stale-samples", faults=Faults([stuck]), sync_timeout_s=20.0)
     assert isinstance(ran.error, StallError)
     assert str(ran.error) == (
-        "nothing has moved for 20 s, and the trainer waits for every worker to load version 2: rollout-1 is receiving version 2"
+        "nothing has moved for 20 s, and the trainer waits for every worker to load version 2: rollout-1 is "
+        "receiving version 2"
     )
     assert ran.checkpoints.cuts[-1][0].step == len(ran.recorder.steps) == 4
 
@@ -101,7 +115,10 @@ def test_a_worker_that_its_probes_find_on_the_old_weights_is_warned_of_and_uncle
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Version 2 does not arrive in the engine of rollout-1, and version 3 cannot be told from it."""
-    told: dict[int, dict[str, Any]] = {2: {"verdict": "not loaded", "loaded_share": 0.02}, 3: {"verdict": "unclear"}}
+    told: dict[int, dict[str, Any]] = {
+        2: {"verdict": "not loaded", "loaded_share": 0.02},
+        3: {"verdict": "unclear"},
+    }
     loaded = {"verdict": "loaded", "loaded_share": 0.99}
     load = SimulatedWorker.load
 
@@ -114,14 +131,21 @@ def test_a_worker_that_its_probes_find_on_the_old_weights_is_warned_of_and_uncle
     assert ran.error is None
     (warning,) = ran.recorder.named("warning")
     assert "rollout-1 disagrees with the trainer after loading version 2" in warning.fields["message"]
-    assert "moved only 2% of the way from the previous version's to the new one's" in warning.fields["message"]
+    assert ("moved only 2% of the way from the previous version's to the new one's") in warning.fields[
+        "message"
+    ]
     synced = {record.sync["version"]: record.sync for record in ran.recorder.steps if record.sync}
-    assert {version: (synced[version]["loaded_share"], synced[version]["unclear_loads"]) for version in (1, 2, 3)} == {
+    assert {
+        version: (synced[version]["loaded_share"], synced[version]["unclear_loads"]) for version in (1, 2, 3)
+    } == {
         1: (0.99, 0),
         2: (0.02, 0),
         3: (0.99, 1),
     }
-    verdicts = {(event.version, event.fields["worker"]): event.fields["verdict"] for event in ran.recorder.named("loaded")}
+    verdicts = {
+        (event.version, event.fields["worker"]): event.fields["verdict"]
+        for event in ran.recorder.named("loaded")
+    }
     assert verdicts[2, "rollout-1"] == "not loaded"
     assert verdicts[2, "rollout-0"] == "loaded"
 
@@ -151,5 +175,7 @@ def test_an_eval_that_defers_the_loads_is_its_own_part() -> None:
     spent = [record.timing_s for record in ran.recorder.steps]
     assert any(timing["eval"] > 0.5 for timing in spent)
     for timing in spent:
-        assert sum(seconds for part, seconds in timing.items() if part != "step") == pytest.approx(timing["step"])
+        assert sum(seconds for part, seconds in timing.items() if part != "step") == pytest.approx(
+            timing["step"]
+        )
         assert min(timing.values()) > -1e-9

@@ -42,11 +42,17 @@ def worker_times(
 ) -> WorkerTimes:
     """Every token takes `token_s`, however many sequences run; each length is drawn by itself."""
     decoding = Decoding(step_s=token_s, step_s_per_sequence=0.0)
-    return WorkerTimes(decoding=decoding, response_tokens=lambda rng, n: [response_tokens(rng) for _ in range(n)], **times)
+    return WorkerTimes(
+        decoding=decoding, response_tokens=lambda rng, n: [response_tokens(rng) for _ in range(n)], **times
+    )
 
 
 def settings(mode: str, **changes: Any) -> LoopSettings:
-    values = {"seed": 0, "step_groups": 4, "train_steps": 12, "n": 2, "checkpoint_every_steps": 3} | MODES[mode] | changes
+    values = (
+        {"seed": 0, "step_groups": 4, "train_steps": 12, "n": 2, "checkpoint_every_steps": 3}
+        | MODES[mode]
+        | changes
+    )
     return loop_settings(**values)
 
 
@@ -97,11 +103,19 @@ class Ran:
     def staleness(self) -> list[int]:
         """Of the oldest token of each trained trajectory."""
         return [
-            batch.window - meta.oldest for batch in self.trainer.batches for group in batch.groups for meta in group.trajectories
+            batch.window - meta.oldest
+            for batch in self.trainer.batches
+            for group in batch.groups
+            for meta in group.trajectories
         ]
 
     def spans(self) -> list[int]:
-        return [meta.span for batch in self.trainer.batches for group in batch.groups for meta in group.trajectories]
+        return [
+            meta.span
+            for batch in self.trainer.batches
+            for group in batch.groups
+            for meta in group.trajectories
+        ]
 
 
 def run_world(
@@ -122,8 +136,8 @@ def run_world(
     learn_s: float = 0.0,
     judge_s: float = 0.0,
 ) -> Ran:
-    """`group_score_s`: seconds that `scorer` takes for a group (None: there is none), `learn_s`: that it learns from a step,
-    `judge_s`: that it judges a trajectory of an eval."""
+    """`group_score_s`: seconds that `scorer` takes for a group (None: there is none), `learn_s`: that it
+    learns from a step, `judge_s`: that it judges a trajectory of an eval."""
 
     async def main() -> Ran:
         loop = asyncio.get_running_loop()
@@ -131,7 +145,9 @@ def run_world(
         own = syncing | (times or {})
         call_timeout_s = own.pop("call_timeout_s", 600.0)
         times_of_all, names = worker_times(**own), [f"rollout-{i}" for i in range(workers)]
-        step_times = {"train_s": lambda batch: 0.7, "gather_s": 0.1, "publish_s": 0.05} | (trainer_times or {})
+        step_times = {"train_s": lambda batch: 0.7, "gather_s": 0.1, "publish_s": 0.05} | (
+            trainer_times or {}
+        )
         recorder, checkpoints = Recorder(), MemoryCheckpoints(write_s=0.4)
         team: list[KeepingWorker]
         if faults is None:
@@ -153,7 +169,10 @@ def run_world(
             trainer=trainer,
             workers=team,
             scorers=scorers,
-            eval_sets={name: [{"uid": f"e{i}", "prompt": str(i)} for i in range(number)] for name, number in sets.items()},
+            eval_sets={
+                name: [{"uid": f"e{i}", "prompt": str(i)} for i in range(number)]
+                for name, number in sets.items()
+            },
             observers=[recorder],
             checkpoints=checkpoints,
             resume_from=resume_from,

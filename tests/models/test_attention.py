@@ -11,14 +11,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from asyncrl_cli.models import attention
 
-SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 sdpa = attention.sdpa_attention_forward
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
     config = Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=32)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    model: PreTrainedModel = (
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    )
     return model
 
 

@@ -30,7 +30,10 @@ def test_without_a_reference_or_a_critic_there_is_no_further_model(model_dir):
 def test_they_begin_as_the_policy_unless_a_path_is_given(model_dir, tmp_path):
     other = shutil.copytree(model_dir, tmp_path / "other")
     algorithm = {"use_kl_loss": True, "adv_estimator": "gae"}
-    assert further_models(profile(algorithm=algorithm), model_dir) == {"ref_dir": str(model_dir), "critic_dir": str(model_dir)}
+    assert further_models(profile(algorithm=algorithm), model_dir) == {
+        "ref_dir": str(model_dir),
+        "critic_dir": str(model_dir),
+    }
     found = further_models(profile(algorithm=algorithm, ref={"path": str(other)}), model_dir)
     assert found == {"ref_dir": str(other), "critic_dir": str(model_dir)}
 

@@ -1,4 +1,5 @@
-"""Where models come from: the cache of built ones, directories, the hub; and what is said when they are not there."""
+"""Where models come from: the cache of built ones, directories, the hub; and what is said when they are not
+there."""
 
 from __future__ import annotations
 
@@ -126,7 +127,11 @@ def test_a_whole_directory_is_taken_as_it_is(task, copy):
 
 @pytest.mark.parametrize(
     ("missing", "named"),
-    [("config.json", "holds no config.json"), ("model.safetensors", "no weights"), ("tokenizer.json", "no tokenizer")],
+    [
+        ("config.json", "holds no config.json"),
+        ("model.safetensors", "no weights"),
+        ("tokenizer.json", "no tokenizer"),
+    ],
 )
 def test_a_directory_without_one_of_its_parts_is_refused(task, copy, missing, named):
     (copy / missing).unlink()

@@ -46,7 +46,9 @@ MODELS: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.fixture(params=MODELS)
-def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PreTrainedModel, SavedForm, dict[str, torch.Tensor]]:
+def saved(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> tuple[PreTrainedModel, SavedForm, dict[str, torch.Tensor]]:
     changes, converts = MODELS[request.param]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(getattr(transformers, request.param)(**SIZES, **changes))
@@ -66,7 +68,9 @@ def test_tensors_are_those_that_save_pretrained_writes(saved):
     model, form, in_files = saved
     own = {name: tensor for name, tensor in model.state_dict().items() if name in form.memory}
     assert_equal(form.to_files(own), in_files)
-    assert {name: tensor.shape for name, tensor in form.to_files(form.memory).items()} == {n: t.shape for n, t in in_files.items()}
+    assert {name: tensor.shape for name, tensor in form.to_files(form.memory).items()} == {
+        n: t.shape for n, t in in_files.items()
+    }
 
 
 def test_a_layer_at_a_time_makes_the_same_tensors(saved):
@@ -76,7 +80,9 @@ def test_a_layer_at_a_time_makes_the_same_tensors(saved):
         layer = LAYER.search(name)
         parts.setdefault(name[: layer.end()] if layer else "", {})[name] = model.state_dict()[name]
     assert len(parts) == 3
-    assert_equal({name: tensor for part in parts.values() for name, tensor in form.to_files(part).items()}, in_files)
+    assert_equal(
+        {name: tensor for part in parts.values() for name, tensor in form.to_files(part).items()}, in_files
+    )
 
 
 def test_they_come_back_as_the_model_has_them(saved):

@@ -36,19 +36,25 @@ CONFIGS = {
     "qwen3 with biases": Qwen3Config(**SMALL, attention_bias=True),
     "llama, grouped queries": LlamaConfig(**SMALL),
     "llama, all heads": LlamaConfig(**{**SMALL, "num_key_value_heads": 4}),
-    "llama tied, with biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama tied, with biases": LlamaConfig(
+        **SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
     "qwen2": Qwen2Config(**SMALL),
     "mistral": MistralConfig(**SMALL),
 }
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_parameters_and_kv_values_are_those_of_the_real_model(config: PretrainedConfig, tmp_path: Path) -> None:
+def test_parameters_and_kv_values_are_those_of_the_real_model(
+    config: PretrainedConfig, tmp_path: Path
+) -> None:
     config.save_pretrained(tmp_path)
     shape = shape_of(str(tmp_path))
     model = AutoModelForCausalLM.from_config(config)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.layer_parameters == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    assert shape.layer_parameters == sum(
+        parameter.numel() for parameter in model.model.layers[0].parameters()
+    )
     cache = DynamicCache(config=config)
     model(input_ids=torch.zeros(1, 5, dtype=torch.long), past_key_values=cache, use_cache=True)
     cached = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
@@ -66,7 +72,9 @@ def test_another_architecture_is_counted_in_the_headers_of_its_files(tmp_path: P
     model.save_pretrained(tmp_path)
     shape = shape_of_directory(tmp_path)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.layer_parameters == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    assert shape.layer_parameters == sum(
+        parameter.numel() for parameter in model.model.layers[0].parameters()
+    )
     assert "counted in its files" in shape.remarks[0]
 
 

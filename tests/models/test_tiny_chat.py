@@ -1,4 +1,5 @@
-"""builtin:tiny in conversation: what is written can be read, only grows, and only what the model says is learned."""
+"""builtin:tiny in conversation: what is written can be read, only grows, and only what the model says is
+learned."""
 
 from __future__ import annotations
 
@@ -52,8 +53,14 @@ def test_a_conversation_only_grows(tokenizer):
 
 def test_what_the_template_writes_is_read_back(tokenizer):
     for number in (1, 3):
-        begun, ended = written(tokenizer, TALK[:number]), tokenizer.apply_chat_template(TALK[: number + 1], return_dict=False)
-        assert tokenizer.parse_response(ended[len(begun) :], prefix=begun, tools=[{"function": ADD}]) == TALK[number]
+        begun, ended = (
+            written(tokenizer, TALK[:number]),
+            tokenizer.apply_chat_template(TALK[: number + 1], return_dict=False),
+        )
+        assert (
+            tokenizer.parse_response(ended[len(begun) :], prefix=begun, tools=[{"function": ADD}])
+            == TALK[number]
+        )
 
 
 def test_calls_that_are_no_calls_are_read_all_the_same(tokenizer):
@@ -61,7 +68,10 @@ def test_calls_that_are_no_calls_are_read_all_the_same(tokenizer):
         return [call["function"] for call in tokenizer.parse_response(text, prefix="")["tool_calls"]]
 
     assert read("<call>") == [{"name": "", "arguments": {}}]
-    assert read("<call>add 3<call>x y=") == [{"name": "add", "arguments": {}}, {"name": "x", "arguments": {"y": ""}}]
+    assert read("<call>add 3<call>x y=") == [
+        {"name": "add", "arguments": {}},
+        {"name": "x", "arguments": {"y": ""}},
+    ]
 
 
 def test_only_what_the_model_says_is_learned(tokenizer):

@@ -42,7 +42,10 @@ def test_every_lesson_is_used_once_and_batches_hold_lessons_of_like_length():
     batches = list(_batches(lessons, Recipe(steps=16, batch_size=4, bucket_batches=16), Random(1)))
     assert [len(batch) for batch in batches] == [4] * 16
     assert sorted(labels[0] for batch in batches for _, labels in batch) == list(range(64))
-    spread = [max(map(len, texts)) - min(map(len, texts)) for texts in ([tokens for tokens, _ in b] for b in batches)]
+    spread = [
+        max(map(len, texts)) - min(map(len, texts))
+        for texts in ([tokens for tokens, _ in b] for b in batches)
+    ]
     assert sum(spread) / len(spread) < 2
 
 
@@ -51,7 +54,9 @@ def test_the_same_seed_gives_the_same_weights():
     models = [tiny_model(10, seed=0) for _ in range(2)]
     for model in models:
         warm_start(model, lessons_of(24), Recipe(steps=3, batch_size=8), seed=1)
-    assert all(torch.equal(*both) for both in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert all(
+        torch.equal(*both) for both in zip(models[0].parameters(), models[1].parameters(), strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -68,7 +73,9 @@ def test_one_thread_computes_and_the_caller_gets_its_number_back():
     torch.set_num_threads(2)
     try:
         report = lambda losses: seen.append((len(losses), torch.get_num_threads()))  # noqa: E731
-        warm_start(tiny_model(10, seed=0), lessons_of(16), Recipe(steps=2, batch_size=8), seed=1, progress=report)
+        warm_start(
+            tiny_model(10, seed=0), lessons_of(16), Recipe(steps=2, batch_size=8), seed=1, progress=report
+        )
         assert seen == [(1, 1), (2, 1)]
         assert torch.get_num_threads() == 2
     finally:

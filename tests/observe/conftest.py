@@ -162,7 +162,9 @@ def full_record(step: int) -> StepRecord:
             Span(state=State.LOADING, start_s=base + 0.95, end_s=base + 1),
         ),
     }
-    sync = dict(version=step, gather_s=0.012, send_s=0.031, load_s=0.014, pause_s=0.022, logprob_abs_diff=2.1e-7)
+    sync = dict(
+        version=step, gather_s=0.012, send_s=0.031, load_s=0.014, pause_s=0.022, logprob_abs_diff=2.1e-7
+    )
     evals = (
         ()
         if step % 50

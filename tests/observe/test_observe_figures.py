@@ -1,4 +1,5 @@
-"""What the screen and `asyncrl status` say of a run with steps of seconds, against its metrics.jsonl over the same time."""
+"""What the screen and `asyncrl status` say of a run with steps of seconds, against its metrics.jsonl over the
+same time."""
 
 from __future__ import annotations
 
@@ -52,17 +53,37 @@ class Watched:
 
     def live(self):
         """After the first line, before the end."""
-        return [status for status in self.statuses if status["periods"]["steps"] and status["phase"] in ("running", "evaluating")]
+        return [
+            status
+            for status in self.statuses
+            if status["periods"]["steps"] and status["phase"] in ("running", "evaluating")
+        ]
 
 
 def watched_run(
-    facts, mode="partial-rollout", *, train_s=1.6, train_steps=30, stop_at_s=None, resume_from=None, evals=64, faults=None
+    facts,
+    mode="partial-rollout",
+    *,
+    train_s=1.6,
+    train_steps=30,
+    stop_at_s=None,
+    resume_from=None,
+    evals=64,
+    faults=None,
 ):
     """Steps of about 5 s: most of it is waiting for responses with a long tail."""
     loop_settings = settings(mode, train_steps=train_steps, checkpoint_every_steps=5, max_restarts=1)
-    facts = replace(facts, mode=mode, train_steps=train_steps, step_groups=4, window_groups=loop_settings.schedule.window_groups)
     facts = replace(
-        facts, trigger_parameter_sync_step=loop_settings.schedule.window_steps, max_staleness=loop_settings.schedule.max_staleness
+        facts,
+        mode=mode,
+        train_steps=train_steps,
+        step_groups=4,
+        window_groups=loop_settings.schedule.window_groups,
+    )
+    facts = replace(
+        facts,
+        trigger_parameter_sync_step=loop_settings.schedule.window_steps,
+        max_staleness=loop_settings.schedule.max_staleness,
     )
 
     async def main():
@@ -70,7 +91,9 @@ def watched_run(
         observers, times = Observers(facts, [kept]), worker_times(token_s=0.1, restart_s=lambda rng: 4.0)
         world = World(
             feed=NumberedFeed(),
-            trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: train_s, gather_s=0.1, publish_s=0.05)),
+            trainer=SimulatedTrainer(
+                TrainerTimes(train_s=lambda batch: train_s, gather_s=0.1, publish_s=0.05)
+            ),
             workers=[FaultyWorker(f"rollout-{i}", 4, times, 0, faults=faults or Faults()) for i in range(2)],
             eval_sets={"": [{"uid": f"e{index}", "prompt": str(index)} for index in range(evals)]},
             observers=[observers],
@@ -112,14 +135,24 @@ def assert_agrees(status, lines):
     assert len(covered) == period["steps"]
     late = REPORT_AGE_S / (period["to_s"] - period["from_s"])
     for key in SHARES:
-        assert use[key.replace("/", "_")] == pytest.approx(joined(covered, key), abs=0.025 + late), (key, period)
+        assert use[key.replace("/", "_")] == pytest.approx(joined(covered, key), abs=0.025 + late), (
+            key,
+            period,
+        )
     for key in RATES:
-        assert use[key.replace("/", "_")] == pytest.approx(joined(covered, key), rel=0.05 + 4 * late), (key, period)
+        assert use[key.replace("/", "_")] == pytest.approx(joined(covered, key), rel=0.05 + 4 * late), (
+            key,
+            period,
+        )
     for executor in status["executors"]:
         if executor["role"] == "trainer":
             idle_s = sum(seconds for state, seconds in executor["state_s"].items() if state != "busy")
-            assert idle_s / sum(executor["state_s"].values()) == pytest.approx(use["trainer_idle_ratio"], abs=1e-3)
-    assert status["timing"]["step_s"] == pytest.approx(sum(line["timing/step_s"] for line in covered) / len(covered))
+            assert idle_s / sum(executor["state_s"].values()) == pytest.approx(
+                use["trainer_idle_ratio"], abs=1e-3
+            )
+    assert status["timing"]["step_s"] == pytest.approx(
+        sum(line["timing/step_s"] for line in covered) / len(covered)
+    )
     assert status["staleness"]["max"] == max(line["staleness/max"] for line in covered)
 
 
@@ -134,9 +167,15 @@ def test_recent_and_whole_run_figures_agree_with_metrics_jsonl_over_the_same_tim
         period = status["periods"]["utilization"]
         assert_agrees(status, ran.lines)
         now_s = status["progress"]["time_s"]
-        assert max(line["time_s"] for line in ran.lines if line["time_s"] < now_s - 1e-6) <= period["to_s"] <= now_s
+        assert (
+            max(line["time_s"] for line in ran.lines if line["time_s"] < now_s - 1e-6)
+            <= period["to_s"]
+            <= now_s
+        )
         is_a_minute = period["to_s"] - period["from_s"] > 60 - 1e-6
-        assert is_a_minute or period["from_s"] == pytest.approx(ran.lines[0]["time_s"] - ran.lines[0]["timing/step_s"])
+        assert is_a_minute or period["from_s"] == pytest.approx(
+            ran.lines[0]["time_s"] - ran.lines[0]["timing/step_s"]
+        )
         steps = "last step" if period["steps"] == 1 else f"last {period['steps']} steps"
         assert re.fullmatch(rf"{steps}, [\d.:]+( s)?", period["words"])
     ended = ran.statuses[-1]
@@ -159,7 +198,11 @@ def test_a_step_longer_than_the_recent_ones_is_shown_for_itself_and_says_so(fact
     alone = [status for status in ran.live() if not status["periods"]["utilization"]["steps"]]
     assert len(alone) > 10
     for status in alone:
-        period, steps, now_s = status["periods"]["utilization"], status["periods"]["steps"], status["progress"]["time_s"]
+        period, steps, now_s = (
+            status["periods"]["utilization"],
+            status["periods"]["steps"],
+            status["progress"]["time_s"],
+        )
         assert period["words"].startswith("this step so far, ")
         assert (period["from_s"], period["to_s"]) == (steps["to_s"], now_s)
         assert now_s - period["from_s"] > steps["to_s"] - steps["from_s"]
@@ -169,14 +212,18 @@ def test_a_step_longer_than_the_recent_ones_is_shown_for_itself_and_says_so(fact
         left_s = line["time_s"] - now_s
         idle_s = line["trainer/idle_ratio"] * line["timing/step_s"]
         at_most_late = left_s + 2 * REPORT_AGE_S
-        assert status["utilization"]["trainer_idle_ratio"] * (now_s - period["from_s"]) == pytest.approx(idle_s, abs=at_most_late)
+        assert status["utilization"]["trainer_idle_ratio"] * (now_s - period["from_s"]) == pytest.approx(
+            idle_s, abs=at_most_late
+        )
 
 
 @pytest.mark.slow
 def test_after_a_resume_recent_figures_are_of_this_attempt_and_the_end_is_of_the_whole_run(facts):
     first = watched_run(facts, stop_at_s=100.0)
     assert first.statuses[-1]["phase"] == "stopped"
-    assert first.statuses[-1]["periods"]["utilization"]["words"].startswith(f"whole run, {len(first.lines)} steps")
+    assert first.statuses[-1]["periods"]["utilization"]["words"].startswith(
+        f"whole run, {len(first.lines)} steps"
+    )
     cut, state = first.cuts[-1]
     second = watched_run(facts, resume_from=resume_from(cut, state))
     assert second.lines[0]["step"] == len(first.lines) + 1
@@ -191,7 +238,9 @@ def test_after_a_resume_recent_figures_are_of_this_attempt_and_the_end_is_of_the
     both = [*first.lines, *second.lines]
     late = 3 * REPORT_AGE_S / ended["periods"]["steps"]["to_s"]
     for key in SHARES:
-        assert ended["utilization"][key.replace("/", "_")] == pytest.approx(joined(both, key), abs=0.01 + 2 * late)
+        assert ended["utilization"][key.replace("/", "_")] == pytest.approx(
+            joined(both, key), abs=0.01 + 2 * late
+        )
         assert ended["totals"][key] == ended["utilization"][key.replace("/", "_")]
 
 
@@ -210,7 +259,9 @@ def test_the_screen_and_the_summary_of_an_ended_run_say_the_same_of_the_same_tim
 @pytest.mark.slow
 def test_the_time_left_has_room_for_the_final_eval(facts):
     ran = watched_run(facts, mode="one-step-off", evals=200)
-    last = [status for status in ran.statuses if status["phase"] == "running" and status["progress"]["step"] == 29][-1]
+    last = [
+        status for status in ran.statuses if status["phase"] == "running" and status["progress"]["step"] == 29
+    ][-1]
     ended_s = ran.lines[-1]["time_s"]
     begun_s = next(status for status in ran.statuses if status["phase"] == "evaluating")["progress"]["time_s"]
     assert ended_s - begun_s > 20
@@ -222,7 +273,14 @@ def test_what_was_not_measured_is_left_out_or_a_dash_and_never_a_zero(facts):
     assert fresh["tokens_discarded"] is None
     assert not fresh["utilization"].keys() - {"slot_history"}
     assert len(render({**fresh, "doing": "warm start"}, width=100, height=40).plain.splitlines()) == 3
-    trainer = {"name": "trainer", "role": "trainer", "state": "starved", "waiting_for": "", "state_s": {}, "gauges": {}}
+    trainer = {
+        "name": "trainer",
+        "role": "trainer",
+        "state": "starved",
+        "waiting_for": "",
+        "state_s": {},
+        "gauges": {},
+    }
     text = render({**fresh, "executors": [trainer]}, width=100, height=40).plain
     for row in ("slots used    - ", "rollouter  idle    -        - tokens/s", "trainer    idle    -"):
         assert row in text
@@ -244,7 +302,8 @@ def test_figures_that_are_not_finite_are_shown_by_name(facts, make):
 
 @pytest.mark.slow
 def test_every_status_that_is_written_can_be_read_back(facts):
-    """By `asyncrl status`, which holds it against its type: also while a worker is restarted, and before anything was measured."""
+    """By `asyncrl status`, which holds it against its type: also while a worker is restarted, and before
+    anything was measured."""
     deaths = Faults([Fault(kind=FaultKind.WORKER_DIES, executor="rollout-1", at_s=9.0)])
     statuses = watched_run(facts, faults=deaths).statuses
     assert any(status["restarting"] == {"rollout-1": "1 of 1"} for status in statuses)
@@ -254,7 +313,8 @@ def test_every_status_that_is_written_can_be_read_back(facts):
 
 
 def test_a_period_begins_where_the_line_before_it_ends(facts, make):
-    """The run's time is told anew with every tick, and a little later each time: as much as the driver is late."""
+    """The run's time is told anew with every tick, and a little later each time: as much as the driver is
+    late."""
     now_s, kept = [0.0], Kept()
     observers = Observers(facts, [kept], clock=lambda: now_s[0])
     for step in range(1, 31):

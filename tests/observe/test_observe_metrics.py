@@ -1,4 +1,5 @@
-"""The formulas of docs/metrics.md on numbers worked out by hand, and against a second computation with numpy."""
+"""The formulas of docs/metrics.md on numbers worked out by hand, and against a second computation with
+numpy."""
 
 from __future__ import annotations
 
@@ -68,11 +69,19 @@ def test_partial_counts_cover_the_window_and_stale_counts_the_run(make):
 
 
 def test_stale_counts_go_by_the_newest_version_of_a_trajectory_and_of_a_group(make):
-    """verl: a trajectory's `param_version_end`, and a sample's version when its last trajectory has ended, at least one version
-    older than the trainer's."""
+    """verl: a trajectory's `param_version_end`, and a sample's version when its last trajectory has ended, at
+    least one version older than the trainer's."""
     t, group, record = make["trajectory"], make["group"], make["record"]
-    whole, partial, stale, long_stale = t(1.0, (2, 5)), t(0.0, (0, 5), (2, 5)), t(0.0, (1, 5)), t(0.0, (0, 5), (1, 5))
-    watched, keys = metrics(), [f"fully_async/count/stale_{what}_processed" for what in ("samples", "trajectory")]
+    whole, partial, stale, long_stale = (
+        t(1.0, (2, 5)),
+        t(0.0, (0, 5), (2, 5)),
+        t(0.0, (1, 5)),
+        t(0.0, (0, 5), (1, 5)),
+    )
+    watched, keys = (
+        metrics(),
+        [f"fully_async/count/stale_{what}_processed" for what in ("samples", "trajectory")],
+    )
     first = watched.update(record(3, 2, [group("a", whole, partial), group("b", partial, partial)]))
     assert [first[key] for key in keys] == [0, 0]
     second = watched.update(record(4, 2, [group("c", partial, stale), group("d", long_stale, stale)]))
@@ -109,7 +118,9 @@ def test_a_restarted_executor_counts_from_its_new_start(make):
     report, record = make["report"], make["record"]
     watched = metrics()
     watched.update(record(1, 0, [], [report("trainer", "trainer", {State.BUSY: 90.0, State.STARVED: 10.0})]))
-    line = watched.update(record(2, 1, [], [report("trainer", "trainer", {State.BUSY: 3.0, State.STARVED: 1.0})]))
+    line = watched.update(
+        record(2, 1, [], [report("trainer", "trainer", {State.BUSY: 3.0, State.STARVED: 1.0})])
+    )
     assert line["trainer/idle_ratio"] == pytest.approx(1 / 4)
 
 
@@ -120,9 +131,15 @@ def test_overlap_is_shared_busy_time_over_the_smaller_busy_time(make):
         for name, role in (("trainer", "trainer"), ("rollout-0", "rollout"), ("rollout-1", "rollout"))
     ]
     spans = {
-        "trainer": (Span(state=State.STARVED, start_s=0, end_s=2), Span(state=State.BUSY, start_s=2, end_s=6)),
+        "trainer": (
+            Span(state=State.STARVED, start_s=0, end_s=2),
+            Span(state=State.BUSY, start_s=2, end_s=6),
+        ),
         "rollout-0": (Span(state=State.BUSY, start_s=0, end_s=3),),
-        "rollout-1": (Span(state=State.BUSY, start_s=1, end_s=4), Span(state=State.LOADING, start_s=4, end_s=6)),
+        "rollout-1": (
+            Span(state=State.BUSY, start_s=1, end_s=4),
+            Span(state=State.LOADING, start_s=4, end_s=6),
+        ),
     }
     line = metrics().update(record(1, 0, [], reports, spans=spans))
     # Rollout busy 0..4, trainer busy 2..6: shared 2 s of the smaller 4 s.
@@ -161,7 +178,14 @@ def test_a_probe_that_was_not_scored_has_no_difference(make):
 
 def test_a_sync_says_how_much_of_it_was_loaded_and_how_often_that_is_unclear(make):
     sync = dict(
-        version=3, gather_s=0.1, send_s=0.2, load_s=0.3, pause_s=0.4, logprob_abs_diff=1e-7, loaded_share=0.98, unclear_loads=0
+        version=3,
+        gather_s=0.1,
+        send_s=0.2,
+        load_s=0.3,
+        pause_s=0.4,
+        logprob_abs_diff=1e-7,
+        loaded_share=0.98,
+        unclear_loads=0,
     )
     line = metrics().update(make["record"](4, 3, [], sync=sync))
     assert (line["sync/loaded_share"], line["sync/unclear_loads"]) == (0.98, 0)
@@ -181,9 +205,15 @@ def test_the_last_eval_that_ended_is_in_the_line(make):
 def test_each_eval_set_has_keys_of_its_own(make):
     figures = {"response_tokens_median": 4, "eval_s": 1, "num_failed": 0, "version": 1, "num_prompts": 9}
     held_out = EvalSummary(reward_mean=0.4, **figures)
-    aime = EvalSummary(reward_mean=0.1, eval_set="aime", samples_per_prompt=4, best=((2, 0.2), (4, 0.3)), **figures)
+    aime = EvalSummary(
+        reward_mean=0.1, eval_set="aime", samples_per_prompt=4, best=((2, 0.2), (4, 0.3)), **figures
+    )
     line = metrics().update(make["record"](1, 0, [], evals=(held_out, aime)))
-    assert (line["eval/reward_mean"], line["eval/aime/reward_mean"], line["eval/aime/version"]) == (0.4, 0.1, 1)
+    assert (line["eval/reward_mean"], line["eval/aime/reward_mean"], line["eval/aime/version"]) == (
+        0.4,
+        0.1,
+        1,
+    )
     assert {key: value for key, value in line.items() if "@" in key} == {
         "eval/aime/reward/mean@4": 0.1,
         "eval/aime/reward/best@2/mean": 0.2,
@@ -192,8 +222,17 @@ def test_each_eval_set_has_keys_of_its_own(make):
 
 
 def test_an_evals_line_has_the_spread_of_its_prompts(make):
-    figures = {"response_tokens_median": 4, "eval_s": 1, "num_failed": 1, "version": 1, "num_prompts": 4, "reward_mean": 0.5}
-    line = metrics().update(make["record"](1, 0, [], evals=(EvalSummary(rewards=(0.0, None, 1.0, 0.0, 1.0), **figures),)))
+    figures = {
+        "response_tokens_median": 4,
+        "eval_s": 1,
+        "num_failed": 1,
+        "version": 1,
+        "num_prompts": 4,
+        "reward_mean": 0.5,
+    }
+    line = metrics().update(
+        make["record"](1, 0, [], evals=(EvalSummary(rewards=(0.0, None, 1.0, 0.0, 1.0), **figures),))
+    )
     assert line["eval/reward_std"] == pytest.approx(0.57735, abs=1e-5)  # sqrt(1 / 3)
     # Agresti and Coull, 2 of 4: 0.5 -+ 1.96 * sqrt(0.25 / (4 + 1.96 ** 2))
     assert (line["eval/reward_low"], line["eval/reward_high"]) == pytest.approx((0.15, 0.85), abs=5e-4)
@@ -225,11 +264,17 @@ def test_every_key_is_there_when_everything_was_measured(make):
         "fully_async/count/stale_samples_processed",
         "fully_async/count/stale_trajectory_processed",
         *(f"timing/{part}_s" for part in timing),
-        *(f"staleness/{key}" for key in ("mean", "max", "oldest_mean", "newest_mean", "steps_mean", "steps_max", "histogram")),
+        *(
+            f"staleness/{key}"
+            for key in ("mean", "max", "oldest_mean", "newest_mean", "steps_mean", "steps_max", "histogram")
+        ),
         *(f"fully_async/partial/{key}" for key in ("total_partial_num", "partial_ratio", "max_partial_span")),
         *(f"sync/{key}" for key in ("gather_s", "send_s", "load_s", "pause_s", "logprob_abs_diff")),
         *(f"correction/{key}" for key in ("ratio_mean", "ratio_max", "clipped_ratio", "masked_ratio")),
-        *(f"ledger/{key}" for key in ("admitted_total", "running", "finished", "training", "trained", "dropped", "requeued")),
+        *(
+            f"ledger/{key}"
+            for key in ("admitted_total", "running", "finished", "training", "trained", "dropped", "requeued")
+        ),
     }
     assert keys <= line.keys()
     assert line["ledger/admitted_total"] == 16 * 50 + 24
@@ -253,7 +298,9 @@ def test_time_goes_on_over_a_resume_and_so_do_the_counts(make):
 def test_the_totals_of_a_run_join_steps_by_their_weights(make):
     t, group, record, report = (make[name] for name in ("trajectory", "group", "record", "report"))
     watched = metrics()
-    watched.update(record(1, 0, [group("a", t(1.0, (0, 10)))], [report("trainer", "trainer", {State.BUSY: 1.0})]))
+    watched.update(
+        record(1, 0, [group("a", t(1.0, (0, 10)))], [report("trainer", "trainer", {State.BUSY: 1.0})])
+    )
     last = [report("trainer", "trainer", {State.BUSY: 2.0, State.STARVED: 6.0})]
     watched.update(record(2, 1, [group("b", t(0.0, (0, 90)), t(0.0, (1, 50)))], last))
     totals = watched.totals()
@@ -276,7 +323,9 @@ def test_a_random_run_agrees_with_numpy(make):
         for index in range(4):
             trajectories = []
             for _ in range(5):
-                versions = sorted(rng.sample(range(max(0, window - 2), window + 1), k=rng.randint(1, min(2, window + 1))))
+                versions = sorted(
+                    rng.sample(range(max(0, window - 2), window + 1), k=rng.randint(1, min(2, window + 1)))
+                )
                 counted = tuple((version, rng.randint(1, 40)) for version in versions)
                 trajectories.append(make["trajectory"](rng.random(), *counted))
                 tokens += [version for version, number in counted for _ in range(number)]

@@ -35,11 +35,17 @@ def watched_run(mode, facts, tmp_path):
 
     async def main():
         times = worker_times(load_s=lambda rng: 0.1)
-        sinks = [MetricsFile(tmp_path / "m.jsonl"), EventsFile(tmp_path / "e.jsonl"), StatusFile(tmp_path / "s.json")]
+        sinks = [
+            MetricsFile(tmp_path / "m.jsonl"),
+            EventsFile(tmp_path / "e.jsonl"),
+            StatusFile(tmp_path / "s.json"),
+        ]
         observers = Observers(facts, sinks)
         world = World(
             feed=NumberedFeed(),
-            trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7, gather_s=GATHER_S, publish_s=0.05)),
+            trainer=SimulatedTrainer(
+                TrainerTimes(train_s=lambda batch: 0.7, gather_s=GATHER_S, publish_s=0.05)
+            ),
             workers=[SimulatedWorker(f"rollout-{i}", 8, times, seed=0) for i in range(2)],
             eval_sets={"": [{"uid": f"e{index}", "prompt": str(index)} for index in range(20)]},
             observers=[observers],
@@ -51,7 +57,10 @@ def watched_run(mode, facts, tmp_path):
         return elapsed_s
 
     elapsed_s = run_virtual(main())
-    lines, events = ([json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in ("m.jsonl", "e.jsonl"))
+    lines, events = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("m.jsonl", "e.jsonl")
+    )
     return lines, events, json.loads((tmp_path / "s.json").read_text()), elapsed_s
 
 
@@ -61,14 +70,22 @@ def test_the_files_of_a_run_agree_with_one_another(mode, facts, tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert lines[-1]["ledger/trained"] == 48 == sum(event["event"] == "trained" for event in events)
     # The first weights are gathered before the first step begins: in the run's time, in no step's.
-    assert sum(line["timing/step_s"] for line in lines) == pytest.approx(lines[-1]["time_s"] - GATHER_S, abs=0.01)
+    assert sum(line["timing/step_s"] for line in lines) == pytest.approx(
+        lines[-1]["time_s"] - GATHER_S, abs=0.01
+    )
     assert lines[-1]["time_s"] == pytest.approx(elapsed_s, abs=0.01)
     for line in lines:
         parts = [value for key, value in line.items() if key.startswith("timing/") and key != "timing/step_s"]
         assert sum(parts) == pytest.approx(line["timing/step_s"])
         assert sum(line["staleness/histogram"]) == 8
-        for key in ("trainer/idle_ratio", "rollouter/idle_ratio", "rollouter/slot_utilization", "overlap_ratio"):
-            # A worker at rest reports once a second: a shorter step may have nothing of it, and the next has both.
+        for key in (
+            "trainer/idle_ratio",
+            "rollouter/idle_ratio",
+            "rollouter/slot_utilization",
+            "overlap_ratio",
+        ):
+            # A worker at rest reports once a second: a shorter step may have nothing of it, and the next has
+            # both.
             assert 0 <= line.get(key, 0) <= 1 + 1e-9
     assert {"trainer/idle_ratio", "rollouter/idle_ratio", "overlap_ratio"} <= status["totals"].keys()
     assert next(event["version"] for event in events if event["event"] == "eval") == 0
@@ -96,11 +113,14 @@ def test_stale_counts_and_idle_times_of_a_run_tell_its_mode(facts, tmp_path):
 
 
 def test_a_checkpoint_counts_a_step_whose_line_comes_later(facts, make):
-    """As the last one does: it is written before the final eval, which the line has. The line itself is none the worse for it."""
+    """As the last one does: it is written before the final eval, which the line has. The line itself is none
+    the worse for it."""
 
     async def main():
         t, group, record = make["trajectory"], make["group"], make["record"]
-        first, last = (record(step, step, [group("a", t(1.0, (0, 4)), t(0.5, (0, 2), (1, 3)))]) for step in (1, 2))
+        first, last = (
+            record(step, step, [group("a", t(1.0, (0, 4)), t(0.5, (0, 2), (1, 3)))]) for step in (1, 2)
+        )
         once, twice = Observers(facts, []), Observers(facts, [])
         for observers in (once, twice):
             observers.step(first)

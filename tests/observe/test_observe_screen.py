@@ -94,7 +94,9 @@ def test_a_hundred_columns_show_everything(status):
 def test_trainer_and_rollout_are_the_last_rows_to_be_dropped(status, width, height, num_rollouts):
     by_name = {executor["name"]: executor for executor in status["executors"]}
     rollouts = [by_name["rollout-0"] | {"name": f"rollout-{number}"} for number in range(num_rollouts)]
-    rewards = [by_name["feed"] | {"name": f"reward-{number}", "role": "reward"} for number in range(num_rollouts)]
+    rewards = [
+        by_name["feed"] | {"name": f"reward-{number}", "role": "reward"} for number in range(num_rollouts)
+    ]
     crowded = status | {"executors": [by_name["feed"], *rollouts, *rewards, by_name["trainer"]]}
     text = render(crowded, width=width, height=height - 1).plain
     assert "\ntrainer    starved" in text
@@ -107,11 +109,20 @@ def test_trainer_and_rollout_are_the_last_rows_to_be_dropped(status, width, heig
 def restarting(status):
     """rollout-0 has no process, and its reward process is gone with it."""
     lost = {"state": "failed", "waiting_for": "a restart"}
-    executors = [executor | lost if executor["name"] == "rollout-0" else executor for executor in status["executors"]]
+    executors = [
+        executor | lost if executor["name"] == "rollout-0" else executor for executor in status["executors"]
+    ]
     reward = executors[1] | lost | {"name": "reward-0", "role": "reward", "gauges": {}}
     versions = {name: held for name, held in status["versions"].items() if name != "rollout-0"}
     changed = {"executors": [*executors, reward], "versions": versions, "restarting": {"rollout-0": "2 of 3"}}
-    return status | changed | {"admission": status["admission"] | {"closed_by": "restart", "cause": "rollout-0 is being restarted"}}
+    return (
+        status
+        | changed
+        | {
+            "admission": status["admission"]
+            | {"closed_by": "restart", "cause": "rollout-0 is being restarted"}
+        }
+    )
 
 
 def test_a_worker_that_is_restarted_is_not_shown_as_failed(restarting):
@@ -128,12 +139,31 @@ def test_a_worker_that_is_restarted_is_not_shown_as_failed(restarting):
 
 def test_turns_tools_and_failures_have_a_line_where_there_are_any(status):
     assert "turns" not in render(status, width=100, height=29).plain
-    env = {"turns_mean": 3.25, "turns_max": 8, "tool_s": 1.5, "forks": 2, "failed/tool-timeout": 3, "failed/reward": 1}
+    env = {
+        "turns_mean": 3.25,
+        "turns_max": 8,
+        "tool_s": 1.5,
+        "forks": 2,
+        "failed/tool-timeout": 3,
+        "failed/reward": 1,
+    }
     text = render(status | {"env": env}, width=120, height=40).plain
     line = next(line for line in text.splitlines() if line.startswith("turns"))
-    assert line.split("  ")[-6:] == ["mean 3.2", "max 8", "tools 1.5 s", "forks 2", "3 failed (tool-timeout)", "1 failed (reward)"]
+    assert line.split("  ")[-6:] == [
+        "mean 3.2",
+        "max 8",
+        "tools 1.5 s",
+        "forks 2",
+        "3 failed (tool-timeout)",
+        "1 failed (reward)",
+    ]
     for_what = "search of p1@0.0/3 (4 s so far)"
-    waits = {**status["executors"][1], "role": "rollout", "state": "waiting for tools", "waiting_for": for_what}
+    waits = {
+        **status["executors"][1],
+        "role": "rollout",
+        "state": "waiting for tools",
+        "waiting_for": for_what,
+    }
     text = render(status | {"executors": [waits]}, width=120, height=40).plain
     assert f"waiting for tools  waits for {for_what}" in text
 
@@ -141,7 +171,9 @@ def test_turns_tools_and_failures_have_a_line_where_there_are_any(status):
 def test_dynamic_sampling_has_a_line(status):
     assert "equal rewards" not in render(status, width=100, height=40).plain
     filtering = status | {"filtered_ratio": 0.375, "reward": status["reward"] | {"unfiltered_mean": 0.25}}
-    assert "filtered   38% of groups had equal rewards  reward with them 0.250" in render(filtering, width=100, height=40).plain
+    assert ("filtered   38% of groups had equal rewards  reward with them 0.250") in render(
+        filtering, width=100, height=40
+    ).plain
 
 
 def test_workers_without_weights_have_no_version(facts, make):
@@ -163,11 +195,17 @@ def test_a_step_that_takes_long_does_not_bring_the_end_nearer(facts, make):
         assert observers.live.picture()["progress"]["eta_s"] == pytest.approx(left_s)
 
 
-@pytest.mark.parametrize(("waiting", "shown"), [(0, "57/64 seqs  kv 37%"), (3, "57/64 seqs  kv 37%  waiting 3")])
+@pytest.mark.parametrize(
+    ("waiting", "shown"), [(0, "57/64 seqs  kv 37%"), (3, "57/64 seqs  kv 37%  waiting 3")]
+)
 def test_what_an_engine_tells_of_its_cache_fits_into_a_hundred_columns(status, waiting, shown):
     for executor in status["executors"]:
         if executor["role"] == "rollout":
-            executor["gauges"] |= {"kv_cache_usage": 0.374, "engine_waiting": waiting, "engine_running": 57 - waiting}
+            executor["gauges"] |= {
+                "kv_cache_usage": 0.374,
+                "engine_waiting": waiting,
+                "engine_running": 57 - waiting,
+            }
     lines = render(status, width=100, height=29).plain.splitlines()
     rows = [line for line in lines if line.startswith("rollout-")]
     assert len(rows) == 2
@@ -217,8 +255,8 @@ def test_the_screen_draws_the_newest_status_and_leaves_the_totals(status, monkey
 
 
 def test_drawing_never_becomes_work_that_a_run_would_notice(status):
-    """About 1% of a core at four frames a second; a machine that shares its cores may take five times that. Other tests may have
-    left threads."""
+    """About 1% of a core at four frames a second; a machine that shares its cores may take five times that.
+    Other tests may have left threads."""
     console = Console(width=100, height=30, file=io.StringIO(), force_terminal=True)
     frames, spent_s = 10, []
     for _ in range(10):  # the quickest round: neighbours slow down the others, and do not speed up any
@@ -232,7 +270,15 @@ def test_drawing_never_becomes_work_that_a_run_would_notice(status):
 def test_the_last_steps_and_their_eval_are_in_the_time_left(facts, make):
     now_s = [0.0]
     observers = Observers(replace(facts, train_steps=3), [], clock=lambda: now_s[0])
-    observers.event(Event(time_s=0.0, name="eval", version=0, step=0, fields={"reward_mean": 0.3, "num_prompts": 9, "eval_s": 8.0}))
+    observers.event(
+        Event(
+            time_s=0.0,
+            name="eval",
+            version=0,
+            step=0,
+            fields={"reward_mean": 0.3, "num_prompts": 9, "eval_s": 8.0},
+        )
+    )
     left_s = []
     for step in (1, 2, 3):
         now_s[0] = float(step)
@@ -254,7 +300,9 @@ def test_the_drivers_log_has_a_line_per_step(facts, make, caplog):
     with caplog.at_level("INFO", logger="asyncrl"):
         Observers(facts, [], clock=lambda: 0.0).step(make["full_record"](118))
     (line,) = caplog.messages
-    assert line == "step 118  v118  reward 0.425  staleness 0.13/1  trainer idle 40%  rollouter idle 3%  1.0 s"
+    assert line == (
+        "step 118  v118  reward 0.425  staleness 0.13/1  trainer idle 40%  rollouter idle 3%  1.0 s"
+    )
 
 
 def test_plain_lines_are_few_and_close_with_the_totals(status):
@@ -271,7 +319,10 @@ def test_plain_lines_are_few_and_close_with_the_totals(status):
     lines = stream.getvalue().splitlines()
     steps = [line.split("step ")[1].split("/")[0] for line in lines if "  step " in line]
     assert steps == ["1", "6", "11", "16", "20"]
-    assert "last 60 steps, 60 s: staleness 0.13/1  slots used 81%  trainer idle 40%  rollouter idle 3%  tokens/s 3,200" in lines[1]
+    assert (
+        "last 60 steps, 60 s: staleness 0.13/1  slots used 81%  trainer idle 40%  rollouter idle 3%  "
+        "tokens/s 3,200"
+    ) in lines[1]
     assert "0:00:21  eval of version 20: 0.610" in lines
     assert "0:00:23  rollout-1 was restarted in 12.3 s" in lines
     assert any(line.startswith("ledger     admitted 1,912") for line in lines)
@@ -286,7 +337,9 @@ def test_without_a_terminal_there_are_plain_lines():
 
 def test_the_status_of_an_ended_run_closes_with_its_totals(status, tmp_path):
     console = Console(width=100, file=io.StringIO())
-    print_status(RunStatus(directory=tmp_path, status=status | {"phase": "done"}, liveness="ended", age_s=3), console)
+    print_status(
+        RunStatus(directory=tmp_path, status=status | {"phase": "done"}, liveness="ended", age_s=3), console
+    )
     assert "whole run  slots used 81%, " in console.file.getvalue()
 
 

@@ -1,4 +1,5 @@
-"""The files of a run: whole lines, also after a kill; one line per step, also after a resume; sinks that fail."""
+"""The files of a run: whole lines, also after a kill; one line per step, also after a resume; sinks that
+fail."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(tmp_path):
 def test_a_killed_writer_has_handed_over_every_line(tmp_path):
     path = tmp_path / "events.jsonl"
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom asyncrl_cli.observe.observers import EventsFile\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom asyncrl_cli.observe.observers import "
+        "EventsFile\n"
         "events = EventsFile(Path(sys.argv[1]))\n"
         "for i in range(50): events.event({'event': 'running', 'i': i})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -79,12 +81,18 @@ def test_figures_that_are_not_finite_are_strict_json_and_stay_visible(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.line({"step": 1, "train/grad_norm": float("nan"), "staleness/histogram": [1, 2]})
     metrics.close({})
-    assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 1, "train/grad_norm": "nan", "staleness/histogram": [1, 2]}]
+    assert lines_of(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "train/grad_norm": "nan", "staleness/histogram": [1, 2]}
+    ]
 
 
 def test_every_observer_call_reaches_the_files(tmp_path, facts, make):
     clock = Clock()
-    sinks = [MetricsFile(tmp_path / "m.jsonl"), EventsFile(tmp_path / "e.jsonl"), StatusFile(tmp_path / "status.json")]
+    sinks = [
+        MetricsFile(tmp_path / "m.jsonl"),
+        EventsFile(tmp_path / "e.jsonl"),
+        StatusFile(tmp_path / "status.json"),
+    ]
     observers = Observers(facts, sinks, clock=clock)
     assert json.loads((tmp_path / "status.json").read_text())["phase"] == "starting"
     observers.event(Event(time_s=0.5, name="running", key=AttemptKey("p7", 1, 0), version=0, step=0))

@@ -52,7 +52,10 @@ def write_status(runs_dir, name, facts, **changed):
 @pytest.mark.slow
 def test_a_run_is_live_until_it_is_killed_and_dead_from_then_on(tmp_path):
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with driver:
         assert driver.stdout is not None
@@ -88,7 +91,9 @@ def test_an_ended_run_is_ended_however_old_its_status_is(tmp_path, facts):
     assert read_status("old", tmp_path).liveness == "ended"
 
 
-@pytest.mark.parametrize(("is_that_driver", "remark"), [(True, ""), (False, "a driver is resuming or ending the run; ")])
+@pytest.mark.parametrize(
+    ("is_that_driver", "remark"), [(True, ""), (False, "a driver is resuming or ending the run; ")]
+)
 def test_an_ended_run_whose_driver_shuts_down_is_not_being_resumed(tmp_path, facts, is_that_driver, remark):
     run = RunDirectory.create(tmp_path, "otter", profile_toml="", resolved={})
     pid = os.getpid() if is_that_driver else 2**22 + 1
@@ -103,7 +108,9 @@ def test_an_ended_run_whose_driver_shuts_down_is_not_being_resumed(tmp_path, fac
 
 def test_a_long_remark_is_wrapped(tmp_path, facts):
     status = Observers(facts, [], clock=lambda: 0.0).live.picture()
-    remark = "a driver is resuming or ending the run; this is the last status that was written, said at length"
+    remark = (
+        "a driver is resuming or ending the run; this is the last status that was written, said at length"
+    )
     shown = render(status, width=80, height=30, remark=remark).plain
     assert remark in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
@@ -175,14 +182,23 @@ def test_a_status_of_another_schema_is_refused(tmp_path, facts):
 
 
 def test_a_single_eval_is_told_once() -> None:
-    evals = [{"version": version, "reward_mean": 0.3 + version / 10, "num_prompts": 512} for version in (0, 2, 4)]
+    evals = [
+        {"version": version, "reward_mean": 0.3 + version / 10, "num_prompts": 512} for version in (0, 2, 4)
+    ]
     assert format._evals(evals[:1]) == "0.300 (version 0), 512 prompts"
     assert format._evals(evals) == "0.300 (version 0) -> 0.700 (version 4), 512 prompts"
 
 
 def test_an_evals_interval_is_told_and_kept_and_its_rewards_are_not(facts) -> None:
     live = Observers(facts, [], clock=lambda: 0.0).live
-    eval_event = {"event": "eval", "version": 0, "reward_mean": 0.25, "reward_low": 0.1, "reward_high": 0.5, "num_prompts": 4}
+    eval_event = {
+        "event": "eval",
+        "version": 0,
+        "reward_mean": 0.25,
+        "reward_low": 0.1,
+        "reward_high": 0.5,
+        "num_prompts": 4,
+    }
     live.event({**eval_event, "time_s": 1.0, "prompts": "ab", "rewards": (0.0, 0.0, 0.0, 1.0)})
     status = live.picture()
     assert format._evals(status["eval"]["history"]) == "0.250 [0.100..0.500] (version 0), 4 prompts"
@@ -192,7 +208,10 @@ def test_an_evals_interval_is_told_and_kept_and_its_rewards_are_not(facts) -> No
 
 def test_the_last_sixty_evals_are_kept_each_version_once(facts):
     live = Observers(facts, [], clock=lambda: 0.0).live
-    evals = [{"event": "eval", "time_s": 1.0, "version": version, "reward_mean": 0.5, "num_prompts": 8} for version in range(70)]
+    evals = [
+        {"event": "eval", "time_s": 1.0, "version": version, "reward_mean": 0.5, "num_prompts": 8}
+        for version in range(70)
+    ]
     for event in (*evals, evals[-1]):
         live.event(event)
     assert [point["version"] for point in live.picture()["eval"]["history"]] == [*range(10, 70)]

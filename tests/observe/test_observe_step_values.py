@@ -12,7 +12,9 @@ from asyncrl_cli.loop.states import Span, State
 from asyncrl_cli.observe.step_values import episode_values, filter_values, overlap, reward_values, utilization
 from tests.observe.conftest import group, report, trajectory
 
-INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+)
 
 
 def cells(intervals):
@@ -40,7 +42,9 @@ def rollout(name, *, sums=None, gauges=None):
 
 def test_what_engines_tell_of_their_cache_is_joined_over_workers():
     told = {"kv_cache_usage": 0.25, "engine_running": 6, "engine_waiting": 1}
-    first = rollout("rollout-0", sums={"preemptions": 2, "prompt_tokens": 40, "cached_prompt_tokens": 32}, gauges=told)
+    first = rollout(
+        "rollout-0", sums={"preemptions": 2, "prompt_tokens": 40, "cached_prompt_tokens": 32}, gauges=told
+    )
     more = {"preemptions": 1, "prompt_tokens": 10, "cached_prompt_tokens": 0}
     second = rollout("rollout-1", sums=more, gauges=told | {"kv_cache_usage": 0.75})
     values = utilization([first, second])
@@ -65,7 +69,13 @@ def test_engines_that_tell_nothing_leave_no_figures():
 
 def test_what_tools_cost_is_told_only_where_there_are_tools():
     slots = {"slots": 8}
-    waits = report("rollout-0", "rollout", {State.BUSY: 3.0, State.WAITING: 1.0}, sums={"waiting_trajectory_s": 10.0}, gauges=slots)
+    waits = report(
+        "rollout-0",
+        "rollout",
+        {State.BUSY: 3.0, State.WAITING: 1.0},
+        sums={"waiting_trajectory_s": 10.0},
+        gauges=slots,
+    )
     busy = report("rollout-1", "rollout", {State.BUSY: 4.0}, sums={"waiting_trajectory_s": 6.0}, gauges=slots)
     values = utilization([waits, busy])
     assert values["rollouter/tool_idle_ratio"].value == (1 / 4 + 0) / 2
@@ -91,17 +101,34 @@ def test_turns_tools_and_facts_of_the_steps_trajectories():
 
 def test_the_share_without_the_reference_counts_rewarded_responses_that_were_looked_at():
     def judged(reward, *names):
-        return replace(trajectory(reward, (0, 5)), facts=tuple(("reward/names_answer", float(named)) for named in names))
+        return replace(
+            trajectory(reward, (0, 5)), facts=tuple(("reward/names_answer", float(named)) for named in names)
+        )
 
-    step = [judged(1.0, True), judged(1.0, False), judged(0.5, False), judged(0.4, False), judged(0.0, False), judged(1.0)]
+    step = [
+        judged(1.0, True),
+        judged(1.0, False),
+        judged(0.5, False),
+        judged(0.4, False),
+        judged(0.0, False),
+        judged(1.0),
+    ]
     assert reward_values(step)["reward/without_reference_ratio"].value == 2 / 3
     assert episode_values(step) == {}
-    for nothing_rewarded in ([judged(0.0, False)], [judged(-1.0, False), judged(-1.0, True)], [judged(1.0)], []):
+    for nothing_rewarded in (
+        [judged(0.0, False)],
+        [judged(-1.0, False), judged(-1.0, True)],
+        [judged(1.0)],
+        [],
+    ):
         assert "reward/without_reference_ratio" not in reward_values(nothing_rewarded)
 
 
 def test_groups_left_out_for_equal_rewards_have_a_share_and_count_in_the_unfiltered_mean():
-    trained = [group("p0", trajectory(1.0, (0, 5)), trajectory(0.0, (0, 5))), group("p1", trajectory(1.0, (0, 5)))]
+    trained = [
+        group("p0", trajectory(1.0, (0, 5)), trajectory(0.0, (0, 5))),
+        group("p1", trajectory(1.0, (0, 5))),
+    ]
     values = filter_values(trained, (0.0, 0.0, 0.0, 1.0, 1.0, 0.0))
     assert values["trainer/filtered_ratio"].value == 6 / 8
     assert values["reward/unfiltered_mean"].value == (0.5 + 1 + 2) / 8

@@ -61,7 +61,10 @@ GOOD = b'{"step": 1, "spans": {"trainer": [["busy", 0.0, 1.0]]}, "running": {"ro
         (b'{"step": 2, "spans": {"trai\n' + GOOD, "line 2: invalid JSON"),
         (b'{"step": 2}\n', "line 2: spans: "),
         (b'{"step": 2, "spans": {"trainer": [["busy", 0.0]]}}\n', "line 2: spans.trainer.0.2: "),
-        (b'{"step": 2, "spans": {"trainer": [["busy", 3.0, 2.0]]}}\n', "line 2: spans.trainer.0: it ends before it begins"),
+        (
+            b'{"step": 2, "spans": {"trainer": [["busy", 3.0, 2.0]]}}\n',
+            "line 2: spans.trainer.0: it ends before it begins",
+        ),
         (b'{"step": 2, "spans": {}, "running": {"rollout-0": 7}}\n', "line 2: running.rollout-0: "),
         (b"\xff\xfe\n", "line 2: "),
     ],

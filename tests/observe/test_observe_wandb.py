@@ -26,7 +26,8 @@ SAMPLE = {
     "segment_lengths": [4],
 }
 BLOCK_BYTES = 32768
-"""The file is a LevelDB log: 7 bytes of its own, then blocks of records (checksum 4, length 2, type 1, data)."""
+"""The file is a LevelDB log: 7 bytes of its own, then blocks of records (checksum 4, length 2, type 1,
+data)."""
 
 PROGRAM = """
 import json, sys, threading
@@ -95,7 +96,10 @@ def history(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
-            yield {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+            yield {
+                (item.key or ".".join(item.nested_key)): json.loads(item.value_json)
+                for item in record.history.item
+            }
 
 
 def tags(path):
@@ -118,7 +122,10 @@ def summary(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "summary":
-            found |= {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.summary.update}
+            found |= {
+                (item.key or ".".join(item.nested_key)): json.loads(item.value_json)
+                for item in record.summary.update
+            }
     return found
 
 
@@ -168,5 +175,11 @@ def test_only_a_run_that_got_to_its_end_waits_for_a_slow_network(tmp_path, monke
 
 @pytest.mark.slow
 def test_wandbs_own_process_may_die_without_a_traceback_of_ours(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

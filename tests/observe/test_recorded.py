@@ -27,7 +27,8 @@ def test_a_directory_without_files_is_an_empty_run(recorded):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"progress": 3}', '{"executors": [{"name": "trainer"}]}', '{"eval": {"history": [1]}}']
+    "text",
+    ["{", "[]", '{"progress": 3}', '{"executors": [{"name": "trainer"}]}', '{"eval": {"history": [1]}}'],
 )
 def test_a_status_of_another_form_is_none(recorded, text):
     recorded.files.status.write_text(text)
@@ -44,7 +45,9 @@ def test_a_last_line_that_is_cut_short_is_left_out_in_silence_and_any_other_is_s
     recorded.files.metrics.write_text(lines(*map(placed, (1, 2))) + '{"step": 3, "rew')
     assert [line["step"] for line in recorded.metrics()] == [1, 2]
     assert recorded.damage.notes == []
-    recorded.files.metrics.write_text('{"step": 1, "rew\n' + lines(placed(2), {"step": 3, "groups_trained": 48}, placed(4)) + "7\n")
+    recorded.files.metrics.write_text(
+        '{"step": 1, "rew\n' + lines(placed(2), {"step": 3, "groups_trained": 48}, placed(4)) + "7\n"
+    )
     for _ in range(2):  # a line counts once, however often it is read
         assert [line["step"] for line in recorded.metrics()] == [2, 4]
         (note,) = recorded.damage.notes
@@ -58,7 +61,9 @@ def test_figures_that_need_every_line_are_not_made_of_a_damaged_file(recorded):
 
 
 def test_only_the_steps_that_are_asked_for_are_read(recorded):
-    recorded.files.timeline.write_text(lines(*({"step": step, "spans": {}} for step in range(1, 6))) + "no JSON\n")
+    recorded.files.timeline.write_text(
+        lines(*({"step": step, "spans": {}} for step in range(1, 6))) + "no JSON\n"
+    )
     assert [line["step"] for line in recorded.timeline(2, 4)] == [2, 3, 4]
 
 
@@ -70,7 +75,10 @@ def test_events_of_steps_that_a_resume_trained_again_are_left_out(recorded):
         {"event": "checkpointed", "time_s": 2.0, "step": 2},
         {"event": "trained", "time_s": 3.0, "step": 3},
     ]
-    after = [{"event": "resumed", "time_s": 1.9, "from_step": 2}, {"event": "trained", "time_s": 2.9, "step": 3}]
+    after = [
+        {"event": "resumed", "time_s": 1.9, "from_step": 2},
+        {"event": "trained", "time_s": 2.9, "step": 3},
+    ]
     recorded.files.events.write_text(lines(*before, *after))
     assert [(event["event"], event["time_s"]) for event in recorded.events()] == [
         ("trained", 1.0),
@@ -84,7 +92,10 @@ def test_events_of_steps_that_a_resume_trained_again_are_left_out(recorded):
 
 def test_an_eval_that_a_resume_has_overtaken_holds_if_its_version_does(recorded):
     """Version 0 was scored after the checkpoint of step 2, version 2 too, which is trained again."""
-    evals = [{"event": "eval", "time_s": 2.5 + version, "version": version, "reward_mean": 0.1 * version} for version in (0, 2)]
+    evals = [
+        {"event": "eval", "time_s": 2.5 + version, "version": version, "reward_mean": 0.1 * version}
+        for version in (0, 2)
+    ]
     resumed = {"event": "resumed", "time_s": 1.9, "from_step": 2, "version": 1}
     recorded.files.events.write_text(lines(*evals, resumed, {**evals[1], "time_s": 9.0}))
     assert [(event["version"], event["time_s"]) for event in recorded.events("eval")] == [(0, 2.5), (2, 9.0)]
@@ -92,7 +103,14 @@ def test_an_eval_that_a_resume_has_overtaken_holds_if_its_version_does(recorded)
 
 def sample(step):
     numbers = {"step": step, "window": 1, "trajectory": 0, "reward": 1.0, "segment_lengths": [2]}
-    return {"group": "g", **numbers, "versions": [-1, 1], "logprobs": [0, -0.5], "mask": [0, 1], "pieces": ["a", "b"]}
+    return {
+        "group": "g",
+        **numbers,
+        "versions": [-1, 1],
+        "logprobs": [0, -0.5],
+        "mask": [0, 1],
+        "pieces": ["a", "b"],
+    }
 
 
 def test_attempts_and_dumps_are_in_the_order_of_their_numbers(recorded):

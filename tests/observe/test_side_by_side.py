@@ -13,16 +13,25 @@ from asyncrl_cli.observe.side_by_side import side_by_side
 from asyncrl_cli.profile.loaded import load, to_document
 
 
-def record(runs_dir: Path, name: str, sets: list[str], rewards: list[float], *, step_s: float, groups: int) -> Recorded:
+def record(
+    runs_dir: Path, name: str, sets: list[str], rewards: list[float], *, step_s: float, groups: int
+) -> Recorded:
     """A run whose steps take `step_s` and train `groups` groups each."""
     directory = runs_dir / name
     directory.mkdir()
     loaded = load("base", [*sets, f"run.name={name}"], environ={})
     (directory / "profile.toml").touch()
-    (directory / "config.resolved.json").write_text(json.dumps(to_document(loaded.profile, loaded.origins)), encoding="utf-8")
+    (directory / "config.resolved.json").write_text(
+        json.dumps(to_document(loaded.profile, loaded.origins)), encoding="utf-8"
+    )
     steps = enumerate(rewards, 1)
-    lines = [{"step": n, "time_s": n * step_s, "groups_trained": n * groups, "reward/mean": reward} for n, reward in steps]
-    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    lines = [
+        {"step": n, "time_s": n * step_s, "groups_trained": n * groups, "reward/mean": reward}
+        for n, reward in steps
+    ]
+    (directory / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"
+    )
     totals = {"trainer/idle_ratio": 0.25, "staleness/mean": 0.5, "staleness/max": 1}
     status = {"phase": "done", "progress": {"step": len(rewards)}, "totals": totals}
     (directory / "status.json").write_text(json.dumps(status), encoding="utf-8")
@@ -32,7 +41,9 @@ def record(runs_dir: Path, name: str, sets: list[str], rewards: list[float], *, 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Recorded]:
     """By samples (n = 2): a has trained 40, b 80; by time: a took 100 s, b 40 s."""
-    slow = record(tmp_path, "a", ["rollout.n=2"], [0.1 * step for step in range(1, 11)], step_s=10.0, groups=2)
+    slow = record(
+        tmp_path, "a", ["rollout.n=2"], [0.1 * step for step in range(1, 11)], step_s=10.0, groups=2
+    )
     sets = ["rollout.n=2", "async_training.staleness_threshold=1", "task.params.max_numbers=7"]
     fast = record(tmp_path, "b", sets, [0.05 * step for step in range(1, 21)], step_s=2.0, groups=2)
     return [slow, fast]
@@ -76,7 +87,11 @@ def test_compare_fits_80_columns_and_says_the_same_as_json(
     assert run(["compare", "a", "b", "--runs-dir", str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert max(map(len, said.out.splitlines()[:-1])) <= 80
-    rows = {line.rsplit(maxsplit=2)[0]: line.rsplit(maxsplit=2)[1:] for line in said.out.splitlines() if line.strip()}
+    rows = {
+        line.rsplit(maxsplit=2)[0]: line.rsplit(maxsplit=2)[1:]
+        for line in said.out.splitlines()
+        if line.strip()
+    }
     assert rows["async_training.staleness_threshold"] == ["0", "1"]
     assert rows["reward at 40 samples"] == ["1.000", "0.500"]
     assert rows["trainer idle"] == ["25%", "25%"]
@@ -97,12 +112,22 @@ def test_a_run_that_has_trained_nothing_is_compared_without_rewards(
     assert "reward at" not in said.out
 
 
-def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear(runs: list[Recorded]) -> None:
-    """64 prompts of which 16 and 40 are right; of the same prompts one run has all that the other has, and 24 more."""
+def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear(
+    runs: list[Recorded],
+) -> None:
+    """64 prompts of which 16 and 40 are right; of the same prompts one run has all that the other has, and 24
+    more."""
     ends = {"reward_low": 0.1, "reward_high": 0.9, "num_prompts": 64, "prompts": "same"}
     for recorded, right in zip(runs, (16, 40), strict=True):
         rewards = [1.0] * right + [0.0] * (64 - right)
-        event = {"event": "eval", "time_s": 9.0, "version": 3, "reward_mean": right / 64, "rewards": rewards, **ends}
+        event = {
+            "event": "eval",
+            "time_s": 9.0,
+            "version": 3,
+            "reward_mean": right / 64,
+            "rewards": rewards,
+            **ends,
+        }
         recorded.files.events.write_text(json.dumps(event) + "\n", encoding="utf-8")
     found = {figure.label: figure for figure in side_by_side(runs).figures}
     assert found["last eval"].texts == ["0.250 [0.100..0.900]", "0.625 [0.100..0.900]"]
@@ -110,6 +135,7 @@ def test_last_evals_have_intervals_and_their_difference_says_whether_it_is_clear
     assert found["against a"].texts == ["-", "+0.375 (95%: 0.244 to 0.483)"]
     other = runs[1].files.events
     other.write_text(other.read_text(encoding="utf-8").replace("same", "other"), encoding="utf-8")
-    # Newcombe, for other prompts: 0.375 -+ sqrt(0.525 ** 2 + 0.65 ** 2) and sqrt(0.275 ** 2 + 0.15 ** 2) to the other ends
+    # Newcombe, for other prompts: 0.375 -+ sqrt(0.525 ** 2 + 0.65 ** 2) and sqrt(0.275 ** 2 + 0.15 ** 2) to
+    # the other ends
     again = {figure.label: figure for figure in side_by_side(runs).figures}["against a"].texts
     assert again == ["-", "+0.375 (95%: -0.461 to 0.688): too few prompts to tell"]

@@ -22,7 +22,13 @@ from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.toml_files import shipped_templates
 
 LINES = [
-    {"step": step, "time_s": float(step), "reward/mean": step / 10, "reward/best@2/mean": 0.5, "staleness/histogram": [3, 1]}
+    {
+        "step": step,
+        "time_s": float(step),
+        "reward/mean": step / 10,
+        "reward/best@2/mean": 0.5,
+        "staleness/histogram": [3, 1],
+    }
     for step in (1, 2, 3)
 ]
 DONE = {"phase": "done", "totals": {}}
@@ -40,7 +46,11 @@ def test_prometheus_scrapes_the_loops_gauges_from_loopback(facts, make) -> None:
     asking.request("GET", "/metrics")
     families = list(text_string_to_metric_families(asking.getresponse().read().decode()))
     asking.close()
-    samples = {(sample.name, frozenset(sample.labels.values())): sample.value for family in families for sample in family.samples}
+    samples = {
+        (sample.name, frozenset(sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+    }
     assert samples["asyncrl_step", frozenset({"brave-otter"})] == 118
     assert samples["asyncrl_staleness_bound", frozenset({"brave-otter"})] == 1
     assert samples["asyncrl_trainer_idle_ratio", frozenset({"brave-otter"})] == pytest.approx(0.4)
@@ -49,7 +59,10 @@ def test_prometheus_scrapes_the_loops_gauges_from_loopback(facts, make) -> None:
     assert samples["asyncrl_worker_version", frozenset({"brave-otter", "rollout-1"})] == 117
     assert samples["asyncrl_groups", frozenset({"brave-otter", "trained"})] == 16 * 118
     taken = load("base", [f"logging.prometheus_port={port}"], environ={}).profile
-    with pytest.raises(PreflightError, match=f"logging.prometheus_port = {port} cannot be listened on: address already in use"):
+    with pytest.raises(
+        PreflightError,
+        match=f"logging.prometheus_port = {port} cannot be listened on: address already in use",
+    ):
         check_sinks(taken)
     observers.close("done")
     check_sinks(taken)
@@ -60,12 +73,19 @@ def test_the_dashboard_asks_for_gauges_that_there_are(facts, make) -> None:
     observers = Observers(facts, [sink], clock=lambda: 118.0)
     for step in (117, 118):
         observers.step(made := make["full_record"](step))
-    observers.event(Event(time_s=1.0, name="eval", version=1, step=1, fields={"reward_mean": 0.5, "num_prompts": 9}))
+    observers.event(
+        Event(time_s=1.0, name="eval", version=1, step=1, fields={"reward_mean": 0.5, "num_prompts": 9})
+    )
     observers.tick(make["full_snapshot"](made))
     known = {family.name for family in sink.collect()}
     observers.close("done")
     panels = json.loads((shipped_templates()["grafana"] / "dashboard.json").read_text())["panels"]
-    asked = {name for panel in panels for target in panel["targets"] for name in re.findall(r"asyncrl_\w+", target["expr"])}
+    asked = {
+        name
+        for panel in panels
+        for target in panel["targets"]
+        for name in re.findall(r"asyncrl_\w+", target["expr"])
+    }
     assert asked <= known
     assert len(asked) > 15
 
@@ -75,8 +95,12 @@ def test_tags_name_what_runs_are_filtered_by() -> None:
     assert list(tags_of(profile).values()) == ["one-step-off", "one-step-off", "transformers", "Qwen3-0.6B"]
 
 
-@pytest.mark.parametrize(("key", "extra"), [("tensorboard=true", "tensorboard"), ("mlflow_uri=http://x:1", "mlflow")])
-def test_a_sink_whose_package_is_missing_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, key: str, extra: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "extra"), [("tensorboard=true", "tensorboard"), ("mlflow_uri=http://x:1", "mlflow")]
+)
+def test_a_sink_whose_package_is_missing_is_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, key: str, extra: str
+) -> None:
     from asyncrl_cli.observe import sinks
 
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
@@ -131,7 +155,9 @@ def test_tensorboard_reads_what_was_written_before_and_after_a_resume(tmp_path) 
     assert not any(tag in ("step", "staleness/histogram") for tag, _ in written)
 
 
-def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against a stand-in for its client: the store of the smallest MLflow is a server."""
     from asyncrl_cli.observe.sinks import Mlflow
 
@@ -160,7 +186,9 @@ def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(tmp_path, monkeyp
 
     modules = {
         "mlflow": SimpleNamespace(MlflowClient=Client),
-        "mlflow.entities": SimpleNamespace(Param=lambda *of: of, Metric=lambda key, value, time_ms, step: (key, value, step)),
+        "mlflow.entities": SimpleNamespace(
+            Param=lambda *of: of, Metric=lambda key, value, time_ms, step: (key, value, step)
+        ),
     }
     for name, module in modules.items():
         monkeypatch.setitem(__import__("sys").modules, name, module)
@@ -170,7 +198,10 @@ def test_mlflow_gets_parameters_once_and_a_resumed_run_goes_on(tmp_path, monkeyp
         sink.line(line)
         sink.end({"phase": phase})
         sink.close({"phase": phase})
-    figures = lambda step: [("step", step, step), ("time_s", float(step), step), ("reward/mean", step / 10, step)]  # noqa: E731
+
+    def figures(step):
+        return [("step", step, step), ("time_s", float(step), step), ("reward/mean", step / 10, step)]
+
     best = "reward/best_at_2/mean"
     assert said == [
         "u",

@@ -60,7 +60,9 @@ def test_a_start_that_was_killed_is_dead_and_says_how_to_begin_anew(tmp_path, fa
 def test_a_resume_that_does_not_begin_takes_back_what_it_said(tmp_path, facts):
     run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
     StartStatus(run.status, facts)
-    before = json.dumps({**json.loads(run.status.read_text()), "phase": "stopped", "checkpoint": "step-000040"})
+    before = json.dumps(
+        {**json.loads(run.status.read_text()), "phase": "stopped", "checkpoint": "step-000040"}
+    )
     run.status.write_text(before)
     resumed = StartStatus(run.status, facts)
     during = json.loads(run.status.read_text())

@@ -24,7 +24,11 @@ HOSTILE = {
     "a line separator": "\u2028\u2029",
     "a lone surrogate": "\udce9",
 }
-FORBIDDEN = {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), *"\u061c\u200e\u200f\u2028\u2029\u202e\u2066"} - {"\n", "\t"}
+FORBIDDEN = {
+    *map(chr, range(0x20)),
+    *map(chr, range(0x7F, 0xA0)),
+    *"\u061c\u200e\u200f\u2028\u2029\u202e\u2066",
+} - {"\n", "\t"}
 
 
 def said_by(console_options: dict[str, object], text: object) -> str:
@@ -34,7 +38,9 @@ def said_by(console_options: dict[str, object], text: object) -> str:
 
 
 @pytest.mark.parametrize("size", ["0", "00"])
-def test_a_terminal_that_says_it_has_no_columns_is_one_of_unknown_size(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_says_it_has_no_columns_is_one_of_unknown_size(
+    size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", size)
     monkeypatch.setenv("LINES", size)
     assert SafeConsole(file=io.StringIO()).size >= (80, 25)

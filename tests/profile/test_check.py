@@ -20,24 +20,49 @@ CONFLICTS = [
         "use_kl_loss=true",
     ),
     ("partial-rollout", [PROX], ["old_logprobs", "has no such pass"], "old_logprobs=recompute"),
-    ("partial-rollout", [PROX, RECOMPUTE, "lora.rank=8", "model.dtype=bfloat16"], ["lora.rank = 8 in bfloat16"], "beside train"),
-    ("partial-rollout", [PROX, RECOMPUTE, *ON_GPUS, "weights.transport=nccl"], ["and nowhere else"], "transport=object-store"),
+    (
+        "partial-rollout",
+        [PROX, RECOMPUTE, "lora.rank=8", "model.dtype=bfloat16"],
+        ["lora.rank = 8 in bfloat16"],
+        "beside train",
+    ),
+    (
+        "partial-rollout",
+        [PROX, RECOMPUTE, *ON_GPUS, "weights.transport=nccl"],
+        ["and nowhere else"],
+        "transport=object-store",
+    ),
     (
         "partial-rollout",
         [KL, 'placement.tasks=[["train"],["ref","prox"],["rollout"]]'],
         ["only with train"],
         "each",
     ),
-    ("partial-rollout", ['placement.tasks=[["train"],["reward"],["rollout"]]'], ["no reward model"], "reward_model.path"),
+    (
+        "partial-rollout",
+        ['placement.tasks=[["train"],["reward"],["rollout"]]'],
+        ["no reward model"],
+        "reward_model.path",
+    ),
     (
         "partial-rollout",
         ["reward_model.path=judge", 'placement.tasks=[["train","reward"],["rollout"]]'],
         ["needed before groups are taken"],
         '["reward"]',
     ),
-    ("colocate", ["reward_model.path=judge"], ["with a reward model", "take turns"], "placement.colocate=false"),
+    (
+        "colocate",
+        ["reward_model.path=judge"],
+        ["with a reward model", "take turns"],
+        "placement.colocate=false",
+    ),
     ("partial-rollout", ["task.reward=none"], ["nothing gives a reward"], "reward_model.path"),
-    ("partial-rollout", ['placement.tasks=[["train"],["critic"],["rollout"]]'], ["nothing asks for values"], "adv_estimator=gae"),
+    (
+        "partial-rollout",
+        ['placement.tasks=[["train"],["critic"],["rollout"]]'],
+        ["nothing asks for values"],
+        "adv_estimator=gae",
+    ),
     (
         "partial-rollout",
         [
@@ -48,8 +73,18 @@ CONFLICTS = [
         ["the critic's returns need the reference's logprobs"],
         "a list of its own",
     ),
-    ("partial-rollout", ['placement.tasks=[["train","rollout"]]'], ["only if they take turns"], "placement.colocate=true"),
-    ("partial-rollout", ['placement.tasks=[["train"],["train"],["rollout"]]'], ["names train more than once"], "each task once"),
+    (
+        "partial-rollout",
+        ['placement.tasks=[["train","rollout"]]'],
+        ["only if they take turns"],
+        "placement.colocate=true",
+    ),
+    (
+        "partial-rollout",
+        ['placement.tasks=[["train"],["train"],["rollout"]]'],
+        ["names train more than once"],
+        "each task once",
+    ),
     ("partial-rollout", ['placement.tasks=[["train"]]'], ["has no rollout"], '["rollout"]'),
     ("partial-rollout", ["placement.ratios=[1,1]"], ["placement.ratios = [1, 1]"], "placement.ratio"),
     (
@@ -95,8 +130,18 @@ CONFLICTS = [
         ["max_staleness = 1", "ceil(1.2) = 2"],
         "max_staleness=2",
     ),
-    ("base", ["async_training.max_staleness=1"], ["max_staleness = 1", "staleness_threshold = 0"], "max_staleness=0"),
-    ("base", ["async_training.on_stale=drop"], ['on_stale = "drop"', "staleness_threshold = 0"], "on_stale=wait"),
+    (
+        "base",
+        ["async_training.max_staleness=1"],
+        ["max_staleness = 1", "staleness_threshold = 0"],
+        "max_staleness=0",
+    ),
+    (
+        "base",
+        ["async_training.on_stale=drop"],
+        ['on_stale = "drop"', "staleness_threshold = 0"],
+        "on_stale=wait",
+    ),
     (
         "base",
         ["run.train_steps=10", "run.total_rollout_steps=320"],
@@ -104,12 +149,37 @@ CONFLICTS = [
         "one of the two",
     ),
     ("base", ["run.total_rollout_steps=100"], ["total_rollout_steps = 100", "R = 16"], "=96 or 112"),
-    ("base", ["run.total_rollout_steps=15"], ["total_rollout_steps = 15", "R = 16"], "total_rollout_steps=16"),
-    ("base", ["env.max_context_tokens=256"], ["max_context_tokens = 256", "max_prompt_tokens = 256"], "max_context_tokens=352"),
-    ("base", ["env.tool_timeout_s=900"], ["tool_timeout_s = 900", "episode_timeout_s = 600"], "episode_timeout_s=900"),
+    (
+        "base",
+        ["run.total_rollout_steps=15"],
+        ["total_rollout_steps = 15", "R = 16"],
+        "total_rollout_steps=16",
+    ),
+    (
+        "base",
+        ["env.max_context_tokens=256"],
+        ["max_context_tokens = 256", "max_prompt_tokens = 256"],
+        "max_context_tokens=352",
+    ),
+    (
+        "base",
+        ["env.tool_timeout_s=900"],
+        ["tool_timeout_s = 900", "episode_timeout_s = 600"],
+        "episode_timeout_s=900",
+    ),
     ("base", ["rollout.slots=7"], ["rollout.slots = 7", "rollout.n = 8"], "rollout.slots=8"),
-    ("base", ["rollout.slots=3", "rollout.workers=2"], ["rollout.slots = 3 on 2 workers", "rollout.n = 8"], "rollout.slots=4"),
-    ("base", ["rollout.slots=4", "rollout.workers=2", "rollout.placement=group"], ["rollout.slots = 4 is"], "rollout.slots=8"),
+    (
+        "base",
+        ["rollout.slots=3", "rollout.workers=2"],
+        ["rollout.slots = 3 on 2 workers", "rollout.n = 8"],
+        "rollout.slots=4",
+    ),
+    (
+        "base",
+        ["rollout.slots=4", "rollout.workers=2", "rollout.placement=group"],
+        ["rollout.slots = 4 is"],
+        "rollout.slots=8",
+    ),
     (
         "base",
         ["async_training.use_rollout_log_probs=false", "algorithm.old_logprobs=rollout"],
@@ -130,7 +200,12 @@ CONFLICTS = [
     ),
     (
         "base",
-        ["algorithm.adv_estimator=gae", "critic.head_start_steps=12", "run.train_steps=4", "async_training.require_batches=3"],
+        [
+            "algorithm.adv_estimator=gae",
+            "critic.head_start_steps=12",
+            "run.train_steps=4",
+            "async_training.require_batches=3",
+        ],
         ["critic.head_start_steps = 12", "12 optimizer steps", "never trained"],
         "critic.head_start_steps",
     ),
@@ -148,30 +223,69 @@ CONFLICTS = [
     ),
     (
         "base",
-        ["algorithm.rollout_is_batch_normalize=true", "algorithm.old_logprobs=recompute", "algorithm.loss_mode=reinforce"],
+        [
+            "algorithm.rollout_is_batch_normalize=true",
+            "algorithm.old_logprobs=recompute",
+            "algorithm.loss_mode=reinforce",
+        ],
         ["rollout_is_batch_normalize = true", 'loss_mode = "reinforce"'],
         "loss_mode=vanilla",
     ),
-    ("base", ["algorithm.rollout_rs=token_k1"], ['rollout_rs = "token_k1"', "needs a threshold"], '"0.5_2.0"'),
+    (
+        "base",
+        ["algorithm.rollout_rs=token_k1"],
+        ['rollout_rs = "token_k1"', "needs a threshold"],
+        '"0.5_2.0"',
+    ),
     (
         "base",
         ["algorithm.rollout_rs=seq_mean_k1", "algorithm.rollout_rs_threshold=0.01"],
         ['rollout_rs = "seq_mean_k1" with', "rollout_rs_threshold = 0.01", "must be above 1"],
         "rollout_rs_threshold=2.0",
     ),
-    ("base", ["algorithm.rollout_rs_threshold=2"], ["rollout_rs_threshold = 2", "no rule uses the threshold"], "seq_mean_k3"),
+    (
+        "base",
+        ["algorithm.rollout_rs_threshold=2"],
+        ["rollout_rs_threshold = 2", "no rule uses the threshold"],
+        "seq_mean_k3",
+    ),
     (
         "base",
         ["algorithm.rollout_rs=seq_max_k2", "algorithm.rollout_rs_threshold=0.5_2.0"],
         ['rollout_rs = "seq_max_k2"', 'rollout_rs_threshold = "0.5_2.0"', "only have an upper bound"],
         "rollout_rs_threshold=0.01",
     ),
-    ("base", ["algorithm.clip_ratio_c=3", "algorithm.loss_mode=gspo"], ["clip_ratio_c = 3", '"gspo"'], "loss_mode=vanilla"),
+    (
+        "base",
+        ["algorithm.clip_ratio_c=3", "algorithm.loss_mode=gspo"],
+        ["clip_ratio_c = 3", '"gspo"'],
+        "loss_mode=vanilla",
+    ),
     ("base", ["critic.lr=1e-5"], ["critic.lr = 1e-05", 'adv_estimator = "grpo"'], "adv_estimator=gae"),
-    ("base", ["algorithm.lam=0.9"], ["algorithm.lam = 0.9", 'adv_estimator = "grpo"'], "leave algorithm.lam out"),
-    ("base", ["algorithm.kl_loss_coef=0.1"], ["kl_loss_coef = 0.1", "use_kl_loss = false"], "use_kl_loss=true"),
-    ("base", ["algorithm.kl_coef=0.1"], ["kl_coef = 0.1", "use_kl_in_reward = false"], "use_kl_in_reward=true"),
-    ("base", ["ref.path=/a/model"], ["ref.path", "use_kl_loss = false", "use_kl_in_reward = false"], "kl_loss_coef=0"),
+    (
+        "base",
+        ["algorithm.lam=0.9"],
+        ["algorithm.lam = 0.9", 'adv_estimator = "grpo"'],
+        "leave algorithm.lam out",
+    ),
+    (
+        "base",
+        ["algorithm.kl_loss_coef=0.1"],
+        ["kl_loss_coef = 0.1", "use_kl_loss = false"],
+        "use_kl_loss=true",
+    ),
+    (
+        "base",
+        ["algorithm.kl_coef=0.1"],
+        ["kl_coef = 0.1", "use_kl_in_reward = false"],
+        "use_kl_in_reward=true",
+    ),
+    (
+        "base",
+        ["ref.path=/a/model"],
+        ["ref.path", "use_kl_loss = false", "use_kl_in_reward = false"],
+        "kl_loss_coef=0",
+    ),
     (
         "base",
         ["algorithm.use_kl_in_reward=true", "algorithm.mask_truncated=true"],
@@ -179,7 +293,12 @@ CONFLICTS = [
         "use_kl_loss=true",
     ),
     ("base", ["rollout.n=1"], ['adv_estimator = "grpo"', "rollout.n = 1"], "adv_estimator=gae"),
-    ("base", ["algorithm.filter_groups=true", "rollout.n=1"], ["filter_groups = true", "rollout.n = 1"], "rollout.n=8"),
+    (
+        "base",
+        ["algorithm.filter_groups=true", "rollout.n=1"],
+        ["filter_groups = true", "rollout.n = 1"],
+        "rollout.n=8",
+    ),
     (
         "base",
         ["algorithm.overlong_buffer_tokens=5000"],
@@ -192,7 +311,12 @@ CONFLICTS = [
         ["weights.dual_buffer = false", 'rollout.engine = "vllm"'],
         "weights.dual_buffer=true",
     ),
-    ("base", ["rollout.engine=vllm", "rollout.engine_args={max_num_seqs=4}"], ["engine_args.max_num_seqs"], "rollout.slots"),
+    (
+        "base",
+        ["rollout.engine=vllm", "rollout.engine_args={max_num_seqs=4}"],
+        ["engine_args.max_num_seqs"],
+        "rollout.slots",
+    ),
     (
         "base",
         [
@@ -217,7 +341,12 @@ CONFLICTS = [
         ['lora.sync = "adapter"', "weights.keep_versions = 2"],
         "lora.sync=merged",
     ),
-    ("base", ["weights.transport=nccl", "placement.device=cuda"], ['transport = "nccl"', 'engine = "transformers"'], "engine=vllm"),
+    (
+        "base",
+        ["weights.transport=nccl", "placement.device=cuda"],
+        ['transport = "nccl"', 'engine = "transformers"'],
+        "engine=vllm",
+    ),
     (
         "base",
         ["weights.transport=nccl", "rollout.engine=vllm"],
@@ -274,7 +403,9 @@ def test_a_combination_that_makes_no_sense_is_refused_with_numbers_and_a_fix(
     assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize(("reference", "transport"), [("partial-rollout", "nccl"), ("stale-samples", "nccl"), ("colocate", "ipc")])
+@pytest.mark.parametrize(
+    ("reference", "transport"), [("partial-rollout", "nccl"), ("stale-samples", "nccl"), ("colocate", "ipc")]
+)
 def test_weights_may_go_from_gpu_to_gpu_where_vllm_computes_on_gpus(reference: str, transport: str) -> None:
     loaded = load(reference, [f"weights.transport={transport}", *ON_GPUS], environ={})
     assert loaded.profile.weights.transport == transport
@@ -297,14 +428,36 @@ def test_several_conflicts_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("sets", "message", "hint"),
     [
-        (["rollout.enforce_eager=true"], "rollout.enforce_eager = true with rollout.engine", "rollout.engine=vllm"),
-        (["rollout.engine_args={block_size=32}"], "rollout.engine_args = {block_size = 32} with", "rollout.engine=vllm"),
-        (["rollout.engine=vllm", "rollout.max_model_len=100"], "rollout.max_model_len = 100", "max_model_len=352"),
-        (["rollout.engine=vllm", "rollout.top_p=0.9", "rollout.temperature=0.7"], "rollout.temperature = 0.7", "transformers"),
-        (["rollout.engine=vllm", "rollout.top_k=9", "eval.temperature=0.7"], "eval.temperature = 0.7", "transformers"),
+        (
+            ["rollout.enforce_eager=true"],
+            "rollout.enforce_eager = true with rollout.engine",
+            "rollout.engine=vllm",
+        ),
+        (
+            ["rollout.engine_args={block_size=32}"],
+            "rollout.engine_args = {block_size = 32} with",
+            "rollout.engine=vllm",
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.max_model_len=100"],
+            "rollout.max_model_len = 100",
+            "max_model_len=352",
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.top_p=0.9", "rollout.temperature=0.7"],
+            "rollout.temperature = 0.7",
+            "transformers",
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.top_k=9", "eval.temperature=0.7"],
+            "eval.temperature = 0.7",
+            "transformers",
+        ),
     ],
 )
-def test_vllm_is_refused_what_it_cannot_do_and_others_are_refused_its_keys(sets: list[str], message: str, hint: str) -> None:
+def test_vllm_is_refused_what_it_cannot_do_and_others_are_refused_its_keys(
+    sets: list[str], message: str, hint: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load("base", sets, environ={})
     assert message in caught.value.message
@@ -312,7 +465,9 @@ def test_vllm_is_refused_what_it_cannot_do_and_others_are_refused_its_keys(sets:
 
 
 def test_what_is_shipped_warns_of_nothing() -> None:
-    of_templates = (str(path) for directory in shipped_templates().values() for path in directory.glob("*.toml"))
+    of_templates = (
+        str(path) for directory in shipped_templates().values() for path in directory.glob("*.toml")
+    )
     warnings = {name: load(name, environ={}).warnings for name in (*shipped_profiles(), *of_templates)}
     assert not any(warnings.values()), warnings
 
@@ -345,7 +500,11 @@ def test_a_small_learning_rate_or_adapters_need_no_warning_about_a_pretrained_mo
         ("partial-rollout", ["rollout.interrupt=recompute-kv"]),
         (
             "stale-samples",
-            ["async_training.max_staleness=5", "async_training.on_stale=requeue", "algorithm.old_logprobs=recompute"],
+            [
+                "async_training.max_staleness=5",
+                "async_training.on_stale=requeue",
+                "algorithm.old_logprobs=recompute",
+            ],
         ),
         ("base", ["run.train_steps=20", "run.total_rollout_steps=320"]),
         ("base", ["rollout.engine=vllm", "rollout.temperature=0.7", "rollout.engine_args={block_size=32}"]),

@@ -81,7 +81,10 @@ def test_a_new_task_source_starts_without_the_parameters_of_the_old_one(tmp_path
     low = write(tmp_path, "low.toml", 'extends = "base"\n[task.params]\nmax_value = 9\n')
     high = write(tmp_path, "high.toml", 'extends = "low.toml"\n[task]\nsource = "reasoning-gym:count_bits"\n')
     assert load(low, environ={}).profile.task.params == {"max_value": 9}
-    assert load(low, ["task.params.min_value=1"], environ={}).profile.task.params == {"max_value": 9, "min_value": 1}
+    assert load(low, ["task.params.min_value=1"], environ={}).profile.task.params == {
+        "max_value": 9,
+        "min_value": 1,
+    }
     assert load(high, environ={}).profile.task.params == {}
 
 
@@ -98,7 +101,10 @@ def test_verls_name_for_the_old_logprobs_decides_them(alias: str, name: str) -> 
 
 
 def test_relative_paths_are_relative_to_the_profile_that_says_them(tmp_path: Path) -> None:
-    text = 'extends = "base"\n[task]\nsource = "jsonl:data.jsonl"\n[model]\npath = "./m"\n[reward_model]\npath = "./judge"\n'
+    text = (
+        'extends = "base"\n[task]\nsource = "jsonl:data.jsonl"\n[model]\npath = '
+        '"./m"\n[reward_model]\npath = "./judge"\n'
+    )
     text += '[eval]\nsets = {aime = "parquet:a.parquet"}\n'
     profile = load(write(tmp_path, "own.toml", text), environ={}).profile
     assert profile.task.source == f"jsonl:{tmp_path}/data.jsonl"
@@ -112,7 +118,9 @@ def test_hub_names_and_built_in_models_are_no_paths() -> None:
         assert load("base", [f"model.path={name}"], environ={}).profile.model.path == name
 
 
-def refusal(reference: str = "base", sets: tuple[str, ...] = (), environ: dict[str, str] | None = None) -> ConfigError:
+def refusal(
+    reference: str = "base", sets: tuple[str, ...] = (), environ: dict[str, str] | None = None
+) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         load(reference, sets, environ=environ or {})
     assert caught.value.exit_code == 2
@@ -124,11 +132,19 @@ def refusal(reference: str = "base", sets: tuple[str, ...] = (), environ: dict[s
     ("text", "message", "hint"),
     [
         ("run.train_step=3", "unknown key run.train_step", "did you mean run.train_steps?"),
-        ("partial_rollout=true", "unknown key partial_rollout", "did you mean async_training.partial_rollout?"),
+        (
+            "partial_rollout=true",
+            "unknown key partial_rollout",
+            "did you mean async_training.partial_rollout?",
+        ),
         ("trainer.slots=3", "unknown key trainer.slots", "did you mean rollout.slots?"),
         ("run.train_steps", "expected section.key=value", "--set run.train_steps=20"),
         ("run=3", "run is a section", "run.<key>"),
-        ("run.train_steps=ten", 'run.train_steps = "ten" (--set): expected an integer of at least 1', "train steps"),
+        (
+            "run.train_steps=ten",
+            'run.train_steps = "ten" (--set): expected an integer of at least 1',
+            "train steps",
+        ),
         ("run.train_steps='3'", "expected an integer", "remove the quotes: run.train_steps = 3"),
         ("run.train_steps=1.5", "run.train_steps = 1.5 (--set): expected an integer", "train steps"),
         ("run.train_steps=true", "run.train_steps = true (--set): expected an integer", "train steps"),
@@ -136,7 +152,11 @@ def refusal(reference: str = "base", sets: tuple[str, ...] = (), environ: dict[s
         ("async_training.staleness_threshold=-0.5", "expected a number of at least 0", "eta"),
         ("async_training.staleness_threshold=nan", "expected a number", "eta"),
         ("async_training.partial_rollout=1", "expected true or false", "Freeze"),
-        ("rollout.engine=transformer", 'rollout.engine = "transformer" is not known', "known: transformers, vllm;"),
+        (
+            "rollout.engine=transformer",
+            'rollout.engine = "transformer" is not known',
+            "known: transformers, vllm;",
+        ),
         ("trainer.betas=[0.9]", "expected 2 numbers", "betas"),
         ("trainer.betas=[0.9, 1.0]", "expected 2 numbers, each a number of at least 0 and below 1", "betas"),
         ("rollout.stop='x'", "expected an array, each entry a string", "Strings"),
@@ -144,9 +164,17 @@ def refusal(reference: str = "base", sets: tuple[str, ...] = (), environ: dict[s
         ("lora.target_modules=['']", "each entry a string of at least 1 character", "adapter"),
         ("model.path=''", "expected a string", "directory"),
         ("placement.ratios=[1.5]", "expected an array, each entry an integer of at least 1", "share"),
-        ("placement.tasks=['train']", 'expected an array, each entry an array, each entry one of "train"', "share"),
+        (
+            "placement.tasks=['train']",
+            'expected an array, each entry an array, each entry one of "train"',
+            "share",
+        ),
         ("placement.ratio=0:1", 'expected a string like "1:1"', "trainer:rollout"),
-        ("weights.keep_versions=some", 'expected an integer of at least 0 and at most 1,000,000,000 or "all"', "versions"),
+        (
+            "weights.keep_versions=some",
+            'expected an integer of at least 0 and at most 1,000,000,000 or "all"',
+            "versions",
+        ),
     ],
 )
 def test_a_wrong_set_says_key_value_and_what_is_expected(text: str, message: str, hint: str) -> None:
@@ -180,11 +208,14 @@ def test_an_unknown_environment_name_is_an_error(name: str, hint: str) -> None:
 
 
 def test_environment_values_are_toml_too_and_their_errors_name_the_variable() -> None:
-    profile = load("base", environ={"ASYNCRL_ROLLOUT__STOP": '["x"]', "ASYNCRL_TASK__PARAMS__LOW": "3"}).profile
+    profile = load(
+        "base", environ={"ASYNCRL_ROLLOUT__STOP": '["x"]', "ASYNCRL_TASK__PARAMS__LOW": "3"}
+    ).profile
     assert profile.rollout.stop == ("x",)
     assert profile.task.params == {"low": 3}
     assert (
-        load("base", environ={"ASYNCRL_TASK__PARAMS": "{low = 3}"}).origins["task.params.low"] == "environment ASYNCRL_TASK__PARAMS"
+        load("base", environ={"ASYNCRL_TASK__PARAMS": "{low = 3}"}).origins["task.params.low"]
+        == "environment ASYNCRL_TASK__PARAMS"
     )
     assert "(environment ASYNCRL_RUN__SEED)" in refusal(environ={"ASYNCRL_RUN__SEED": "x"}).message
 
@@ -215,7 +246,11 @@ def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path: P
 @pytest.mark.parametrize(
     ("table", "unknown", "hints"),
     [
-        ("[async]\npartial_rollot = true\nstaleness_threshold = 0.5", ["async", "async_training.partial_rollot"], 2),
+        (
+            "[async]\npartial_rollot = true\nstaleness_threshold = 0.5",
+            ["async", "async_training.partial_rollot"],
+            2,
+        ),
         ("[rollouts.sampling]\nslots = 8", ["rollouts", "rollout.sampling"], 2),
         ("[mine]\nrequire_batches = 2\non_stale = 'drop'", ["mine"], 1),
     ],
@@ -230,7 +265,9 @@ def test_the_keys_of_an_unknown_section_are_judged_by_the_section_that_was_meant
 
 
 def test_a_key_without_its_section_is_named_with_every_section_that_has_it() -> None:
-    assert unknown_key("lr", "profiles keys", [*sections(), *keys()]).hint == "did you mean critic.lr or trainer.lr?"
+    assert unknown_key("lr", "profiles keys", [*sections(), *keys()]).hint == (
+        "did you mean critic.lr or trainer.lr?"
+    )
     assert unknown_key("slots", "profiles keys", [*sections(), *keys()]).hint == "did you mean rollout.slots?"
 
 
@@ -260,11 +297,19 @@ def test_a_syntax_error_names_file_and_line(tmp_path: Path) -> None:
 
 
 def test_one_profile_lies_over_another_and_what_both_extend_stays_below(tmp_path: Path) -> None:
-    write(tmp_path, "own.toml", 'extends = "base"\npurpose = "Mine."\n[rollout]\nslots = 32\n[trainer]\nlr = 1e-5\n')
+    write(
+        tmp_path,
+        "own.toml",
+        'extends = "base"\npurpose = "Mine."\n[rollout]\nslots = 32\n[trainer]\nlr = 1e-5\n',
+    )
     write(tmp_path, "over.toml", 'extends = "partial-rollout"\n[trainer]\nlr = 2e-5\n')
     loaded = load(f"{tmp_path}/own.toml+{tmp_path}/over.toml", environ={})
     profile, origins = loaded.profile, loaded.origins
-    assert (profile.rollout.slots, profile.trainer.lr, profile.async_training.partial_rollout) == (32, 2e-5, True)
+    assert (profile.rollout.slots, profile.trainer.lr, profile.async_training.partial_rollout) == (
+        32,
+        2e-5,
+        True,
+    )
     assert (profile.name, profile.purpose) == ("own+over", "Mine.")
     assert "over.toml" in origins["trainer.lr"]
     assert "base.toml" in origins["rollout.n"]
@@ -287,7 +332,10 @@ def test_a_profile_that_extends_itself_is_a_cycle(tmp_path: Path) -> None:
 def test_a_profile_may_have_the_name_of_the_one_it_extends(tmp_path: Path) -> None:
     own = write(tmp_path, "base.toml", 'extends = "base"\n[run]\nseed = 5\n')
     profile = load(own, environ={}).profile
-    assert (profile.run.seed, profile.run.train_steps) == (5, load("base", environ={}).profile.run.train_steps)
+    assert (profile.run.seed, profile.run.train_steps) == (
+        5,
+        load("base", environ={}).profile.run.train_steps,
+    )
 
 
 def test_a_missing_profile_names_the_nearest_one_and_who_wanted_it(tmp_path: Path) -> None:
@@ -347,23 +395,30 @@ def test_a_chain_whose_modules_are_in_two_directories_is_refused_unless_one_is_n
     with pytest.raises(ConfigError) as refused:
         load(reference, environ={})
     assert refused.value.message == (
-        f'task.reward = "rewards:score" names a module in {projects}/a, but task.environment = "my_env:E" one in '
+        f'task.reward = "rewards:score" names a module in {projects}/a, but task.environment = "my_env:E" '
+        "one in "
         f"{projects}/c: task.import_path is one directory"
     )
     assert "task.import_path=DIR" in refused.value.hint
-    assert load(reference, [f"task.import_path={projects}/c"], environ={}).profile.task.import_path == str(projects / "c")
+    assert load(reference, [f"task.import_path={projects}/c"], environ={}).profile.task.import_path == str(
+        projects / "c"
+    )
 
 
 def test_a_module_of_a_set_or_the_environment_is_one_of_the_working_directory(projects: Path) -> None:
     reference = str(projects / "c" / "my.toml")
     assert load(reference, ["task.reward=rewards:score"], environ={}).profile.task.import_path is None
     assert load(reference, environ={"ASYNCRL_TASK__REWARD": "rewards:score"}).profile.task.import_path is None
-    assert load(reference, ["task.environment=mine:E"], environ={}).profile.task.import_path == str(projects / "a")
+    assert load(reference, ["task.environment=mine:E"], environ={}).profile.task.import_path == str(
+        projects / "a"
+    )
     with pytest.raises(ConfigError, match=f'but task.environment = "rewards:E" one in {projects}/here:'):
         load(reference, ["task.environment=rewards:E"], environ={})
 
 
-def test_a_file_of_another_kind_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_kind_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "grpo.yaml").write_text("trainer:\n  lr: 1e-6\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="is not a profile: the name of a TOML file ends in"):

@@ -1,4 +1,5 @@
-"""Other trainers' keys: what is said of each, and that docs/coming-from.md, which has them, is read as it is and fits our keys."""
+"""Other trainers' keys: what is said of each, and that docs/coming-from.md, which has them, is read as it is
+and fits our keys."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ NAMED = {
     "+actor_rollout_ref.rollout.param_update_consume_bucket_size_mb": "weights.load_bucket_size_mb",
     "+trainer.generate_ahead_steps": "async_training.staleness_threshold",
 }
-"""Every key that the three pages name and some of TRL's, and the key here that does its work, read from the schema's docstrings."""
+"""Every key that the three pages name and some of TRL's, and the key here that does its work, read from the
+schema's docstrings."""
 
 
 def refusal(*sets: str, environ: dict[str, str] | None = None) -> ConfigError:
@@ -83,7 +85,13 @@ def test_a_key_of_the_peers_pages_is_refused_with_ours(key: str) -> None:
 
 
 def test_a_key_is_known_without_its_first_parts_and_not_mistaken_for_ours() -> None:
-    for bare in ("test_freq", "max_staleness_steps", "fully_async.max_staleness_steps", "generate_ahead_steps", "train_batch_size"):
+    for bare in (
+        "test_freq",
+        "max_staleness_steps",
+        "fully_async.max_staleness_steps",
+        "generate_ahead_steps",
+        "train_batch_size",
+    ):
         assert any(ours in refusal(f"{bare}=1").message for ours in ("verl's", "SkyRL's"))
     assert refusal("staleness_threshold=1").hint == "did you mean async_training.staleness_threshold?"
 
@@ -91,8 +99,14 @@ def test_a_key_is_known_without_its_first_parts_and_not_mistaken_for_ours() -> N
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("algorithm.clip_ratio", "use algorithm.clip_ratio_low and algorithm.clip_ratio_high (the same value for both)"),
-        ("trainer.eps_clip", "use algorithm.clip_ratio_low and algorithm.clip_ratio_high (the same value for both)"),
+        (
+            "algorithm.clip_ratio",
+            "use algorithm.clip_ratio_low and algorithm.clip_ratio_high (the same value for both)",
+        ),
+        (
+            "trainer.eps_clip",
+            "use algorithm.clip_ratio_low and algorithm.clip_ratio_high (the same value for both)",
+        ),
         ("trainer.ppo_epochs", "every group is trained once"),
         ("trainer.lrr", "did you mean trainer.lr?"),
         ("trainer.policy.optimizer_config.lr", "did you mean trainer.lr?"),
@@ -100,9 +114,13 @@ def test_a_key_is_known_without_its_first_parts_and_not_mistaken_for_ours() -> N
         ("rollout.batch_size", "use trainer.ppo_mini_batch_size (groups in both)"),
     ],
 )
-def test_another_trainers_name_below_a_section_of_ours_is_known_if_it_means_one_thing(key: str, hint: str) -> None:
+def test_another_trainers_name_below_a_section_of_ours_is_known_if_it_means_one_thing(
+    key: str, hint: str
+) -> None:
     assert refusal(f"{key}=1").hint == hint
-    assert not refusal("logging.interval=1").hint.startswith("use"), "of checkpoints there, of evals elsewhere"
+    assert not refusal("logging.interval=1").hint.startswith("use"), (
+        "of checkpoints there, of evals elsewhere"
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,11 +141,18 @@ def test_a_guess_of_how_many_gpus_leads_to_the_key_that_says_it(guess: str, ours
 
 
 def test_all_keys_of_a_table_and_of_several_sets_are_named(tmp_path: Path) -> None:
-    theirs = '[actor_rollout_ref.rollout]\nmode = "async"\nname = "vllm"\ntemperature = 1.0\n[rollout]\ntest_freq = 5\n'
+    theirs = (
+        '[actor_rollout_ref.rollout]\nmode = "async"\nname = "vllm"\ntemperature = '
+        "1.0\n[rollout]\ntest_freq = 5\n"
+    )
     (tmp_path / "own.toml").write_text(f'extends = "base"\n{theirs}')
     with pytest.raises(ConfigError, match="4 problems") as refused:
         load(str(tmp_path / "own.toml"), environ={})
-    for key in ("actor_rollout_ref.rollout.mode", "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.temperature"):
+    for key in (
+        "actor_rollout_ref.rollout.mode",
+        "actor_rollout_ref.rollout.name",
+        "actor_rollout_ref.rollout.temperature",
+    ):
         assert f"unknown key {key}" in refused.value.message
     both = refusal("trainer.total_epochs=1", "rollout.test_freq=5").message
     assert "trainer.total_epochs" in both
@@ -152,7 +177,8 @@ def test_every_line_of_the_pages_tables_is_a_row() -> None:
         name, _, text = section.partition("\n")
         if "| there | here |" in text:
             keys_there[name] = re.findall(r"^\| `([^`]+)` \| .* \|$", text, re.MULTILINE)
-            assert len(keys_there[name]) == sum(line.startswith("|") for line in text.splitlines()) - 2  # heading and rule
+            # heading and rule
+            assert len(keys_there[name]) == sum(line.startswith("|") for line in text.splitlines()) - 2
     assert list(keys_there) == ["verl", "SkyRL", "AReaL", "prime-rl", "TRL", "Other names"]
     for name, theirs in keys_there.items():
         assert [row.theirs for row in rows() if row.peer == name] == theirs
@@ -161,8 +187,18 @@ def test_every_line_of_the_pages_tables_is_a_row() -> None:
 def test_a_row_is_read_as_the_page_has_it() -> None:
     found = {row.theirs: row for row in rows()}
     assert found["data.val_files"].ours == ("eval.sets", "task.eval_path")
-    assert found["data.gen_batch_size"] == ("verl", "data.gen_batch_size", (), "groups are always admitted one by one")
-    assert found["lora_r"] == ("TRL", "lora_r", ("lora.rank",), "merged at each sync, or sent alone (`lora.sync`)")
+    assert found["data.gen_batch_size"] == (
+        "verl",
+        "data.gen_batch_size",
+        (),
+        "groups are always admitted one by one",
+    )
+    assert found["lora_r"] == (
+        "TRL",
+        "lora_r",
+        ("lora.rank",),
+        "merged at each sync, or sent alone (`lora.sync`)",
+    )
     assert found["lora_alpha"] == ("TRL", "lora_alpha", ("lora.alpha",), "")
 
 
@@ -206,11 +242,14 @@ def test_an_engine_that_there_is_not_leads_to_those_that_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "whole"), [("[0.5,0.25,0.25]", (2, 1, 1)), ("[0.25,0.25,0.5]", (1, 1, 2)), ("[0.333,0.333,0.333]", (1, 1, 1))]
+    ("given", "whole"),
+    [("[0.5,0.25,0.25]", (2, 1, 1)), ("[0.25,0.25,0.5]", (1, 1, 2)), ("[0.333,0.333,0.333]", (1, 1, 1))],
 )
 def test_verls_fractions_of_resources_are_read(given: str, whole: tuple[int, ...]) -> None:
     tasks = 'placement.tasks=[["train"],["prox"],["rollout"]]'
-    loaded = load("stale-samples", [tasks, "algorithm.old_logprobs=recompute", f"placement.ratios={given}"], environ={})
+    loaded = load(
+        "stale-samples", [tasks, "algorithm.old_logprobs=recompute", f"placement.ratios={given}"], environ={}
+    )
     assert loaded.profile.placement.ratios == whole
 
 

@@ -46,7 +46,9 @@ def test_the_resolved_document_holds_every_key_and_eta_as_a_string(loaded: Loade
 def test_any_eta_survives_the_round_trip_exactly(percent: int) -> None:
     loaded = load("stale-samples", [f"async_training.staleness_threshold={percent / 100 or 0.5}"], environ={})
     again = from_document(json.loads(json.dumps(to_document(loaded.profile, loaded.origins))))
-    assert again.profile.async_training.staleness_threshold == loaded.profile.async_training.staleness_threshold
+    assert (
+        again.profile.async_training.staleness_threshold == loaded.profile.async_training.staleness_threshold
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,9 @@ def test_a_foreign_document_is_refused(loaded: Loaded, change: dict[str, object]
 
 
 @pytest.mark.parametrize("only_given", [True, False])
-def test_the_toml_of_a_profile_is_a_profile_with_the_same_values(loaded: Loaded, tmp_path: Path, only_given: bool) -> None:
+def test_the_toml_of_a_profile_is_a_profile_with_the_same_values(
+    loaded: Loaded, tmp_path: Path, only_given: bool
+) -> None:
     path = tmp_path / "again.toml"
     path.write_text(to_toml(loaded.profile, loaded.origins, only_given=only_given), encoding="utf-8")
     assert load(str(path), environ={}).profile == loaded.profile

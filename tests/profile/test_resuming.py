@@ -20,7 +20,12 @@ def resumed(*sets):
 
 
 def test_numbers_of_workers_and_where_they_run_may_change():
-    loaded = resumed("rollout.workers=3", "placement.trainer_workers=2", "rollout.max_restarts=2", "trainer.meeting_timeout_s=600")
+    loaded = resumed(
+        "rollout.workers=3",
+        "placement.trainer_workers=2",
+        "rollout.max_restarts=2",
+        "trainer.meeting_timeout_s=600",
+    )
     assert (loaded.profile.rollout.workers, loaded.profile.placement.trainer_workers) == (3, 2)
     assert loaded.origins["rollout.workers"] == "--set (resume)"
     assert loaded.profile.rollout.n == 4, "the rest is the checkpoint's"
@@ -47,7 +52,9 @@ def test_what_the_checkpoint_was_made_with_may_not(key, reason):
 
 def test_the_learning_rates_may_change_as_the_advice_for_skipped_steps_says():
     before = load("partial-rollout", ["algorithm.adv_estimator=gae", "rollout.n=1", "critic.lr=1e-3"])
-    lower = changed(from_document(to_document(before.profile, before.origins)), ["trainer.lr=1e-5", "critic.lr=1e-4"])
+    lower = changed(
+        from_document(to_document(before.profile, before.origins)), ["trainer.lr=1e-5", "critic.lr=1e-4"]
+    )
     assert (lower.profile.trainer.lr, lower.profile.critic.lr) == (1e-5, 1e-4)
 
 
@@ -85,7 +92,9 @@ def test_the_page_on_resuming_lists_every_key_that_may_change():
     for key in MAY_CHANGE:
         section, _, name = key.partition(".")
         of_section = re.search(rf"^- `{section}\.`: (.*?)(?=^-|^$)", text, re.MULTILINE | re.DOTALL)
-        assert f"`{key}`" in text or f"`{key}.*`" in text or (of_section and f"`{name}`" in of_section[1]), key
+        assert f"`{key}`" in text or f"`{key}.*`" in text or (of_section and f"`{name}`" in of_section[1]), (
+            key
+        )
 
 
 def test_the_tables_name_keys_and_sections_that_exist():

@@ -30,8 +30,12 @@ def run_of(root: Path, options: str = "-n 0", skips: str = "", **files: str) -> 
     (root / ".ci" / "skips.toml").write_text(skips)
     (root / "pytest.ini").write_text(f"[pytest]\naddopts = {PLUGINS} {options}\n")
     for name, text in files.items():
-        (root / f"test_{name}.py").write_text(f"import os\nimport pytest\nfrom pathlib import Path\n{ONCE}\n{text}\n")
-    done = subprocess.run([sys.executable, SCRIPT], cwd=root, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+        (root / f"test_{name}.py").write_text(
+            f"import os\nimport pytest\nfrom pathlib import Path\n{ONCE}\n{text}\n"
+        )
+    done = subprocess.run(
+        [sys.executable, SCRIPT], cwd=root, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -86,7 +90,11 @@ def test_once(): fails_before_try(2, 'once')
 
 
 def test_a_worker_that_crashes_once_costs_one_rerun_and_loses_no_test(tmp_path):
-    test = "def test_a(): pass\ndef test_it(): fails_before_try(2, 'it', lambda: os._exit(1))\ndef test_z(): pass"
+    test = (
+        "def test_a(): pass\ndef test_it(): fails_before_try(2, 'it', lambda: os._exit(1))\ndef "
+        "test_z(): "
+        "pass"
+    )
     code, output = run_of(tmp_path, "-n 2 --dist loadfile", flaky=test, good="def test_a(): pass")
     assert code == 0
     assert re.fullmatch(r"4 passed, 1 rerun in \d.*s", last_line(output))
@@ -120,11 +128,26 @@ def test_a_timeout_is_run_again_like_any_failure(tmp_path, method):
         ("-n 0", "test_bad.py", "import a_module_that_nobody_has"),
         ("-n 1", "test_bad.py", "import a_module_that_nobody_has"),
         ("-n 0", "conftest.py", "def pytest_runtest_setup(item): raise KeyboardInterrupt"),
-        ("-n 0", "conftest.py", "def pytest_runtest_protocol(item, nextitem): raise RuntimeError('internal')"),
-        ("-n 1", "conftest.py", "def pytest_runtest_protocol(item, nextitem): raise RuntimeError('internal')"),
+        (
+            "-n 0",
+            "conftest.py",
+            "def pytest_runtest_protocol(item, nextitem): raise RuntimeError('internal')",
+        ),
+        (
+            "-n 1",
+            "conftest.py",
+            "def pytest_runtest_protocol(item, nextitem): raise RuntimeError('internal')",
+        ),
         ("-n 0", "conftest.py", "def pytest_sessionfinish(session): session.exitstatus = 1"),
     ],
-    ids=["collection", "collection by a worker", "interrupt", "internal error", "internal error of a worker", "failed session"],
+    ids=[
+        "collection",
+        "collection by a worker",
+        "interrupt",
+        "internal error",
+        "internal error of a worker",
+        "failed session",
+    ],
 )
 def test_what_is_not_a_failed_test_fails_ci_at_once(tmp_path, options, name, text):
     (tmp_path / name).write_text(text)
@@ -138,18 +161,27 @@ def test_a_suite_without_tests_fails_ci(tmp_path):
 
 
 def test_more_failures_than_chance_makes_are_not_run_again(tmp_path):
-    code, output = run_of(tmp_path, bad="@pytest.mark.parametrize('n', range(21))\ndef test_it(n): assert False")
+    code, output = run_of(
+        tmp_path, bad="@pytest.mark.parametrize('n', range(21))\ndef test_it(n): assert False"
+    )
     assert code == 1
     assert "run again, alone" not in output
 
 
-SKIPPED = "@pytest.mark.parametrize('n', [1, 2])\n@pytest.mark.skipif(True, reason='no GPU here')\ndef test_it(n): pass"
+SKIPPED = (
+    "@pytest.mark.parametrize('n', [1, 2])\n@pytest.mark.skipif(True, reason='no GPU here')\ndef "
+    "test_it(n): pass"
+)
 
 
 def test_a_skip_that_is_not_named_fails_ci_and_says_why_it_was_skipped(tmp_path):
     code, output = run_of(tmp_path, some=SKIPPED, good="def test_a(): pass")
     assert code == 1
-    assert "skipped, although .ci/skips.toml does not name them:\n  test_some.py::test_it[1]\n      Skipped: no GPU here" in output
+    assert (
+        "skipped, although .ci/skips.toml does not name them:\n  test_some.py::test_it[1]\n      "
+        "Skipped: "
+        "no GPU here"
+    ) in output
 
 
 def test_a_skipped_module_must_be_named_too(tmp_path):
@@ -158,7 +190,9 @@ def test_a_skipped_module_must_be_named_too(tmp_path):
 
 
 def test_a_named_skip_passes_and_is_printed_with_its_reason(tmp_path):
-    code, output = run_of(tmp_path, skips='"test_some.py::test_it" = "needs a GPU"', some=SKIPPED, good="def test_a(): pass")
+    code, output = run_of(
+        tmp_path, skips='"test_some.py::test_it" = "needs a GPU"', some=SKIPPED, good="def test_a(): pass"
+    )
     assert code == 0
     assert "SKIPPED [2] test_some.py" in output
     assert "no GPU here" in output

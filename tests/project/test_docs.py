@@ -1,4 +1,5 @@
-"""docs/: references that are as the code is, a meaning for every metric, and a place in the site for every page."""
+"""docs/: references that are as the code is, a meaning for every metric, and a place in the site for every
+page."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def test_every_metric_that_the_code_names_has_a_meaning():
     texts = (path.read_text(encoding="utf-8") for room in rooms for path in room.rglob("*.py"))
     named = {name for text in texts for name in METRIC.findall(text)} | set(line(1))
     assert len(named) > 60
-    assert {name for name in named if meaning_of(name) is None} <= {"samples/s"}  # a label of `asyncrl compare`
+    # a label of `asyncrl compare`
+    assert {name for name in named if meaning_of(name) is None} <= {"samples/s"}
 
 
 def test_the_readme_names_every_section_and_its_profile_is_one(tmp_path):

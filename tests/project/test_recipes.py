@@ -102,7 +102,9 @@ def test_a_loss_of_another_package_trains_a_step_and_its_figures_are_reduced(tmp
     check_loss("sequence-ratio")
     metas, payloads = make_step(1, num_groups=2)
     (plan,) = planned(metas)
-    parts = trainer_parts(save_tiny_model(tmp_path / "model"), loss_mode="sequence-ratio", max_tokens_per_microbatch=400)
+    parts = trainer_parts(
+        save_tiny_model(tmp_path / "model"), loss_mode="sequence-ratio", max_tokens_per_microbatch=400
+    )
     trainer = parts.made(f"file://{tmp_path}/meet")
     try:
         before = {name: local.clone() for name, local in trainer.model.locals().items()}
@@ -142,7 +144,9 @@ def test_an_environment_and_an_engine_of_another_package_make_a_group() -> None:
     engine = find("rollout.engine", "counting", {}, "asyncrl.engines")()
     sampling = Sampling(temperature=1.0, max_response_tokens=32)
     make = partial(find_environment("echo"), Lengths())
-    runner = GroupRunner(Means(engine, Chat(Letters()), make, Limits(8, 40, max_turns=2), Places(8, hold=True)), sampling)
+    runner = GroupRunner(
+        Means(engine, Chat(Letters()), make, Limits(8, 40, max_turns=2), Places(8, hold=True)), sampling
+    )
     key = PartKey(AttemptKey("a", 0, 0), 0)
     request = PartRequest(key=key, item={"uid": "a", "prompt": "!"}, indices=(0, 1), seed=0)
     result, payload = asyncio.run(runner.run(request, lambda finished: None))
@@ -150,4 +154,6 @@ def test_an_environment_and_an_engine_of_another_package_make_a_group() -> None:
     first, second = [34, 35, 36, 37], [4, 5, 6, 7]
     assert segment.tokens_T.tolist() == [33, *first, *first, 63, *second]
     assert segment.mask_T.tolist() == [False, *[True] * 4, *[False] * 5, *[True] * 4]
-    assert [(meta.reward, meta.response_tokens, meta.prompt_tokens) for meta in result.trajectories] == [(4.0, 8, 6)] * 2
+    assert [(meta.reward, meta.response_tokens, meta.prompt_tokens) for meta in result.trajectories] == [
+        (4.0, 8, 6)
+    ] * 2

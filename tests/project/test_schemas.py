@@ -22,7 +22,10 @@ KINDS: dict[str, tuple[Path, Callable[[], dict[str, Any]]]] = {
     "workload": (ROOT / "profiles" / "workloads" / "workload.schema.json", workload_schema),
 }
 FILES = [
-    *(("profile", path) for path in sorted([*ROOT.glob("profiles/*.toml"), *ROOT.glob("templates/*/*.toml")])),
+    *(
+        ("profile", path)
+        for path in sorted([*ROOT.glob("profiles/*.toml"), *ROOT.glob("templates/*/*.toml")])
+    ),
     *(("workload", path) for path in sorted(ROOT.glob("profiles/workloads/*.toml"))),
 ]
 TAPLO = shutil.which("taplo")
@@ -36,11 +39,15 @@ def test_the_committed_schema_is_that_of_the_code(kind: str) -> None:
     Draft202012Validator.check_schema(made())
 
 
-@pytest.mark.parametrize(("kind", "path"), FILES, ids=lambda value: getattr(value, "parent", Path(str(value))).name)
+@pytest.mark.parametrize(
+    ("kind", "path"), FILES, ids=lambda value: getattr(value, "parent", Path(str(value))).name
+)
 def test_every_shipped_file_names_its_schema_and_keeps_to_it(kind: str, path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.startswith(f"#:schema ./{kind}.schema.json\n")
-    assert [error.message for error in Draft202012Validator(KINDS[kind][1]()).iter_errors(tomllib.loads(text))] == []
+    assert [
+        error.message for error in Draft202012Validator(KINDS[kind][1]()).iter_errors(tomllib.loads(text))
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,9 @@ def test_every_shipped_file_names_its_schema_and_keeps_to_it(kind: str, path: Pa
     ],
 )
 def test_the_schema_refuses_what_the_loader_refuses(kind: str, text: str, wrong: str) -> None:
-    messages = [error.message for error in Draft202012Validator(KINDS[kind][1]()).iter_errors(tomllib.loads(text))]
+    messages = [
+        error.message for error in Draft202012Validator(KINDS[kind][1]()).iter_errors(tomllib.loads(text))
+    ]
     assert any(wrong in message for message in messages)
 
 
@@ -68,7 +77,9 @@ def test_taplo_accepts_the_shipped_files_and_names_a_misspelt_key(tmp_path: Path
     shipped = check(*(path for _, path in FILES if path.parent.parent.name != "templates"))
     assert shipped.returncode == 0, shipped.stderr
     shutil.copy(KINDS["profile"][0], tmp_path)
-    (tmp_path / "my.toml").write_text("#:schema ./profile.schema.json\n[rollout]\nslotz = 3\n", encoding="utf-8")
+    (tmp_path / "my.toml").write_text(
+        "#:schema ./profile.schema.json\n[rollout]\nslotz = 3\n", encoding="utf-8"
+    )
     refused = check(tmp_path / "my.toml")
     assert refused.returncode != 0
     assert "slotz" in refused.stderr

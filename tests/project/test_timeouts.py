@@ -9,7 +9,8 @@ from asyncrl_cli.timeouts import timeout
 
 
 async def ends_of(*cancel_after_s: float) -> list[str]:
-    """How a block of 0.02 s in the cleanup of a cancelled task ends, if the task is cancelled again at these times."""
+    """How a block of 0.02 s in the cleanup of a cancelled task ends, if the task is cancelled again at these
+    times."""
     ends = []
 
     async def work() -> None:

@@ -28,7 +28,9 @@ def closure(names: tuple[str, ...]) -> list[metadata.Distribution]:
             continue
         if name not in found:
             found[name] = distribution
-            waiting += [requirement for requirement in distribution.requires or () if "extra ==" not in requirement]
+            waiting += [
+                requirement for requirement in distribution.requires or () if "extra ==" not in requirement
+            ]
     return list(found.values())
 
 
@@ -54,8 +56,18 @@ def test_the_wheel_in_an_empty_environment_lists_profiles_and_templates(tmp_path
     (site_packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     for distribution in closure(NEEDED):
         copy_distribution(distribution, site_packages)
-    install = [str(commands / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    bare = {"PATH": "/usr/bin:/bin", "COLUMNS": "120"}  # no PYTHONPATH: with one, pip may find the wheel installed elsewhere
+    install = [
+        str(commands / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
+    # no PYTHONPATH: with one, pip may find the wheel installed elsewhere
+    bare = {"PATH": "/usr/bin:/bin", "COLUMNS": "120"}
     subprocess.run(install, check=True, timeout=120, env=bare)
 
     def asyncrl(*arguments: str, exit_code: int = 0) -> str:
@@ -78,4 +90,6 @@ def test_the_wheel_in_an_empty_environment_lists_profiles_and_templates(tmp_path
     assert str(site_packages) in asyncrl("profiles", "show", "base", "--origin")
     asyncrl("init", "jsonl", "mine")
     assert (tmp_path / "mine" / "rewards.py").is_file()
-    assert "verl's name for eval.every_versions" in asyncrl("profiles", "keys", "rollout.test_freq", exit_code=2)
+    assert ("verl's name for eval.every_versions") in asyncrl(
+        "profiles", "keys", "rollout.test_freq", exit_code=2
+    )

@@ -1,4 +1,5 @@
-"""A run's directory, written by hand: 6 train steps, resumed after the 3rd, with figures that can be read off."""
+"""A run's directory, written by hand: 6 train steps, resumed after the 3rd, with figures that can be read
+off."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ EVENTS = [
     {"time_s": 0.5, "event": "published", "version": 0, "step": 0},
     {"time_s": 20.0, "event": "eval", "version": 0, "step": 2, "reward_mean": 0.25, "num_prompts": 64},
     {"time_s": 30.1, "event": "checkpointed", "version": 1, "step": 3},
-    {"time_s": 39.0, "event": "eval", "version": 2, "step": 4, "reward_mean": 0.99, "num_prompts": 64},  # before the kill
+    # before the kill
+    {"time_s": 39.0, "event": "eval", "version": 2, "step": 4, "reward_mean": 0.99, "num_prompts": 64},
     {"time_s": 30.0, "event": "resumed", "version": 1, "step": 3, "from_step": 3},
     {"time_s": 45.0, "event": "restarted", "worker": "rollout-0", "restart_s": 2.0, "step": 4},
     {"time_s": 60.0, "event": "eval", "version": 3, "step": 6, "reward_mean": 0.5, "num_prompts": 64},
@@ -49,21 +51,35 @@ EVENTS = [
 
 
 def make_run(directory: Path, *, lines=None, sets=(), purpose="To be reported.") -> Path:
-    loaded = load("partial-rollout", ["run.train_steps=6", "trainer.ppo_mini_batch_size=16", *sets], environ={})
+    loaded = load(
+        "partial-rollout", ["run.train_steps=6", "trainer.ppo_mini_batch_size=16", *sets], environ={}
+    )
     profile = loaded.profile.model_copy(update={"purpose": purpose})
     directory.mkdir(parents=True)
-    (directory / "config.resolved.json").write_text(json.dumps(to_document(profile, loaded.origins), default=str))
+    (directory / "config.resolved.json").write_text(
+        json.dumps(to_document(profile, loaded.origins), default=str)
+    )
     (directory / "profile.toml").write_text(to_toml(loaded.profile, loaded.origins))
     lines = [line(step) for step in range(1, STEPS + 1)] if lines is None else lines
     timeline = [
         {
             "step": step,
-            "spans": {"trainer": [["starved", 10.0 * step - 10, 10.0 * step - 4], ["busy", 10.0 * step - 4, 10.0 * step]]},
+            "spans": {
+                "trainer": [
+                    ["starved", 10.0 * step - 10, 10.0 * step - 4],
+                    ["busy", 10.0 * step - 4, 10.0 * step],
+                ]
+            },
         }
         for step in range(1, len(lines) + 1)
     ]
     for name, records in (("metrics", lines), ("events", EVENTS), ("timeline", timeline)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    status = {"executors": [{"name": "trainer", "role": "trainer"}], "progress": {"time_s": 60.0}, "phase": "done", "error": ""}
+    status = {
+        "executors": [{"name": "trainer", "role": "trainer"}],
+        "progress": {"time_s": 60.0},
+        "phase": "done",
+        "error": "",
+    }
     (directory / "status.json").write_text(json.dumps(status))
     return directory

@@ -1,4 +1,5 @@
-"""The page in a real browser, where there is one (Debian's `chromium`; CI installs none). The page's data is tested without."""
+"""The page in a real browser, where there is one (Debian's `chromium`; CI installs none). The page's data is
+tested without."""
 
 from __future__ import annotations
 
@@ -33,9 +34,17 @@ told.observe(document.documentElement, { attributes: true });
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 def test_a_browser_draws_every_chart_from_the_data_and_finds_no_fault(tmp_path):
     pytest.importorskip("plotly")
-    made, _ = write_report([str(make_run(tmp_path / "otter"))], tmp_path / "page.html", tmp_path, lambda text: None)
+    made, _ = write_report(
+        [str(make_run(tmp_path / "otter"))], tmp_path / "page.html", tmp_path, lambda text: None
+    )
     made.write_text(made.read_text().replace("</body>", TELL))
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}/chromium"]
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path}/chromium",
+    ]
     command = [CHROMIUM, *flags, "--virtual-time-budget=120000", "--dump-dom", made.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     assert "CONSOLE" not in done.stderr

@@ -1,4 +1,5 @@
-"""Which file a report is, of runs and of a bench's directory. The plotting library is not needed: the pages hold a word instead."""
+"""Which file a report is, of runs and of a bench's directory. The plotting library is not needed: the pages
+hold a word instead."""
 
 from __future__ import annotations
 

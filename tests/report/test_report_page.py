@@ -1,4 +1,5 @@
-"""The page of runs: its data is that of their files, its words follow from their figures, and it needs nothing but itself."""
+"""The page of runs: its data is that of their files, its words follow from their figures, and it needs
+nothing but itself."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def page(*directories):
 
 
 def embedded(html):
-    return json.loads(re.search(r'<script type="application/json" id="report-data">(.*?)</script>', html, re.DOTALL)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="report-data">(.*?)</script>', html, re.DOTALL)[1]
+    )
 
 
 def words(html):
@@ -40,7 +43,9 @@ def test_the_pages_columns_are_the_lines_of_metrics(tmp_path):
     assert found["steps_per_point"] == 1
     for place, own in enumerate(lines):
         at = {key: column[place] for key, column in found["columns"].items() if column[place] is not None}
-        assert {key: at.get(key) for key in own} == {key: pytest.approx(value, rel=1e-6) for key, value in own.items()}
+        assert {key: at.get(key) for key in own} == {
+            key: pytest.approx(value, rel=1e-6) for key, value in own.items()
+        }
         assert {key for key in at if not key.startswith("states/")} == {*own, "samples"}
     assert found["columns"]["samples"] == [16 * 8 * step for step in range(1, 7)]
 
@@ -55,7 +60,10 @@ def test_the_trainers_ranks_are_counted_though_it_is_one_executor(tmp_path):
 
 def test_evals_and_marks_leave_out_what_a_resume_did_again(tmp_path):
     found = embedded(page(make_run(tmp_path / "otter")))["runs"][0]
-    assert [(one["version"], one["reward_mean"], one["samples"]) for one in found["evals"]] == [(0, 0.25, 256), (3, 0.5, 768)]
+    assert [(one["version"], one["reward_mean"], one["samples"]) for one in found["evals"]] == [
+        (0, 0.25, 256),
+        (3, 0.5, 768),
+    ]
     assert {(mark["kind"], mark["time_s"]) for mark in found["marks"]} == {
         ("eval", 20),
         ("eval", 60),
@@ -67,7 +75,10 @@ def test_evals_and_marks_leave_out_what_a_resume_did_again(tmp_path):
 
 def test_a_long_run_has_the_mean_the_minimum_and_the_maximum_of_the_steps_of_a_point():
     rewards = np.random.default_rng(0).random(2 * MOST_STEPS + 3)
-    lines = [{"step": step, "reward/mean": reward, "staleness/histogram": [1, 3]} for step, reward in enumerate(rewards)]
+    lines = [
+        {"step": step, "reward/mean": reward, "staleness/histogram": [1, 3]}
+        for step, reward in enumerate(rewards)
+    ]
     columns = columns_of(lines, len(lines))
     k = columns.steps_per_point
     parts = [rewards[start : start + k] for start in range(0, len(rewards), k)]
@@ -80,7 +91,11 @@ def test_a_long_run_has_the_mean_the_minimum_and_the_maximum_of_the_steps_of_a_p
 @pytest.mark.parametrize("length_s", [1000.0, 0.0])  # 0: the run's status is lost
 def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_went(length_s):
     """Every 0.1 s: 0.07 s busy, 0.03 s starved; and half of the run paused."""
-    spans = [span for i in range(5000) for span in (["busy", i / 10, i / 10 + 0.07], ["starved", i / 10 + 0.07, i / 10 + 0.1])]
+    spans = [
+        span
+        for i in range(5000)
+        for span in (["busy", i / 10, i / 10 + 0.07], ["starved", i / 10 + 0.07, i / 10 + 0.1])
+    ]
     lines = [{"step": step, "spans": {"r": spans[2000 * step : 2000 * step + 2000]}} for step in range(5)]
     lines.append({"step": 5, "spans": {"r": [["paused", 500.0, 1000.0]]}})
     timeline = Timeline(roles={"r": "rollout"}, length_s=length_s, most_spans=300).read(lines)
@@ -88,13 +103,20 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
     assert len(timeline.spans["r"]) == 2 * 50 + 1
     spent = {state: sum(own[1::2]) for state, own in timeline.to_json()["executors"]["r"].items()}
     assert spent == {"busy": pytest.approx(350), "starved": pytest.approx(150), "paused": pytest.approx(500)}
-    assert timeline.shares[0] == {"states/rollout/busy": pytest.approx(0.7), "states/rollout/starved": pytest.approx(0.3)}
+    assert timeline.shares[0] == {
+        "states/rollout/busy": pytest.approx(0.7),
+        "states/rollout/starved": pytest.approx(0.3),
+    }
 
 
 @pytest.mark.parametrize(
     ("figures", "said"),
     [
-        ({}, "Mostly the trainer: the trainer idled 60% of the time, the rollout workers 5%. Generation limits the run"),
+        (
+            {},
+            "Mostly the trainer: the trainer idled 60% of the time, the rollout workers 5%. Generation "
+            "limits the run",
+        ),
         ({}, "the trainer waited for groups 60% of the time. 90% of the slots were used"),
         ({}, "If there are free cores or GPUs, give rollout a second process (rollout.workers = 2)"),
         ({"rollouter/slot_utilization": 0.3}, "Only 30% of the slots were used"),
@@ -103,17 +125,32 @@ def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_
         ({"trainer/idle_ratio": 0.4, "rollouter/idle_ratio": 0.35}, "They wait for each other"),
         ({}, "Tokens were 0.50 versions old on average, 1 at most: the bound of 1 held."),
         ({"staleness/max": 2}, "the bound of 1 was broken"),
-        ({"correction/kl": 0.01}, "0.0100 nats per token away from the policy that had sampled the data: within the limit of"),
-        ({"correction/kl": 0.5}, "0.5000 nats per token away from the policy that had sampled the data: above the limit of"),
-        ({"correction/kl": 0.5}, "The policy is far from the one that sampled its data; lower async_training.staleness_threshold"),
-        ({"sync/logprob_abs_diff_median": 0.2}, "a worker may be computing with other weights than it was sent"),
+        (
+            {"correction/kl": 0.01},
+            "0.0100 nats per token away from the policy that had sampled the data: within the limit of",
+        ),
+        (
+            {"correction/kl": 0.5},
+            "0.5000 nats per token away from the policy that had sampled the data: above the limit of",
+        ),
+        (
+            {"correction/kl": 0.5},
+            "The policy is far from the one that sampled its data; lower async_training.staleness_threshold",
+        ),
+        (
+            {"sync/logprob_abs_diff_median": 0.2},
+            "a worker may be computing with other weights than it was sent",
+        ),
         (
             {"timing/eval_s": 5.0},
             "Hardly anyone: the trainer idled 10% of the time, and 50% more during evals; the rollout",
         ),
         ({"timing/eval_s": 2.0}, "Evals held workers while the trainer waited 20% of the time."),
         ({"waste/tokens_discarded": 2000}, "25% of the sampled tokens were discarded"),
-        ({"reward/without_reference_ratio": 0.5}, "In 50% of the rewarded responses the reference answer does not stand"),
+        (
+            {"reward/without_reference_ratio": 0.5},
+            "In 50% of the rewarded responses the reference answer does not stand",
+        ),
         ({"env/failed/tool-timeout": 3}, "Without a reward: tool-timeout 3."),
         ({}, "6 train steps in 0:01:00, resumed 1 time. Held-out reward went from 0.250 to 0.500."),
     ],
@@ -124,8 +161,21 @@ def test_the_verdict_says_what_the_figures_mean(tmp_path, figures, said):
 
 
 def scores(*rewards, version):
-    known = {"event": "eval", "version": version, "reward_mean": float(np.mean(rewards)), "num_prompts": len(rewards)}
-    return {**known, "time_s": 10.0, "step": 6, "reward_low": 0.0, "reward_high": 0.5, "prompts": "ab", "rewards": rewards}
+    known = {
+        "event": "eval",
+        "version": version,
+        "reward_mean": float(np.mean(rewards)),
+        "num_prompts": len(rewards),
+    }
+    return {
+        **known,
+        "time_s": 10.0,
+        "step": 6,
+        "reward_low": 0.0,
+        "reward_high": 0.5,
+        "prompts": "ab",
+        "rewards": rewards,
+    }
 
 
 def judged(directory, *events):
@@ -136,7 +186,9 @@ def judged(directory, *events):
 
 
 def test_a_rise_within_the_scatter_of_few_prompts_is_no_good_news(tmp_path):
-    found = judged(tmp_path / "otter", scores(0, 0, 0, 0.1, version=0), scores(0.1, 0.1, 0.1, 0.1, version=3))["learning"]
+    found = judged(
+        tmp_path / "otter", scores(0, 0, 0, 0.1, version=0), scores(0.1, 0.1, 0.1, 0.1, version=3)
+    )["learning"]
     assert found.weight == "note"
     assert "from 0.025 [0.000..0.500] to 0.100 [0.000..0.500], a change of +0.075 (95%: " in found.text
     assert "over the same 4 prompts: too few prompts to tell it from no change." in found.text
@@ -159,11 +211,16 @@ def test_evals_of_an_older_version_without_intervals_are_no_good_news(tmp_path):
 
 def test_the_runs_own_warnings_are_in_the_verdict_each_once(tmp_path):
     flat = "all trajectories of the last 5 train steps have the reward 0.1, which teaches nothing"
-    warnings = [{"event": "warning", "time_s": 12.0, "message": message} for message in (flat, flat, *"abcde")]
+    warnings = [
+        {"event": "warning", "time_s": 12.0, "message": message} for message in (flat, flat, *"abcde")
+    ]
     directory = tmp_path / "otter"
     found = judged(directory, *warnings)
     told = [finding for finding in run_data(Recorded(directory)).findings if finding.about == "warning"]
-    assert [finding.text for finding in told] == [*(f"At 0:00:12: {text}" for text in (flat, *"abcd")), "And 1 further warning."]
+    assert [finding.text for finding in told] == [
+        *(f"At 0:00:12: {text}" for text in (flat, *"abcd")),
+        "And 1 further warning.",
+    ]
     assert (told[0].weight, found["warning"].change) == ("bad", "asyncrl logs otter")
 
 
@@ -173,7 +230,9 @@ def test_resources_are_to_be_divided_otherwise_where_a_side_has_several_processe
     logs.mkdir(parents=True, exist_ok=True)
     for rank in range(2):
         (logs / f"trainer-{rank}.log").touch()
-    assert "Give rollout a larger share of the resources (placement.ratio or rollout.workers), or ask for" in words(page(run))
+    assert (
+        "Give rollout a larger share of the resources (placement.ratio or rollout.workers), or ask for"
+    ) in words(page(run))
 
 
 def test_differences_of_configuration_come_first(tmp_path):

@@ -35,7 +35,8 @@ def segment(*tokens):
 
 @pytest.fixture
 def run(tmp_path):
-    """Step 20 with one group: an answer in two versions, a tool's result, an answer; and a trajectory of two segments."""
+    """Step 20 with one group: an answer in two versions, a tool's result, an answer; and a trajectory of two
+    segments."""
     (tmp_path / "runs" / "r").mkdir(parents=True)
     (tmp_path / "runs" / "r" / "profile.toml").touch()
     told, half = [(1, -1, 0), (2, -1, 0)], np.log(0.5)
@@ -51,7 +52,13 @@ def run(tmp_path):
     group = SampledGroup(payload=payload, advantages=[0.7, -0.7], logprobs=trainer, answer="[b]7 & 8")
     decode = "".join
     for step in (20, 40):
-        dump_samples(tmp_path / "runs" / "r" / "samples", step, [group], window=5, decode=lambda ids: decode(map(WORDS.get, ids)))
+        dump_samples(
+            tmp_path / "runs" / "r" / "samples",
+            step,
+            [group],
+            window=5,
+            decode=lambda ids: decode(map(WORDS.get, ids)),
+        )
     return Recorded(tmp_path / "runs" / "r")
 
 
@@ -70,7 +77,12 @@ def test_a_pipe_tells_everything_in_plain_text_of_80_columns(run):
     assert "\nexpected: [b]7 & 8\n" in text
     assert re.search("^told +<tool>", text, re.MULTILINE)
     assert "(v4)<b>&\\x1b[31m" in text
-    for fact in ("reward 1", "advantage +0.7", "oldest 2 behind window v5", "most changed 'three': 0.500 -> 0.125"):
+    for fact in (
+        "reward 1",
+        "advantage +0.7",
+        "oldest 2 behind window v5",
+        "most changed 'three': 0.500 -> 0.125",
+    ):
         assert fact in " ".join(text.split())
     assert "segment 2" in printed(run, 1)
     assert "most changed" not in printed(run, 1), "sampler and trainer agree"

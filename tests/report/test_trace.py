@@ -1,4 +1,5 @@
-"""Traces of a simulated run that was recorded as real ones are: their slices and arrows are those of events.jsonl."""
+"""Traces of a simulated run that was recorded as real ones are: their slices and arrows are those of
+events.jsonl."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ WORKLOAD = Workload.model_validate(
         "lengths": {"median_tokens": 20.0, "sigma": 0.5},
         "decoding": {"step_s": 0.02, "step_s_per_sequence": 0.002},
         "training": {"s_per_token": 0.002},
-        "syncing": {"parameter_bytes": 1e6, "gather_bytes_per_s": 1e7, "send_bytes_per_s": 1e7, "load_bytes_per_s": 1e7},
+        "syncing": {
+            "parameter_bytes": 1e6,
+            "gather_bytes_per_s": 1e7,
+            "send_bytes_per_s": 1e7,
+            "load_bytes_per_s": 1e7,
+        },
     }
 )
 
@@ -75,7 +81,9 @@ def times_of(events, name):
 def test_slices_and_arrows_are_as_many_as_events(trace, events):
     entries, happened = entries_of(trace), Counter(event["event"] for event in events)
     slices = Counter(
-        (entry["cat"], entry["name"].split()[0]) for entry in entries if entry["ph"] == "X" and entry["cat"] != "state"
+        (entry["cat"], entry["name"].split()[0])
+        for entry in entries
+        if entry["ph"] == "X" and entry["cat"] != "state"
     )
     assert happened["trained"] == GROUPS
     assert slices["phase", "generation"] == happened["running"]
@@ -110,7 +118,9 @@ def test_slices_of_a_track_lie_side_by_side_or_in_each_other_and_every_arrow_bin
 def test_sequences_take_the_slots_while_their_worker_is_busy(trace, run, events):
     entries = entries_of(trace)
     sequences = [entry for entry in entries if entry.get("cat") == "sequence" and entry["ph"] == "X"]
-    assert len({entry["name"] for entry in sequences}) == len(sequences) == 4 * len(times_of(events, "running"))
+    assert (
+        len({entry["name"] for entry in sequences}) == len(sequences) == 4 * len(times_of(events, "running"))
+    )
     assert len({(entry["pid"], entry["tid"]) for entry in sequences}) <= SLOTS
     busy = [stay for line in run.timeline() for stay in line["spans"]["rollout-0"] if stay[0] == "busy"]
     covered, reached = 0, 0
@@ -141,7 +151,8 @@ def test_a_run_without_a_version_and_a_group_without_all_of_its_events_are_left_
     (directory / "events.jsonl").write_text("")
     assert write_trace(Recorded(directory), tmp_path / "trace.json")["version"] == 0
     (directory / "events.jsonl").write_text(
-        '{"time_s": 1.0, "event": "running", "group": "a@0.0"}\n{"time_s": 2.0, "event": "trained", "group": "a@0.0", "step": 1}\n'
+        '{"time_s": 1.0, "event": "running", "group": "a@0.0"}\n{"time_s": 2.0, "event": "trained", "group": '
+        '"a@0.0", "step": 1}\n'
     )
     assert write_trace(Recorded(directory), tmp_path / "trace.json")["group"] == 0
 
@@ -150,12 +161,16 @@ def test_a_run_without_a_version_and_a_group_without_all_of_its_events_are_left_
 def test_perfetto_answers_the_questions_of_the_docs_as_the_events_do(trace, events):
     questions = re.findall(r"```sql\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     running, finished, taken = (times_of(events, name) for name in ("running", "finished", "training"))
-    of_step = {step: [e["group"] for e in events if e["event"] == "trained" and e["step"] == step] for step in (40, 41)}
+    of_step = {
+        step: [e["group"] for e in events if e["event"] == "trained" and e["step"] == step]
+        for step in (40, 41)
+    }
     processor = TraceProcessor(trace)
     try:
         waited, made, phases, executors, longest = (processor.ask(question) for question in questions)
         (flows,) = processor.ask(
-            "SELECT COUNT(DISTINCT flow.id) AS number FROM flow JOIN args USING (arg_set_id) WHERE string_value = 'group'"
+            "SELECT COUNT(DISTINCT flow.id) AS number FROM flow JOIN args USING (arg_set_id) WHERE "
+            "string_value = 'group'"
         )
         wrong = processor.ask("SELECT name, value FROM stats WHERE value > 0 AND severity != 'info'")
     finally:
@@ -166,7 +181,9 @@ def test_perfetto_answers_the_questions_of_the_docs_as_the_events_do(trace, even
     assert [row["waited_for"] for row in waited] == [last]
     assert waited[0]["finished_s"] == pytest.approx(finished[last], abs=1e-5)
     windows = {e["group"]: e["version"] + 1 for e in events if e["event"] == "trained"}
-    assert [row["group_key"] for row in made] == sorted(group for group, version in windows.items() if version == 11)
+    assert [row["group_key"] for row in made] == sorted(
+        group for group, version in windows.items() if version == 11
+    )
     assert {row["name"]: row["number"] for row in phases} == {
         "generation": len(running),
         "training": GROUPS,
@@ -178,7 +195,9 @@ def test_perfetto_answers_the_questions_of_the_docs_as_the_events_do(trace, even
     assert longest[0]["seconds"] > 0
 
 
-@pytest.mark.parametrize(("text", "steps"), [(":", (1, None)), ("7", (7, 7)), ("3:5", (3, 5)), ("3:", (3, None)), (":5", (1, 5))])
+@pytest.mark.parametrize(
+    ("text", "steps"), [(":", (1, None)), ("7", (7, 7)), ("3:5", (3, 5)), ("3:", (3, None)), (":5", (1, 5))]
+)
 def test_steps_are_a_range_with_open_ends(text, steps):
     assert parse_steps(text) == steps
 
@@ -198,4 +217,5 @@ def test_a_trace_of_a_long_run_keeps_no_lines_of_metrics_in_memory(tmp_path):
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak_bytes < 20e6  # 17 MB to read lines of up to 16 MiB; the lines themselves would take another 11
+    # 17 MB to read lines of up to 16 MiB; the lines themselves would take another 11
+    assert peak_bytes < 20e6

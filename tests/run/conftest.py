@@ -1,4 +1,5 @@
-"""The runs of these tests share one cache: the first builds the model, the others find it. None outlives its test.
+"""The runs of these tests share one cache: the first builds the model, the others find it. None outlives its
+test.
 
 A test takes up to a minute, and has 15 of them for slow machines."""
 

@@ -28,7 +28,8 @@ else:
 
 
 def listening(pids: set[int]) -> list[tuple[int, str, int]]:
-    """(pid, address, port) of every TCP socket in the state LISTEN, for each of the processes that holds it."""
+    """(pid, address, port) of every TCP socket in the state LISTEN, for each of the processes that holds
+    it."""
     holders = defaultdict[str, list[int]](list)
     for inode, pid in inodes(pids):
         holders[inode].append(pid)
@@ -55,22 +56,36 @@ def inodes(pids: set[int]) -> Iterator[tuple[str, int]]:
 
 
 def address(kernel_hex: str) -> str:
-    """The kernel writes 32-bit words in the machine's byte order; an IPv4 address within IPv6 is told as IPv4."""
-    words = [int(kernel_hex[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(kernel_hex), 8)]
+    """The kernel writes 32-bit words in the machine's byte order; an IPv4 address within IPv6 is told as
+    IPv4."""
+    words = [
+        int(kernel_hex[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(kernel_hex), 8)
+    ]
     found = ip_address(b"".join(words))
     mapped = found.ipv4_mapped if isinstance(found, IPv6Address) else None
     return str(mapped or found)
 
 
 def assert_shut(family: set[int]) -> None:
-    """All of a run's processes listen on loopback alone; Ray is two daemons, behind a token that rewards do not see."""
+    """All of a run's processes listen on loopback alone; Ray is two daemons, behind a token that rewards do
+    not see."""
     found = listening(family)
     assert {host for _, host, _ in found} == {"127.0.0.1"}
-    assert {"gcs_server", "raylet"} <= {Path(os.fsdecode(command_line(pid).split(b"\0")[0])).name for pid in family}
-    assert not [line for line in map(command_line, family) if b"agent" in line.split(b"\0")[0] or b"dashboard.py" in line]
+    assert {"gcs_server", "raylet"} <= {
+        Path(os.fsdecode(command_line(pid).split(b"\0")[0])).name for pid in family
+    }
+    assert not [
+        line
+        for line in map(command_line, family)
+        if b"agent" in line.split(b"\0")[0] or b"dashboard.py" in line
+    ]
     (gcs,) = [(host, port) for pid, host, port in found if b"gcs_server" in command_line(pid).split(b"\0")[0]]
     asked = subprocess.run(
-        [sys.executable, "-c", ASK_WITHOUT_TOKEN, f"{gcs[0]}:{gcs[1]}"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", ASK_WITHOUT_TOKEN, f"{gcs[0]}:{gcs[1]}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert "InvalidAuthToken" in asked.stdout + asked.stderr
     (reward,) = [pid for pid in family if b"asyncrl_cli.tasks.reward_worker" in command_line(pid)][:1]

@@ -1,4 +1,5 @@
-"""Two agents that know nothing of asyncrl are trained by one run: a loop over the openai client, and smolagents."""
+"""Two agents that know nothing of asyncrl are trained by one run: a loop over the openai client, and
+smolagents."""
 
 from __future__ import annotations
 
@@ -113,7 +114,10 @@ def test_unchanged_agents_are_trained_for_ten_steps(tmp_path: Path) -> None:
     of_loop = [sample["reward"] in OF_THE_LOOP for sample in samples]
     assert min(sum(of_loop), len(of_loop) - sum(of_loop)) > 10
     assert {
-        version >= 0 for sample in samples for version, mask in zip(sample["versions"], sample["mask"], strict=True) if mask
+        version >= 0
+        for sample in samples
+        for version, mask in zip(sample["versions"], sample["mask"], strict=True)
+        if mask
     } == {True}
     assert max(line.get("env/turns_mean", 0) for line in metrics) > 1
     record = (run / "agent.json").read_text()

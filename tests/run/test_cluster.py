@@ -46,7 +46,8 @@ def test_a_profile_for_gpus_trains_on_logical_gpus_of_two_nodes(cluster: RayNode
 
 
 def test_a_bench_makes_its_runs_on_the_cluster(cluster: RayNodes, tmp_path: Path) -> None:
-    own = ("run.train_steps=10", "checkpoint.every_steps=2", "eval.every_versions=0")  # bench sets these itself
+    # bench sets these itself
+    own = ("run.train_steps=10", "checkpoint.every_steps=2", "eval.every_versions=0")
     sets = (
         *(text for text in SMALL if text not in own),
         "placement.device=cpu",
@@ -56,7 +57,9 @@ def test_a_bench_makes_its_runs_on_the_cluster(cluster: RayNodes, tmp_path: Path
     words = ("--compare", "colocate", "--groups", "48", "--out", "out", "--address", cluster.address)
     process, are_there = start(tmp_path, "bench", *words, sets=sets), False
     while process.poll() is None and not are_there:
-        are_there = any(log_of(found.pid) == "trainer-0.log" for node in cluster.nodes for found in processes_of(node))
+        are_there = any(
+            log_of(found.pid) == "trainer-0.log" for node in cluster.nodes for found in processes_of(node)
+        )
         time.sleep(0.2)
     code, out, err = finish(process)
     assert (code, are_there) == (0, True), (out, err)
@@ -93,14 +96,18 @@ def plan_for(cluster: Any, *sets: str) -> JobPlan:
     return compile_job(load("base", (*GPUS, *sets), environ={}).profile, cluster)
 
 
-def where(plan: JobPlan, timeout_s: float = 60.0, say: Any = lambda text: None, meanwhile: Any = None) -> dict[str, set[str]]:
+def where(
+    plan: JobPlan, timeout_s: float = 60.0, say: Any = lambda text: None, meanwhile: Any = None
+) -> dict[str, set[str]]:
     """The nodes of each role, in Ray's own words."""
     from asyncrl_cli.job.placing import nodes_of, placed
 
     async def main() -> dict[str, set[str]]:
         joining = asyncio.create_task(meanwhile()) if meanwhile else None
         async with placed(plan, timeout_s=timeout_s, say=say) as options:
-            groups = {role.role: options(role.role, 0)["scheduling_strategy"].placement_group for role in plan.roles}
+            groups = {
+                role.role: options(role.role, 0)["scheduling_strategy"].placement_group for role in plan.roles
+            }
             if joining is not None:
                 await joining
             return {name: set(nodes_of([group])) for name, group in groups.items()}
@@ -135,7 +142,10 @@ def test_nodes_are_disjoint_labelled_waited_for_and_missed(cluster: RayNodes) ->
         found = where(waiting, say=say, meanwhile=join)
         assert "waiting for an autoscaler" in said[0]
         assert found["rollout"] == {cluster.nodes[-1].node_id}
-        assert cluster.nodes[-1].node_id not in where(plan_for(there, *SHAPES, 'placement.rollout_labels={zone="!b"}'))["rollout"]
+        assert (
+            cluster.nodes[-1].node_id
+            not in where(plan_for(there, *SHAPES, 'placement.rollout_labels={zone="!b"}'))["rollout"]
+        )
         wait_until_all_is_free()
 
 
@@ -149,7 +159,9 @@ def wait_until_all_is_free() -> None:
         time.sleep(0.1)
 
 
-def test_probes_tell_what_is_wrong_on_which_node(cluster: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_tell_what_is_wrong_on_which_node(
+    cluster: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from asyncrl_cli.job.preflight import Wanted, cluster_findings, examined
 
     about, *found = cluster_findings(cluster.address, tmp_path / "runs", lambda text: None)
@@ -168,7 +180,9 @@ def test_probes_tell_what_is_wrong_on_which_node(cluster: RayNodes, tmp_path: Pa
     for finding in found:
         wrong.setdefault(finding.what, []).append(finding)
     assert wrong.keys() == set(nodes.values())
-    assert all(any("model.path: there is no" in finding.found for finding in findings) for findings in wrong.values())
+    assert all(
+        any("model.path: there is no" in finding.found for finding in findings) for findings in wrong.values()
+    )
     assert [name for name, findings in wrong.items() if len(findings) > 1] == [nodes[odd.node_id]]
     assert "transformers 5.0, and" in wrong[nodes[odd.node_id]][0].found
     assert not list(tmp_path.glob(".preflight*"))

@@ -1,4 +1,5 @@
-"""Processes are killed in the middle of a run: a worker's or its engine's, which a restart replaces, and Ray's, which end it."""
+"""Processes are killed in the middle of a run: a worker's or its engine's, which a restart replaces, and
+Ray's, which end it."""
 
 from __future__ import annotations
 
@@ -48,12 +49,22 @@ SETS = (
     ("engine", "victim", "workers", "error"),
     [
         ("transformers", "actor", 2, "its process ended during"),
-        pytest.param("vllm", "EngineCore", 1, "vLLM's engine process has ended (EngineCore with SIGKILL)", marks=needs_vllm),
+        pytest.param(
+            "vllm",
+            "EngineCore",
+            1,
+            "vLLM's engine process has ended (EngineCore with SIGKILL)",
+            marks=needs_vllm,
+        ),
     ],
 )
-def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_checkpoint(tmp_path, engine, victim, workers, error):
+def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_checkpoint(
+    tmp_path, engine, victim, workers, error
+):
     sets = (*SETS, f"rollout.engine={engine}", f"rollout.workers={workers}")
-    process = start(tmp_path, "train", "--profile", "partial-rollout", "--name", "mended", "--ui", "plain", sets=sets)
+    process = start(
+        tmp_path, "train", "--profile", "partial-rollout", "--name", "mended", "--ui", "plain", sets=sets
+    )
     run = tmp_path / "runs" / "mended"
     wait_for_steps(process, run, 3)
     found = listening({process.pid, *descendants(process.pid)})
@@ -76,21 +87,31 @@ def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_c
     assert not wait_until_gone(family)
     failed, hint = err.splitlines()[-2:]
     assert failed.startswith(f"error: {worker} failed: {error}")
-    assert hint == "hint: `asyncrl logs mended` shows more, `asyncrl resume mended` continues from the last checkpoint"
+    assert hint == (
+        "hint: `asyncrl logs mended` shows more, `asyncrl resume mended` continues from the last checkpoint"
+    )
     assert named(events, "lost")[0]["error"].rstrip(".") in err
     assert f"{worker} was restarted in" in err
     assert_all_is_trained_once_and_kept(run)
 
 
 @pytest.mark.parametrize("victim", ["agent", "raylet"])
-def test_the_death_of_the_raylet_or_of_its_agent_which_takes_it_along_is_what_the_run_ends_with(tmp_path, victim):
-    """An agent of a local run is a `cat`. The raylet ends its actors before itself: their deaths are not what is told."""
-    process = start(tmp_path, "train", "--profile", "partial-rollout", "--name", "cut", "--ui", "plain", sets=LONG)
+def test_the_death_of_the_raylet_or_of_its_agent_which_takes_it_along_is_what_the_run_ends_with(
+    tmp_path, victim
+):
+    """An agent of a local run is a `cat`. The raylet ends its actors before itself: their deaths are not what
+    is told."""
+    process = start(
+        tmp_path, "train", "--profile", "partial-rollout", "--name", "cut", "--ui", "plain", sets=LONG
+    )
     run = tmp_path / "runs" / "cut"
     wait_for_checkpoint(process, run)
     family = descendants(process.pid)
     name = {"agent": b"cat", "raylet": b"raylet"}[victim]
-    os.kill(next(pid for pid in family if os.path.basename(command_line(pid).split(b"\0")[0]) == name), signal.SIGKILL)
+    os.kill(
+        next(pid for pid in family if os.path.basename(command_line(pid).split(b"\0")[0]) == name),
+        signal.SIGKILL,
+    )
     killed_s = time.monotonic()
     code, _, err = finish(process)
     assert (code, time.monotonic() - killed_s < SOON_S) == (1, True)
@@ -139,11 +160,14 @@ def own_since_the_restart(events):
     """What happened to the worker that was restarted."""
     back = next(place for place, event in enumerate(events) if event["event"] == "restarted")
     worker = events[back]["worker"]
-    return [event for event in events[back + 1 :] if worker in (event.get("worker"), *event.get("workers", ()))]
+    return [
+        event for event in events[back + 1 :] if worker in (event.get("worker"), *event.get("workers", ()))
+    ]
 
 
 def kill_a_busy_worker(process, run, victim):
-    """Kills it while it generates, and returns its name. It is stopped first: else its groups may end before the signal comes."""
+    """Kills it while it generates, and returns its name. It is stopped first: else its groups may end before
+    the signal comes."""
     deadline_s = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline_s:
         worker = wait_for(process, run, busy_worker)
@@ -209,7 +233,8 @@ def assert_all_is_trained_once_and_kept(run):
     assert (run / "checkpoints" / f"step-{len(steps):06d}" / "manifest.json").exists()
     assert steps[-1]["rollouter/restarts"] == 1
     assert {step["ledger/dropped"] for step in steps} == {0}
-    idle = [step["rollouter/idle_ratio"] for step in steps if "rollouter/idle_ratio" in step]  # none if no report came in a step
+    # none if no report came in a step
+    idle = [step["rollouter/idle_ratio"] for step in steps if "rollouter/idle_ratio" in step]
     assert idle
     assert all(0 <= share < 1.01 for share in idle), "over 1 by what lies between two looks at a clock"
     assert all(step.get("rollouter/tokens_per_s", 0) >= 0 for step in steps)

@@ -1,5 +1,5 @@
-"""A run that its terminal does not own: detached, ended by what a scheduler sends, and begun again by the same command, which a
-terminal owns and takes along."""
+"""A run that its terminal does not own: detached, ended by what a scheduler sends, and begun again by the
+same command, which a terminal owns and takes along."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ from tests.run.listening import assert_shut
 pytestmark = pytest.mark.slow
 
 
-def test_a_detached_run_ends_in_order_at_the_signals_of_a_machine_and_resumed_in_a_terminal_it_ends_with_that(tmp_path):
+def test_a_detached_run_ends_in_order_at_the_signals_of_a_machine_and_resumed_in_a_terminal_it_ends_with_that(
+    tmp_path,
+):
     words = ("--profile", "partial-rollout", "--name", "apart", "--resume", "auto")
     code, out, err = finish(start(tmp_path, "train", *words, "--detach", "--json", sets=LONG, verbose=False))
     assert code == 0, err
@@ -67,8 +69,8 @@ def test_a_detached_run_ends_in_order_at_the_signals_of_a_machine_and_resumed_in
 
 
 def resumed_within_a_terminal(directory, words, steps):
-    """The same command in the foreground, with two trainer ranks, until its terminal goes. The kernel tells the whole process
-    group; what it and Ray's processes say on the terminal fails from then on."""
+    """The same command in the foreground, with two trainer ranks, until its terminal goes. The kernel tells
+    the whole process group; what it and Ray's processes say on the terminal fails from then on."""
     terminal, screen = os.openpty()
     process = subprocess.Popen(
         arguments("train", *words, sets=(*LONG, "placement.trainer_workers=2")),

@@ -1,5 +1,6 @@
-"""How a run ends: killed, interrupted, stopped from elsewhere; and how it goes on. Its workers' deaths are in test_deaths.py, the
-signals of schedulers and terminals in test_detached.py, two interrupts in test_lost_nodes.py."""
+"""How a run ends: killed, interrupted, stopped from elsewhere; and how it goes on. Its workers' deaths are in
+test_deaths.py, the signals of schedulers and terminals in test_detached.py, two interrupts in
+test_lost_nodes.py."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def score(item, response):
 
 
 def trained_that_count(events):
-    """`trained` events of the history that counts: a resume undoes those of later steps than it starts from."""
+    """`trained` events of the history that counts: a resume undoes those of later steps than it starts
+    from."""
     counted = []
     for event in events:
         if event["event"] == "resumed":
@@ -85,11 +87,16 @@ def trained_that_count(events):
 
 
 def assert_calls_that_may_be_repeated_are_told(run):
-    """Each trajectory that had called tools and whose prompt was admitted again, with what it had called before the kill."""
+    """Each trajectory that had called tools and whose prompt was admitted again, with what it had called
+    before the kill."""
     noted = [call for path in run.glob("logs/attempt-1/*.tools.jsonl") for call in lines(path)]
     events = lines(run / "events.jsonl")
     back = next(place for place, event in enumerate(events) if event["event"] == "resumed")
-    prompts = {event["group"].rpartition(".")[0] for event in events[back:] if event["event"] in ("running", "replaced")}
+    prompts = {
+        event["group"].rpartition(".")[0]
+        for event in events[back:]
+        if event["event"] in ("running", "replaced")
+    }
     expected = {}
     for trajectory, turn, tools in noted:
         if trajectory.rpartition(".")[0] in prompts:
@@ -101,7 +108,11 @@ def assert_calls_that_may_be_repeated_are_told(run):
 
 def running_groups_with_calls(run):
     """Those of which a trajectory has called tools."""
-    noted = {call[0].rpartition(".")[0] for path in run.glob("logs/attempt-1/*.tools.jsonl") for call in lines(path)}
+    noted = {
+        call[0].rpartition(".")[0]
+        for path in run.glob("logs/attempt-1/*.tools.jsonl")
+        for call in lines(path)
+    }
     running = set()
     for event in lines(run / "events.jsonl"):
         if event["event"] in ("running", "finished", "dropped", "requeued"):
@@ -121,15 +132,17 @@ def kill_while_a_group_with_calls_runs(process, run):
 
 
 def critic_at(run):
-    """In the newest checkpoint: its optimizer steps, and the second moments of its gradients. AdamW makes these smaller by `BETA`
-    in a step, and no faster: a critic that begins anew has smaller ones."""
+    """In the newest checkpoint: its optimizer steps, and the second moments of its gradients. AdamW makes
+    these smaller by `BETA` in a step, and no faster: a critic that begins anew has smaller ones."""
     directory = run / "checkpoints" / "latest"
     steps = json.loads((directory / "critic.json").read_text())["critic_steps"]
     tensors = load_file(directory / "critic-00000.safetensors")
     return steps, {name: tensor for name, tensor in tensors.items() if name.startswith("exp_avg_sq/")}
 
 
-def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts_do_not_spoil_its_end(tmp_path):
+def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts_do_not_spoil_its_end(
+    tmp_path,
+):
     words = ("--profile", "partial-rollout", "--name", "killed", "--ui", "plain")
     process = start(tmp_path, "train", *words, sets=(*SMALL, *CALCULATOR, "logging.wandb=offline"))
     run = tmp_path / "runs" / "killed"
@@ -194,9 +207,12 @@ def test_a_stopped_run_with_stale_samples_goes_on_with_what_its_critic_apart_has
 
 
 def test_the_first_interrupt_checkpoints_and_a_second_terminal_can_stop_the_resumed_run(tmp_path):
-    """With trainer and rollouts that take turns on the same cores, a critic, and the initial weights as a reference."""
+    """With trainer and rollouts that take turns on the same cores, a critic, and the initial weights as a
+    reference."""
     sets = (*LONG, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "rollout.n=1")
-    process = start(tmp_path, "train", "--profile", "colocate", "--name", "stopped", "--ui", "plain", sets=sets)
+    process = start(
+        tmp_path, "train", "--profile", "colocate", "--name", "stopped", "--ui", "plain", sets=sets
+    )
     run = tmp_path / "runs" / "stopped"
     wait_for_steps(process, run, 2)
     family = descendants(process.pid)
@@ -230,7 +246,9 @@ def test_interrupts_while_a_run_starts_end_it_within_seconds_and_leave_nothing(t
     """While the model is built: test_first_run.py."""
     words = ("--profile", "partial-rollout", "--name", "early", "--ui", "plain")
     process = start(tmp_path, "train", *words, sets=LONG)
-    wait_until(process, lambda: status_of(tmp_path / "runs" / "early").get("doing", "").startswith(doing), doing)
+    wait_until(
+        process, lambda: status_of(tmp_path / "runs" / "early").get("doing", "").startswith(doing), doing
+    )
     family = descendants(process.pid)
     code, out, err, took_s = interrupted_thrice(process)
     assert (code, out) == (130, "")
@@ -243,7 +261,9 @@ def test_interrupts_while_a_run_starts_end_it_within_seconds_and_leave_nothing(t
 def test_a_disk_that_fills_is_one_error_and_the_last_checkpoint_stays(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(disk)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(disk)], capture_output=True, check=False
+    ).returncode:
         pytest.skip("this user may not mount a file system")
     try:
         words = ("--profile", "partial-rollout", "--name", "full", "--runs-dir", str(disk), "--ui", "plain")
@@ -276,7 +296,10 @@ def interrupted(process, times):
 
 
 def is_stopping(run):
-    return any(event["event"] == "warning" and "stopping after" in event["message"] for event in lines(run / "events.jsonl"))
+    return any(
+        event["event"] == "warning" and "stopping after" in event["message"]
+        for event in lines(run / "events.jsonl")
+    )
 
 
 def reaper_of(process):

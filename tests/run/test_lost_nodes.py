@@ -40,18 +40,25 @@ SETS = (
 
 
 def node_with(cluster, log):
-    """A node that is not the head, of which a process has a log of that name. (Ray's titles of processes are not always there.)"""
-    found = [node for node in cluster.nodes[1:] if any(log_of(process.pid).startswith(log) for process in processes_of(node))]
+    """A node that is not the head, of which a process has a log of that name. (Ray's titles of processes are
+    not always there.)"""
+    found = [
+        node
+        for node in cluster.nodes[1:]
+        if any(log_of(process.pid).startswith(log) for process in processes_of(node))
+    ]
     return found[0] if found else None
 
 
 def test_a_run_outlives_a_rollout_node_and_its_checkpoint_the_trainers(tmp_path):
-    """One CPU per node: each rank and worker has its own. The rollout node's place is taken by one that joins later. A second
-    interrupt ends the resumed run at once."""
+    """One CPU per node: each rank and worker has its own. The rollout node's place is taken by one that joins
+    later. A second interrupt ends the resumed run at once."""
     run = tmp_path / "runs" / "torn"
     with ray_nodes((0, 0), (1, 0), (1, 0), (1, 0)) as cluster:
         where = ("--address", cluster.address, "--ui", "plain")
-        process = start(tmp_path, "train", "--profile", "partial-rollout", "--name", "torn", *where, sets=SETS)
+        process = start(
+            tmp_path, "train", "--profile", "partial-rollout", "--name", "torn", *where, sets=SETS
+        )
         wait_for_steps(process, run, 2)
         cluster.kill(node_with(cluster, "rollout-"))
         killed_s = time.monotonic()

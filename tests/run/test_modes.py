@@ -1,5 +1,6 @@
-"""Whole runs of profiles that no other file runs to the end, held against what each profile promises. Elsewhere: partial-rollout
-(test_train.py), on-policy-pipeline (test_verl_data.py), stale-samples and colocate with the embedded engine (test_ends.py)."""
+"""Whole runs of profiles that no other file runs to the end, held against what each profile promises.
+Elsewhere: partial-rollout (test_train.py), on-policy-pipeline (test_verl_data.py), stale-samples and colocate
+with the embedded engine (test_ends.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ STEPS = 8
 
 
 class Finished(NamedTuple):
-    """Of a run that has ended: its directory, the lines of metrics.jsonl, those of events.jsonl, and status.json."""
+    """Of a run that has ended: its directory, the lines of metrics.jsonl, those of events.jsonl, and
+    status.json."""
 
     run: Path
     steps: list[dict[str, float]]
@@ -33,7 +35,8 @@ class Finished(NamedTuple):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
-    """`finished(profile, *sets)`: one short run of the profile for all tests that ask for it. They only read it."""
+    """`finished(profile, *sets)`: one short run of the profile for all tests that ask for it. They only read
+    it."""
     made: dict[tuple[str, ...], Finished] = {}
 
     def run_of(profile: str, *sets: str) -> Finished:
@@ -43,7 +46,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished
             assert code == 0, err
             run = directory / "runs" / "short"
             status = json.loads((run / "status.json").read_text())
-            made[profile, *sets] = Finished(run, lines(run / "metrics.jsonl"), lines(run / "events.jsonl"), status)
+            made[profile, *sets] = Finished(
+                run, lines(run / "metrics.jsonl"), lines(run / "events.jsonl"), status
+            )
         return made[profile, *sets]
 
     return run_of

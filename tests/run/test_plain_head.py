@@ -39,11 +39,15 @@ class Head:
 
 @contextmanager
 def plain_head(**own: str) -> Iterator[Head]:
-    """`ray start --head` of a user with a token, at ports that nobody else has. `own`: further variables of the head."""
+    """`ray start --head` of a user with a token, at ports that nobody else has. `own`: further variables of
+    the head."""
     home = Path(tempfile.mkdtemp(prefix="head-", dir="/tmp"))  # Ray's sockets need a short path
     (home / ".ray").mkdir()
     (home / ".ray" / "auth_token").write_text(secrets.token_hex(32), encoding="ascii")
-    ports = {name: free_port(HOST) for name in ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")}
+    ports = {
+        name: free_port(HOST)
+        for name in ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
+    }
     options = {
         **ports,
         "node-ip-address": HOST,
@@ -54,7 +58,12 @@ def plain_head(**own: str) -> Iterator[Head]:
         "min-worker-port": 0,
         "max-worker-port": 0,
     }
-    words = ["--head", "--block", "--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())]
+    words = [
+        "--head",
+        "--block",
+        "--disable-usage-stats",
+        *(f"--{name}={value}" for name, value in options.items()),
+    ]
     unset = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     variables = {"HOME": str(home), "GLOO_SOCKET_IFNAME": "lo"}
     with (home / "log").open("wb") as log:
@@ -87,7 +96,9 @@ def _wait_for(ray: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.1)
 
 
-def asked(directory: Path, head: Head, command: str, *words: str, sets: tuple[str, ...] = (), **own: str) -> tuple[int, str, str]:
+def asked(
+    directory: Path, head: Head, command: str, *words: str, sets: tuple[str, ...] = (), **own: str
+) -> tuple[int, str, str]:
     return finish(start(directory, command, *words, sets=sets, verbose=False, **head.variables, **own))
 
 
@@ -98,7 +109,9 @@ def no_variable_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_variable_of_ray")
-def test_a_run_is_submitted_watched_and_stopped_on_a_head_that_asks_for_its_users_token(tmp_path: Path) -> None:
+def test_a_run_is_submitted_watched_and_stopped_on_a_head_that_asks_for_its_users_token(
+    tmp_path: Path,
+) -> None:
     with plain_head() as head:
         there, run = ("--address", head.dashboard), tmp_path / "runs" / "sent"
         cache = (f"model.cache_dir={tmp_path / 'models'}",)
@@ -121,13 +134,29 @@ def test_a_run_is_submitted_watched_and_stopped_on_a_head_that_asks_for_its_user
             assert time.monotonic() < until_s
             time.sleep(0.1)
 
-        words = ("--profile", "partial-rollout", "--name", "joined", "--runs-dir", str(run.parent), "--ui", "plain")
+        words = (
+            "--profile",
+            "partial-rollout",
+            "--name",
+            "joined",
+            "--runs-dir",
+            str(run.parent),
+            "--ui",
+            "plain",
+        )
         sets = (*SMALL, *cache, "run.train_steps=1")
         code, _, err = asked(tmp_path, head, "train", *words, sets=sets, RAY_ADDRESS=head.address)
         assert code == 0, err
 
-        for another in ({"RAY_AUTH_TOKEN": secrets.token_hex(32)}, {"HOME": str(tmp_path)}, {"RAY_AUTH_MODE": "disabled"}):
-            for command in (("status", *there), ("plan", "--profile", "partial-rollout", "--address", head.address)):
+        for another in (
+            {"RAY_AUTH_TOKEN": secrets.token_hex(32)},
+            {"HOME": str(tmp_path)},
+            {"RAY_AUTH_MODE": "disabled"},
+        ):
+            for command in (
+                ("status", *there),
+                ("plan", "--profile", "partial-rollout", "--address", head.address),
+            ):
                 code, _, err = finish(start(tmp_path, *command, verbose=False, **head.variables | another))
                 assert (code, "token" in err, "hint:" in err) == (3, True, True), err
 
@@ -137,5 +166,7 @@ def test_a_head_that_asks_for_no_token_gets_none(tmp_path: Path) -> None:
     with plain_head(RAY_AUTH_MODE="disabled") as head:
         code, _, err = asked(tmp_path, head, "status", "--address", head.dashboard)
         assert (code, "no run was submitted" in err) == (0, True), err
-        code, _, err = asked(tmp_path, head, "plan", "--profile", "partial-rollout", "--address", head.address)
+        code, _, err = asked(
+            tmp_path, head, "plan", "--profile", "partial-rollout", "--address", head.address
+        )
         assert code == 0, err

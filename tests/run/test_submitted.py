@@ -1,4 +1,5 @@
-"""Runs as jobs of a cluster with a job server: everything about them is asked from another directory, by the cluster's address."""
+"""Runs as jobs of a cluster with a job server: everything about them is asked from another directory, by the
+cluster's address."""
 
 from __future__ import annotations
 
@@ -38,13 +39,16 @@ def cluster() -> Iterator[RayNodes]:
         yield cluster
 
 
-def asked(directory: Path, cluster: RayNodes, command: str, *words: str, sets: tuple[str, ...] = ()) -> tuple[int, str, str]:
+def asked(
+    directory: Path, cluster: RayNodes, command: str, *words: str, sets: tuple[str, ...] = ()
+) -> tuple[int, str, str]:
     directory.mkdir(exist_ok=True)
     return finish(start(directory, command, *words, "--address", cluster.dashboard, sets=sets, verbose=False))
 
 
 def test_commands_are_run_where_the_files_are(tmp_path, cluster):
-    """On a run that this process holds; and a job that fails at once is told with its own error and exit code."""
+    """On a run that this process holds; and a job that fails at once is told with its own error and exit
+    code."""
     runs = ("--runs-dir", str(tmp_path / "runs"))
     directory = RunDirectory.create(tmp_path / "runs", "held", profile_toml="", resolved={})
     (directory.start_attempt() / "driver.log").write_text("one\ntwo\n", encoding="utf-8")
@@ -63,7 +67,9 @@ def test_commands_are_run_where_the_files_are(tmp_path, cluster):
     assert "run 'held' continues" in err
 
     words = ("--profile", "partial-rollout", *runs)
-    code, _, err = asked(tmp_path / "elsewhere", cluster, "submit", *words, sets=("task.source=jsonl:/nothing.jsonl",))
+    code, _, err = asked(
+        tmp_path / "elsewhere", cluster, "submit", *words, sets=("task.source=jsonl:/nothing.jsonl",)
+    )
     assert code == 2, err
     assert "/nothing.jsonl" in err
     assert "Running entrypoint" not in err
@@ -89,7 +95,10 @@ def test_a_submitted_run_is_stopped_by_ray_and_resumed_from_elsewhere(tmp_path, 
     wait_for_step(run, first + 1)
     assert finish(start(run.parent, "stop", "sent", "--runs-dir", "."))[0] == 0  # the directory is shared
     wait_for_end(run)
-    assert [job["run"] for job in json.loads(asked(tmp_path, cluster, "status", "--json")[1])][:2] == ["sent", "sent"]
+    assert [job["run"] for job in json.loads(asked(tmp_path, cluster, "status", "--json")[1])][:2] == [
+        "sent",
+        "sent",
+    ]
     trained = trained_that_count(lines(run / "events.jsonl"))
     assert set(Counter(event["step"] for event in trained).values()) == {4}
     assert max(Counter((event["uid"], event["epoch"]) for event in trained).values()) == 1
@@ -103,7 +112,8 @@ def wait_for_step(run: Path, step: int) -> None:
 
 
 def wait_for_end(run: Path) -> int:
-    """Wait until the driver has stopped the run in order. Returns the step of its newest checkpoint, which is its last one."""
+    """Wait until the driver has stopped the run in order. Returns the step of its newest checkpoint, which is
+    its last one."""
     until_s = time.monotonic() + LIMIT_S
     while json.loads((run / "status.json").read_text())["phase"] != "stopped":
         assert time.monotonic() < until_s

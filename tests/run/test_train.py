@@ -21,8 +21,8 @@ STEPS, AHEAD = 10, 8
 
 
 class Ended(NamedTuple):
-    """A run that has ended. `engines`: how many of its processes held one of vLLM; `left`: those that were still there later;
-    `has_torch`: whether the driver had loaded it by the second step."""
+    """A run that has ended. `engines`: how many of its processes held one of vLLM; `left`: those that were
+    still there later; `has_torch`: whether the driver had loaded it by the second step."""
 
     run: Path
     out: str
@@ -34,13 +34,15 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=needs_vllm)])
 def partial(tmp_path_factory, request):
-    """One partial-rollout run per engine that keeps everything: samples of every step and the weights of every version."""
+    """One partial-rollout run per engine that keeps everything: samples of every step and the weights of
+    every version."""
     directory = tmp_path_factory.mktemp("partial")
     sets = (
         f"rollout.engine={request.param}",
         "rollout.interrupt=recompute-kv",
         f"run.train_steps={STEPS}",
-        # One group at a time, long responses, many of them ahead: however fast the engine is, the first versions find it busy.
+        # One group at a time, long responses, many of them ahead: however fast the engine is, the first
+        # versions find it busy.
         "rollout.slots=4",
         "rollout.max_response_tokens=128",
         f"async_training.staleness_threshold={AHEAD}",
@@ -59,7 +61,9 @@ def partial(tmp_path_factory, request):
     engines = sum(bool(engine_processes(pid)) for pid in family)
     code, out, err = finish(process)
     assert code == 0, err
-    return Ended(run=run, out=out, err=err, engines=engines, left=wait_until_gone(family), has_torch=has_torch)
+    return Ended(
+        run=run, out=out, err=err, engines=engines, left=wait_until_gone(family), has_torch=has_torch
+    )
 
 
 def test_a_run_ends_with_clean_accounts_and_data_only_on_stdout(partial):
@@ -113,9 +117,12 @@ def test_samples_have_the_trainers_logprobs_as_the_step_began(partial):
 
 def test_idle_ratios_are_those_of_the_timeline_and_leave_out_the_start(partial):
     spans = [span for line in lines(partial.run / "timeline.jsonl") for span in line["spans"]["trainer"]]
-    idle_s, whole_s = (sum(end_s - start_s for state, start_s, end_s in spans if state != busy) for busy in ("busy", None))
+    idle_s, whole_s = (
+        sum(end_s - start_s for state, start_s, end_s in spans if state != busy) for busy in ("busy", None)
+    )
     totals = json.loads((partial.run / "status.json").read_text())["totals"]
-    # The timeline ends with the oldest of all executors' newest reports, up to a second before the last step's end.
+    # The timeline ends with the oldest of all executors' newest reports, up to a second before the last
+    # step's end.
     rest_s = max(0.0, lines(partial.run / "metrics.jsonl")[-1]["time_s"] - spans[-1][2])
     assert rest_s < 1 + whole_s / 2, "a timeline with half of the run missing"
     least, most = idle_s / (whole_s + rest_s), (idle_s + rest_s) / (whole_s + rest_s)
@@ -137,7 +144,10 @@ def _logprobs(model, tokens):
 def _difference(model, sample, version):
     logprobs_T = _logprobs(model, sample["tokens"])
     sampled_T = torch.tensor(sample["versions"][1:]) == version
-    assert sampled_T.tolist() == [v == version and bool(m) for v, m in zip(sample["versions"], sample["mask"], strict=True)][1:]
+    assert (
+        sampled_T.tolist()
+        == [v == version and bool(m) for v, m in zip(sample["versions"], sample["mask"], strict=True)][1:]
+    )
     return (logprobs_T - torch.tensor(sample["logprobs"][1:]))[sampled_T].abs().max().item()
 
 
@@ -161,7 +171,8 @@ def test_no_process_of_the_run_outlives_it(partial, request):
 
 
 def test_the_driver_never_waits_for_an_import_of_torch(partial):
-    """It takes seconds, in which nothing else would happen. (The first run of all warm-starts its model in the driver.)"""
+    """It takes seconds, in which nothing else would happen. (The first run of all warm-starts its model in
+    the driver.)"""
     assert partial.has_torch == ("warm start" in partial.err)
 
 

@@ -1,5 +1,5 @@
-"""A Parquet file as verl's DAPO has it, trained as it is: messages, an answer in a field, math-verify. The run is on-policy, its
-weights travel to two workers over the disk, and its last checkpoint is exported."""
+"""A Parquet file as verl's DAPO has it, trained as it is: messages, an answer in a field, math-verify. The
+run is on-policy, its weights travel to two workers over the disk, and its last checkpoint is exported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from tests.run.commands import LIMIT_S, SMALL, finish, lines, start
 
 pytestmark = pytest.mark.slow
 
-TEMPLATE = "{% for message in messages %}{{ '<' if message.role == 'system' else '>' }}{{ message.content }}{% endfor %}="
+TEMPLATE = (
+    "{% for message in messages %}{{ '<' if message.role == 'system' else '>' }}{{ message.content "
+    "}}{% endfor %}="
+)
 
 
 def row(index: int) -> dict[str, Any]:
@@ -44,16 +47,27 @@ def save_model(directory: Path) -> None:
     tokenizer = tiny_tokenizer("0123456789+=<>")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     eos = tokenizer.eos_token_id
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=1024, eos_token_id=eos, bos_token_id=None, **sizes)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=1024, eos_token_id=eos, bos_token_id=None, **sizes
+    )
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
 def trained(directory: Path) -> tuple[set[str], int]:
-    """A whole run `verl`. Returns the names of all versions that were on the disk, and how many were there at a time."""
+    """A whole run `verl`. Returns the names of all versions that were on the disk, and how many were there at
+    a time."""
     save_model(directory / "model")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(index) for index in range(24)]), directory / "train.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([row(index) for index in range(24)]), directory / "train.parquet"
+    )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(24)]), directory / "val.parquet")
     sets = (
         *SMALL,
@@ -80,7 +94,11 @@ def trained(directory: Path) -> tuple[set[str], int]:
     while process.poll() is None and time.monotonic() < deadline_s:
         there = set[str]()
         with suppress(FileNotFoundError):  # before the first version, and after the last
-            there = {name for name in os.listdir(directory / "runs" / "verl" / "weights") if name.startswith("version-")}
+            there = {
+                name
+                for name in os.listdir(directory / "runs" / "verl" / "weights")
+                if name.startswith("version-")
+            }
         seen, most = seen | there, max(most, len(there))
         time.sleep(0.01)
     code, _, err = finish(process)
@@ -110,7 +128,8 @@ def test_a_file_in_verls_layout_trains_every_version_arrives_over_the_disk_and_t
 
 def assert_learned_from_verls_rows(run):
     steps = lines(run / "metrics.jsonl")
-    assert any(step["train/grad_norm"] > 0 for step in steps)  # some responses to a prompt were right, and others wrong
+    # some responses to a prompt were right, and others wrong
+    assert any(step["train/grad_norm"] > 0 for step in steps)
     samples = [sample for path in sorted((run / "samples").glob("*.jsonl")) for sample in lines(path)]
     right = [sample for sample in samples if sample["reward"] == 1]
     assert 0 < len(right) < len(samples)

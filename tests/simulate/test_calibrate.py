@@ -26,7 +26,11 @@ def truth(**interference: float) -> Workload:
     generation, training = interference.get("generation", 0.4), interference.get("training", 0.25)
     return Workload.model_validate(
         {
-            "profile": {"trainer": {"ppo_mini_batch_size": 8}, "rollout": {"n": 4, "slots": 32}, "placement": {"device": "cpu"}},
+            "profile": {
+                "trainer": {"ppo_mini_batch_size": 8},
+                "rollout": {"n": 4, "slots": 32},
+                "placement": {"device": "cpu"},
+            },
             "profiles": {},
             "lengths": {"median_tokens": 20.0, "sigma": 0.8, "prompt_tokens": 0},
             "decoding": {"step_s": 0.004, "step_s_per_sequence": 0.0004, "interference_ratio": generation},
@@ -55,7 +59,8 @@ class Events(Observer):
         self.lines: list[dict[str, Any]] = []
 
     def event(self, event: Event) -> None:
-        size = {"num_bytes": int(PARAMETER_BYTES)} if event.name == "published" else {}  # simulated weights have none
+        # simulated weights have none
+        size = {"num_bytes": int(PARAMETER_BYTES)} if event.name == "published" else {}
         self.lines.append({"time_s": event.time_s, "event": event.name, **event.fields, **size})
 
 
@@ -88,11 +93,15 @@ def test_a_run_on_a_shared_machine_is_predicted_back(tmp_path: Path, name: str) 
 
 @pytest.mark.slow
 def test_interference_is_found_with_the_work_that_it_slows(tmp_path: Path) -> None:
-    """Steps are long against the workers' reports here: by those we know how long both sides worked at once."""
+    """Steps are long against the workers' reports here: by those we know how long both sides worked at
+    once."""
     slow = truth()
     decoding = slow.decoding.model_copy(update={"step_s": 0.08, "step_s_per_sequence": 0.008})
     slow = slow.model_copy(
-        update={"decoding": decoding, "training": slow.training.model_copy(update={"step_s": 2.0, "s_per_token": 8e-3})}
+        update={
+            "decoding": decoding,
+            "training": slow.training.model_copy(update={"step_s": 2.0, "s_per_token": 8e-3}),
+        }
     )
     found = calibrate(write_run(tmp_path / "run", slow, "one-step-off", 80)).decoding
     assert found.step_s == pytest.approx(slow.decoding.step_s, rel=0.03)
@@ -109,7 +118,8 @@ def test_a_run_on_machines_of_its_own_gives_back_what_made_it(tmp_path: Path) ->
     assert found.syncing.load_bytes_per_s == pytest.approx(1e9)
     assert found.syncing.pause_s == pytest.approx(0.02)
     observed = found.lengths.response_tokens
-    assert sum(observed) / len(observed) == pytest.approx(26.5, rel=0.1)  # lognormal, cut at 96: its limited expected value
+    # lognormal, cut at 96: its limited expected value
+    assert sum(observed) / len(observed) == pytest.approx(26.5, rel=0.1)
 
 
 @pytest.mark.slow
@@ -118,7 +128,9 @@ def test_it_predicts_profiles_that_it_was_not_calibrated_on(tmp_path: Path) -> N
     found = calibrate(write_run(tmp_path / "run", known, "partial-rollout", 40))
     for name in ("stale-samples", "on-policy-pipeline", "one-step-off", "colocate"):
         times = [
-            simulate(profile_for(work, name, ["run.train_steps=30"], environ={}).profile, work).lines[-1]["time_s"]
+            simulate(profile_for(work, name, ["run.train_steps=30"], environ={}).profile, work).lines[-1][
+                "time_s"
+            ]
             for work in (known, found)
         ]
         assert times[1] / times[0] == pytest.approx(1.0, abs=0.15), name
@@ -126,14 +138,22 @@ def test_it_predicts_profiles_that_it_was_not_calibrated_on(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_run_with_tools_is_predicted_back_from_its_mean_turns(tmp_path: Path) -> None:
-    turns = {"number": {"values": (2, 3, 4)}, "tool_s": {"median": 0.4, "sigma": 0.3}, "result_tokens": {"median": 5.0}}
+    turns = {
+        "number": {"values": (2, 3, 4)},
+        "tool_s": {"median": 0.4, "sigma": 0.3},
+        "result_tokens": {"median": 5.0},
+    }
     given = truth(generation=0.0, training=0.0).model_dump() | {"turns": turns}
     sets = ["env.max_context_tokens=4000", "rollout.hold_slots=false"]
-    found = calibrate(write_run(tmp_path / "run", Workload.model_validate(given), "partial-rollout", 40, *sets))
+    found = calibrate(
+        write_run(tmp_path / "run", Workload.model_validate(given), "partial-rollout", 40, *sets)
+    )
     assert found.turns is not None
     assert found.turns.number.values == (3.0,)
     assert found.turns.tool_s.values[0] == pytest.approx(0.4 * math.exp(0.3**2 / 2), rel=0.1)
-    assert sum(found.lengths.response_tokens) / len(found.lengths.response_tokens) == pytest.approx(26.5, rel=0.1)
+    assert sum(found.lengths.response_tokens) / len(found.lengths.response_tokens) == pytest.approx(
+        26.5, rel=0.1
+    )
     assert found.profile["rollout"]["hold_slots"] is False
     window = next(residual for residual in residuals(found) if residual.part == "window")
     assert window.ratio == pytest.approx(1.0, abs=0.15)
@@ -144,7 +164,9 @@ def test_a_run_with_tools_is_predicted_back_from_its_mean_turns(tmp_path: Path) 
 def test_old_logprobs_cost_what_they_cost_per_scored_token(tmp_path: Path, window_steps: int) -> None:
     sets = ["algorithm.old_logprobs=recompute", "async_training.require_batches=2"]
     sets.append(f"async_training.trigger_parameter_sync_step={window_steps}")
-    found = calibrate(write_run(tmp_path / "run", truth(generation=0.0, training=0.0), "stream-off-policy", 24, *sets))
+    found = calibrate(
+        write_run(tmp_path / "run", truth(generation=0.0, training=0.0), "stream-off-policy", 24, *sets)
+    )
     assert found.training.old_logprob_s_per_token == pytest.approx(1.5e-4, rel=1e-6)
     assert "old_logprob" not in found.notes
 
@@ -152,13 +174,21 @@ def test_old_logprobs_cost_what_they_cost_per_scored_token(tmp_path: Path, windo
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 def test_scorers_cost_what_they_cost_per_token_of_the_trainers_devices(tmp_path: Path, apart: bool) -> None:
-    sets = ["algorithm.old_logprobs=recompute", "algorithm.use_kl_loss=true", "async_training.require_batches=2"]
+    sets = [
+        "algorithm.old_logprobs=recompute",
+        "algorithm.use_kl_loss=true",
+        "async_training.require_batches=2",
+    ]
     sets.append("async_training.trigger_parameter_sync_step=1")
     tasks = ['placement.tasks=[["train"],["ref"],["prox"],["rollout"]]', "placement.ratios=[2,1,1,2]"]
     work = truth(generation=0.0, training=0.0)
-    work = work.model_copy(update={"training": work.training.model_copy(update={"ref_s_per_token": 3e-4, "reference_gpus": 2})})
+    work = work.model_copy(
+        update={"training": work.training.model_copy(update={"ref_s_per_token": 3e-4, "reference_gpus": 2})}
+    )
     sides = ["placement.trainer_workers=2", "rollout.workers=2"]
-    found = calibrate(write_run(tmp_path / "run", work, "stream-off-policy", 24, *sets, *(tasks if apart else sides)))
+    found = calibrate(
+        write_run(tmp_path / "run", work, "stream-off-policy", 24, *sets, *(tasks if apart else sides))
+    )
     assert found.training.old_logprob_s_per_token == pytest.approx(1.5e-4, rel=0.01)
     assert found.training.ref_s_per_token == pytest.approx(3e-4, rel=0.01)
     assert found.training.reward_s_per_token is None
@@ -167,13 +197,23 @@ def test_scorers_cost_what_they_cost_per_token_of_the_trainers_devices(tmp_path:
 def test_what_one_run_cannot_tell_is_in_the_notes(tmp_path: Path) -> None:
     found = calibrate(write_run(tmp_path / "run", truth(), "colocate", 20))
     assert found.training.old_logprob_s_per_token == 0.0
-    for word in ("scaling_exponent 1", "prompt_variance_ratio 0", "rewards", "old_logprob_s_per_token 0", "interference_ratio 0"):
+    for word in (
+        "scaling_exponent 1",
+        "prompt_variance_ratio 0",
+        "rewards",
+        "old_logprob_s_per_token 0",
+        "interference_ratio 0",
+    ):
         assert word in found.notes
 
 
 @pytest.mark.slow
 def test_its_row_is_the_run_itself(tmp_path: Path) -> None:
-    sets = ["rollout.interrupt=recompute-kv", "async_training.max_staleness=2", "algorithm.old_logprobs=recompute"]
+    sets = [
+        "rollout.interrupt=recompute-kv",
+        "async_training.max_staleness=2",
+        "algorithm.old_logprobs=recompute",
+    ]
     found = calibrate(write_run(tmp_path / "run", truth(), "partial-rollout", 20, *sets))
     row = found.references[0]
     assert row.profile == "partial-rollout"
@@ -198,23 +238,30 @@ def test_a_row_of_a_profile_of_ones_own_points_at_the_run(tmp_path: Path) -> Non
 
 
 def test_a_run_that_is_too_short_or_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"2 of 4 train steps can be used \(1 warm-up, 1 the last\); a calibration needs 3"):
+    with pytest.raises(
+        ConfigError, match=r"2 of 4 train steps can be used \(1 warm-up, 1 the last\); a calibration needs 3"
+    ):
         calibrate(write_run(tmp_path / "short", truth(), "partial-rollout", 4))
     with pytest.raises(ConfigError, match=r"config\.resolved\.json cannot be read"):
         calibrate(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["rollouter/tokens_per_s", "rollouter/decode_batch_mean", "timing/train_s", "response_tokens/mean"])
+@pytest.mark.parametrize(
+    "key", ["rollouter/tokens_per_s", "rollouter/decode_batch_mean", "timing/train_s", "response_tokens/mean"]
+)
 def test_a_run_whose_lines_say_nothing_is_refused(tmp_path: Path, key: str) -> None:
     directory = write_run(tmp_path / "run", truth(), "partial-rollout", 20)
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     write_lines(directory / "metrics.jsonl", [{**line, key: 0.0} for line in lines])
     with pytest.raises(ConfigError, match="a calibration needs 3"):
         calibrate(directory)
 
 
 def test_a_fit_has_the_rate_of_a_machine_that_is_shared_for_a_while() -> None:
-    """1 s of work (0.5 + 0.25 * 2) at half the speed (i = 1) beside the other: after 1 s beside it, half is done; 1.5 s in all."""
+    """1 s of work (0.5 + 0.25 * 2) at half the speed (i = 1) beside the other: after 1 s beside it, half is
+    done; 1.5 s in all."""
     work = [0.5 + 0.25 * amount for amount in range(6)]
     beside_s = [0.0, 0.4, 1.0, 0.2, 0.9, 3.5]
     seconds = [alone_s + min(slow_s, 2 * alone_s) / 2 for alone_s, slow_s in zip(work, beside_s, strict=True)]
@@ -233,7 +280,8 @@ def test_a_fit_does_not_guess_what_never_varied() -> None:
 
 
 def test_the_predictions_of_a_fit_add_up_to_what_a_noisy_machine_took() -> None:
-    """Relative least squares alone ask for sum(1/x) / sum(1/x^2): 1.46 s for these four steps of 1 to 4 s, whose mean is 2.5."""
+    """Relative least squares alone ask for sum(1/x) / sum(1/x^2): 1.46 s for these four steps of 1 to 4 s,
+    whose mean is 2.5."""
     points = [Point(amount=100.0, seconds=seconds) for seconds in (1.0, 2.0, 3.0, 4.0)]
     fit = fit_line(points)
     assert fit.constant + 100 * fit.slope == pytest.approx(2.5)
@@ -244,21 +292,29 @@ def test_the_predictions_of_a_fit_add_up_to_what_a_noisy_machine_took() -> None:
     ]
     fit = fit_line(noisy)
     slowed = [1 - point.shared * fit.interference / (1 + fit.interference) for point in noisy]
-    predicted = [(fit.constant + fit.slope * point.amount) / rate for point, rate in zip(noisy, slowed, strict=True)]
+    predicted = [
+        (fit.constant + fit.slope * point.amount) / rate for point, rate in zip(noisy, slowed, strict=True)
+    ]
     assert statistics.fmean(predicted) == pytest.approx(statistics.fmean(point.seconds for point in noisy))
 
 
 def test_a_first_short_run_is_enough_for_a_rough_calibration_and_its_notes_say_so(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", truth(), "partial-rollout", 8)
     made = calibrate(directory)
-    assert made.notes.startswith("ROUGH: only 5 train steps could be used; 8 or more make the times reliable.")
-    assert made.references[0].window_time_s == pytest.approx(residuals(made, windows=12)[0].predicted_s, rel=0.25)
+    assert made.notes.startswith(
+        "ROUGH: only 5 train steps could be used; 8 or more make the times reliable."
+    )
+    assert made.references[0].window_time_s == pytest.approx(
+        residuals(made, windows=12)[0].predicted_s, rel=0.25
+    )
     assert "ROUGH" not in calibrate(write_run(tmp_path / "longer", truth(), "partial-rollout", 13)).notes
 
 
 def test_a_refusal_says_which_steps_were_left_out_and_why(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", truth(), "partial-rollout", 8)
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     lines[3] |= {"timing/eval_s": 0.5 * lines[3]["timing/step_s"]}
     lines[4] |= {"timing/checkpoint_s": 0.5 * lines[4]["timing/step_s"]}
     del lines[5]["rollouter/idle_ratio"]
@@ -266,6 +322,7 @@ def test_a_refusal_says_which_steps_were_left_out_and_why(tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as refused:
         calibrate(directory)
     left_out = (
-        "2 warm-up, 1 beside an eval, 1 beside a checkpoint, 1 without a report of each side (steps far below a second), 1 the last"
+        "2 warm-up, 1 beside an eval, 1 beside a checkpoint, 1 without a report of each side (steps far "
+        "below a second), 1 the last"
     )
     assert f"2 of 8 train steps can be used ({left_out})" in refused.value.message

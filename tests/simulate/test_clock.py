@@ -84,7 +84,8 @@ async def one_fails():
 
 
 async def busy_world():
-    """TaskGroup, timeout, gather, Queue, Lock, Condition, cancellation, an async generator: what they promise in any order."""
+    """TaskGroup, timeout, gather, Queue, Lock, Condition, cancellation, an async generator: what they promise
+    in any order."""
     log, queue, lock = [], asyncio.Queue(2), asyncio.Lock()
 
     async def produce():
@@ -113,7 +114,9 @@ async def busy_world():
     order = []
     async with asyncio.TaskGroup() as tasks:
         for number in range(8):
-            tasks.create_task(asyncio.sleep(1)).add_done_callback(lambda _, number=number: order.append(number))
+            tasks.create_task(asyncio.sleep(1)).add_done_callback(
+                lambda _, number=number: order.append(number)
+            )
     await asyncio.sleep(1)
     return sorted(log), asyncio.get_running_loop().time(), tuple(order)
 

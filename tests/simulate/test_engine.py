@@ -33,7 +33,8 @@ PLAIN = {
 
 
 def drawn_case(seed):
-    """Times in fractions, and what happens from outside: joins, aborts, loads (frozen, recomputed, drained), slow stretches."""
+    """Times in fractions, and what happens from outside: joins, aborts, loads (frozen, recomputed, drained),
+    slow stretches."""
     rng = random.Random(seed)
     costs = {
         "step": Fraction(rng.randint(5, 30), 100),
@@ -75,20 +76,32 @@ def drawn_case(seed):
 def drawn_calls(rng):
     """Up to two calls of tools; all tokens together stay within LONGEST."""
     num_calls = rng.choice((0, 1, 2, 2))
-    return [(Fraction(rng.randint(1, 50_000), 10_009), rng.randint(0, 2), rng.randint(1, 12)) for _ in range(num_calls)]
+    return [
+        (Fraction(rng.randint(1, 50_000), 10_009), rng.randint(0, 2), rng.randint(1, 12))
+        for _ in range(num_calls)
+    ]
 
 
 def in_the_engine(costs, actions):
-    """The same actions on the engine: (ends, tokens per version, tokens of aborted ones, drained at, report)."""
+    """The same actions on the engine: (ends, tokens per version, tokens of aborted ones, drained at,
+    report)."""
 
     async def main():
         loop = asyncio.get_running_loop()
         meter = RolloutMeter("rollout-0", SLOTS, loop.time, lambda: None)
-        step_s, per_sequence_s, prefill_s = (float(costs[name]) for name in ("step", "per_sequence", "prefill"))
+        step_s, per_sequence_s, prefill_s = (
+            float(costs[name]) for name in ("step", "per_sequence", "prefill")
+        )
         times = Decoding(step_s=step_s, step_s_per_sequence=per_sequence_s, prefill_s_per_token=prefill_s)
         cache = CacheSize(costs["blocks"] or float("inf"), costs["block_size"])
         engine = SimulatedEngine(
-            SLOTS, times, speed=float(costs["speed"]), version=0, cache=cache, hold_slots=costs["hold"], on_running=meter.running
+            SLOTS,
+            times,
+            speed=float(costs["speed"]),
+            version=0,
+            cache=cache,
+            hold_slots=costs["hold"],
+            on_running=meter.running,
         )
         sequences, ends, drained_at = {}, {}, []
 
@@ -102,8 +115,13 @@ def in_the_engine(costs, actions):
         def submit(group):
             for name, prompt_tokens, tokens, prompt, *calls in group:
                 on_end = functools.partial(lambda name, _: ends.__setitem__(name, loop.time()), name)
-                tools = [ToolWait(float(seconds), results, more) for seconds, results, more in (calls[0] if calls else ())]
-                sequences[name] = SimulatedSequence(prompt_tokens, tokens, on_end, prompt=prompt, calls=tools, on_turn=on_turn)
+                tools = [
+                    ToolWait(float(seconds), results, more)
+                    for seconds, results, more in (calls[0] if calls else ())
+                ]
+                sequences[name] = SimulatedSequence(
+                    prompt_tokens, tokens, on_end, prompt=prompt, calls=tools, on_turn=on_turn
+                )
             engine.submit([sequences[name] for name, *_ in group])
 
         def drain():
@@ -122,7 +140,9 @@ def in_the_engine(costs, actions):
         await asyncio.sleep(float(actions[-1][0]) + 1000)
         spans = {name: engine.version_tokens(sequence) for name, sequence in sequences.items()}
         sampled_tokens, decode_steps, _ = engine.counters()
-        report = meter.report(version=engine.version, sampled_tokens=sampled_tokens, decode_steps=decode_steps, running_tokens=0)
+        report = meter.report(
+            version=engine.version, sampled_tokens=sampled_tokens, decode_steps=decode_steps, running_tokens=0
+        )
         assert engine.counters()[2] == pytest.approx(0, abs=1e-9), "nothing is left"
         return ends, spans, drained_at, report, engine.preemptions
 
@@ -136,7 +156,13 @@ def test_it_agrees_with_decoding_token_by_token():
         costs, actions = drawn_case(seed)
         reference = TokenByToken(SLOTS, **costs, version=0)
         plain = [
-            (time, method, ([Seq(*given, calls=[*calls]) for *given, calls in arguments[0]],) if method == "submit" else arguments)
+            (
+                time,
+                method,
+                ([Seq(*given, calls=[*calls]) for *given, calls in arguments[0]],)
+                if method == "submit"
+                else arguments,
+            )
             for time, method, arguments in actions
         ]
         reference.run(plain)
@@ -146,20 +172,36 @@ def test_it_agrees_with_decoding_token_by_token():
             for name, sequence in reference.seen.items()
             if sequence.ended_at is not None
         }, seed
-        assert spans == {name: tuple(sorted(Counter(s.versions).items())) for name, s in reference.seen.items()}, seed
-        assert report.sums["running_sequence_s"] == pytest.approx(float(reference.running_sequence_s), abs=1e-9, rel=1e-12), seed
-        assert report.sums["sampled_tokens"] == pytest.approx(float(reference.sampled), abs=1e-9, rel=1e-12), seed
+        assert spans == {
+            name: tuple(sorted(Counter(s.versions).items())) for name, s in reference.seen.items()
+        }, seed
+        assert report.sums["running_sequence_s"] == pytest.approx(
+            float(reference.running_sequence_s), abs=1e-9, rel=1e-12
+        ), seed
+        assert report.sums["sampled_tokens"] == pytest.approx(
+            float(reference.sampled), abs=1e-9, rel=1e-12
+        ), seed
         assert preemptions == reference.preemptions, seed
         after_s = report.now_s - float(reference.now)
-        assert report.sums["idle_s"] == pytest.approx(float(reference.idle_s) + after_s, abs=1e-9, rel=1e-12), seed
+        assert report.sums["idle_s"] == pytest.approx(
+            float(reference.idle_s) + after_s, abs=1e-9, rel=1e-12
+        ), seed
         if reference.drained_at is not None:
             assert drained_at[-1] == pytest.approx(float(reference.drained_at), abs=1e-9, rel=0), seed
-        happened["cut"] += sum(sequence.aborted and bool(sequence.versions) for sequence in reference.seen.values())
-        happened["crossed loads"] += sum(len(set(sequence.versions)) > 2 for sequence in reference.seen.values())
-        happened["made turns that ended"] += sum(bool(s.results) and s.ended_at is not None for s in reference.seen.values())
+        happened["cut"] += sum(
+            sequence.aborted and bool(sequence.versions) for sequence in reference.seen.values()
+        )
+        happened["crossed loads"] += sum(
+            len(set(sequence.versions)) > 2 for sequence in reference.seen.values()
+        )
+        happened["made turns that ended"] += sum(
+            bool(s.results) and s.ended_at is not None for s in reference.seen.values()
+        )
         happened["drained"] += len(drained_at)
         happened["preempted"] += preemptions
-        happened["shared a prompt"] += sum(sequence.of_prompt is not None for sequence in reference.seen.values())
+        happened["shared a prompt"] += sum(
+            sequence.of_prompt is not None for sequence in reference.seen.values()
+        )
     assert min(happened.values()) > 50, f"a case that never happens proves nothing: {happened}"
 
 
@@ -172,14 +214,17 @@ def test_the_worked_example_of_the_docstring():
 
 def test_the_newest_is_preempted_and_begins_again_with_its_tokens():
     costs = PLAIN | {"blocks": 3, "block_size": 2}
-    ends, spans, *_, preemptions = in_the_engine(costs, [(Fraction(0), "submit", ([(0, 0, 5, None), (1, 0, 5, None)],))])
+    ends, spans, *_, preemptions = in_the_engine(
+        costs, [(Fraction(0), "submit", ([(0, 0, 5, None), (1, 0, 5, None)],))]
+    )
     assert ends == {0: 5, 1: 7}
     assert spans == {0: ((0, 5),), 1: ((0, 5),)}
     assert preemptions == 1
 
 
 def test_a_preempted_sequence_is_computed_again_and_others_wait_behind_it():
-    # At 5 s both want a third block of the 4: the second is preempted with 5 tokens, which need 3 blocks. The third needs only 1.
+    # At 5 s both want a third block of the 4: the second is preempted with 5 tokens, which need 3 blocks. The
+    # third needs only 1.
     costs = PLAIN | {"prefill": Fraction(1, 10), "blocks": 4, "block_size": 2}
     first, late = [(0, 0, 6, None), (1, 0, 8, None)], [(2, 1, 2, None)]
     ends, *_ = in_the_engine(costs, [(Fraction(0), "submit", (first,)), (Fraction(9, 2), "submit", (late,))])
@@ -187,8 +232,8 @@ def test_a_preempted_sequence_is_computed_again_and_others_wait_behind_it():
 
 
 def test_the_responses_to_a_prompt_share_its_full_blocks():
-    # 5 prompt tokens in blocks of 2: 2 blocks are shared, 1 is each one's own. With 5 blocks all three run, and 4 tokens are
-    # computed once.
+    # 5 prompt tokens in blocks of 2: 2 blocks are shared, 1 is each one's own. With 5 blocks all three run,
+    # and 4 tokens are computed once.
     costs = PLAIN | {"prefill": Fraction(1), "blocks": 5, "block_size": 2}
     group = [(name, 5, 1, 0) for name in range(3)]
     ends, *_ = in_the_engine(costs, [(Fraction(0), "submit", (group,))])
@@ -205,11 +250,14 @@ def test_a_slot_goes_to_whoever_has_waited_longest_and_the_engine_has_one_timer(
         loop.call_at = lambda *timer, **context: timers.append(timer) or call_at(*timer, **context)
         engine = SimulatedEngine(2, Decoding(step_s=1.0, step_s_per_sequence=0.0))
         lengths = [5, 1, 3, 9, 2]
-        engine.submit(SimulatedSequence(0, tokens, lambda _, i=i: ended.append(i)) for i, tokens in enumerate(lengths))
+        engine.submit(
+            SimulatedSequence(0, tokens, lambda _, i=i: ended.append(i)) for i, tokens in enumerate(lengths)
+        )
         await asyncio.sleep(100)
         return ended, len(timers)
 
-    # Slots: 0 until 5 and 1 until 1, then 2 until 4, then 3 until 13; 4 gets the slot of 0 and has it until 7.
+    # Slots: 0 until 5 and 1 until 1, then 2 until 4, then 3 until 13; 4 gets the slot of 0 and has it until
+    # 7.
     ended, timer_events = run_virtual(main())
     assert ended == [1, 2, 0, 4, 3]
     assert timer_events == 5 + 1

@@ -26,7 +26,10 @@ def lengths(*tokens):
 
 
 def make(times=None, *, slots=4, name="rollout-0", faults=None, machine=None, **changes):
-    values = {"decoding": Decoding(step_s=1.0, step_s_per_sequence=0.0), "response_tokens": lengths(3, 5)} | changes
+    values = {
+        "decoding": Decoding(step_s=1.0, step_s_per_sequence=0.0),
+        "response_tokens": lengths(3, 5),
+    } | changes
     limits = {"call_timeout_s": values.pop("call_timeout_s", 600.0)}
     times = times or WorkerTimes(**values)
     if faults is None:
@@ -97,8 +100,9 @@ def test_a_group_ends_with_its_last_reward_and_its_slots_are_free_before():
 
 @pytest.mark.parametrize(("hold_slots", "first_s", "second_s"), [(True, 13.0, 22.0), (False, 15.0, 12.0)])
 def test_a_trajectory_at_a_tool_holds_its_slot_or_leaves_it_to_another(hold_slots, first_s, second_s):
-    """One slot. The first makes 3 tokens, waits 7 s for a tool and makes 3 more. The second, of 9 tokens, gets the slot when the
-    first has ended at 13 s; or at 3 s, and then the first is back at 10 s, goes on at 12 s and ends at 15 s."""
+    """One slot. The first makes 3 tokens, waits 7 s for a tool and makes 3 more. The second, of 9 tokens,
+    gets the slot when the first has ended at 13 s; or at 3 s, and then the first is back at 10 s, goes on at
+    12 s and ends at 15 s."""
 
     async def main():
         calls = {3: [ToolWait(7.0, 5, 3)], 9: []}
@@ -117,7 +121,10 @@ def test_a_trajectory_at_a_tool_holds_its_slot_or_leaves_it_to_another(hold_slot
         return progress, first.trajectories[0], came_first_s, came_second_s
 
     progress, meta, came_first_s, came_second_s = run_virtual(main())
-    assert (came_first_s, came_second_s) == (pytest.approx(first_s, abs=0.2), pytest.approx(second_s, abs=0.2))
+    assert (came_first_s, came_second_s) == (
+        pytest.approx(first_s, abs=0.2),
+        pytest.approx(second_s, abs=0.2),
+    )
     assert (meta.num_turns, meta.tool_s, meta.prompt_tokens, meta.response_tokens) == (2, 7.0, 4 + 5, 6)
     assert progress.freed_slots == ({} if hold_slots else {part(0, 0, 0).key: 1})
     report = progress.reports[0]
@@ -156,13 +163,18 @@ def test_a_response_has_the_same_length_on_any_worker_in_any_part_whatever_happe
 
     rng = random.Random(1)
     expected = [rng.randint(1, 99) for _ in range(4)]
-    assert run_virtual(main("rollout-0", 0)) == run_virtual(main("rollout-5", 3)) == [expected[::2], expected[1::2]]
+    assert (
+        run_virtual(main("rollout-0", 0))
+        == run_virtual(main("rollout-5", 3))
+        == [expected[::2], expected[1::2]]
+    )
 
 
 @pytest.mark.parametrize(
     ("interrupt", "versions", "loaded_s", "ended_s"),
     [
-        # Two tokens are done at 2 s; the load takes 4 s; recompute-kv fills in 10 + 2 tokens of each sequence at 0.1 s.
+        # Two tokens are done at 2 s; the load takes 4 s; recompute-kv fills in 10 + 2 tokens of each sequence
+        # at 0.1 s.
         ("keep-kv", [((0, 2), (1, 1)), ((0, 2), (1, 3))], 6.0, 5 + 4.0),
         ("recompute-kv", [((0, 2), (1, 1)), ((0, 2), (1, 3))], 6.0, 5 + 4.0 + 2 * 12 * 0.1),
         ("drain", [((0, 3),), ((0, 5),)], 5 + 4.0, 5.0),
@@ -257,8 +269,8 @@ def test_progress_comes_at_a_change_but_not_more_often_than_allowed_and_after_a_
             times.append(now_s())
         return times
 
-    # Changes: busy at 0 s; ends at 3 and 5 s. Reports: 4 s after the first at 0; at once when nothing runs any more; then at rest,
-    # 30 s later each.
+    # Changes: busy at 0 s; ends at 3 and 5 s. Reports: 4 s after the first at 0; at once when nothing runs
+    # any more; then at rest, 30 s later each.
     assert run_virtual(main()) == [4.0, 5.0, 35.0, 65.0]
 
 
@@ -287,7 +299,11 @@ def test_a_worker_that_dies_or_hangs_fails_every_call_in_its_name(what, kind):
     async def main():
         faults = Faults([Fault(kind=kind, executor="rollout-0", at_s=10.0)])
         worker = make(
-            faults=faults, response_tokens=lengths(90, 90), load_s=lambda rng: 4.0, call_timeout_s=50.0, weights_timeout_s=20.0
+            faults=faults,
+            response_tokens=lengths(90, 90),
+            load_s=lambda rng: 4.0,
+            call_timeout_s=50.0,
+            weights_timeout_s=20.0,
         )
         await load(worker, 0)
         await worker.prefetch(Published(version=1, num_bytes=0, publish_s=0.0, handle=None))
@@ -296,13 +312,16 @@ def test_a_worker_that_dies_or_hangs_fails_every_call_in_its_name(what, kind):
             "progress": lambda: follow(worker),
             "load": lambda: worker.load(1, "keep-kv"),
             "abort": lambda: worker.abort(AttemptKey("p0", 0, 0)),
-            "evaluate": lambda: worker.evaluate(EvalRequest(version=0, tries=(EvalTry({"uid": "0"}),), seed=0)),
+            "evaluate": lambda: worker.evaluate(
+                EvalRequest(version=0, tries=(EvalTry({"uid": "0"}),), seed=0)
+            ),
             "pause": worker.pause,
         }
         if what in ("abort", "evaluate", "pause"):
             await asyncio.sleep(8)
         began_s = now_s()
-        if kind is FaultKind.WORKER_HANGS and what == "evaluate":  # it has no limit: who follows the worker has
+        # it has no limit: who follows the worker has
+        if kind is FaultKind.WORKER_HANGS and what == "evaluate":
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(500):
                     await calls[what]()
@@ -319,7 +338,9 @@ def test_a_worker_that_dies_or_hangs_fails_every_call_in_its_name(what, kind):
         assert message == "rollout-0 failed: simulated death at 10 s"
         assert after_s <= 2.0
     elif what == "load":
-        assert message == "rollout-0 failed: the load of version 1 (keep-kv) took longer than weights.timeout_s = 20 s"
+        assert message == (
+            "rollout-0 failed: the load of version 1 (keep-kv) took longer than weights.timeout_s = 20 s"
+        )
         assert after_s == 20.0
     else:
         assert "took longer than rollout.call_timeout_s = 50 s" in message
@@ -333,7 +354,9 @@ def test_a_hang_is_ended_by_the_limits_even_if_nothing_else_is_scheduled():
         worker.submit(group())
         await follow(worker)
 
-    with pytest.raises(ExecutorFailed, match=r"a progress report took longer than rollout\.call_timeout_s = 600 s"):
+    with pytest.raises(
+        ExecutorFailed, match=r"a progress report took longer than rollout\.call_timeout_s = 600 s"
+    ):
         run_virtual(main())
 
 
@@ -394,7 +417,13 @@ def test_a_restarted_worker_is_a_fresh_one_that_what_was_on_its_way_to_the_old_o
             await worker.load(1, "keep-kv")
         with pytest.raises(ExecutorFailed, match="death at 60 s"):
             await generate(worker, group(1))
-        return back_s, version, report.sums["idle_s"], report.sums["running_sequence_s"], report.gauges["running_sequences"]
+        return (
+            back_s,
+            version,
+            report.sums["idle_s"],
+            report.sums["running_sequence_s"],
+            report.gauges["running_sequences"],
+        )
 
     assert run_virtual(main()) == (10.0, -1, 5.0, 0.0, 0)
 
@@ -412,7 +441,9 @@ def test_a_reward_that_raises_costs_one_trajectory():
 
 def test_faults_come_from_their_seed_and_half_of_the_seeds_are_fatal():
     def drawn(seed):
-        return draw_faults(seed, workers=["rollout-0", "rollout-1"], until_s=100.0, loads=5, groups=20, steps=9).pending
+        return draw_faults(
+            seed, workers=["rollout-0", "rollout-1"], until_s=100.0, loads=5, groups=20, steps=9
+        ).pending
 
     assert [drawn(seed) for seed in range(50)] == [drawn(seed) for seed in range(50)]
     num_fatal = [sum(fault.kind in FATAL for fault in drawn(seed)) for seed in range(400)]
@@ -426,7 +457,9 @@ def test_on_a_shared_machine_trainer_and_workers_slow_each_other_down():
     async def main():
         machine = SharedMachine(generation_ratio=0.5, training_ratio=1.0)
         worker = make(machine=machine, response_tokens=lengths(10, 10))
-        trainer = SimulatedTrainer(TrainerTimes(train_s=lambda batch: 4.0, old_logprob_s=lambda batch: 0.0), machine=machine)
+        trainer = SimulatedTrainer(
+            TrainerTimes(train_s=lambda batch: 4.0, old_logprob_s=lambda batch: 0.0), machine=machine
+        )
         await load(worker, 0)
         worker.submit(group())
         running = asyncio.create_task(ended(worker, group()))
@@ -434,7 +467,8 @@ def test_on_a_shared_machine_trainer_and_workers_slow_each_other_down():
         took_s = await machine.compute(6.0)
         return took_s, (await running)[0][1], trainer
 
-    # 4 tokens alone, 6 more at 1.5 s: until 13 s, by when the trainer, at half its speed, has 1.5 of its 6 s left.
+    # 4 tokens alone, 6 more at 1.5 s: until 13 s, by when the trainer, at half its speed, has 1.5 of its 6 s
+    # left.
     took_s, ended_s, _ = run_virtual(main())
     assert ended_s == pytest.approx(4 + 6 * 1.5)
     assert took_s == pytest.approx(9 + 1.5)

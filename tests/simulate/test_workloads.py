@@ -73,7 +73,12 @@ def test_the_help_of_bench_names_every_workload(capsys, monkeypatch):
         ("step_s = 0.01\n", "", "decoding.step_s is missing", "Seconds of a decode step"),
         ("step_s = 0.01\n", "step_s = -1.0\n", "decoding.step_s = -1.0", "Seconds of a decode step"),
         ("slots = 8", "slot = 8", "unknown key rollout.slot", "rollout.slots"),
-        ("[profiles.stale-samples.", "[profiles.stale-sample.", "there is no profile 'stale-sample'", "stale-samples"),
+        (
+            "[profiles.stale-samples.",
+            "[profiles.stale-sample.",
+            "there is no profile 'stale-sample'",
+            "stale-samples",
+        ),
         ("sigma = 0.5\n", "", "needs lengths.median_tokens and lengths.sigma", "sigma = "),
         ("[decoding]", "[decodings]", "unknown key decodings", "decoding"),
     ],
@@ -100,19 +105,28 @@ def test_a_workload_lies_above_the_profile_and_below_environment_and_sets(tmp_pa
     assert plain.profile.rollout.slots == 8
     assert plain.profile.async_training.trigger_parameter_sync_step == 4
     assert plain.origins["rollout.slots"] == "workload small"
-    assert profile_for(workload, "stale-samples", environ={"ASYNCRL_ROLLOUT__SLOTS": "9"}).profile.rollout.slots == 9
     assert (
-        profile_for(workload, "stale-samples", ["rollout.slots=10"], environ={"ASYNCRL_ROLLOUT__SLOTS": "9"}).profile.rollout.slots
+        profile_for(workload, "stale-samples", environ={"ASYNCRL_ROLLOUT__SLOTS": "9"}).profile.rollout.slots
+        == 9
+    )
+    assert (
+        profile_for(
+            workload, "stale-samples", ["rollout.slots=10"], environ={"ASYNCRL_ROLLOUT__SLOTS": "9"}
+        ).profile.rollout.slots
         == 10
     )
 
 
-def test_a_file_has_the_keys_that_the_workload_sets_for_the_profile_it_extends_below_its_own(tmp_path: Path) -> None:
+def test_a_file_has_the_keys_that_the_workload_sets_for_the_profile_it_extends_below_its_own(
+    tmp_path: Path,
+) -> None:
     workload = load_workload(small(tmp_path))
     own = tmp_path / "own.toml"
     own.write_text('extends = "stale-samples"\n', encoding="utf-8")
     assert profile_for(workload, str(own), environ={}).profile.async_training.trigger_parameter_sync_step == 4
-    own.write_text('extends = "stale-samples"\nasync_training.trigger_parameter_sync_step = 3\n', encoding="utf-8")
+    own.write_text(
+        'extends = "stale-samples"\nasync_training.trigger_parameter_sync_step = 3\n', encoding="utf-8"
+    )
     assert profile_for(workload, str(own), environ={}).profile.async_training.trigger_parameter_sync_step == 3
     own.write_text('extends = "partial-rollout"\n', encoding="utf-8")
     shipped = profile_for(workload, "partial-rollout", environ={}).profile
@@ -123,7 +137,9 @@ def test_all_profiles_train_the_baselines_windows_in_whole_steps(tmp_path: Path)
     workload = load_workload(small(tmp_path))
     for name in ("colocate", "stale-samples", "partial-rollout"):  # W of colocate is 4 groups
         assert Schedule.of(profile_for(workload, name, environ={}).profile).groups == 3 * 4
-    uneven = profile_for(workload, "stale-samples", ["async_training.require_batches=5"], groups=12, environ={}).profile
+    uneven = profile_for(
+        workload, "stale-samples", ["async_training.require_batches=5"], groups=12, environ={}
+    ).profile
     assert Schedule.of(uneven).groups == 20
     larger = profile_for(workload, "stale-samples", ["trainer.ppo_mini_batch_size=6"], environ={}).profile
     assert Schedule.of(larger).groups == 3 * 6  # 3 windows of a colocate that has the same mini-batch
@@ -148,7 +164,9 @@ def test_one_groups_lengths_depend_on_its_seed_alone_and_resemble_each_other() -
 
 
 def test_a_list_is_drawn_from_evenly() -> None:
-    draw = ResponseLengths(Lengths(distribution="list", response_tokens=(1, 2, 3, 900), prompt_variance_ratio=0.5), 100)
+    draw = ResponseLengths(
+        Lengths(distribution="list", response_tokens=(1, 2, 3, 900), prompt_variance_ratio=0.5), 100
+    )
     drawn = [tokens for seed in range(2000) for tokens in draw(random.Random(seed), 4)]
     assert {1, 2, 3, 100} == set(drawn)
     assert all(1800 < drawn.count(tokens) < 2200 for tokens in (1, 2, 3, 100))

@@ -20,11 +20,19 @@ from asyncrl_cli.simulate.world import simulate
 from tests.job.test_memory_vllm import planned
 from tests.llama import LLAMA_7B
 
-PROFILES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off", "colocate")
+PROFILES = (
+    "on-policy-pipeline",
+    "stream-off-policy",
+    "stale-samples",
+    "partial-rollout",
+    "one-step-off",
+    "colocate",
+)
 
 
 def workload(**changes: Any) -> Workload:
-    """4 GPUs, 100 tokens each at 10 ms: a response takes exactly 1 s, and 4 groups of 2 train in 0.8 s on 2 GPUs."""
+    """4 GPUs, 100 tokens each at 10 ms: a response takes exactly 1 s, and 4 groups of 2 train in 0.8 s on 2
+    GPUs."""
     values: dict[str, Any] = {
         "name": "exact",
         "profile": {
@@ -35,7 +43,12 @@ def workload(**changes: Any) -> Workload:
         "profiles": {},
         "lengths": {"median_tokens": 100.0, "sigma": 0.0, "prompt_tokens": 0},
         "decoding": {"step_s": 0.01, "step_s_per_sequence": 0.0},
-        "training": {"s_per_token": 1e-3, "reference_gpus": 2, "old_logprob_s_per_token": 5e-4, "step_overhead_s": 0.05},
+        "training": {
+            "s_per_token": 1e-3,
+            "reference_gpus": 2,
+            "old_logprob_s_per_token": 5e-4,
+            "step_overhead_s": 0.05,
+        },
         "syncing": {
             "parameter_bytes": 1e6,
             "gather_bytes_per_s": 1e7,
@@ -70,16 +83,21 @@ def test_every_profile_trains_its_groups_within_its_staleness(name: str) -> None
     run = simulate(chosen, work, observers=[kept])
     assert run.error is None
     assert run.lines[-1]["groups_trained"] == 40
-    assert max(line["staleness/max"] for line in run.lines) <= (1 if chosen.async_training.staleness_threshold else 0)
+    assert max(line["staleness/max"] for line in run.lines) <= (
+        1 if chosen.async_training.staleness_threshold else 0
+    )
     assert kept.spans["trainer-0"]
 
 
 def test_colocates_window_is_the_sum_of_its_phases() -> None:
     work = workload()
-    run = simulate(profile("colocate", work, 'algorithm.old_logprobs="recompute"', "async_training.require_batches=2"), work)
+    run = simulate(
+        profile("colocate", work, 'algorithm.old_logprobs="recompute"', "async_training.require_batches=2"),
+        work,
+    )
     parts = window_parts(run)
-    # 8 groups of 2 on 4 workers: all at once, 100 steps of 10 ms. 1600 tokens at 1 ms on 2 GPUs take 0.8 s on 4, and the old
-    # logprobs of the second mini-batch (800 tokens) 0.2 s.
+    # 8 groups of 2 on 4 workers: all at once, 100 steps of 10 ms. 1600 tokens at 1 ms on 2 GPUs take 0.8 s on
+    # 4, and the old logprobs of the second mini-batch (800 tokens) 0.2 s.
     assert parts["wait_data"] == pytest.approx(1.0, abs=0.05)
     assert parts["train"] == pytest.approx(0.8)
     assert parts["old_logprob"] == pytest.approx(0.2)
@@ -120,7 +138,9 @@ def test_a_synchronous_trainer_waits_for_send_and_load_in_its_gather() -> None:
 
 
 @pytest.mark.parametrize(("dual_buffer", "pause_s"), [("true", 0.2), ("false", 0.7)])
-def test_without_a_second_buffer_workers_stand_still_for_the_send_too(dual_buffer: str, pause_s: float) -> None:
+def test_without_a_second_buffer_workers_stand_still_for_the_send_too(
+    dual_buffer: str, pause_s: float
+) -> None:
     work = workload()
     name = "partial-rollout"  # rollouts run while weights arrive
     kept = Spans()
@@ -164,7 +184,12 @@ WEIGHT_BYTES = 1_000_000  # of the workload above
 def memory(tokens: int, **changes: Any) -> dict[str, Any]:
     """Memory whose half holds the weights and so many tokens of 1,000 bytes each."""
     gib = 2 * (WEIGHT_BYTES + 1000 * tokens) / 2**30
-    return {"gpu_memory_gib": gib, "gpu_memory_utilization": 0.5, "kv_bytes_per_token": 1000, "block_tokens": 10} | changes
+    return {
+        "gpu_memory_gib": gib,
+        "gpu_memory_utilization": 0.5,
+        "kv_bytes_per_token": 1000,
+        "block_tokens": 10,
+    } | changes
 
 
 def test_a_small_cache_preempts_and_makes_the_window_longer() -> None:
@@ -181,11 +206,21 @@ def test_a_small_cache_preempts_and_makes_the_window_longer() -> None:
 def test_the_cache_has_what_a_plan_gives_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B), encoding="utf-8")
     estimate = planned("rollout.gpu_memory_utilization=0.7", model=str(tmp_path), gpus=2, gpu_gib=80)
-    held = {item.what: item.num_bytes for item in estimate.items if item.role == ROLLOUT and item.place == "device"}
+    held = {
+        item.what: item.num_bytes
+        for item in estimate.items
+        if item.role == ROLLOUT and item.place == "device"
+    }
     cache_bytes = held.pop("engine's cache")
     sizes = {"gpu_memory_gib": 80, "gpu_memory_utilization": 0.7, "kv_bytes_per_token": 524_288}
-    work = workload(memory=sizes, syncing=workload().syncing.model_dump() | {"parameter_bytes": sum(held.values())})
-    cache = Costs(workload=work, profile=profile("partial-rollout", work), ranks=1, workers=1).worker_times().cache
+    work = workload(
+        memory=sizes, syncing=workload().syncing.model_dump() | {"parameter_bytes": sum(held.values())}
+    )
+    cache = (
+        Costs(workload=work, profile=profile("partial-rollout", work), ranks=1, workers=1)
+        .worker_times()
+        .cache
+    )
     assert cache.blocks == cache_bytes // (524_288 * 16)
 
 
@@ -197,9 +232,15 @@ def test_a_cache_that_cannot_hold_one_response_is_refused() -> None:
 
 def test_the_same_prompts_have_the_same_lengths_in_every_profile() -> None:
     work = workload(lengths={"median_tokens": 60.0, "sigma": 0.8, "prompt_variance_ratio": 0.5})
-    runs = [simulate(profile(name, work), work, seed=3) for name in ("colocate", "on-policy-pipeline", "stream-off-policy")]
+    runs = [
+        simulate(profile(name, work), work, seed=3)
+        for name in ("colocate", "on-policy-pipeline", "stream-off-policy")
+    ]
     assert len({run.lines[-1]["tokens_trained"] for run in runs}) == 1
-    assert simulate(profile("colocate", work), work, seed=4).lines[-1]["tokens_trained"] != runs[0].lines[-1]["tokens_trained"]
+    assert (
+        simulate(profile("colocate", work), work, seed=4).lines[-1]["tokens_trained"]
+        != runs[0].lines[-1]["tokens_trained"]
+    )
 
 
 def test_a_run_repeats_itself() -> None:
@@ -248,8 +289,8 @@ def means(*sets: str) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_a_reference_of_its_own_takes_its_time_beside_training():
-    """On one GPU a step trains for 1.6 s, and the reference's pass takes a third of that: it lengthens the step, unless it has a
-    GPU of its own."""
+    """On one GPU a step trains for 1.6 s, and the reference's pass takes a third of that: it lengthens the
+    step, unless it has a GPU of its own."""
 
     kl, tasks = "algorithm.use_kl_loss=true", 'placement.tasks=[["train"],["ref"],["rollout"]]'
     without_s = means(TRAINER_OF_ONE, *THREE_WORKERS)["timing/step_s"]
@@ -279,16 +320,27 @@ def test_a_critic_of_its_own_learns_beside_the_policy_and_its_values_come_after(
 
 
 def test_prox_apart_hides_the_pass_behind_training_where_a_window_has_several_steps():
-    """With K = 4 a step's groups are scored while the one before is trained; the trainer has no pass of its own then."""
-    sets = ("algorithm.old_logprobs=recompute", "async_training.trigger_parameter_sync_step=4", "placement.trainer_workers=1")
+    """With K = 4 a step's groups are scored while the one before is trained; the trainer has no pass of its
+    own then."""
+    sets = (
+        "algorithm.old_logprobs=recompute",
+        "async_training.trigger_parameter_sync_step=4",
+        "placement.trainer_workers=1",
+    )
 
     def lines(*more: str) -> list[dict[str, Any]]:
-        ran = simulate(profile_for(workload(), "stale-samples", (*sets, *more), groups=96).profile, workload(), groups=96)
+        ran = simulate(
+            profile_for(workload(), "stale-samples", (*sets, *more), groups=96).profile, workload(), groups=96
+        )
         assert ran.error is None
         return ran.lines[len(ran.lines) // 2 :]
 
     together = lines("placement.gpus=4", "rollout.workers=3")
-    apart = lines("placement.gpus=5", 'placement.tasks=[["train"],["prox"],["rollout"]]', "placement.ratios=[1,1,3]")
+    apart = lines(
+        "placement.gpus=5", 'placement.tasks=[["train"],["prox"],["rollout"]]', "placement.ratios=[1,1,3]"
+    )
     assert sum(line["timing/old_logprob_s"] for line in apart) == 0
-    assert sum(line["timing/step_s"] for line in apart) < 0.93 * sum(line["timing/step_s"] for line in together)
+    assert sum(line["timing/step_s"] for line in apart) < 0.93 * sum(
+        line["timing/step_s"] for line in together
+    )
     assert all(0 < line["prox/idle_ratio"] <= 1 for line in apart)

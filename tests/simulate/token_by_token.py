@@ -1,10 +1,13 @@
-"""Continuous batching token by token, in exact fractions: slow, plain, and written apart from the engine that it judges.
+"""Continuous batching token by token, in exact fractions: slow, plain, and written apart from the engine that
+it judges.
 
-Every running sequence has a phase, the finished part of its next token. All phases grow by 1 per decode step, whose length depends
-on how many run. Whatever happens next (a token, the end of a prefill, a change from outside) is found by looking at everybody.
+Every running sequence has a phase, the finished part of its next token. All phases grow by 1 per decode step,
+whose length depends on how many run. Whatever happens next (a token, the end of a prefill, a change from
+outside) is found by looking at everybody.
 
-A block of the cache is named by what is in it: ("prompt", which, number) for a full block of a prompt, the same for all its
-responses, or ("own", sequence, number). What is in use is the union of what the running sequences need.
+A block of the cache is named by what is in it: ("prompt", which, number) for a full block of a prompt, the
+same for all its responses, or ("own", sequence, number). What is in use is the union of what the running
+sequences need.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class Seq:
     def blocks(self, size):
         tokens, shared = self.total, 0
         names = set()
-        while self.of_prompt is not None and (shared + 1) * size < self.prompt:  # the last token of a prompt is never shared
+        # the last token of a prompt is never shared
+        while self.of_prompt is not None and (shared + 1) * size < self.prompt:
             names.add(("prompt", self.of_prompt, shared))
             shared += 1
         own, number = tokens - shared * size, 0
@@ -45,9 +49,17 @@ class Seq:
 
 
 class TokenByToken:
-    def __init__(self, slots, step, per_sequence, prefill, speed, version, blocks=None, block_size=16, hold=True):
+    def __init__(
+        self, slots, step, per_sequence, prefill, speed, version, blocks=None, block_size=16, hold=True
+    ):
         self.blocks, self.block_size, self.preemptions = blocks, block_size, 0
-        self.slots, self.step, self.per_sequence, self.prefill, self.speed = slots, step, per_sequence, prefill, speed
+        self.slots, self.step, self.per_sequence, self.prefill, self.speed = (
+            slots,
+            step,
+            per_sequence,
+            prefill,
+            speed,
+        )
         self.version, self.slowdown = version, Fraction(1)
         self.now, self.prefill_left = Fraction(0), Fraction(0)
         self.frozen = self.closed = False
@@ -147,9 +159,12 @@ class TokenByToken:
             self.preemptions += 1
 
     def take_parked(self):
-        """Blocks that running sequences need are taken from whoever has been at a tool for longest, all of its blocks at once."""
+        """Blocks that running sequences need are taken from whoever has been at a tool for longest, all of
+        its blocks at once."""
         size = self.block_size
-        while self.parked and self.lacks(range(len(self.in_use()) + sum(-(-tokens // size) for tokens in self.parked.values()))):
+        while self.parked and self.lacks(
+            range(len(self.in_use()) + sum(-(-tokens // size) for tokens in self.parked.values()))
+        ):
             self.parked.pop(next(iter(self.parked)))
 
     def tools_end(self):
@@ -169,7 +184,9 @@ class TokenByToken:
             is_still = self.frozen or not self.running
             times = [*self.at_tools.values(), *([] if until is None else [until])]
             if not is_still:
-                times.append(self.now + (self.prefill_left * pace or min(1 - s.phase for s in self.running) * step))
+                times.append(
+                    self.now + (self.prefill_left * pace or min(1 - s.phase for s in self.running) * step)
+                )
             if not times:
                 return
             self.pass_time(min(times) - self.now, pace, step, is_still)

@@ -1,7 +1,7 @@
 """What the reward `math-verify` takes for an answer, and for the right one.
 
-math500_answers.json: the reference answers of MATH-500, in its order (the 500 test problems of MATH, Hendrycks et al. 2021, that
-Lightman et al. 2023 chose for PRM800K; MIT licence).
+math500_answers.json: the reference answers of MATH-500, in its order (the 500 test problems of MATH,
+Hendrycks et al. 2021, that Lightman et al. 2023 chose for PRM800K; MIT licence).
 """
 
 import json
@@ -27,11 +27,22 @@ SUM = make_item("What is 26 + 50? Give the answer as \\boxed{number}.", "76", {}
 
 
 @pytest.mark.parametrize(
-    "form", ["So it is $\\boxed{%s}$.", "**Answer:** %s", "The answer is $%s$.", "<answer>%s</answer>", "So\n#### %s"]
+    "form",
+    [
+        "So it is $\\boxed{%s}$.",
+        "**Answer:** %s",
+        "The answer is $%s$.",
+        "<answer>%s</answer>",
+        "So\n#### %s",
+    ],
 )
 def test_every_reference_of_math_500_is_right_as_an_answer(form):
     assert len(MATH_500) == 500
-    wrong = [answer for answer in MATH_500 if MATH_VERIFY(make_item("p", answer, {}), form.replace("%s", answer)) != 1.0]
+    wrong = [
+        answer
+        for answer in MATH_500
+        if MATH_VERIFY(make_item("p", answer, {}), form.replace("%s", answer)) != 1.0
+    ]
     assert wrong == []
 
 
@@ -40,11 +51,15 @@ def test_a_number_out_of_a_latex_reference_is_wrong():
     fragments = []
     for answer in MATH_500:
         misread = parse(answer, parsing_timeout=None)
-        if misread and not verify(misread, parse(f"\\boxed{{{answer}}}", parsing_timeout=None), timeout_seconds=None):
+        if misread and not verify(
+            misread, parse(f"\\boxed{{{answer}}}", parsing_timeout=None), timeout_seconds=None
+        ):
             fragments.append((answer, misread[-1]))
     assert len(fragments) == 57
     assert ("6 - 5i", "5") in fragments
-    assert [pair for pair in fragments if MATH_VERIFY(make_item("p", pair[0], {}), f"\\boxed{{{pair[1]}}}") != 0.0] == []
+    assert [
+        pair for pair in fragments if MATH_VERIFY(make_item("p", pair[0], {}), f"\\boxed{{{pair[1]}}}") != 0.0
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -179,14 +194,24 @@ def test_answers_are_compared_as_mathematics_and_words_as_words(answer, expected
         ("Add 1, 2 and 3 times x.", "\\sum_{n=1}^{3} n x", "6x", False),
     ],
 )
-def test_an_expression_of_the_prompt_is_an_answer_only_if_the_reference_is_written_so(prompt, answer, expected, right):
+def test_an_expression_of_the_prompt_is_an_answer_only_if_the_reference_is_written_so(
+    prompt, answer, expected, right
+):
     assert is_right(answer, expected, prompt) is right
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        *("10^{10^{10}}", "9^{9^{9^9}}", "10^{999999999}", "2^{99*99*99*99*99}", "1000000!", "((99)!)!", "(10!)^{10!}"),
+        *(
+            "10^{10^{10}}",
+            "9^{9^{9^9}}",
+            "10^{999999999}",
+            "2^{99*99*99*99*99}",
+            "1000000!",
+            "((99)!)!",
+            "(10!)^{10!}",
+        ),
         *("{" * 900 + "}" * 900, "9" * 100_000),
     ],
 )
@@ -209,9 +234,15 @@ def test_repeating_1000_arithmetic_prompts_earns_nothing():
     modules = dataset_modules()
     names = sorted(name for name, module in modules.items() if ".arithmetic." in module)
     num_each = -(-1000 // len(names))
-    items = [item for name in names for item in make_entries(RewardSpec(kind="none", dataset=name), {"eval": num_each})["eval"]]
+    items = [
+        item
+        for name in names
+        for item in make_entries(RewardSpec(kind="none", dataset=name), {"eval": num_each})["eval"]
+    ]
     assert len(items) >= 1000
-    earned = [(item["prompt"], text) for item in items for text in echoes(item) if MATH_VERIFY(item, text) != 0.0]
+    earned = [
+        (item["prompt"], text) for item in items for text in echoes(item) if MATH_VERIFY(item, text) != 0.0
+    ]
     assert earned == []
 
 
@@ -228,7 +259,9 @@ def test_anywhere_takes_any_expression_and_warns_of_it():
     assert anywhere(make_item("p", "6 - 5i", {}), "it is $5$") == 0.0
     settings = {"source": "jsonl:a.jsonl", "reward": "math-verify", "answer_format": "anywhere"}
     (warning,) = (
-        text for text in check(Profile.model_validate({"run": {"train_steps": 4}, "task": settings})) if "answer_format" in text
+        text
+        for text in check(Profile.model_validate({"run": {"train_steps": 4}, "task": settings}))
+        if "answer_format" in text
     )
     assert "repeat the prompt" in warning
 
@@ -275,4 +308,6 @@ def test_a_response_names_the_reference_in_any_usual_form(response, expected, na
 
 
 def test_every_reference_of_math_500_is_found_in_a_response():
-    assert [answer for answer in MATH_500 if not names_answer(f"So it is $\\boxed{{{answer}}}$.", answer)] == []
+    assert [
+        answer for answer in MATH_500 if not names_answer(f"So it is $\\boxed{{{answer}}}$.", answer)
+    ] == []

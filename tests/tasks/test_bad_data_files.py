@@ -1,4 +1,5 @@
-"""Data files as they come: whatever is wrong is one ConfigError with file, line, reason and hint, at once, and no traceback."""
+"""Data files as they come: whatever is wrong is one ConfigError with file, line, reason and hint, at once,
+and no traceback."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ LIMIT_S = 10.0
 
 def load(path: Path | str, **task: Any) -> Task:
     kind = "parquet" if str(path).endswith(".parquet") else "jsonl"
-    return load_task(Profile.model_validate({"task": {"source": f"{kind}:{path}", **task}, "eval": {"prompts": 0}}))
+    return load_task(
+        Profile.model_validate({"task": {"source": f"{kind}:{path}", **task}, "eval": {"prompts": 0}})
+    )
 
 
 def refusal(path: Path | str, **task: Any) -> str:
@@ -68,59 +71,113 @@ JSONL = {
         GOOD + b'{"prompt": "\xed\xa0\x80", "answer": "1"}',
         ":2: not UTF-8 text \\(byte 12\\).*save the file as UTF-8",
     ),
-    "a number of 5,000 digits": (GOOD + b'{"prompt": "a", "answer": ' + b"7" * 5000 + b"}", ":2: not JSON: .*4300 digits"),
-    "an infinite number": (GOOD + b'{"prompt": "a", "answer": 1e999}', ":2: .*inf, which cannot be an answer"),
-    "NaN as answer": (GOOD + b'{"prompt": "a", "answer": NaN}', ":2: not JSON: NaN is not a JSON number, write null"),
-    "-Infinity in another column": (GOOD + b'{"prompt": "a", "answer": "1", "x": -Infinity}', ":2: not JSON: -Infinity"),
+    "a number of 5,000 digits": (
+        GOOD + b'{"prompt": "a", "answer": ' + b"7" * 5000 + b"}",
+        ":2: not JSON: .*4300 digits",
+    ),
+    "an infinite number": (
+        GOOD + b'{"prompt": "a", "answer": 1e999}',
+        ":2: .*inf, which cannot be an answer",
+    ),
+    "NaN as answer": (
+        GOOD + b'{"prompt": "a", "answer": NaN}',
+        ":2: not JSON: NaN is not a JSON number, write null",
+    ),
+    "-Infinity in another column": (
+        GOOD + b'{"prompt": "a", "answer": "1", "x": -Infinity}',
+        ":2: not JSON: -Infinity",
+    ),
     "lists nested 100,000 deep": (
         GOOD + row(x=0).replace(b"0", b"[" * 100_000 + b"]" * 100_000),
         ":2: nested more than 64 deep.*as text",
     ),
-    "lists nested 100 deep": (GOOD + row(x=0).replace(b"0", b"[" * 100 + b"]" * 100), ":2: nested more than 64 deep"),
-    "objects nested 100 deep": (GOOD + row(x=0).replace(b"0", b'{"a":' * 100 + b"0" + b"}" * 100), ":2: nested more than 64 deep"),
+    "lists nested 100 deep": (
+        GOOD + row(x=0).replace(b"0", b"[" * 100 + b"]" * 100),
+        ":2: nested more than 64 deep",
+    ),
+    "objects nested 100 deep": (
+        GOOD + row(x=0).replace(b"0", b'{"a":' * 100 + b"0" + b"}" * 100),
+        ":2: nested more than 64 deep",
+    ),
     "unclosed brackets": (b"[" * 100_000, ":1: (nested|not JSON)"),
-    "a line of 20 MB": (GOOD + b'{"prompt": "' + b"x" * 20_000_000 + b'"}\n', "line 2 has more than 16,777,216 bytes"),
+    "a line of 20 MB": (
+        GOOD + b'{"prompt": "' + b"x" * 20_000_000 + b'"}\n',
+        "line 2 has more than 16,777,216 bytes",
+    ),
     "20 MB without a newline": (b"x" * 20_000_000, "line 1 has more than"),
     "a key that is there twice": (
         GOOD + b'{"prompt": "a", "answer": "1", "prompt": "b"}',
         ':2: not JSON: the key "prompt" appears twice',
     ),
-    "an inner key that is there twice": (b'{"prompt": "a", "answer": "1", "x": {"y": 1, "y": 2}}', ':1: .*"y" appears twice'),
+    "an inner key that is there twice": (
+        b'{"prompt": "a", "answer": "1", "x": {"y": 1, "y": 2}}',
+        ':1: .*"y" appears twice',
+    ),
     "NUL bytes": (GOOD + b"\0" * 4096 + b"\n", ":2: not JSON"),
-    "a NUL within text": (GOOD + b'{"prompt": "a\0b", "answer": "1"}', ":2: not JSON: Invalid control character at column 14"),
+    "a NUL within text": (
+        GOOD + b'{"prompt": "a\0b", "answer": "1"}',
+        ":2: not JSON: Invalid control character at column 14",
+    ),
     "UTF-16 with its mark": ('{"prompt": "a"}'.encode("utf-16"), ":1: not UTF-8 text \\(byte 0\\)"),
     "UTF-16 without": ('{"prompt": "a"}'.encode("utf-16-le"), ":1: not JSON"),
     "UTF-32": ('{"prompt": "a"}'.encode("utf-32"), ":1: not UTF-8 text"),
-    "Latin-1": (GOOD + '{"prompt": "é", "answer": "1"}'.encode("latin-1"), ":2: not UTF-8 text \\(byte 12\\)"),
-    "a byte order mark in the middle": (GOOD + b"\xef\xbb\xbf" + GOOD, ":2: not JSON: Unexpected UTF-8 BOM|:2: not JSON"),
-    "one JSON array for all": (b"[" + GOOD.strip() + b"," + GOOD.strip() + b"]", ":1: not a JSON object but list"),
+    "Latin-1": (
+        GOOD + '{"prompt": "é", "answer": "1"}'.encode("latin-1"),
+        ":2: not UTF-8 text \\(byte 12\\)",
+    ),
+    "a byte order mark in the middle": (
+        GOOD + b"\xef\xbb\xbf" + GOOD,
+        ":2: not JSON: Unexpected UTF-8 BOM|:2: not JSON",
+    ),
+    "one JSON array for all": (
+        b"[" + GOOD.strip() + b"," + GOOD.strip() + b"]",
+        ":1: not a JSON object but list",
+    ),
     "two objects in a line": (GOOD.strip() + GOOD, ":1: not JSON: Extra data"),
-    "a pretty-printed object": (json.dumps({"prompt": "a", "answer": "1"}, indent=2).encode(), ":1: not JSON"),
+    "a pretty-printed object": (
+        json.dumps({"prompt": "a", "answer": "1"}, indent=2).encode(),
+        ":1: not JSON",
+    ),
     "a bare null": (GOOD + b"null\n", ":2: not a JSON object but NoneType"),
     "a bare number": (b"1\n", ":1: not a JSON object but int"),
     "CSV": (b"prompt,answer\n1+1=,2\n", ":1: not JSON"),
     "gzip": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03", ":1: not UTF-8 text"),
     "an empty object": (b"{}\n", ':1: no column "prompt"; it has: none'),
-    "10,000 other columns": (json.dumps({f"c{i}": i for i in range(10_000)}).encode(), "it has: c0, c1, .*and 9980 more"),
+    "10,000 other columns": (
+        json.dumps({f"c{i}": i for i in range(10_000)}).encode(),
+        "it has: c0, c1, .*and 9980 more",
+    ),
     "a column name of 1 MB": (json.dumps({"x" * 1_000_000: 1}).encode(), 'no column "prompt"'),
     "a null prompt": (
         b'{"prompt": null, "answer": "1"}\n',
         ':1: column "prompt" is neither .* null.*task.prompt_key',
     ),
-    "an object as prompt": (row(prompt={"role": "user", "content": "x"}), "neither text nor a list of messages but dict"),
+    "an object as prompt": (
+        row(prompt={"role": "user", "content": "x"}),
+        "neither text nor a list of messages but dict",
+    ),
     "no messages": (row(prompt=[]), ':1: column "prompt" holds no messages'),
     "texts as messages": (row(prompt=["x"]), r":1: prompt\[0\] is not a message \(.*; it has: str"),
-    "messages by other names": (row(prompt=[{"from": "user", "value": "x"}]), r":1: prompt\[0\] is not a message .*: from, value"),
+    "messages by other names": (
+        row(prompt=[{"from": "user", "value": "x"}]),
+        r":1: prompt\[0\] is not a message .*: from, value",
+    ),
     "a message of nobody": (
         row(prompt=[{"role": "human", "content": "x"}]),
         r":1: prompt\[0\] .*role human.*role is one of system, .*user",
     ),
-    "an image in a message": (row(prompt=[{"role": "user", "content": "x", "images": ["a.png"]}]), "role, content, images"),
+    "an image in a message": (
+        row(prompt=[{"role": "user", "content": "x", "images": ["a.png"]}]),
+        "role, content, images",
+    ),
     "parts in a message": (
         row(prompt=[{"role": "user", "content": [{"type": "text"}]}]),
         r"prompt\[0\] is not a message",
     ),
-    "an empty message": (row(prompt=[{"role": "user", "content": " "}]), r'column "prompt\[0\].content" is empty'),
+    "an empty message": (
+        row(prompt=[{"role": "user", "content": " "}]),
+        r'column "prompt\[0\].content" is empty',
+    ),
     "a prompt with its answer": (
         row(prompt=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "1"}]),
         ':1: column "prompt" ends with the assistant\'s message',
@@ -128,7 +185,10 @@ JSONL = {
     "a prompt of spaces": (row(prompt=" \t "), ':1: column "prompt" is empty'),
     "a prompt of the wrong case": (b'{"Prompt": "a", "answer": "1"}\n', 'task.prompt_key = "Prompt"'),
     "a truth as answer": (row(answer=True), ':1: column "answer" is neither text nor a number but bool'),
-    "an object as answer": (row(answer={"a": 1}), ":1: .*neither text nor a number but dict.*task.answer_key"),
+    "an object as answer": (
+        row(answer={"a": 1}),
+        ":1: .*neither text nor a number but dict.*task.answer_key",
+    ),
     "no answer": (b'{"prompt": "a"}\n', ':1: no column "answer"'),
 }
 
@@ -147,7 +207,8 @@ FINE_JSONL = {
     "a byte order mark": b"\xef\xbb\xbf" + GOOD,
     "Windows line ends": GOOD.replace(b"\n", b"\r\n"),
     "no newline at the end": GOOD.strip(),
-    "line separators of Unicode in text": '{"prompt": "1+1=", "answer": "2", "x": "a\u2028b\x85c"}\n'.encode(),
+    "line separators of Unicode in "
+    "text": '{"prompt": "1+1=", "answer": "2", "x": "a\u2028b\x85c"}\n'.encode(),
     "a NUL that is escaped": row(prompt="1+1=", answer="2", x="a\0b"),
     "half of a surrogate pair in another column": row(prompt="1+1=", answer="2", x="\ud800"),
     "a whole surrogate pair": b'{"prompt": "1+1=", "answer": "2", "x": "\\ud83d\\ude00"}',
@@ -285,7 +346,10 @@ WHEN = datetime.datetime(2023, 11, 14, 22, 13, 20)
 COLUMNS: dict[str, tuple[pa.Array, Any]] = {
     "timestamp": (pa.array([WHEN] * 2, pa.timestamp("us")), WHEN),
     "nanoseconds": (pa.array([ODD_NS] * 2, NS), WHEN),
-    "time zone": (pa.array([0] * 2, pa.timestamp("ms", "+05:30")), datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)),
+    "time zone": (
+        pa.array([0] * 2, pa.timestamp("ms", "+05:30")),
+        datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC),
+    ),
     "date": (pa.array([1] * 2, pa.date32()), datetime.date(1970, 1, 2)),
     "time of day": (pa.array([1001] * 2, pa.time64("ns")), datetime.time(0, 0, 0, 1)),
     "duration": (pa.array([1001] * 2, pa.duration("ns")), datetime.timedelta(microseconds=1)),
@@ -307,10 +371,15 @@ COLUMNS: dict[str, tuple[pa.Array, Any]] = {
     "list of nanoseconds": (pa.array([[ODD_NS]] * 2, pa.list_(NS)), [WHEN]),
     "large list": (pa.array([[ODD_NS]] * 2, pa.large_list(NS)), [WHEN]),
     "list of one length": (pa.array([[ODD_NS] * 2] * 2, pa.list_(NS, 2)), [WHEN, WHEN]),
-    "struct": (pa.array([{"a": {"b": ODD_NS}}] * 2, pa.struct([("a", pa.struct([("b", NS)]))])), {"a": {"b": WHEN}}),
+    "struct": (
+        pa.array([{"a": {"b": ODD_NS}}] * 2, pa.struct([("a", pa.struct([("b", NS)]))])),
+        {"a": {"b": WHEN}},
+    ),
     "map": (pa.array([[("k", ODD_NS)]] * 2, pa.map_(pa.string(), NS)), [("k", WHEN)]),
     "all at once": (
-        pa.array([[{"m": [("k", [ODD_NS])]}]] * 2, pa.list_(pa.struct([("m", pa.map_(pa.string(), pa.list_(NS)))]))),
+        pa.array(
+            [[{"m": [("k", [ODD_NS])]}]] * 2, pa.list_(pa.struct([("m", pa.map_(pa.string(), pa.list_(NS)))]))
+        ),
         [{"m": [("k", [WHEN])]}],
     ),
     "tensor": (pa.FixedShapeTensorArray.from_numpy_ndarray(numpy.zeros((2, 2, 3), numpy.int8)), [0] * 6),
@@ -343,10 +412,13 @@ def test_a_parquet_value_that_python_has_no_value_for_is_refused(tmp_path, name)
 
 
 @pytest.mark.parametrize(
-    "of", [lambda texts: pa.array(texts).dictionary_encode(), lambda texts: pa.array(texts, pa.large_string())]
+    "of",
+    [lambda texts: pa.array(texts).dictionary_encode(), lambda texts: pa.array(texts, pa.large_string())],
 )
 def test_prompts_of_any_text_type_are_read(tmp_path, of):
-    task = load(write_parquet(tmp_path / "data.parquet", {"prompt": of(["a", "b"]), "answer": of(["1", "2"])}))
+    task = load(
+        write_parquet(tmp_path / "data.parquet", {"prompt": of(["a", "b"]), "answer": of(["1", "2"])})
+    )
     assert [(item["prompt"], item["answer"]) for item in task.train] == [("a", "1"), ("b", "2")]
 
 
@@ -358,19 +430,34 @@ def test_decimals_are_answers_too(tmp_path):
 PARQUET = {
     "no rows": ({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())}, "holds no rows"),
     "no columns": ({}, "holds no rows"),
-    "no such column": ({"question": ["a"], "answer": ["1"]}, 'data.parquet:1: no column "prompt"; it has: question, answer'),
+    "no such column": (
+        {"question": ["a"], "answer": ["1"]},
+        'data.parquet:1: no column "prompt"; it has: question, answer',
+    ),
     "a null prompt": (
         {"prompt": ["a", None], "answer": ["1", "2"]},
         'data.parquet:2: column "prompt" is neither .* null',
     ),
-    "a null answer": ({"prompt": ["a", "b"], "answer": ["1", None]}, 'data.parquet:2: column "answer" is neither .* null'),
-    "a nested prompt": ({"prompt": [[{"role": "user"}]], "answer": ["1"]}, r"data.parquet:1: prompt\[0\] is not a message"),
+    "a null answer": (
+        {"prompt": ["a", "b"], "answer": ["1", None]},
+        'data.parquet:2: column "answer" is neither .* null',
+    ),
+    "a nested prompt": (
+        {"prompt": [[{"role": "user"}]], "answer": ["1"]},
+        r"data.parquet:1: prompt\[0\] is not a message",
+    ),
     "bytes as prompt": (
         {"prompt": [b"a"], "answer": ["1"]},
         'data.parquet:1: column "prompt" is neither .* bytes',
     ),
-    "a date as answer": ({"prompt": ["a"], "answer": [datetime.date(2026, 1, 2)]}, "data.parquet:1: .*neither .* date"),
-    "NaN as answer": ({"prompt": ["a"], "answer": [float("nan")]}, "data.parquet:1: .*nan, which cannot be an answer"),
+    "a date as answer": (
+        {"prompt": ["a"], "answer": [datetime.date(2026, 1, 2)]},
+        "data.parquet:1: .*neither .* date",
+    ),
+    "NaN as answer": (
+        {"prompt": ["a"], "answer": [float("nan")]},
+        "data.parquet:1: .*nan, which cannot be an answer",
+    ),
     "2,000 rows and a bad one": (
         {"prompt": [*map(str, range(2000)), " "], "answer": ["1"] * 2001},
         'data.parquet:2001: column "prompt" is empty',
@@ -386,14 +473,18 @@ def test_a_bad_parquet_file_is_refused(tmp_path, name):
 
 
 def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path):
-    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["1"]), pa.array(["b"])], names=["prompt", "answer", "prompt"])
+    table = pa.Table.from_arrays(
+        [pa.array(["a"]), pa.array(["1"]), pa.array(["b"])], names=["prompt", "answer", "prompt"]
+    )
     pa.parquet.write_table(table, tmp_path / "data.parquet")
     assert 'column "prompt" appears twice' in refusal(tmp_path / "data.parquet")
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4, 8, 100, 1000, -1, -8, -100])
 def test_a_truncated_parquet_file_is_refused(tmp_path, num_bytes):
-    path = write_parquet(tmp_path / "data.parquet", {"prompt": [str(i) for i in range(1000)], "answer": ["1"] * 1000})
+    path = write_parquet(
+        tmp_path / "data.parquet", {"prompt": [str(i) for i in range(1000)], "answer": ["1"] * 1000}
+    )
     path.write_bytes(path.read_bytes()[:num_bytes])
     assert "is not a whole parquet file" in refusal(path)
 
@@ -401,7 +492,9 @@ def test_a_truncated_parquet_file_is_refused(tmp_path, num_bytes):
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 def test_a_parquet_file_with_damaged_pages_is_refused_or_read_but_never_a_traceback(tmp_path, compression):
     prompts = {"prompt": [f"{i} " * 20 for i in range(3000)], "answer": ["1"] * 3000}
-    path = write_parquet(tmp_path / "data.parquet", prompts, compression=compression, write_page_checksum=True)
+    path = write_parquet(
+        tmp_path / "data.parquet", prompts, compression=compression, write_page_checksum=True
+    )
     whole = path.read_bytes()
     num_read = 0
     for start in range(4, len(whole) - 2000, max(1, (len(whole) - 2000) // 25)):

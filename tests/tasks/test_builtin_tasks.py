@@ -1,4 +1,5 @@
-"""The tasks that come with asyncrl: their items, their demonstrations, and what the best play of them earns."""
+"""The tasks that come with asyncrl: their items, their demonstrations, and what the best play of them
+earns."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def test_the_answer_of_an_expression_is_what_python_says():
 
 @cache
 def expected_of_optimal_play(num_numbers: int, num_left: int, par: int, num_guesses: int) -> float:
-    """Dynamic programming over what may be guessed next: 1 within par, then equal steps that would reach 0 after `num_guesses`."""
+    """Dynamic programming over what may be guessed next: 1 within par, then equal steps that would reach 0
+    after `num_guesses`."""
     if not num_numbers or not num_left:
         return 0.0
     found = min(1.0, num_left / (num_guesses - par + 1))
@@ -154,11 +156,19 @@ def test_guesses_that_are_no_numbers_count_and_the_last_one_ends_the_game():
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("calculator", {"max_number": 5}, r"task.params.max_number = 5: input should be greater than or equal to 9"),
+        (
+            "calculator",
+            {"max_number": 5},
+            r"task.params.max_number = 5: input should be greater than or equal to 9",
+        ),
         ("calculator", {"min_operations": 4}, r"task.params: max_operations must be >= min_operations"),
         ("calculator", {"max_operation": 4}, r"task.params.max_operation: .* no such parameter"),
         ("guess", {"max_numbers": 200}, r"min_numbers <= max_numbers <= max_number"),
-        ("guess", {"spare_guesses": "2"}, r"task.params.spare_guesses = '2': input should be a valid integer"),
+        (
+            "guess",
+            {"spare_guesses": "2"},
+            r"task.params.spare_guesses = '2': input should be a valid integer",
+        ),
         ("guess", {"min_numbers": 90, "max_numbers": 99}, r"made only \d+ of \d+ new prompts"),
         ("gess", {}, r'there is no task "builtin:gess"'),
     ],
@@ -172,4 +182,6 @@ def test_what_a_task_cannot_be_is_refused_with_the_reason(name, params, message)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pretrained_model_is_asked_in_words(name):
     task = task_of(name, model={"path": "some/model"})
-    assert re.match(r"What is \S+\? Use the calculator|I think of a whole number from \d+ to", task.train[0]["prompt"])
+    assert re.match(
+        r"What is \S+\? Use the calculator|I think of a whole number from \d+ to", task.train[0]["prompt"]
+    )

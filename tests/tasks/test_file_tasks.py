@@ -32,7 +32,11 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 def load(path: Path, num_eval: int = 3, run_seed: int = 0, **task) -> Task:
     kind = "parquet" if path.suffix == ".parquet" else "jsonl"
-    fields = {"task": {"source": f"{kind}:{path}", **task}, "eval": {"prompts": num_eval}, "run": {"seed": run_seed}}
+    fields = {
+        "task": {"source": f"{kind}:{path}", **task},
+        "eval": {"prompts": num_eval},
+        "run": {"seed": run_seed},
+    }
     return load_task(Profile.model_validate(fields))
 
 
@@ -66,7 +70,9 @@ def test_eval_prompts_are_held_out_whatever_the_seed_and_the_order_of_rows(tmp_p
 def test_rows_that_repeat_a_prompt_are_left_out_and_counted(tmp_path):
     task = load(write(tmp_path / "data.jsonl", sums(10) + sums(4)))
     assert len(task.train) + len(task.eval) == 10
-    assert [note.partition(": ")[2] for note in task.notes] == ["left out 4 rows whose prompt repeats an earlier one"]
+    assert [note.partition(": ")[2] for note in task.notes] == [
+        "left out 4 rows whose prompt repeats an earlier one"
+    ]
 
 
 def test_prompts_of_the_eval_file_are_not_trained_on(tmp_path):
@@ -96,12 +102,17 @@ def test_rows_beyond_train_prompts_are_left_out_and_counted(tmp_path, suffix):
     task = load(write(tmp_path / f"data.{suffix}", sums(20) + sums(30)), train_prompts=7)
     assert (len(task.train), len(task.eval)) == (7, 3)
     (note,) = task.notes
-    assert note.partition(": ")[2] == "left out its last 40 rows: task.train_prompts = 7, and eval.prompts = 3"
+    assert note.partition(": ")[2] == (
+        "left out its last 40 rows: task.train_prompts = 7, and eval.prompts = 3"
+    )
 
 
 def test_rows_beyond_train_prompts_are_counted_with_an_eval_file_too(tmp_path):
-    eval_path = write(tmp_path / "eval.jsonl", sums(9, start=8))  # 8 and 9 are among the first ten of the others
-    task = load(write(tmp_path / "data.jsonl", sums(50)), train_prompts=6, num_eval=4, eval_path=str(eval_path))
+    # 8 and 9 are among the first ten of the others
+    eval_path = write(tmp_path / "eval.jsonl", sums(9, start=8))
+    task = load(
+        write(tmp_path / "data.jsonl", sums(50)), train_prompts=6, num_eval=4, eval_path=str(eval_path)
+    )
     assert (len(task.train), len(task.eval)) == (6, 4)
     assert [note.partition(": ")[2] for note in task.notes] == [
         "left out its last 5 rows: eval.prompts = 4",
@@ -126,7 +137,8 @@ def dapo(num: int) -> list[dict]:
     return [
         {
             "data_source": "math_dapo",
-            "prompt": [{"role": "system", "content": "Think."}] * (i % 3 == 0) + [{"role": "user", "content": f"{i}+1=?"}],
+            "prompt": [{"role": "system", "content": "Think."}] * (i % 3 == 0)
+            + [{"role": "user", "content": f"{i}+1=?"}],
             "ability": "MATH",
             "reward_model": {"ground_truth": str(i + 1), "style": "rule-lighteval/MATH_v2"},
             "extra_info": {"index": str(i)},
@@ -159,7 +171,9 @@ def test_the_answer_of_a_verl_file_is_named_in_the_hint_for_a_wrong_key(tmp_path
 def test_the_answer_of_a_skyrl_file_is_found_and_a_column_answer_comes_before_it(tmp_path):
     row = {"prompt": "x", "reward_spec": {"ground_truth": "7"}}
     assert load(write(tmp_path / "data.jsonl", [row]), num_eval=0).train[0]["answer"] == "7"
-    assert load(write(tmp_path / "data.jsonl", [{**row, "answer": "8"}]), num_eval=0).train[0]["answer"] == "8"
+    assert (
+        load(write(tmp_path / "data.jsonl", [{**row, "answer": "8"}]), num_eval=0).train[0]["answer"] == "8"
+    )
 
 
 def test_a_ground_truth_that_is_no_text_is_left_to_the_users_function(tmp_path, monkeypatch):
@@ -174,7 +188,14 @@ def test_a_ground_truth_that_is_no_text_is_left_to_the_users_function(tmp_path, 
 
 @pytest.mark.parametrize(
     ("value", "answer"),
-    [(72.0, "72"), (-0.0, "0"), (0.5, "0.5"), (1e300, "1e+300"), (Decimal("72.00"), "72"), (Decimal("1.50"), "1.50")],
+    [
+        (72.0, "72"),
+        (-0.0, "0"),
+        (0.5, "0.5"),
+        (1e300, "1e+300"),
+        (Decimal("72.00"), "72"),
+        (Decimal("1.50"), "1.50"),
+    ],
 )
 def test_a_whole_number_of_a_column_of_doubles_is_an_integer(tmp_path, value, answer):
     path = write(tmp_path / "data.parquet", [{"prompt": "x", "answer": value}])
@@ -192,13 +213,18 @@ def test_a_text_and_the_same_text_as_the_users_message_are_one_prompt(tmp_path, 
     held_out = str(write(tmp_path / "eval.jsonl", [second]))
     assert len(load(source, num_eval=0).train) == 4
     assert len(load(source, num_eval=1, eval_path=held_out).train) == 3
-    fields = {"task": {"source": f"jsonl:{source}"}, "eval": {"prompts": 0, "sets": {"other": f"jsonl:{held_out}"}}}
+    fields = {
+        "task": {"source": f"jsonl:{source}"},
+        "eval": {"prompts": 0, "sets": {"other": f"jsonl:{held_out}"}},
+    }
     assert len(load_task(Profile.model_validate(fields)).train) == 3
 
 
 def test_a_system_message_makes_another_prompt():
     user = {"role": "user", "content": "x"}
-    assert prompt_key([{"role": "system", "content": "Think."}, user]) != prompt_key("x") == prompt_key([user])
+    assert (
+        prompt_key([{"role": "system", "content": "Think."}, user]) != prompt_key("x") == prompt_key([user])
+    )
     assert prompt_key([{**user, "role": "system"}]) != prompt_key("x")
 
 
@@ -229,7 +255,9 @@ def test_chats_that_repeat_or_are_eval_prompts_are_left_out(tmp_path):
 @pytest.mark.parametrize(("name", "found"), [("a.b", "whole"), ("a.c", "inner"), ("d.e.f", "deep")])
 def test_a_key_names_a_column_or_a_field_in_it(tmp_path, name, found):
     row = {"prompt": "x", "a.b": "whole", "a": {"b": "hidden", "c": "inner"}, "d": {"e": {"f": "deep"}}}
-    assert load(write(tmp_path / "data.jsonl", [row]), num_eval=0, answer_key=name).train[0]["answer"] == found
+    assert (
+        load(write(tmp_path / "data.jsonl", [row]), num_eval=0, answer_key=name).train[0]["answer"] == found
+    )
 
 
 def test_a_file_that_ends_in_empty_lines_is_fine(tmp_path):
@@ -248,11 +276,17 @@ GOOD = json.dumps({"prompt": "1+1=", "answer": "2"})
         (f"{GOOD}\n\n{GOOD}\n", "data.jsonl:2: the line is empty"),
         (f"{GOOD}\n{{'prompt': 1}}\n", "data.jsonl:2: not JSON: .* at column 2"),
         (f"{GOOD}\n[1, 2]\n", "data.jsonl:2: not a JSON object but list"),
-        (f'{GOOD}\n{{"promt": "x", "answer": "y"}}\n', 'data.jsonl:2: no column "prompt"; it has: promt, answer'),
+        (
+            f'{GOOD}\n{{"promt": "x", "answer": "y"}}\n',
+            'data.jsonl:2: no column "prompt"; it has: promt, answer',
+        ),
         (f'{GOOD}\n{{"prompt": "x"}}\n', 'data.jsonl:2: no column "answer"'),
         ('{"prompt": "  ", "answer": "2"}\n', 'data.jsonl:1: column "prompt" is empty'),
         ('{"prompt": "x", "answer": ""}\n', 'data.jsonl:1: column "answer" is empty'),
-        ('{"prompt": ["x"], "answer": "2"}\n', r"data.jsonl:1: prompt\[0\] is not a message \(.* it has: str"),
+        (
+            '{"prompt": ["x"], "answer": "2"}\n',
+            r"data.jsonl:1: prompt\[0\] is not a message \(.* it has: str",
+        ),
         (
             '{"prompt": "x", "answer": null}\n',
             'data.jsonl:1: column "answer" is neither text nor a number but null',
@@ -285,7 +319,9 @@ def test_a_pattern_reads_several_files_in_the_order_of_their_names(tmp_path, suf
     for number in (1, 0, 2):
         write(tmp_path / f"train-{number}.{suffix}", sums(4, start=3 * number))
     write(tmp_path / f"other.{suffix}", sums(4, start=50))
-    assert prompts_of(load(tmp_path / f"train-*.{suffix}", num_eval=0).train) == {f"{i}+1=" for i in range(10)}
+    assert prompts_of(load(tmp_path / f"train-*.{suffix}", num_eval=0).train) == {
+        f"{i}+1=" for i in range(10)
+    }
     task = load(tmp_path / f"train-*.{suffix}", num_eval=0, train_prompts=5)
     assert prompts_of(task.train) == {f"{i}+1=" for i in range(5)}
     assert [note.partition(": ")[2] for note in task.notes] == [
@@ -330,7 +366,11 @@ def test_parameters_and_the_worked_form_are_refused_for_files(tmp_path):
 
 def load_sets(tmp_path: Path, sets: dict[str, str], source: str = "") -> Task:
     data = write(tmp_path / "data.jsonl", sums(10))
-    fields = {"task": {"source": source or f"jsonl:{data}"}, "eval": {"prompts": 2, "sets": sets}, "run": {"seed": 0}}
+    fields = {
+        "task": {"source": source or f"jsonl:{data}"},
+        "eval": {"prompts": 2, "sets": sets},
+        "run": {"seed": 0},
+    }
     return load_task(Profile.model_validate(fields))
 
 
@@ -350,9 +390,17 @@ def test_eval_sets_are_files_by_name_whose_prompts_are_not_trained_on(tmp_path):
     [
         ({"a/b": "jsonl:x.jsonl"}, "", 'eval.sets: "a/b" cannot name a set'),
         ({"aime": "x.jsonl"}, "", 'eval.sets.aime = "x.jsonl" is neither jsonl:<path> nor parquet:<path>'),
-        ({"aime": "parquet:x.jsonl"}, "", 'eval.sets.aime = "parquet:x.jsonl": the file does not look like parquet'),
+        (
+            {"aime": "parquet:x.jsonl"},
+            "",
+            'eval.sets.aime = "parquet:x.jsonl": the file does not look like parquet',
+        ),
         ({"aime": "jsonl:nowhere.jsonl"}, "", "eval.sets.aime: nowhere.jsonl does not exist"),
-        ({"aime": "jsonl:x.jsonl"}, "reasoning-gym:chain_sum", "the reward of reasoning-gym:chain_sum judges its own prompts only"),
+        (
+            {"aime": "jsonl:x.jsonl"},
+            "reasoning-gym:chain_sum",
+            "the reward of reasoning-gym:chain_sum judges its own prompts only",
+        ),
     ],
 )
 def test_a_wrong_eval_set_is_named(tmp_path, sets, source, message):
@@ -363,7 +411,8 @@ def test_a_wrong_eval_set_is_named(tmp_path, sets, source, message):
 
 
 def test_a_class_that_gives_its_own_reward_needs_no_answers(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl_cli.tasks.task.resolve_tool_class", lambda *_: (None, ()))  # its trial imports transformers
+    # its trial imports transformers
+    monkeypatch.setattr("asyncrl_cli.tasks.task.resolve_tool_class", lambda *_: (None, ()))
     rows = [{"prompt": f"buy {i}", "price": i} for i in range(9)]
     file = write(tmp_path / "shop.jsonl", rows)
     task = load(file, environment="shop:Shop")

@@ -54,7 +54,9 @@ def test_an_item_is_the_question_and_the_answer_of_the_dataset(plain):
 @pytest.mark.slow
 def test_the_worked_form_holds_as_many_prompts_out_however_many_an_eval_uses():
     """What a model is taught, the training prompts, would else depend on the number of eval prompts."""
-    few, usual, more = (load_task(profile_of(task={"adapter": "worked"}, eval={"prompts": n})) for n in (20, 512, 600))
+    few, usual, more = (
+        load_task(profile_of(task={"adapter": "worked"}, eval={"prompts": n})) for n in (20, 512, 600)
+    )
     assert few.train == usual.train
     assert few.eval == usual.eval[:20]
     for task in (few, usual, more):
@@ -81,7 +83,9 @@ def test_train_and_eval_share_no_prompt_even_where_prompts_are_few():
 
 def test_a_dataset_that_cannot_make_enough_prompts_says_so_with_numbers():
     params = {"min_numbers": 1, "max_numbers": 1, "max_decimals": 0, "min_value": 0.51, "max_value": 4.49}
-    with pytest.raises(ConfigError, match=r"only 3 of 60 new prompts for task.train_prompts in \d+ tries \(8 distinct"):
+    with pytest.raises(
+        ConfigError, match=r"only 3 of 60 new prompts for task.train_prompts in \d+ tries \(8 distinct"
+    ):
         load_task(profile_of(task={"params": params}, eval={"prompts": 5}))
 
 
@@ -104,11 +108,13 @@ def test_the_same_profile_gives_the_same_items_in_another_process(dataset):
         "from asyncrl_cli.profile.schema import Profile\n"
         "from asyncrl_cli.tasks.task import load_task\n"
         f"task = {{'source': 'reasoning-gym:{dataset}', 'train_prompts': 20}}\n"
-        "print([i['uid'] for i in load_task(Profile.model_validate({'task': task, 'eval': {'prompts': 5}})).train])\n"
+        "print([i['uid'] for i in load_task(Profile.model_validate({'task': task, 'eval': {'prompts': "
+        "5}})).train])\n"
     )
     uids = [
         subprocess.check_output(
-            [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": SOURCE_ROOT, "PYTHONHASHSEED": seed}
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": SOURCE_ROOT, "PYTHONHASHSEED": seed},
         )
         for seed in ("1", "2")
     ]
@@ -125,7 +131,9 @@ def test_five_thousand_items_are_made_in_a_few_seconds():
 
 def test_parameters_reach_the_dataset():
     task = load_task(profile_of(task={"params": {"min_numbers": 4, "max_numbers": 4}}))
-    assert {item["prompt"].partition("order: ")[2].partition("\n")[0].count(",") for item in task.train} == {3}
+    assert {item["prompt"].partition("order: ")[2].partition("\n")[0].count(",") for item in task.train} == {
+        3
+    }
 
 
 @pytest.mark.slow
@@ -199,7 +207,8 @@ def test_parameters_that_the_worked_form_cannot_write_are_refused():
 
 
 def test_streams_lie_far_apart():
-    # Item i of a reasoning-gym dataset is made from seed + i, so neighbouring seeds would share nearly all items.
+    # Item i of a reasoning-gym dataset is made from seed + i, so neighbouring seeds would share nearly all
+    # items.
     seeds = sorted(stream_seed("number_sorting", {}, f"train/{seed}/0") for seed in range(100))
     assert min(after - before for before, after in pairwise(seeds)) > 10_000
 
@@ -207,8 +216,13 @@ def test_streams_lie_far_apart():
 @pytest.mark.slow
 def test_the_names_read_from_the_sources_are_those_that_reasoning_gym_registers():
     # In a process of its own: the whole of reasoning_gym takes seconds and a hundred megabytes.
-    script = "import json, reasoning_gym, reasoning_gym.composite as c; from reasoning_gym.factory import DATASETS\n"
-    registered = json.loads(subprocess.check_output([sys.executable, "-c", script + "print(json.dumps(list(DATASETS)))"]))
+    script = (
+        "import json, reasoning_gym, reasoning_gym.composite as c; from reasoning_gym.factory import "
+        "DATASETS\n"
+    )
+    registered = json.loads(
+        subprocess.check_output([sys.executable, "-c", script + "print(json.dumps(list(DATASETS)))"])
+    )
     assert set(dataset_modules()) == set(registered)
     assert len(registered) > 90
 

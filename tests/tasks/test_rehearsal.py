@@ -99,8 +99,12 @@ def rehearsed(tmp_path, monkeypatch):
     (tmp_path / "rehearsed_rewards.py").write_text(REWARDS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
 
-    def rehearse_it(reward: str | dict[str, float], rows: list[dict] | None = None, **task: object) -> Rehearsal:
-        sums = [{"prompt": f"What is {a} + {a + 9}?", "answer": str(2 * a + 9), "truth": a} for a in range(10, 30)]
+    def rehearse_it(
+        reward: str | dict[str, float], rows: list[dict] | None = None, **task: object
+    ) -> Rehearsal:
+        sums = [
+            {"prompt": f"What is {a} + {a + 9}?", "answer": str(2 * a + 9), "truth": a} for a in range(10, 30)
+        ]
         lines = (json.dumps(row) for row in (sums if rows is None else rows))
         (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
         ours = isinstance(reward, dict) or reward in ("math-verify", "exact-match")
@@ -116,7 +120,9 @@ def num_right(found: Rehearsal, what: str) -> int:
     return sum(one.is_right for one in found.rows[what])
 
 
-@pytest.mark.parametrize("reward", ["last_number", "math-verify", "exact-match", "signed", "partly", "awaited"])
+@pytest.mark.parametrize(
+    "reward", ["last_number", "math-verify", "exact-match", "signed", "partly", "awaited"]
+)
 def test_a_sound_reward_passes_without_a_warning(rehearsed, reward):
     found = rehearsed(reward)
     found.check()
@@ -129,7 +135,9 @@ def test_a_sound_reward_passes_without_a_warning(rehearsed, reward):
 def test_a_reward_that_reads_the_question_as_the_answer_is_found(rehearsed):
     for found in (rehearsed("evaluated"), rehearsed("math-verify", answer_format="anywhere")):
         warning = found.warnings()[-1]
-        assert "the prompt's expression, not worked out, is rewarded like a right answer for 20 of 20 items" in warning
+        assert (
+            "the prompt's expression, not worked out, is rewarded like a right answer for 20 of 20 items"
+        ) in warning
         assert "for example '10 + 19': reward 1, where the answer is '29'" in warning
         found.check()
     assert "the prompt repeated is rewarded" in rehearsed("evaluated").warnings()[0]
@@ -149,19 +157,26 @@ def test_a_reward_that_misreads_references_is_found(rehearsed):
 def test_a_reward_for_what_is_no_answer_is_found(rehearsed, reward, what):
     found = rehearsed(reward)
     assert num_right(found, what) == 20 or reward == "kind_to_silence"
-    assert any(f"{what} is rewarded like a right answer" in warning for warning in found.warnings()) or found.unscored
+    assert (
+        any(f"{what} is rewarded like a right answer" in warning for warning in found.warnings())
+        or found.unscored
+    )
 
 
 @pytest.mark.parametrize("reward", ["for_nothing", "strict", "kind_to_silence"])
 def test_it_is_an_error_if_no_reference_scores(rehearsed, reward):
-    with pytest.raises(ConfigError, match="no reference answer scores in any of the usual forms, on 20 items") as caught:
+    with pytest.raises(
+        ConfigError, match="no reference answer scores in any of the usual forms, on 20 items"
+    ) as caught:
         rehearsed(reward).check()
     assert "task.rehearsal_items = 0" in caught.value.hint
 
 
 @pytest.mark.parametrize("reward", ["for_nothing", "silent_about_wrong"])
 def test_a_reward_that_judges_all_texts_alike_is_told_from_one_that_gives_nothing(rehearsed, reward):
-    with pytest.raises(ConfigError, match=r"reward (0.5|1), and no text that it judged earns less, where the answer is"):
+    with pytest.raises(
+        ConfigError, match=r"reward (0.5|1), and no text that it judged earns less, where the answer is"
+    ):
         rehearsed(reward).check()
     with pytest.raises(ConfigError, match=r"reward 0, where the answer is"):
         rehearsed("strict").check()
@@ -188,7 +203,9 @@ def test_a_reward_that_asks_for_answers_that_no_item_has_is_refused(rehearsed):
     for reward in ("length", "from_metadata"):  # it uses no answer, or reads it elsewhere
         found = rehearsed(reward, rows)
         found.check()
-        assert found.lines() == [f'reward: "rehearsed_rewards:{reward}", not rehearsed: no item has an answer to try it with']
+        assert found.lines() == [
+            f'reward: "rehearsed_rewards:{reward}", not rehearsed: no item has an answer to try it with'
+        ]
 
 
 def test_it_ends_in_time_with_the_items_that_were_scored(rehearsed, monkeypatch):
@@ -199,7 +216,9 @@ def test_it_ends_in_time_with_the_items_that_were_scored(rehearsed, monkeypatch)
     hanging = rehearsed("hangs", reward_timeout_s=30.0)
     hanging.check()
     assert hanging.rows == {}
-    assert hanging.lines() == ['reward: "rehearsed_rewards:hangs", not rehearsed: no item was scored within 2 s']
+    assert hanging.lines() == [
+        'reward: "rehearsed_rewards:hangs", not rehearsed: no item was scored within 2 s'
+    ]
 
 
 @pytest.mark.parametrize(
@@ -220,23 +239,37 @@ def test_what_cannot_be_rehearsed_is_said(task, reason):
 
 def test_reasoning_gyms_own_verifiers_and_the_worked_form_are_rehearsed():
     for path, rows in (("builtin:tiny", 4), ("builtin:untaught", 9)):
-        profile = Profile.model_validate({"model": {"path": path}, "task": {"train_prompts": 80}, "eval": {"prompts": 0}})
+        profile = Profile.model_validate(
+            {"model": {"path": path}, "task": {"train_prompts": 80}, "eval": {"prompts": 0}}
+        )
         found = asyncio.run(rehearse(profile, load_task(profile)))
         assert (found.num_items, len(found.rows), found.warnings()) == (64, rows, [])
 
 
 def test_plan_shows_the_table_and_the_warnings_and_refuses_with_2(rehearsed, capsys, tmp_path):
     rehearsed("exact-match")  # writes the files
-    sets = ["task.source=jsonl:rows.jsonl", f"task.import_path={tmp_path}", "model.path=builtin:untaught", "task.rehearsal_items=8"]
+    sets = [
+        "task.source=jsonl:rows.jsonl",
+        f"task.import_path={tmp_path}",
+        "model.path=builtin:untaught",
+        "task.rehearsal_items=8",
+    ]
     sets.append("eval.prompts=0")
     arguments = [word for value in sets for word in ("--set", value)]
     assert run(["plan", *arguments, "--set", "task.reward=rehearsed_rewards:evaluated"]) == 0
     shown = capsys.readouterr()
     assert "the prompt repeated                            1.000       8 of 8" in shown.out
-    assert "warning: task.reward: the prompt repeated is rewarded like a right answer for 8 of 8 items" in shown.err
+    assert (
+        "warning: task.reward: the prompt repeated is rewarded like a right answer for 8 of 8 items"
+    ) in shown.err
     assert run(["plan", *arguments, "--json", "--set", "task.reward=rehearsed_rewards:strict"]) == 2
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["rehearsal"]["rows"][PROMPT] == {"texts": 8, "like_right": 0, "failed": 0, "rewards": [0.0] * 8}
+    assert json.loads(shown.out)["rehearsal"]["rows"][PROMPT] == {
+        "texts": 8,
+        "like_right": 0,
+        "failed": 0,
+        "rewards": [0.0] * 8,
+    }
     assert "hint: check task.answer_key and the reward" in shown.err
 
 
@@ -245,10 +278,16 @@ def test_functions_of_other_trainers_and_several_rewards_are_rehearsed(rehearsed
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float(solution_str == ground_truth)\n"
         "def asked(prompts, completions, **columns):\n"
-        "    return [float(str(completion) in str(prompt)) for prompt, completion in zip(prompts, completions)]\n",
+        "    return [float(str(completion) in str(prompt)) for prompt, completion in zip(prompts, "
+        "completions)]\n",
         encoding="utf-8",
     )
     rows = [{"prompt": f"What is {a} + 1?", "answer": str(a + 1), "data_source": "sums"} for a in range(12)]
-    found = rehearsed({"other_rewards:compute_score": 1.0, "rehearsed_rewards:partly": 0.5, "other_rewards:asked": -0.1}, rows)
+    found = rehearsed(
+        {"other_rewards:compute_score": 1.0, "rehearsed_rewards:partly": 0.5, "other_rewards:asked": -0.1},
+        rows,
+    )
     assert found.warnings() == []
-    assert found.lines()[0].startswith('reward: "other_rewards:compute_score" + "rehearsed_rewards:partly" + "other')
+    assert found.lines()[0].startswith(
+        'reward: "other_rewards:compute_score" + "rehearsed_rewards:partly" + "other'
+    )

@@ -1,4 +1,5 @@
-"""Reward functions of the user's by their signature: ours, TRL's and verl's; and several rewards with weights."""
+"""Reward functions of the user's by their signature: ours, TRL's and verl's; and several rewards with
+weights."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool
 
 TEXT = make_item("2+2", "4", {"level": 3})
 CHAT = make_item([{"role": "user", "content": "2+2"}], "4", {"level": 3})
-VERL = make_item("2+2", "4", {"data_source": "math", "extra_info": {"index": 7}, "reward_model": {"ground_truth": "4"}})
+VERL = make_item(
+    "2+2", "4", {"data_source": "math", "extra_info": {"index": 7}, "reward_model": {"ground_truth": "4"}}
+)
 
 
 def spec_of(directory: Path, source: str, reward: Any = "mine:reward", **task: Any) -> RewardSpec:
@@ -54,7 +57,10 @@ def own_figures(reward: Any) -> dict[str, float]:
 
 
 TRL = {
-    "all columns": ("prompts, completions, answer, **columns", "(prompts, answer, columns['level']) == (['2+2'], ['4'], [3])"),
+    "all columns": (
+        "prompts, completions, answer, **columns",
+        "(prompts, answer, columns['level']) == (['2+2'], ['4'], [3])",
+    ),
     "only some": ("completions, level", "level == [3]"),
     "its trainer's state": ("completions, trainer_state, log_extra, **columns", "trainer_state is None"),
     "ids that it may lack": ("completions, completion_ids=None", "completion_ids is None"),
@@ -64,13 +70,19 @@ TRL = {
 @pytest.mark.parametrize("name", TRL)
 def test_a_function_in_trls_signature_is_called_with_lists_of_one(tmp_path, name):
     signature, condition = TRL[name]
-    source = f"def reward({signature}):\n    assert {condition}\n    return [float(text == '4') for text in completions]\n"
+    source = (
+        f"def reward({signature}):\n    assert {condition}\n    return [float(text == '4') for text in "
+        "completions]\n"
+    )
     spec = spec_of(tmp_path, source)
     assert (scored(spec, "4"), scored(spec, "5")) == (1.0, 0.0)
 
 
 def test_a_trl_function_gets_messages_for_a_prompt_of_messages(tmp_path):
-    source = "def reward(prompts, completions, **columns):\n    return [float([prompts, completions] == EXPECTED)]\n"
+    source = (
+        "def reward(prompts, completions, **columns):\n    return [float([prompts, completions] == "
+        "EXPECTED)]\n"
+    )
     expected = [[[{"role": "user", "content": "2+2"}]], [[{"role": "assistant", "content": "4"}]]]
     assert scored(spec_of(tmp_path, f"EXPECTED = {expected}\n{source}"), "4", CHAT) == 1.0
 
@@ -81,21 +93,29 @@ def test_a_trl_function_finds_the_answer_under_the_name_of_its_column(tmp_path):
 
 
 def test_an_async_trl_function_is_awaited_and_its_figures_come_with_the_reward(tmp_path):
-    source = "async def reward(completions, log_metric, **columns):\n    log_metric('a/b', 2)\n    return [0.5]\n"
+    source = (
+        "async def reward(completions, log_metric, **columns):\n    log_metric('a/b', 2)\n    return [0.5]\n"
+    )
     reward = scored(spec_of(tmp_path, source), "4")
     assert (reward, own_figures(reward)) == (0.5, {"reward/a.b": 2.0})
 
 
 @pytest.mark.parametrize(
     ("returned", "why"),
-    [("[1.0, 2.0]", "2 rewards for one completion"), ("[]", "0 rewards"), ("[None]", "not a number: None"), ("3", "not iterable")],
+    [
+        ("[1.0, 2.0]", "2 rewards for one completion"),
+        ("[]", "0 rewards"),
+        ("[None]", "not a number: None"),
+        ("3", "not iterable"),
+    ],
 )
 def test_what_is_no_list_of_one_number_is_no_reward_of_trl(tmp_path, returned, why):
     assert why in scored(spec_of(tmp_path, f"def reward(completions, **columns): return {returned}"), "4")
 
 
 @pytest.mark.parametrize(
-    "parameters", ["data_source, solution_str, ground_truth, extra_info=None", "solution_str, ground_truth, **more"]
+    "parameters",
+    ["data_source, solution_str, ground_truth, extra_info=None", "solution_str, ground_truth, **more"],
 )
 def test_a_function_in_verls_signature_is_called_with_verls_columns(tmp_path, parameters):
     source = f"""
@@ -114,7 +134,9 @@ def reward({parameters}):
 )
 @pytest.mark.parametrize("truth", [{"target": ["4"]}, 4, 0])
 def test_verls_function_gets_a_ground_truth_that_is_no_text_as_it_is(tmp_path, column, settings, truth):
-    item = make_item("2+2", None if isinstance(truth, dict) else str(truth), {column: {"ground_truth": truth}})
+    item = make_item(
+        "2+2", None if isinstance(truth, dict) else str(truth), {column: {"ground_truth": truth}}
+    )
     source = f"def reward(solution_str, ground_truth): return float(ground_truth == {truth!r})"
     assert scored(spec_of(tmp_path, source, **settings), "4", item) == 1.0
 
@@ -151,7 +173,8 @@ def test_trls_none_is_left_out_of_several_but_is_no_reward_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("returned", "is_taken"), [("1e9", True), ("-1e9", True), ("1e308", False), ("-2e9", False), ("10**400", False)]
+    ("returned", "is_taken"),
+    [("1e9", True), ("-1e9", True), ("1e308", False), ("-2e9", False), ("10**400", False)],
 )
 def test_an_absurd_reward_is_a_failure(tmp_path, returned, is_taken):
     reward = scored(spec_of(tmp_path, f"def reward(item, response): return {returned}"), "4")
@@ -159,7 +182,9 @@ def test_an_absurd_reward_is_a_failure(tmp_path, returned, is_taken):
 
 
 def test_a_weight_cannot_make_an_absurd_reward_of_a_sane_one(tmp_path):
-    assert "a reward is a number from" in scored(spec_of(tmp_path, SEVERAL, {"mine:right": 2 * MAX_REWARD}), "4")
+    assert "a reward is a number from" in scored(
+        spec_of(tmp_path, SEVERAL, {"mine:right": 2 * MAX_REWARD}), "4"
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,7 +212,9 @@ FORMS = ('["exact-match", "mine:right"]', '{exact-match = 1.0, "mine:right" = 0.
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_several_rewards_are_written_in_a_profile_or_set_and_survive_being_written(tmp_path, monkeypatch, form):
+def test_several_rewards_are_written_in_a_profile_or_set_and_survive_being_written(
+    tmp_path, monkeypatch, form
+):
     (tmp_path / "mine.py").write_text(SEVERAL)
     file = tmp_path / "own.toml"
     file.write_text(f'extends = "base"\n[task]\nreward = {form}\n')

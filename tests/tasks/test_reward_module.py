@@ -1,4 +1,5 @@
-"""Reward modules of the user's: what is wrong with one is told before a run starts, in time; a resume imports the run's own."""
+"""Reward modules of the user's: what is wrong with one is told before a run starts, in time; a resume imports
+the run's own."""
 
 from __future__ import annotations
 
@@ -27,9 +28,15 @@ LIMIT_S = 60.0
 """The modules that hang would take ten minutes."""
 MODULES = {
     "hangs": ("import time; time.sleep(600)", "its module was not imported within 1 s"),
-    "hangs beside a process of its own": ("import os, time\nos.fork()\ntime.sleep(600)", "not imported within 1 s"),
+    "hangs beside a process of its own": (
+        "import os, time\nos.fork()\ntime.sleep(600)",
+        "not imported within 1 s",
+    ),
     "loops": ("while True: pass", "not imported within 1 s"),
-    "ignores signals": ("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(600)", "not imported within 1 s"),
+    "ignores signals": (
+        "import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(600)",
+        "not imported within 1 s",
+    ),
     "reads stdin": ("input()", "EOFError"),
     "raises": ("1 / 0", r"ZeroDivisionError: division by zero \(bad.py:1\)"),
     "raises a group": ("raise ExceptionGroup('several', [ValueError('x')])", "ExceptionGroup: several"),
@@ -46,7 +53,10 @@ MODULES = {
     "is no Python": ("def score(:", "SyntaxError"),
     "is not UTF-8": ("x = '\udcff'", "SyntaxError"),
     "holds a NUL": ("x = 1\0", "SyntaxError|ValueError"),
-    "imports what is not there": ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+    "imports what is not there": (
+        "import nothing_of_this_name",
+        "ModuleNotFoundError: No module named 'nothing_of_this_name'",
+    ),
     "is empty": ("", "AttributeError: module 'bad' has no attribute 'score'"),
     "has a number": ("score = 3", "score is not a function but int"),
     "has None": ("score = None", "score is not a function but NoneType"),
@@ -83,7 +93,9 @@ def test_a_bad_reward_module_is_refused_in_time_with_its_name_and_a_hint(tmp_pat
 
 
 def resolved(reward: str, **task: float) -> RewardSpec:
-    return resolve_reward(Profile.model_validate({"task": {"reward": reward, **task}}), RewardSpec(kind="none"), None)[0]
+    return resolve_reward(
+        Profile.model_validate({"task": {"reward": reward, **task}}), RewardSpec(kind="none"), None
+    )[0]
 
 
 def assert_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, reward: str, expected: str) -> None:
@@ -99,7 +111,9 @@ def assert_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, reward: str
 
 
 @pytest.mark.parametrize("ends", ["", "import os; os._exit(3)\n"])
-def test_of_a_module_that_prints_without_end_only_the_last_words_are_shown(tmp_path, monkeypatch, capfd, ends):
+def test_of_a_module_that_prints_without_end_only_the_last_words_are_shown(
+    tmp_path, monkeypatch, capfd, ends
+):
     (tmp_path / "loud.py").write_text(f"print('x' * 5_000_000 + 'the end', end='')\n{ends}{GOOD}")
     monkeypatch.chdir(tmp_path)
     if ends:
@@ -139,7 +153,8 @@ GOOD_MODULES = {
     "a partial": "import functools\ndef f(x, item, response): return 1.0\nscore = functools.partial(f, 1)",
     "a lambda": "score = lambda *args: 1.0",
     "further arguments": "def score(item, response, scale=1.0, **others): return scale",
-    "a thread that never ends": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n" + GOOD,
+    "a thread that never ends": "import threading, time\nthreading.Thread(target=time.sleep, "
+    "args=(600,)).start()\n" + GOOD,
     "a process that never ends": "import os, time\nif os.fork() == 0:\n    time.sleep(600)\n" + GOOD,
     "a program that never ends": "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + GOOD,
     "2 MB of words": "print('x' * 2_000_000)\n" + GOOD,
@@ -150,14 +165,17 @@ GOOD_MODULES = {
 def test_a_module_that_will_do_is_taken(tmp_path, monkeypatch, name):
     (tmp_path / "good.py").write_text(GOOD_MODULES[name])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(code_records, "START_LIMIT_S", LIMIT_S)  # a call that waited for what never ends would be refused after it
+    # a call that waited for what never ends would be refused after it
+    monkeypatch.setattr(code_records, "START_LIMIT_S", LIMIT_S)
     spec = resolved("good:score")
     assert spec.function is not None
     assert spec.function.file == str(tmp_path / "good.py")
 
 
 @pytest.mark.slow
-def test_a_module_beside_the_profile_is_found_from_anywhere_and_before_others_of_its_name(tmp_path, monkeypatch):
+def test_a_module_beside_the_profile_is_found_from_anywhere_and_before_others_of_its_name(
+    tmp_path, monkeypatch
+):
     mine, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
     for directory in (mine, elsewhere):
         directory.mkdir()
@@ -166,7 +184,9 @@ def test_a_module_beside_the_profile_is_found_from_anywhere_and_before_others_of
     (mine / "my.toml").write_text('extends = "base"\n[task]\nreward = "good:score"\n')
     monkeypatch.chdir(elsewhere)
     for sets, found in (((), mine / "good.py"), (("task.reward=other:score",), elsewhere / "other.py")):
-        assert load_task(load(str(mine / "my.toml"), sets, environ={}).profile).reward.function.file == str(found)
+        assert load_task(load(str(mine / "my.toml"), sets, environ={}).profile).reward.function.file == str(
+            found
+        )
     assert load("base", ["task.reward=good:score"], environ={}).profile.task.import_path is None
 
 
@@ -189,16 +209,26 @@ def test_a_dry_run_refuses_a_reward_and_a_file_as_a_run_does(tmp_path, monkeypat
 
 
 def test_a_dry_run_says_what_is_left_out(tmp_path, monkeypatch, capsys):
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": str(i), "answer": "1"}) + "\n" for i in range(100)))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": str(i), "answer": "1"}) + "\n" for i in range(100))
+    )
     monkeypatch.chdir(tmp_path)
-    sets = ("task.source=jsonl:data.jsonl", "eval.prompts=10", "task.train_prompts=60", "model.path=Qwen/Qwen3-0.6B")
-    assert run(["train", "-p", "base", "--dry-run", *(word for text in sets for word in ("--set", text))]) == 0
+    sets = (
+        "task.source=jsonl:data.jsonl",
+        "eval.prompts=10",
+        "task.train_prompts=60",
+        "model.path=Qwen/Qwen3-0.6B",
+    )
+    assert (
+        run(["train", "-p", "base", "--dry-run", *(word for text in sets for word in ("--set", text))]) == 0
+    )
     assert "data.jsonl: left out its last 30 rows: task.train_prompts = 60" in capsys.readouterr().err
 
 
 @pytest.fixture
 def began(tmp_path, monkeypatch) -> Path:
-    """The directory of a run that has begun in `home` and is resumed from `elsewhere`, where other modules of that name lie."""
+    """The directory of a run that has begun in `home` and is resumed from `elsewhere`, where other modules of
+    that name lie."""
     home, elsewhere, run_dir = tmp_path / "home", tmp_path / "elsewhere", tmp_path / "run"
     for directory in (home / "package", elsewhere / "package", run_dir):
         directory.mkdir(parents=True)
@@ -222,7 +252,11 @@ def task_of(run_dir: Path, reward: str | list[str], *, resumed: bool) -> Task:
 
 @pytest.mark.parametrize(
     ("reward", "file"),
-    [("mine:score", "mine.py"), ("package:score", "package/__init__.py"), ("package.inner:score", "package/inner.py")],
+    [
+        ("mine:score", "mine.py"),
+        ("package:score", "package/__init__.py"),
+        ("package.inner:score", "package/inner.py"),
+    ],
 )
 def test_a_resume_imports_the_module_from_where_the_run_began_and_says_so(began, monkeypatch, reward, file):
     assert origin(began, "reward", task_of(began, reward, resumed=False).reward.function) == ""
@@ -249,13 +283,19 @@ def test_each_of_several_rewards_is_resumed_from_where_the_run_began(began, monk
 
 @pytest.mark.parametrize(
     ("reward", "file"),
-    [("mine:score", "mine.py"), ("package:score", "package/__init__.py"), ("package.inner:score", "package/inner.py")],
+    [
+        ("mine:score", "mine.py"),
+        ("package:score", "package/__init__.py"),
+        ("package.inner:score", "package/inner.py"),
+    ],
 )
 def test_a_module_that_is_gone_is_refused_and_no_other_is_imported(began, monkeypatch, reward, file):
     task_of(began, reward, resumed=False)
     (began.parent / "home" / file).unlink()
     monkeypatch.chdir(began.parent / "elsewhere")
-    with pytest.raises(RefusedError, match=f"the run's reward module .*{file} cannot be read: no such file") as refused:
+    with pytest.raises(
+        RefusedError, match=f"the run's reward module .*{file} cannot be read: no such file"
+    ) as refused:
         task_of(began, reward, resumed=True)
     assert "imported only from there" in refused.value.hint
     assert not (began.parent / "executed").exists()
@@ -268,7 +308,9 @@ def test_a_module_in_an_archive_is_resumed_from_there(began, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(archive))
     task_of(began, "zipped:score", resumed=False)
     monkeypatch.delenv("PYTHONPATH")
-    (began.parent / "elsewhere" / "zipped.py").write_text((began.parent / "elsewhere" / "mine.py").read_text())
+    (began.parent / "elsewhere" / "zipped.py").write_text(
+        (began.parent / "elsewhere" / "mine.py").read_text()
+    )
     monkeypatch.chdir(began.parent / "elsewhere")
     assert task_of(began, "zipped:score", resumed=True).reward.function.file == f"{archive}/zipped.py"
     assert not (began.parent / "executed").exists()
@@ -277,8 +319,12 @@ def test_a_module_in_an_archive_is_resumed_from_there(began, monkeypatch):
 def test_a_package_that_hides_the_module_is_not_imported(began):
     task_of(began, "mine:score", resumed=False)
     (began.parent / "home" / "mine").mkdir()
-    (began.parent / "home" / "mine" / "__init__.py").write_text((began.parent / "elsewhere" / "mine.py").read_text())
-    with pytest.raises(ConfigError, match=r"mine is .*/home/mine/__init__.py here, but the run began with .*/home/mine.py"):
+    (began.parent / "home" / "mine" / "__init__.py").write_text(
+        (began.parent / "elsewhere" / "mine.py").read_text()
+    )
+    with pytest.raises(
+        ConfigError, match=r"mine is .*/home/mine/__init__.py here, but the run began with .*/home/mine.py"
+    ):
         task_of(began, "mine:score", resumed=True)
     assert not (began.parent / "executed").exists()
 
@@ -321,7 +367,9 @@ def test_a_record_that_is_wrong_is_refused(began, record, expected):
     if record is None:
         path.unlink()
     else:
-        path.write_text(record if isinstance(record, str) else json.dumps({**json.loads(path.read_text()), **record}))
+        path.write_text(
+            record if isinstance(record, str) else json.dumps({**json.loads(path.read_text()), **record})
+        )
     with pytest.raises(AsyncrlError, match=expected) as refused:
         task_of(began, "mine:score", resumed=True)
     assert refused.value.exit_code in (2, 4)

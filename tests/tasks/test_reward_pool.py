@@ -145,14 +145,20 @@ def functions(tmp_path: Path) -> Path:
 
 def resolved(reward: str) -> RewardSpec:
     """The reward of a file's rows."""
-    return resolve_reward(Profile.model_validate({"task": {"reward": reward}}), RewardSpec(kind="none"), None)[0]
+    return resolve_reward(
+        Profile.model_validate({"task": {"reward": reward}}), RewardSpec(kind="none"), None
+    )[0]
 
 
 def spec_of(functions: Path, name: str) -> RewardSpec:
-    return RewardSpec(kind="function", function=UserCode(name=f"my_rewards:{name}", import_path=str(functions)))
+    return RewardSpec(
+        kind="function", function=UserCode(name=f"my_rewards:{name}", import_path=str(functions))
+    )
 
 
-def with_pool(spec: RewardSpec, use: Callable[[RewardPool], Awaitable[Any]], timeout_s: float = 20.0, workers: int = 1) -> Any:
+def with_pool(
+    spec: RewardSpec, use: Callable[[RewardPool], Awaitable[Any]], timeout_s: float = 20.0, workers: int = 1
+) -> Any:
     async def main() -> Any:
         pool = RewardPool(spec, timeout_s=timeout_s, workers=workers)
         try:
@@ -166,12 +172,16 @@ def with_pool(spec: RewardSpec, use: Callable[[RewardPool], Awaitable[Any]], tim
 
 async def outcomes(pool: RewardPool, responses: list[str], item=ITEM) -> list[float | str]:
     """Of responses scored all at once; a failure is its reason."""
-    results = await asyncio.gather(*(pool.score(item, response) for response in responses), return_exceptions=True)
+    results = await asyncio.gather(
+        *(pool.score(item, response) for response in responses), return_exceptions=True
+    )
     assert all(isinstance(result, float | RewardFailed) for result in results), results
     return [str(result) if isinstance(result, RewardFailed) else result for result in results]
 
 
-def score(spec: RewardSpec, responses: list[str], item=ITEM, timeout_s: float = 20.0, workers: int = 1) -> list[float | str]:
+def score(
+    spec: RewardSpec, responses: list[str], item=ITEM, timeout_s: float = 20.0, workers: int = 1
+) -> list[float | str]:
     return with_pool(spec, lambda pool: outcomes(pool, responses, item), timeout_s, workers)
 
 
@@ -188,7 +198,9 @@ def test_results_belong_to_their_requests_when_there_are_many(functions):
 
 @pytest.mark.slow
 def test_the_verifier_of_a_dataset_scores_in_the_child():
-    profile = Profile.model_validate({"task": {"train_prompts": 30, "adapter": "plain"}, "eval": {"prompts": 0}})
+    profile = Profile.model_validate(
+        {"task": {"train_prompts": 30, "adapter": "plain"}, "eval": {"prompts": 0}}
+    )
     task = load_task(profile)
 
     async def use(pool):
@@ -212,7 +224,9 @@ def off_by_one(item) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("reward", "forgiven"), [("auto", 0.0), ("exact-match", 0.0), ("dataset", 1.0)])
 def test_worked_responses_are_scored_exactly_unless_the_datasets_own_verifier_is_asked_for(reward, forgiven):
-    task = load_task(Profile.model_validate({"task": {"train_prompts": 60, "reward": reward}, "eval": {"prompts": 0}}))
+    task = load_task(
+        Profile.model_validate({"task": {"train_prompts": 60, "reward": reward}, "eval": {"prompts": 0}})
+    )
     assert task.reward.adapter == "worked"
     items = [item for item in task.train if "'11.0'" not in item["answer"]]
 
@@ -277,10 +291,21 @@ def test_math_verify_takes_equal_mathematics_for_equal():
 
 @pytest.mark.slow
 def test_math_verify_agrees_with_verls_rules_for_dapo_and_gsm8k():
-    """What verl's `math_dapo` ("Answer: ...", 1 or -1) and `gsm8k` ("#### ...") say of these, with 0 for -1."""
+    """What verl's `math_dapo` ("Answer: ...", 1 or -1) and `gsm8k` ("#### ...") say of these, with 0 for
+    -1."""
     spec = resolved("math-verify")
-    dapo, gsm8k = make_item("p", "34", {"data_source": "math_dapo"}), make_item("p", "1072", {"data_source": "openai/gsm8k"})
-    answers = ["17 twice.\nAnswer: 34", "Answer: $34$", "Answer: \\boxed{34}", "34 less 22, hence\nAnswer: 12", "Answer: -34", "So"]
+    dapo, gsm8k = (
+        make_item("p", "34", {"data_source": "math_dapo"}),
+        make_item("p", "1072", {"data_source": "openai/gsm8k"}),
+    )
+    answers = [
+        "17 twice.\nAnswer: 34",
+        "Answer: $34$",
+        "Answer: \\boxed{34}",
+        "34 less 22, hence\nAnswer: 12",
+        "Answer: -34",
+        "So",
+    ]
     assert score(spec, answers, dapo) == [1, 1, 1, 0, 0, 0]
     assert score(spec, ["so 1000 + 72\n#### 1,072", "#### 72"], gsm8k) == [1, 0]
 
@@ -294,7 +319,10 @@ def test_a_reward_comes_with_whether_the_response_names_the_reference(functions,
         return [dict((await pool.score(item, response)).parts) for response in ("it is 76", "it is 1760")]
 
     spec = spec_of(functions, name)
-    assert figures(spec, make_item("p", "76", {"length": 1})) == [{"names_answer": 1.0}, {"names_answer": 0.0}]
+    assert figures(spec, make_item("p", "76", {"length": 1})) == [
+        {"names_answer": 1.0},
+        {"names_answer": 0.0},
+    ]
     assert figures(spec, make_item("p", None, {"length": 1})) == [{}, {}]
     assert figures(replace(spec, adapter="worked"), make_item("p", "76", {"length": 1})) == [{}, {}]
 
@@ -352,7 +380,9 @@ def test_the_event_loop_goes_on_while_a_reward_hangs(functions):
         hanging.cancel()
         return is_over
 
-    assert not with_pool(spec_of(functions, "by_command"), use), "the loop went on only when the reward had been killed"
+    assert not with_pool(spec_of(functions, "by_command"), use), (
+        "the loop went on only when the reward had been killed"
+    )
 
 
 @pytest.mark.slow
@@ -487,7 +517,9 @@ def test_a_child_that_cannot_be_started_at_all_is_a_failure_with_the_reason(func
 
 
 def test_async_rewards_await_together(functions):
-    assert score(spec_of(functions, "meeting"), [str(num) for num in range(100)]) == [float(num) for num in range(100)]
+    assert score(spec_of(functions, "meeting"), [str(num) for num in range(100)]) == [
+        float(num) for num in range(100)
+    ]
 
 
 @pytest.mark.slow
@@ -531,7 +563,9 @@ async def main():
 asyncio.run(main())
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
+    ) as parent:
         assert parent.stdout is not None
         child_pid = int(parent.stdout.readline())
         assert child_is == "idle" or _soon(marker.exists)
@@ -565,11 +599,16 @@ def _alive(pid: int) -> bool:
         ("broken:score", "ZeroDivisionError: division by zero \\(broken.py:1\\)"),
         ("leaving:score", "SystemExit: 3"),
         ("dying:score", "its process ended with exit code 7"),
-        ("exact", "not one of auto, dataset, exact-match, math-verify, none, and not of the form module:function"),
+        (
+            "exact",
+            "not one of auto, dataset, exact-match, math-verify, none, and not of the form module:function",
+        ),
         ("my_rewards:", "not of the form module:function"),
     ],
 )
-def test_a_reward_that_cannot_be_used_is_refused_at_load_with_its_own_error(functions, monkeypatch, reward, reason):
+def test_a_reward_that_cannot_be_used_is_refused_at_load_with_its_own_error(
+    functions, monkeypatch, reward, reason
+):
     (functions / "broken.py").write_text("1 / 0\n")
     (functions / "leaving.py").write_text("import sys; sys.exit(3)\n")
     (functions / "dying.py").write_text("import os; os._exit(7)\n")
@@ -655,7 +694,8 @@ def test_of_several_processes_too_exactly_the_culprits_fail(functions, workers):
     results, num_restarts = with_pool(spec_of(functions, "by_command"), use, timeout_s=0.5, workers=workers)
     assert {num for num, result in enumerate(results) if isinstance(result, str)} == set(culprits)
     assert [result for result in results if not isinstance(result, str)] == [1.0] * 56
-    assert num_restarts == 3  # for the one that hangs, and twice for the one that dies: once may be somebody's kill
+    # for the one that hangs, and twice for the one that dies: once may be somebody's kill
+    assert num_restarts == 3
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Fixtures of the trainer's tests: a tiny random Qwen3 on disk and trainers that leave their process group again."""
+"""Fixtures of the trainer's tests: a tiny random Qwen3 on disk and trainers that leave their process group
+again."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[Callable]:
-    """`make_trainer(trainer_parts(...))` is a single-rank CPU trainer; making another one closes the one before."""
+    """`make_trainer(trainer_parts(...))` is a single-rank CPU trainer; making another one closes the one
+    before."""
     made = []
 
     def make(parts):
@@ -46,11 +48,12 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable]:
 
 @pytest.fixture(scope="session")
 def rank_context() -> multiprocessing.context.BaseContext:
-    """For processes that are forks of one that has imported torch and transformers, and done nothing else: the imports are most of
-    a test."""
+    """For processes that are forks of one that has imported torch and transformers, and done nothing else:
+    the imports are most of a test."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.train.rank_program"])
-    with pytest.MonkeyPatch.context() as patch:  # for the process that is forked, and for no later test of this one
+    # for the process that is forked, and for no later test of this one
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)]))
         forkserver.ensure_running()
     return context
@@ -58,15 +61,17 @@ def rank_context() -> multiprocessing.context.BaseContext:
 
 @pytest.fixture(scope="module")
 def run_ranks(tmp_path_factory, rank_context):
-    """Runs ranks to their end, each in a process of its own; returns rank 0's full weights after `last_step`. `run_ranks.each` does
-    so for each of several settings, one after the other."""
+    """Runs ranks to their end, each in a process of its own; returns rank 0's full weights after `last_step`.
+    `run_ranks.each` does so for each of several settings, one after the other."""
     directory = tmp_path_factory.mktemp("ranks")
     numbers = itertools.count()
 
     def run(model_dir, *, settings=None, **keys):
         return run_each(model_dir, [settings or {}], **keys)[0]
 
-    def run_each(model_dir, settings, *, world_size=1, first_step=1, last_step=4, load="", save="", spoiled_step=0):
+    def run_each(
+        model_dir, settings, *, world_size=1, first_step=1, last_step=4, load="", save="", spoiled_step=0
+    ):
         jobs = [
             {
                 "model_dir": str(model_dir),
@@ -84,7 +89,9 @@ def run_ranks(tmp_path_factory, rank_context):
             for one, number in zip(settings, numbers, strict=False)
         ]
         with ProcessPoolExecutor(world_size, mp_context=rank_context, max_tasks_per_child=1) as ranks:
-            running = [ranks.submit(main_each, [job | {"rank": rank} for job in jobs]) for rank in range(world_size)]
+            running = [
+                ranks.submit(main_each, [job | {"rank": rank} for job in jobs]) for rank in range(world_size)
+            ]
             for future in running:
                 future.result(timeout=240)
         return [load_file(job["weights"]) for job in jobs]

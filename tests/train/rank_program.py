@@ -1,7 +1,8 @@
 """One trainer rank, in a process of its own: `main(job)`. Trains, then saves.
 
-Keys: model_dir, settings (overrides), rank, world_size, init_method, first_step, last_step, num_groups, load (a
-checkpoint), save (a checkpoint), weights (a safetensors file), spoiled_step (one whose first group has a NaN; 0: none).
+Keys: model_dir, settings (overrides), rank, world_size, init_method, first_step, last_step, num_groups, load
+(a checkpoint), save (a checkpoint), weights (a safetensors file), spoiled_step (one whose first group has a
+NaN; 0: none).
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def main_each(jobs: list[dict]) -> None:
 def main(job: dict) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    parts = trainer_parts(job["model_dir"], workers=job["world_size"], total_optimizer_steps=100, **job["settings"])
+    parts = trainer_parts(
+        job["model_dir"], workers=job["world_size"], total_optimizer_steps=100, **job["settings"]
+    )
     trainer = parts.made(job["init_method"], job["rank"])
     if job["load"]:
         trainer.load(Path(job["load"]))

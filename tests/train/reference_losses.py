@@ -1,5 +1,6 @@
-"""Losses, corrections and their gradients in float64 NumPy, written from the papers apart from the product: loops over sequences,
-and no code shared with it. Every function takes a list of sequences, each a dictionary of arrays over its tokens.
+"""Losses, corrections and their gradients in float64 NumPy, written from the papers apart from the product:
+loops over sequences, and no code shared with it. Every function takes a list of sequences, each a dictionary
+of arrays over its tokens.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import numpy as np
 
 
 def vanilla(sequence, low, high, dual=None):
-    """(loss, d loss / d log theta) per token: PPO's clip, by cases (which side decides, and whether it still has a slope)."""
+    """(loss, d loss / d log theta) per token: PPO's clip, by cases (which side decides, and whether it still
+    has a slope)."""
     losses, slopes = [], []
-    for theta, prox, advantage in zip(sequence["theta"], sequence["prox"], sequence["advantage"], strict=True):
+    for theta, prox, advantage in zip(
+        sequence["theta"], sequence["prox"], sequence["advantage"], strict=True
+    ):
         ratio = math.exp(theta - prox)
         if advantage >= 0 and ratio > 1 + high:
             loss, slope = -(1 + high) * advantage, 0.0
@@ -45,7 +49,9 @@ def cispo(sequence, low, high):
 
 def dppo(sequence, low, high):
     losses = []
-    for theta, prox, advantage in zip(sequence["theta"], sequence["prox"], sequence["advantage"], strict=True):
+    for theta, prox, advantage in zip(
+        sequence["theta"], sequence["prox"], sequence["advantage"], strict=True
+    ):
         rise = math.exp(theta) - math.exp(prox)
         is_out = (advantage > 0 and rise > high) or (advantage < 0 and rise < -low)
         losses.append(0.0 if is_out else -math.exp(theta - prox) * advantage)
@@ -54,7 +60,9 @@ def dppo(sequence, low, high):
 
 def sapo(sequence, positive, negative):
     losses, slopes = [], []
-    for theta, prox, advantage in zip(sequence["theta"], sequence["prox"], sequence["advantage"], strict=True):
+    for theta, prox, advantage in zip(
+        sequence["theta"], sequence["prox"], sequence["advantage"], strict=True
+    ):
         tau, ratio = (positive if advantage > 0 else negative), math.exp(theta - prox)
         gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
         losses.append(-4 / tau * gate * advantage)
@@ -86,7 +94,9 @@ def kept(sequence, rule, threshold, newer="prox"):
     over, kind = rule[:-3], rule[-2:]
     ratio = np.exp(sequence[newer] - sequence["mu"])
     values = {"k1": -np.log(ratio), "k2": np.log(ratio) ** 2 / 2, "k3": ratio - 1 - np.log(ratio)}[kind]
-    total = {"token": lambda: values, "seq_sum": values.sum, "seq_mean": values.mean, "seq_max": values.max}[over]()
+    total = {"token": lambda: values, "seq_sum": values.sum, "seq_mean": values.mean, "seq_max": values.max}[
+        over
+    ]()
     totals = np.broadcast_to(total, len(values))
     if kind != "k1":
         return totals <= threshold
@@ -95,7 +105,8 @@ def kept(sequence, rule, threshold, newer="prox"):
 
 
 def kl(kind, policy, ref):
-    """(estimate of KL(policy || ref), its derivative by the policy's logprob) of each token, from the ratio of probabilities."""
+    """(estimate of KL(policy || ref), its derivative by the policy's logprob) of each token, from the ratio
+    of probabilities."""
     values, slopes = [], []
     for log_p, log_q in zip(policy, ref, strict=True):
         ratio, log = math.exp(log_q) / math.exp(log_p), log_q - log_p
@@ -116,11 +127,14 @@ def gae(rewards, values, gamma, lam):
     """Advantages of one trajectory by their definition: a sum over all later TD errors (equation 16)."""
     values = [*values, 0.0]
     errors = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
-    return np.array([sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))])
+    return np.array(
+        [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]
+    )
 
 
 def value_loss(values, old, returns, clip):
-    """(loss, its derivative by the value) per token: half the larger squared error, of the value or of the clipped one."""
+    """(loss, its derivative by the value) per token: half the larger squared error, of the value or of the
+    clipped one."""
     losses, slopes = [], []
     for value, before, target in zip(values, old, returns, strict=True):
         clipped = min(max(value, before - clip), before + clip)

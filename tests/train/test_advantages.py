@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
-from asyncrl_cli.train.advantages import grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, shaped_reward
+from asyncrl_cli.train.advantages import (
+    grpo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+    shaped_reward,
+)
 from tests.train.train_samples import make_step
 from tests.trainers import planned
 
@@ -28,7 +34,12 @@ def test_one_success_in_four():
 
 @pytest.mark.parametrize("rewards", [[], [0.3], [0.1, 0.1, 0.1], [1.0] * 8])
 def test_equal_rewards_teach_nothing(rewards):
-    for found in (grpo([rewards], True), grpo([rewards], False), rloo([rewards]), reinforce_plus_plus_baseline([rewards])):
+    for found in (
+        grpo([rewards], True),
+        grpo([rewards], False),
+        rloo([rewards]),
+        reinforce_plus_plus_baseline([rewards]),
+    ):
         assert found == [[0.0] * len(rewards)]
 
 
@@ -43,7 +54,9 @@ def test_advantages_of_a_group_sum_to_zero(groups, normalize):
 def test_rloo_compares_with_the_mean_of_the_others(groups):
     for rewards, found in zip(groups, rloo(groups), strict=True):
         others = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
-        assert found == pytest.approx([reward - other for reward, other in zip(rewards, others, strict=True)], abs=1e-6)
+        assert found == pytest.approx(
+            [reward - other for reward, other in zip(rewards, others, strict=True)], abs=1e-6
+        )
 
 
 @pytest.mark.slow
@@ -80,7 +93,9 @@ def test_truncated_responses_count_in_their_groups_mean_and_are_not_trained(cut)
         replace(meta, reward=float(reason == cut), finish_reason=reason)
         for meta, reason in zip(group.trajectories, reasons, strict=True)
     ]
-    (plan,) = planned([replace(group, trajectories=tuple(metas))], mask_truncated=True, normalize_advantages=False)
+    (plan,) = planned(
+        [replace(group, trajectories=tuple(metas))], mask_truncated=True, normalize_advantages=False
+    )
     (step,) = plan.optimizer_steps
     assert [(t.trajectory, t.advantage) for t in step.trajectories] == [(1, -0.25), (2, -0.25), (3, -0.25)]
     assert step.num_trajectories == 3

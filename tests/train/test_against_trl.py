@@ -1,10 +1,10 @@
-"""Every function of the algorithm against a reference that was not written for it, in float64: TRL's code where it has one, else
-the papers' formulas in NumPy (reference_losses.py), which the other tests use, too.
+"""Every function of the algorithm against a reference that was not written for it, in float64: TRL's code
+where it has one, else the papers' formulas in NumPy (reference_losses.py), which the other tests use, too.
 
     python -m tests.train.test_against_trl        # prints docs/algorithms.md's table of the largest differences
 
-TRL needs a newer `datasets` than verifiers takes, so it has an environment of its own: TRL_PYTHON names its Python. `.ci/run` makes
-one. The tests use methods of TRL that are not public, so they are for one version.
+TRL needs a newer `datasets` than verifiers takes, so it has an environment of its own: TRL_PYTHON names its
+Python. `.ci/run` makes one. The tests use methods of TRL that are not public, so they are for one version.
 """
 
 from __future__ import annotations
@@ -51,17 +51,33 @@ SEEDS = range(3)
 WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "vanilla; token-mean": ({}, {"loss_type": "bnpo"}),
     "vanilla; seq-mean-token-mean": ({"loss_agg_mode": "seq-mean-token-mean"}, {"loss_type": "grpo"}),
-    "vanilla; seq-mean-token-sum-norm": ({"loss_agg_mode": "seq-mean-token-sum-norm"}, {"loss_type": "dr_grpo"}),
+    "vanilla; seq-mean-token-sum-norm": (
+        {"loss_agg_mode": "seq-mean-token-sum-norm"},
+        {"loss_type": "dr_grpo"},
+    ),
     "gspo": (
-        {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},
+        {
+            "loss_mode": "gspo",
+            "loss_agg_mode": "seq-mean-token-mean",
+            "clip_ratio_low": 0.03,
+            "clip_ratio_high": 0.04,
+        },
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 0.03,
+            "epsilon_high": 0.04,
+        },
     ),
     "cispo": ({"loss_mode": "cispo", "clip_ratio_low": 1.0}, {"loss_type": "cispo", "epsilon_high": 1.28}),
     "sapo": (
         {"loss_mode": "sapo", "loss_agg_mode": "seq-mean-token-mean", "sapo_tau_neg": 1.25},
         {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.25},
     ),
-    "vanilla with KL in the loss, k3": ({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3"}, {"beta": 0.3}),
+    "vanilla with KL in the loss, k3": (
+        {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3"},
+        {"beta": 0.3},
+    ),
     "rollout_is token, cut": ({"rollout_is_threshold": 1.2}, {"weights": ("token_truncate", None, 1.2)}),
     "rollout_is token, band": ({"rollout_is_threshold": "0.8_1.25"}, {"weights": ("token_mask", 0.8, 1.25)}),
     "rollout_is sequence, cut": (
@@ -73,12 +89,13 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"weights": ("sequence_mask", 0.2, 3.0)},
     ),
 }
-"""The optimizer step's loss, by our keys and by TRL's (whose cispo has an upper bound of the ratio itself, and whose temperatures
-are float32: 1.25 is exact there)."""
+"""The optimizer step's loss, by our keys and by TRL's (whose cispo has an upper bound of the ratio itself,
+and whose temperatures are float32: 1.25 is exact there)."""
 
 
 def ours(algorithm: AlgorithmSection, sequences: Sequences) -> Found:
-    """The loss and its gradient of one of the trainer's optimizer steps, on one rank, with these logprobs for the model's."""
+    """The loss and its gradient of one of the trainer's optimizer steps, on one rank, with these logprobs for
+    the model's."""
     batch, lengths = batch_of(sequences), torch.tensor([len(sequence["theta"]) for sequence in sequences])
     columns = {PROX: batch.logp_prox_N} | ({REF: batch.logp_mu_N} if algorithm.use_kl_loss else {})
     tokens_N = torch.arange(len(batch.rows_N))
@@ -96,10 +113,14 @@ def ours(algorithm: AlgorithmSection, sequences: Sequences) -> Found:
         columns=columns,
     )
     scored = Scored(batch.logp_theta_N, torch.zeros(len(tokens_N)))
-    model: Any = SimpleNamespace(is_packed=False, before_backward=lambda is_last: None, scored=lambda part: scored)
+    model: Any = SimpleNamespace(
+        is_packed=False, before_backward=lambda is_last: None, scored=lambda part: scored
+    )
     optimizer: Any = SimpleNamespace(step=lambda: (0.0, 0.0))
     ranks: Any = SimpleNamespace(world_size=1)
-    profile: Any = SimpleNamespace(algorithm=algorithm, rollout=SimpleNamespace(max_response_tokens=MAX_TOKENS))
+    profile: Any = SimpleNamespace(
+        algorithm=algorithm, rollout=SimpleNamespace(max_response_tokens=MAX_TOKENS)
+    )
     plan = OptimizerStepPlan(trajectories=(), num_loss_tokens=len(tokens_N), num_trajectories=len(lengths))
     seen: list[dict[str, Metric]] = []
     PolicyUpdate(profile, ranks, model, optimizer)._optimizer_step(plan, [microbatch], 0, seen)
@@ -107,7 +128,8 @@ def ours(algorithm: AlgorithmSection, sequences: Sequences) -> Found:
 
 
 def trls(options: dict[str, Any], sequences: Sequences) -> Found:
-    """The same by `GRPOTrainer._compute_loss` on padded rows, with the sampler's logprobs as the reference's, too."""
+    """The same by `GRPOTrainer._compute_loss` on padded rows, with the sampler's logprobs as the reference's,
+    too."""
     from trl import GRPOConfig, GRPOTrainer
 
     lengths = [len(sequence["theta"]) for sequence in sequences]
@@ -129,12 +151,26 @@ def trls(options: dict[str, Any], sequences: Sequences) -> Found:
         "num_items_in_batch": mask.sum(),
     }
     if "weights" in options:
-        inputs["importance_sampling_ratio"] = trls_weights(rows["prox"] - rows["mu"], mask, *options["weights"])
-    fixed = {"loss_type": "bnpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.0}
+        inputs["importance_sampling_ratio"] = trls_weights(
+            rows["prox"] - rows["mu"], mask, *options["weights"]
+        )
+    fixed = {
+        "loss_type": "bnpo",
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.28,
+        "beta": 0.0,
+    }
     fixed |= {"aux_loss_enabled": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
-    fixed |= {"current_gradient_accumulation_steps": 1, "_entropy_bonus_enabled": False, "max_completion_length": MAX_TOKENS}
+    fixed |= {
+        "current_gradient_accumulation_steps": 1,
+        "_entropy_bonus_enabled": False,
+        "max_completion_length": MAX_TOKENS,
+    }
     fixed |= {"use_vllm": "weights" in options, "vllm_importance_sampling_correction": True}
-    trainer = MagicMock(**(fixed | options), args=GRPOConfig(output_dir="unused", report_to=[], use_cpu=True, bf16=False))
+    trainer = MagicMock(
+        **(fixed | options), args=GRPOConfig(output_dir="unused", report_to=[], use_cpu=True, bf16=False)
+    )
     trainer.args.use_bias_correction_kl = False  # the KL term is not weighed for stale data: kl.py
     trainer.args.steps_per_generation = trainer.accelerator.num_processes = 1
     for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
@@ -146,8 +182,11 @@ def trls(options: dict[str, Any], sequences: Sequences) -> Found:
     return loss.item(), rows["theta"].grad[mask.bool()]
 
 
-def trls_weights(log: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float) -> torch.Tensor:
-    """The lines of TRL's `_generate_and_score_completions` for `vllm_importance_sampling_mode`, which are no function there."""
+def trls_weights(
+    log: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float
+) -> torch.Tensor:
+    """The lines of TRL's `_generate_and_score_completions` for `vllm_importance_sampling_mode`, which are no
+    function there."""
     ratio = torch.exp((log * mask).sum(-1, keepdim=True) if mode.startswith("sequence") else log * mask)
     if mode.endswith("truncate"):
         return torch.clamp(ratio, min=low, max=high)
@@ -156,7 +195,9 @@ def trls_weights(log: torch.Tensor, mask: torch.Tensor, mode: str, low: float | 
 
 def whole(case: str, sequences: Sequences) -> tuple[Found, Found]:
     keys, options = WHOLE[case]
-    algorithm = AlgorithmSection(old_logprobs="recompute", **{"rollout_is": "token" if "weights" in options else "none"} | keys)
+    algorithm = AlgorithmSection(
+        old_logprobs="recompute", **{"rollout_is": "token" if "weights" in options else "none"} | keys
+    )
     return ours(algorithm, sequences), trls(options, sequences)
 
 
@@ -165,7 +206,9 @@ def test_each_row_of_the_documented_table_is_so_and_the_losses_of_optimizer_step
     found = table(table_by(PYTHON))
     assert all(float(number) < 1e-12 for row in found for number in row[2:] if number != "-"), found
     documented = table((ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8"))
-    assert [(row[0], row[1].split()[0]) for row in documented] == [(row[0], row[1].split()[0]) for row in found]
+    assert [(row[0], row[1].split()[0]) for row in documented] == [
+        (row[0], row[1].split()[0]) for row in found
+    ]
 
 
 def table_by(python: str) -> str:
@@ -182,7 +225,11 @@ def table_by(python: str) -> str:
 
 def table(text: str) -> list[list[str]]:
     """The cells of the rows with a reference."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
     return [row for row in rows if len(row) == 4 and row[1].split()[0] in ("TRL", "NumPy")]
 
 
@@ -190,7 +237,11 @@ def differences(pairs: list[tuple[Found, Found]]) -> tuple[float, float]:
     """Largest difference of values and of derivatives (nan: there are none)."""
 
     def largest(index: int) -> float:
-        both = [(np.asarray(a[index], dtype=float), np.asarray(b[index], dtype=float)) for a, b in pairs if a[index] is not None]
+        both = [
+            (np.asarray(a[index], dtype=float), np.asarray(b[index], dtype=float))
+            for a, b in pairs
+            if a[index] is not None
+        ]
         return max((float(np.abs(a - b).max()) for a, b in both), default=math.nan)
 
     return largest(0), largest(1)
@@ -202,7 +253,10 @@ def by_numpy() -> Iterator[tuple[str, Callable[[int], tuple[Found, Found]]]]:
         yield case, lambda seed, case=case: loss_of(case, sequences_of(seed))
     for level, threshold in (("geometric", 1.2), ("geometric", "0.8_1.25")):
         keys = {"rollout_is": level, "rollout_is_threshold": threshold}
-        yield f"rollout_is {level}, {threshold}", lambda seed, keys=keys: weights_of(sequences_of(seed), **keys)
+        yield (
+            (f"rollout_is {level}, {threshold}"),
+            lambda seed, keys=keys: weights_of(sequences_of(seed), **keys),
+        )
     yield "rollout_rs, all rules", lambda seed: rejections(sequences_of(seed))
     for kind in typing.get_args(Kl):
         yield f"KL {kind}", lambda seed, kind=kind: kl(kind, seed)
@@ -216,13 +270,18 @@ def loss_of(case: str, sequences: Sequences) -> tuple[Found, Found]:
     algorithm, batch = algorithm_of(case), batch_of(sequences)
     loss_N, _ = find_loss(algorithm.loss_mode)(batch, algorithm)
     loss_N.sum().backward()
-    values, slopes = map(np.concatenate, zip(*(LOSSES[case][1](sequence) for sequence in sequences), strict=True))
+    values, slopes = map(
+        np.concatenate, zip(*(LOSSES[case][1](sequence) for sequence in sequences), strict=True)
+    )
     return (loss_N.detach(), batch.logp_theta_N.grad), (values, slopes)
 
 
 def weights_of(sequences: Sequences, **keys: Any) -> tuple[Found, Found]:
     found_N, _ = correct(batch_of(sequences), AlgorithmSection(old_logprobs="recompute", **keys))
-    expected = [reference.weights(sequence, keys["rollout_is"], keys["rollout_is_threshold"]) for sequence in sequences]
+    expected = [
+        reference.weights(sequence, keys["rollout_is"], keys["rollout_is_threshold"])
+        for sequence in sequences
+    ]
     return (found_N, None), (np.concatenate(expected), None)
 
 
@@ -231,7 +290,9 @@ def rejections(sequences: Sequences) -> tuple[Found, Found]:
     for rule in RULES:
         threshold = 1.3 if rule.endswith("k1") else 0.1
         keys: dict[str, Any] = {"rollout_rs": rule, "rollout_rs_threshold": threshold, "rollout_is": "none"}
-        found.append(correct(batch_of(sequences), AlgorithmSection(old_logprobs="recompute", **keys))[0].numpy())
+        found.append(
+            correct(batch_of(sequences), AlgorithmSection(old_logprobs="recompute", **keys))[0].numpy()
+        )
         expected += [reference.kept(sequence, rule, threshold) for sequence in sequences]
     return (np.concatenate(found), None), (np.concatenate(expected), None)
 
@@ -287,7 +348,9 @@ def main() -> None:
     sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL would import it, which takes seconds
     import trl
 
-    rows = [(case, f"TRL {trl.__version__}", lambda seed, c=case: whole(c, sequences_of(seed))) for case in WHOLE]
+    rows = [
+        (case, f"TRL {trl.__version__}", lambda seed, c=case: whole(c, sequences_of(seed))) for case in WHOLE
+    ]
     rows += [(case, "NumPy", of) for case, of in sorted(by_numpy())]
     print("| function | reference | values | gradients |\n|---|---|---|---|")
     for case, who, of in rows:

@@ -41,7 +41,9 @@ def test_rows_end_to_end_fill_the_budget_with_their_own_tokens(lengths, max_toke
     sums = [sum(lengths[i] for i in part) for part in parts]
     assert all(len(part) == 1 or num <= max_tokens for part, num in zip(parts, sums, strict=True))
     # What a microbatch lacks is less than the next one's longest row.
-    assert all(num + max(lengths[i] for i in after) > max_tokens for num, after in zip(sums, parts[1:], strict=False))
+    assert all(
+        num + max(lengths[i] for i in after) > max_tokens for num, after in zip(sums, parts[1:], strict=False)
+    )
 
 
 def test_microbatches_stay_together_until_padding_costs_more_than_a_split():
@@ -59,7 +61,9 @@ def test_a_plan_covers_every_trajectory_once_with_its_groups_advantage(ranks):
         trajectories = [t for plan in plans for t in plan.optimizer_steps[step].trajectories]
         expected = [(group, trajectory) for group in (2 * step, 2 * step + 1) for trajectory in range(4)]
         assert sorted((t.group, t.trajectory) for t in trajectories) == expected
-        tokens = sum(m.response_tokens for group in metas[2 * step : 2 * step + 2] for m in group.trajectories)
+        tokens = sum(
+            m.response_tokens for group in metas[2 * step : 2 * step + 2] for m in group.trajectories
+        )
         assert {plan.optimizer_steps[step].num_loss_tokens for plan in plans} == {tokens}
         for t in trajectories:
             rewards = [m.reward for m in metas[t.group].trajectories]
@@ -97,7 +101,11 @@ def test_the_lot_of_a_step_depends_on_its_seed_and_number_alone():
         "from asyncrl_cli.train.balance import training_order as order;"
         "print([order(range(8), num_minibatches=2, seed=s, step=t) for s in (0, 1) for t in (1, 2)])"
     )
-    drawn = [training_order(range(8), num_minibatches=2, seed=seed, step=step) for seed in (0, 1) for step in (1, 2)]
+    drawn = [
+        training_order(range(8), num_minibatches=2, seed=seed, step=step)
+        for seed in (0, 1)
+        for step in (1, 2)
+    ]
     assert len({tuple(order) for order in drawn}) == 4
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert told.strip() == str(drawn)

@@ -10,7 +10,14 @@ from asyncrl_cli.train import chunked_logprobs
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.policy_model import ForwardPass
 
-SIZES = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, head_dim=8)
+SIZES = dict(
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    head_dim=8,
+)
 SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3]]
 CONFIGS = {
     "tied": Qwen3Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True),
@@ -43,7 +50,9 @@ def loss_of(logprobs):
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_chunks_give_the_values_and_gradients_of_whole_logits(name, chunk_tokens, monkeypatch):
-    monkeypatch.setattr(chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]})
+    monkeypatch.setattr(
+        chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]}
+    )
     model, temperature = made(name), 0.7
     scored = ForwardPass(model, temperature)(scoring_microbatch(SEQUENCES, torch.device("cpu")))
     loss_of(scored.logprobs_N).backward()
@@ -60,12 +69,17 @@ def test_chunks_give_the_values_and_gradients_of_whole_logits(name, chunk_tokens
 
 @pytest.mark.slow
 def test_gradients_of_chunks_in_bfloat16_are_added_up_in_float32(monkeypatch):
-    """A sum of many chunks in bfloat16 would lose its small parts; here it is as near to float32 as whole logits are."""
+    """A sum of many chunks in bfloat16 would lose its small parts; here it is as near to float32 as whole
+    logits are."""
     heads = {}
     for dtype, chunk_tokens in ((torch.float32, 1000), (torch.bfloat16, 1000), (torch.bfloat16, 1)):
-        monkeypatch.setattr(chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]})
+        monkeypatch.setattr(
+            chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]}
+        )
         model = made("untied", dtype)
-        batch = scoring_microbatch([[i * j % 61 for i in range(60)] for j in range(1, 9)], torch.device("cpu"))
+        batch = scoring_microbatch(
+            [[i * j % 61 for i in range(60)] for j in range(1, 9)], torch.device("cpu")
+        )
         ForwardPass(model, 1.0)(batch).logprobs_N.mean().backward()
         heads[dtype, chunk_tokens] = model.lm_head.weight.grad.float()
     exact = heads.pop((torch.float32, 1000))

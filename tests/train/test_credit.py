@@ -20,7 +20,9 @@ from tests.train.test_losses import OneRank
 from tests.train.train_samples import make_step
 from tests.trainers import planned
 
-trajectories = st.lists(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=9), min_size=1, max_size=5)
+trajectories = st.lists(
+    st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=9), min_size=1, max_size=5
+)
 
 
 @pytest.mark.parametrize("kind", typing.get_args(Kl))
@@ -46,7 +48,9 @@ def flat(of):
 def test_gae_is_its_definition(of, gamma, lam):
     rewards, values, ends = flat(of)
     expected = [reference.gae([r for r, _ in tokens], [v for _, v in tokens], gamma, lam) for tokens in of]
-    np.testing.assert_allclose(gae(rewards, values, ends, gamma, lam), np.concatenate(expected), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        gae(rewards, values, ends, gamma, lam), np.concatenate(expected), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.slow
@@ -58,7 +62,8 @@ def test_with_lambda_and_gamma_of_1_and_values_of_0_every_advantage_is_the_retur
 
 
 def credited(seed, max_tokens=8192, **keys):
-    """The plan of one optimizer step of 4 groups, its columns of reference, values, advantages and returns, and its metrics."""
+    """The plan of one optimizer step of 4 groups, its columns of reference, values, advantages and returns,
+    and its metrics."""
     metas, payloads = make_step(seed, num_groups=4)
     (plan,) = planned(metas, **keys)
     groups, algorithm, ranks = dict(enumerate(payloads)), AlgorithmSection(**keys), OneRank()
@@ -71,7 +76,11 @@ def credited(seed, max_tokens=8192, **keys):
         deal(name, parts, torch.from_numpy(column).float())
     metrics = credit(step, parts, counts, algorithm=algorithm, ranks=ranks)
     mu = np.concatenate([s.logprobs_T[s.mask_T] for t in step.trajectories for s in segments_of(groups, t)])
-    columns |= {name: joined(name, parts, sum(counts)).numpy() for name in (ADVANTAGES, RETURNS) if name in parts[0].columns}
+    columns |= {
+        name: joined(name, parts, sum(counts)).numpy()
+        for name in (ADVANTAGES, RETURNS)
+        if name in parts[0].columns
+    }
     split = {name: np.split(column, np.cumsum(counts)[:-1]) for name, column in {**columns, "mu": mu}.items()}
     rewards = [payloads[t.group].trajectories[t.trajectory].reward for t in step.trajectories]
     return step, rewards, split, metrics
@@ -84,7 +93,14 @@ def segments_of(groups, planned_trajectory):
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([8192, 60]))
 def test_a_critics_advantages_and_returns_and_a_penalty_per_token(seed, max_tokens):
-    keys = {"adv_estimator": "gae", "gamma": 0.99, "lam": 0.9, "use_kl_in_reward": True, "kl_coef": 0.1, "kl_penalty": "k2"}
+    keys = {
+        "adv_estimator": "gae",
+        "gamma": 0.99,
+        "lam": 0.9,
+        "use_kl_in_reward": True,
+        "kl_coef": 0.1,
+        "kl_penalty": "k2",
+    }
     _, rewards, columns, metrics = credited(seed, max_tokens, **keys)
     advantages, sums = [], []
     for reward, values, mu, ref in zip(rewards, columns[VALUES], columns["mu"], columns[REF], strict=True):
@@ -106,7 +122,9 @@ def test_other_estimators_compare_rewards_less_the_sum_of_penalties(estimator):
     keys = {"adv_estimator": estimator, "use_kl_in_reward": True, "kl_coef": 0.05}
     step, rewards, columns, _ = credited(3, **keys)
     penalized: dict[int, list[float]] = {group: [0.0] * 8 for group in range(4)}
-    for planned_trajectory, reward, mu, ref in zip(step.trajectories, rewards, columns["mu"], columns[REF], strict=True):
+    for planned_trajectory, reward, mu, ref in zip(
+        step.trajectories, rewards, columns["mu"], columns[REF], strict=True
+    ):
         penalized[planned_trajectory.group][planned_trajectory.trajectory] = reward - 0.05 * (mu - ref).sum()
     advantages = advantages_of(list(penalized.values()), AlgorithmSection(adv_estimator=estimator))
     for planned_trajectory, found in zip(step.trajectories, columns[ADVANTAGES], strict=True):

@@ -1,4 +1,5 @@
-"""The critic: its loss, its optimizer step against a plain loop, its head start, its place in the trainer's state."""
+"""The critic: its loss, its optimizer step against a plain loop, its head start, its place in the trainer's
+state."""
 
 from __future__ import annotations
 
@@ -50,10 +51,14 @@ def plain_values(model, head, segment) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [8192, 100, 50])
-def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(tiny_model_dir, make_trainer, max_tokens):
+def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(
+    tiny_model_dir, make_trainer, max_tokens
+):
     keys = {"max_tokens_per_microbatch": max_tokens, "cliprange_value": 10.0}
     trainer, head = with_a_head(make_trainer(trainer_parts(tiny_model_dir, **GAE, **keys)))
-    trainer.critic.optimizer._section = trainer.critic.optimizer._section.model_copy(update={"grad_clip": 1e9})
+    trainer.critic.optimizer._section = trainer.critic.optimizer._section.model_copy(
+        update={"grad_clip": 1e9}
+    )
     batch, payloads = one_step()
     metrics = shown(trainer.train(**batch).metrics)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
@@ -71,7 +76,9 @@ def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(tiny_model_
     explained = 1 - np.var(everything.tolist()) / np.var(returns)
     assert metrics["critic/explained_variance"] == pytest.approx(explained, abs=1e-4)
     assert metrics["critic/return_mean"] == pytest.approx(returns.mean(), rel=1e-4)
-    plain = {f"model.{name}": parameter.grad for name, parameter in model.model.named_parameters()} | {"head.weight": head.grad}
+    plain = {f"model.{name}": parameter.grad for name, parameter in model.model.named_parameters()} | {
+        "head.weight": head.grad
+    }
     moments = trainer.critic.optimizer.moments()
     assert len(plain) > 20
     for name, gradient in plain.items():
@@ -80,7 +87,9 @@ def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(tiny_model_
 
 @pytest.mark.slow
 def test_a_critic_learns_what_to_expect_and_the_policy_waits_for_its_head_start(tiny_model_dir, make_trainer):
-    trainer = make_trainer(trainer_parts(tiny_model_dir, **GAE, lr=1e-3, head_start_steps=3, total_optimizer_steps=9))
+    trainer = make_trainer(
+        trainer_parts(tiny_model_dir, **GAE, lr=1e-3, head_start_steps=3, total_optimizer_steps=9)
+    )
     before = {name: local.clone() for name, local in trainer.model.locals().items()}
     batches = [one_step(num_minibatches=2, step=step, head_start_steps=3)[0] for step in (1, 2, 3)]
     first, second, third = (shown(trainer.train(**batch).metrics) for batch in batches)

@@ -1,4 +1,5 @@
-"""The critic with processes of its own: it learns what the trainer's own would, and its state is read by whoever has the critic."""
+"""The critic with processes of its own: it learns what the trainer's own would, and its state is read by
+whoever has the critic."""
 
 from __future__ import annotations
 
@@ -46,12 +47,16 @@ def columns_of(critic, plan, payloads):
 
 @pytest.mark.slow
 def test_values_of_the_batches_that_are_trained_make_the_same_bits_apart(tiny_model_dir, make_trainer):
-    """Policy, critic and metrics of two steps of two optimizer steps, of which the critic makes the first alone."""
+    """Policy, critic and metrics of two steps of two optimizer steps, of which the critic makes the first
+    alone."""
     keys = {"head_start_steps": 1, "total_optimizer_steps": 4}
     batches = [batch_of(seed, head_start_steps=1) for seed in range(2)]
     alone = make_trainer(trainer_parts(tiny_model_dir, **GAE, **keys))
     expected = [shown(alone.train(step_in_window=0, **batch).metrics) for batch in batches]
-    weights, of_critic = {name: local.clone() for name, local in alone.model.locals().items()}, state_of(alone.critic)
+    weights, of_critic = (
+        {name: local.clone() for name, local in alone.model.locals().items()},
+        state_of(alone.critic),
+    )
 
     apart = trainer_parts(tiny_model_dir, **GAE, **keys, tasks=APART)
     trainer = make_trainer(apart)

@@ -26,12 +26,15 @@ def place(kind: str, tmp_path: Path) -> str:
 
 def come(ranks: tuple[int, ...], world_size: int, point: str, timeout_s: float) -> list[BaseException | None]:
     with ThreadPoolExecutor(len(ranks)) as pool:
-        stores = [pool.submit(met, point, rank=rank, world_size=world_size, timeout_s=timeout_s) for rank in ranks]
+        stores = [
+            pool.submit(met, point, rank=rank, world_size=world_size, timeout_s=timeout_s) for rank in ranks
+        ]
         return [store.exception() for store in stores]
 
 
 def wait_shortly(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    """Each rank waits for a tenth of a second, which begins once so many ranks have come: so none misses one that has."""
+    """Each rank waits for a tenth of a second, which begins once so many ranks have come: so none misses one
+    that has."""
     came = threading.Barrier(ranks)
 
     def of(kind: Any) -> Any:
@@ -48,7 +51,9 @@ def wait_shortly(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_all_ranks_meet_or_those_that_came_name_the_others(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_meet_or_those_that_came_name_the_others(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert come((1, 0, 2), 3, place(kind, tmp_path), 20.0) == [None] * 3
     (tmp_path / "ranks").unlink(missing_ok=True)
     wait_shortly(monkeypatch, ranks=2)
@@ -74,7 +79,9 @@ def test_a_first_sum_that_blocks_within_the_call_ends_in_time_and_names_who_did_
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     for other in others:
         store.set(f"summed/{other}", "")
-    with pytest.raises(ExecutorFailed, match=rf"but {named} finished the first sum over nccl within .* = 0.05 s"):
+    with pytest.raises(
+        ExecutorFailed, match=rf"but {named} finished the first sum over nccl within .* = 0.05 s"
+    ):
         first_collective(torch.device("cpu"), store, rank=1, world_size=3, timeout_s=0.05)
     never.set()
 
@@ -85,12 +92,19 @@ def test_an_error_of_the_first_sum_is_its_own(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(dist, "all_reduce", fails)
     with pytest.raises(dist.DistBackendError, match="no socket"):
-        first_collective(torch.device("cpu"), dist.FileStore(str(tmp_path / "ranks"), 1), rank=0, world_size=1, timeout_s=60)
+        first_collective(
+            torch.device("cpu"),
+            dist.FileStore(str(tmp_path / "ranks"), 1),
+            rank=0,
+            world_size=1,
+            timeout_s=60,
+        )
 
 
 def test_missing_ranks_are_named_with_their_nodes() -> None:
     with pytest.raises(ExecutorFailed) as failed, naming_nodes(["10.0.0.1", "10.0.0.1", "10.0.0.7"]):
         raise RanksMissing([2], 3, 120.0)
     assert failed.value.message == (
-        "rank 2 of 3 did not join the process group within trainer.meeting_timeout_s = 120 s: rank 2 on 10.0.0.7"
+        "rank 2 of 3 did not join the process group within trainer.meeting_timeout_s = 120 s: rank 2 on "
+        "10.0.0.7"
     )

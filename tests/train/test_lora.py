@@ -1,4 +1,5 @@
-"""LoRA: adapters alone are trained and kept, whole weights are published; held against plain arithmetic, and against peft."""
+"""LoRA: adapters alone are trained and kept, whole weights are published; held against plain arithmetic, and
+against peft."""
 
 from __future__ import annotations
 
@@ -32,9 +33,14 @@ def published(trainer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_adapters_alone_are_trained_and_whole_weights_are_published(tiny_model_dir, make_trainer):
-    trainer, initial = make_trainer(trainer_parts(tiny_model_dir, **LORA)), load_file(tiny_model_dir / "model.safetensors")
+    trainer, initial = (
+        make_trainer(trainer_parts(tiny_model_dir, **LORA)),
+        load_file(tiny_model_dir / "model.safetensors"),
+    )
     before = published(trainer)
-    assert all(torch.equal(before[name], initial[name]) for name in initial), "an adapter is nothing at the start"
+    assert all(torch.equal(before[name], initial[name]) for name in initial), (
+        "an adapter is nothing at the start"
+    )
     train(trainer)
     after, adapters = published(trainer), trainer.model.locals()
     assert {name.rpartition(".lora_")[2] for name in adapters} == {"A.weight", "B.weight"}
@@ -53,8 +59,12 @@ def test_adapters_alone_are_trained_and_whole_weights_are_published(tiny_model_d
 
 
 @pytest.mark.slow
-def test_adapters_sent_alone_and_merged_by_a_worker_are_bit_for_bit_what_would_have_been_sent(tiny_model_dir, make_trainer):
-    trainers = [make_trainer(trainer_parts(tiny_model_dir, sync=sync, **LORA)) for sync in ("merged", "adapter")]
+def test_adapters_sent_alone_and_merged_by_a_worker_are_bit_for_bit_what_would_have_been_sent(
+    tiny_model_dir, make_trainer
+):
+    trainers = [
+        make_trainer(trainer_parts(tiny_model_dir, sync=sync, **LORA)) for sync in ("merged", "adapter")
+    ]
     for trainer in trainers:
         train(trainer)
         trainer.gather(1)
@@ -80,12 +90,18 @@ def test_what_is_published_scores_as_the_trainer_does(tiny_model_dir, make_train
 
     for path in tiny_model_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    save_file({name: tensor.clone() for name, tensor in whole.items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.clone() for name, tensor in whole.items()},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     theirs = make_trainer(trainer_parts(tmp_path)).model.logprobs([[3, 1, 4, 1, 5, 9]])
     assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
 
 
-def test_chosen_modules_get_adapters_and_a_wrong_name_is_refused_with_the_right_ones(tiny_model_dir, make_trainer):
+def test_chosen_modules_get_adapters_and_a_wrong_name_is_refused_with_the_right_ones(
+    tiny_model_dir, make_trainer
+):
     trainer = make_trainer(trainer_parts(tiny_model_dir, target_modules=("q_proj", "v_proj"), **LORA))
     assert {name.split(".")[-3] for name in trainer.model.parameters} == {"q_proj", "v_proj"}
 
@@ -131,7 +147,9 @@ def test_the_reference_has_no_adapters(tiny_model_dir, make_trainer):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_adapters_of_one_and_a_resume_goes_on_bit_for_bit(tmp_path, tiny_model_dir, run_ranks):
+def test_two_ranks_train_the_adapters_of_one_and_a_resume_goes_on_bit_for_bit(
+    tmp_path, tiny_model_dir, run_ranks
+):
     settings = {"max_tokens_per_microbatch": 150, **LORA, "old_logprobs": "recompute", "lr": 1e-4}
     one, two = (run_ranks(tiny_model_dir, world_size=ranks, settings=settings) for ranks in (1, 2))
     for name, ours in one.items():
@@ -151,7 +169,9 @@ def test_values_and_gradients_are_pefts(tiny_model_dir):
 
     ours, base = (AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32) for _ in range(2))
     add_adapters(ours, LoraSection(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj")), 0)
-    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    theirs = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    )
     drawn = torch.Generator().manual_seed(1)
     mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
     for parameter in mine.values():
@@ -163,6 +183,9 @@ def test_values_and_gradients_are_pefts(tiny_model_dir):
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-5)
     for logits in outputs:
         logits.square().mean().backward()
-    gradients = {name.replace(".default", "").removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters()}
+    gradients = {
+        name.replace(".default", "").removeprefix("base_model.model."): p.grad
+        for name, p in theirs.named_parameters()
+    }
     for name, parameter in mine.items():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=1e-6)

@@ -1,4 +1,5 @@
-"""Losses and corrections against their formulas in NumPy (reference_losses.py): values, gradients, and what must not matter."""
+"""Losses and corrections against their formulas in NumPy (reference_losses.py): values, gradients, and what
+must not matter."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def sequences_of(seed: int, lengths=(40, 1, 25, 60, 12, 31, 18, 9, 22, 5)) -> li
 
 
 def batch_of(sequences) -> LossBatch:
-    joined = {name: torch.as_tensor(np.concatenate([s[name] for s in sequences])) for name in ("theta", "prox", "mu", "advantage")}
+    joined = {
+        name: torch.as_tensor(np.concatenate([s[name] for s in sequences]))
+        for name in ("theta", "prox", "mu", "advantage")
+    }
     lengths = torch.tensor([len(s["theta"]) for s in sequences])
     return LossBatch(
         logp_theta_N=joined["theta"].requires_grad_(),
@@ -66,7 +70,9 @@ def test_each_loss_has_its_papers_values_and_gradients(case):
     loss_N, metrics = find_loss(algorithm.loss_mode)(batch, algorithm)
     loss_N.sum().backward()
     expected = [CASES[case][1](sequence) for sequence in sequences]
-    np.testing.assert_allclose(loss_N.detach(), np.concatenate([loss for loss, _ in expected]), rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(
+        loss_N.detach(), np.concatenate([loss for loss, _ in expected]), rtol=1e-10, atol=1e-14
+    )
     slopes = np.concatenate([slope for _, slope in expected])
     np.testing.assert_allclose(batch.logp_theta_N.grad, slopes, rtol=1e-10, atol=1e-14)
     if "correction/clipped_ratio" in metrics:
@@ -77,17 +83,25 @@ def test_each_loss_has_its_papers_values_and_gradients(case):
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), case=st.sampled_from([case for case in CASES if case != "reinforce"]))
 def test_with_one_policy_every_loss_has_the_plain_policy_gradient(seed, case):
-    sequences = [sequence | {"prox": sequence["theta"], "mu": sequence["theta"]} for sequence in sequences_of(seed)]
+    sequences = [
+        sequence | {"prox": sequence["theta"], "mu": sequence["theta"]} for sequence in sequences_of(seed)
+    ]
     algorithm = algorithm_of(case, old_logprobs="recompute", rollout_is_threshold="0.9_1.1")
     batch = batch_of(sequences)
     factors_N, _ = correct(batch, algorithm)
     assert (factors_N == 1).all()
     (find_loss(algorithm.loss_mode)(batch, algorithm)[0] * factors_N).sum().backward()
-    np.testing.assert_allclose(batch.logp_theta_N.grad, -np.concatenate([s["advantage"] for s in sequences]), rtol=1e-9)
+    np.testing.assert_allclose(
+        batch.logp_theta_N.grad, -np.concatenate([s["advantage"] for s in sequences]), rtol=1e-9
+    )
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), case=st.sampled_from(list(CASES)), level=st.sampled_from(["token", "sequence", "geometric"]))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    case=st.sampled_from(list(CASES)),
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+)
 def test_the_order_of_sequences_and_how_they_are_cut_into_batches_change_nothing(seed, case, level):
     sequences, algorithm = sequences_of(seed), algorithm_of(case, old_logprobs="recompute", rollout_is=level)
 
@@ -100,7 +114,9 @@ def test_the_order_of_sequences_and_how_they_are_cut_into_batches_change_nothing
         )
 
     whole = losses_of(sequences)
-    for found, expected in zip([*losses_of(sequences[2:]), *losses_of(sequences[:2])], [*whole[2:], *whole[:2]], strict=True):
+    for found, expected in zip(
+        [*losses_of(sequences[2:]), *losses_of(sequences[:2])], [*whole[2:], *whole[:2]], strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
@@ -123,8 +139,12 @@ def test_importance_weights(level, threshold):
 
 def test_reinforce_is_weighed_by_theta_over_mu_and_the_others_need_no_weight_where_prox_is_the_sampler():
     sequences = sequences_of(2)
-    found_N, _ = correct(batch_of(sequences), AlgorithmSection(loss_mode="reinforce", rollout_is_threshold=1.1))
-    np.testing.assert_allclose(found_N, np.concatenate([reference.weights(s, "token", 1.1, "theta") for s in sequences]))
+    found_N, _ = correct(
+        batch_of(sequences), AlgorithmSection(loss_mode="reinforce", rollout_is_threshold=1.1)
+    )
+    np.testing.assert_allclose(
+        found_N, np.concatenate([reference.weights(s, "token", 1.1, "theta") for s in sequences])
+    )
     assert (correct(batch_of(sequences), AlgorithmSection())[0] == 1).all()
 
 
@@ -136,7 +156,9 @@ def test_rejection(rule, old_logprobs):
     threshold = 1.3 if rule.endswith("k1") else values.get(rule[:-3], 0.05)
     newer = "theta" if old_logprobs == "rollout" else "prox"
     for bound in (threshold, "0.7_1.2") if rule.endswith("k1") else (threshold,):
-        algorithm = AlgorithmSection(old_logprobs=old_logprobs, rollout_is="none", rollout_rs=rule, rollout_rs_threshold=bound)
+        algorithm = AlgorithmSection(
+            old_logprobs=old_logprobs, rollout_is="none", rollout_rs=rule, rollout_rs_threshold=bound
+        )
         found_N, metrics = correct(batch_of(sequences), algorithm)
         expected = np.concatenate([reference.kept(sequence, rule, bound, newer) for sequence in sequences])
         np.testing.assert_array_equal(found_N.bool(), expected)
@@ -146,7 +168,8 @@ def test_rejection(rule, old_logprobs):
 def test_the_loglinear_prox_lies_between_sampler_and_policy_by_the_steps_made():
     theta_N, mu_N = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -3.0, -2.0])
     staleness_N = torch.tensor([0, 1, 2, 1])
-    # Windows of 4 optimizer steps. After 1 step of this window: prox is 4 of 5, 8 of 9 steps away from the sampler.
+    # Windows of 4 optimizer steps. After 1 step of this window: prox is 4 of 5, 8 of 9 steps away from the
+    # sampler.
     found_N = loglinear_prox(theta_N, mu_N, staleness_N, steps_done=1, window_steps=4)
     torch.testing.assert_close(found_N, torch.tensor([-2.0, -2 + 4 / 5, -3 + 2 * 8 / 9, -2 + 4 / 5]))
     before_any_step_N = loglinear_prox(theta_N, mu_N, staleness_N, steps_done=0, window_steps=4)

@@ -36,11 +36,16 @@ def weights_of(trainer):
 
 
 class PlainGrpo:
-    """A synchronous GRPO loop with torch and transformers only: no FSDP, whole logits of the sampled tokens."""
+    """A synchronous GRPO loop with torch and transformers only: no FSDP, whole logits of the sampled
+    tokens."""
 
     def __init__(self, model_dir, lr=2e-4, clip=(0.2, 0.28), grad_clip=1.0):
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+        )
         self.clip, self.grad_clip = clip, grad_clip
 
     def advantages(self, payload):
@@ -63,13 +68,17 @@ class PlainGrpo:
         self.optimizer.zero_grad()
 
     def loss(self, rows, num_tokens):
-        pad = lambda values: torch.nn.utils.rnn.pad_sequence([torch.tensor(v) for v in values], batch_first=True)  # noqa: E731
+        def pad(values):
+            return torch.nn.utils.rnn.pad_sequence([torch.tensor(v) for v in values], batch_first=True)
+
         tokens = pad([s.tokens_T for s, _ in rows]).long()
         mask = pad([s.mask_T for s, _ in rows])[:, 1:]
         old = pad([s.logprobs_T for s, _ in rows])[:, 1:]
         advantage = torch.tensor([a for _, a in rows], dtype=torch.float32)[:, None]
         hidden = self.model.model(tokens[:, :-1], use_cache=False).last_hidden_state[mask]
-        logprobs = torch.log_softmax(self.model.lm_head(hidden), dim=-1).gather(-1, tokens[:, 1:][mask][:, None])[:, 0]
+        logprobs = torch.log_softmax(self.model.lm_head(hidden), dim=-1).gather(
+            -1, tokens[:, 1:][mask][:, None]
+        )[:, 0]
         ratio = (logprobs - old[mask]).exp()
         advantage = advantage.expand(mask.shape)[mask]
         objective = torch.min(ratio * advantage, ratio.clamp(1 - self.clip[0], 1 + self.clip[1]) * advantage)
@@ -110,7 +119,9 @@ def test_every_matrix_product_of_a_step_and_a_publish_is_in_float32(tiny_model_d
 
 
 @pytest.mark.slow
-def test_prox_of_unchanged_weights_is_the_sampler_when_the_sampler_was_these_weights(tiny_model_dir, make_trainer):
+def test_prox_of_unchanged_weights_is_the_sampler_when_the_sampler_was_these_weights(
+    tiny_model_dir, make_trainer
+):
     settings = trainer_parts(tiny_model_dir, old_logprobs="recompute", temperature=0.7, lr=1e-9)
     trainer = make_trainer(settings)
     metas, payloads = with_true_logprobs(*make_step(5, num_groups=4), tiny_model_dir, temperature=0.7)
@@ -181,11 +192,18 @@ def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 def test_a_loss_is_added_up_as_its_mode_says_in_any_microbatches(tiny_model_dir, make_trainer, mode):
     """At the window's start u and w are 1, so a token's loss is minus its advantage."""
     metas, payloads = make_step(6, num_groups=2)
-    keys = {"loss_agg_mode": mode, "old_logprobs": "recompute", "rollout_is": "none", "normalize_advantages": False}
+    keys = {
+        "loss_agg_mode": mode,
+        "old_logprobs": "recompute",
+        "rollout_is": "none",
+        "normalize_advantages": False,
+    }
     (plan,) = planned(metas, normalize_advantages=False)
     advantages = [t.advantage for t in plan.optimizer_steps[0].trajectories]
     lengths = [meta.response_tokens for group in metas for meta in group.trajectories]
@@ -197,20 +215,32 @@ def test_a_loss_is_added_up_as_its_mode_says_in_any_microbatches(tiny_model_dir,
         report = trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
         expected = aggregate(losses, mode, settings.profile.rollout.max_response_tokens)
         assert report.metrics["train/loss"].value == pytest.approx(expected, rel=1e-5, abs=1e-7)
-        after.append({name: moment.clone() for name, moment in trainer.optimizer.moments().items() if name.startswith("exp_avg/")})
+        after.append(
+            {
+                name: moment.clone()
+                for name, moment in trainer.optimizer.moments().items()
+                if name.startswith("exp_avg/")
+            }
+        )
     assert len(after[0]) > 10
-    for name, whole in after[0].items():  # a tenth of the gradient; AdamW would turn noise around 0 into whole steps
+    # a tenth of the gradient; AdamW would turn noise around 0 into whole steps
+    for name, whole in after[0].items():
         torch.testing.assert_close(after[1][name], whole, rtol=0, atol=1e-6)
 
 
 def test_normalized_weights_have_a_mean_of_one_over_the_optimizer_step(tiny_model_dir, make_trainer):
-    """Then the loss does not depend on a factor that all weights share: here e, by which mu was taken too small."""
+    """Then the loss does not depend on a factor that all weights share: here e, by which mu was taken too
+    small."""
     found = []
     for shift in (0.0, 1.0):
         metas, payloads = with_true_logprobs(*make_step(5, num_groups=2), tiny_model_dir, temperature=1.0)
         for segment in (s for p in payloads for t in p.trajectories for s in t.segments):
             segment.logprobs_T[segment.mask_T] -= shift
-        keys = {"old_logprobs": "recompute", "rollout_is_batch_normalize": True, "max_tokens_per_microbatch": 150}
+        keys = {
+            "old_logprobs": "recompute",
+            "rollout_is_batch_normalize": True,
+            "max_tokens_per_microbatch": 150,
+        }
         report = make_trainer(trainer_parts(tiny_model_dir, **keys)).train(**rank_batch(metas, payloads))
         assert report.metrics["correction/weight_mean"].value == pytest.approx(math.exp(shift), rel=1e-4)
         assert report.metrics["correction/effective_ratio"].value == pytest.approx(1.0, abs=1e-4)
@@ -271,7 +301,8 @@ def test_a_gathered_version_does_not_change_when_training_goes_on(tiny_model_dir
 
 
 def releases_of(monkeypatch, make_trainer, parts, directory):
-    """The calls of a trainer in order, each followed by "released" if it returns freed memory to the device."""
+    """The calls of a trainer in order, each followed by "released" if it returns freed memory to the
+    device."""
     released = []
     monkeypatch.setattr(ranks.Ranks, "release_cache", lambda _: released.append("released"))
     trainer = make_trainer(parts)
@@ -292,12 +323,17 @@ def releases_of(monkeypatch, make_trainer, parts, directory):
 def test_a_colocated_trainer_returns_its_freed_memory_before_a_worker_has_its_turn(
     tiny_model_dir, make_trainer, monkeypatch, tmp_path
 ):
-    """After the start and after a gather the loop wakes the workers; after a load they are started or woken, too."""
-    found = releases_of(monkeypatch, make_trainer, trainer_parts(tiny_model_dir, colocate=True), tmp_path / "state")
+    """After the start and after a gather the loop wakes the workers; after a load they are started or woken,
+    too."""
+    found = releases_of(
+        monkeypatch, make_trainer, trainer_parts(tiny_model_dir, colocate=True), tmp_path / "state"
+    )
     assert found == ["released", "train", "gather", "released", "snapshot", "write", "load", "released"]
 
 
-def test_a_trainer_with_a_gpu_of_its_own_keeps_its_freed_memory(tiny_model_dir, make_trainer, monkeypatch, tmp_path):
+def test_a_trainer_with_a_gpu_of_its_own_keeps_its_freed_memory(
+    tiny_model_dir, make_trainer, monkeypatch, tmp_path
+):
     found = releases_of(monkeypatch, make_trainer, trainer_parts(tiny_model_dir), tmp_path / "state")
     assert "released" not in found
 
@@ -369,13 +405,17 @@ def test_bfloat16_trains_float32_masters_and_publishes_bfloat16(tiny_model_dir, 
 
 
 @pytest.mark.slow
-def test_moments_that_wait_on_the_host_are_those_of_a_trainer_that_keeps_them(tiny_model_dir, make_trainer, monkeypatch, tmp_path):
+def test_moments_that_wait_on_the_host_are_those_of_a_trainer_that_keeps_them(
+    tiny_model_dir, make_trainer, monkeypatch, tmp_path
+):
     """A CPU is taken for a device with memory of its own."""
     steps = [rank_batch(*make_step(step, num_groups=2)) for step in (1, 2)]
     kept = make_trainer(trainer_parts(tiny_model_dir))
     for step in steps:
         kept.train(**step)
-    expected = {name: tensor.clone() for name, tensor in (kept.optimizer.moments() | weights_of(kept)).items()}
+    expected = {
+        name: tensor.clone() for name, tensor in (kept.optimizer.moments() | weights_of(kept)).items()
+    }
     monkeypatch.setattr(ranks, "_offloads", lambda section, ranks: True)
     num_bytes = {name: moment.nbytes for name, moment in kept.optimizer.moments().items()}
     limit = sum(num_bytes.values()) // 4
@@ -385,7 +425,9 @@ def test_moments_that_wait_on_the_host_are_those_of_a_trainer_that_keeps_them(ti
 
     def counted(adamw):
         slices = resumed.optimizer._slices if resumed is not None else offloaded.optimizer._slices
-        on_device.append(sum(moment.untyped_storage().nbytes() for part in slices for moment in part.moments().values()))
+        on_device.append(
+            sum(moment.untyped_storage().nbytes() for part in slices for moment in part.moments().values())
+        )
         return step(adamw)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", counted)
@@ -413,13 +455,19 @@ def spoiled_step(step, num_groups):
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_not_finite_skips_its_optimizer_step_as_if_it_had_not_been(tiny_model_dir, make_trainer):
+def test_a_gradient_that_is_not_finite_skips_its_optimizer_step_as_if_it_had_not_been(
+    tiny_model_dir, make_trainer
+):
     settings = trainer_parts(tiny_model_dir, lr_schedule="linear", total_optimizer_steps=10)
     metas, payloads = spoiled_step(2, num_groups=4)
     trainer = make_trainer(settings)
     trainer.train(**rank_batch(*make_step(1, num_groups=2)))
     report = trainer.train(**rank_batch(metas, payloads, num_minibatches=2))
-    assert (report.skipped_steps, report.skipped_in_a_row, report.metrics["train/skipped_steps"].value) == (1, 0, 1.0)
+    assert (report.skipped_steps, report.skipped_in_a_row, report.metrics["train/skipped_steps"].value) == (
+        1,
+        0,
+        1.0,
+    )
     assert report.tokens == sum(t.response_tokens for meta in metas for t in meta.trajectories)
     assert math.isfinite(report.metrics["train/grad_norm"].value)
     assert all(math.isfinite(value) for value in shown(report.metrics).values())

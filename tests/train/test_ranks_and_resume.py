@@ -20,14 +20,27 @@ def assert_equal(ours, theirs):
 
 RECOMPUTE = {"old_logprobs": "recompute"}
 SLOWLY = {**RECOMPUTE, "lr": 2e-5}
-"""AdamW divides by the gradient's size, so that rounding counts where gradients are small, in proportion to the learning rate."""
+"""AdamW divides by the gradient's size, so that rounding counts where gradients are small, in proportion to
+the learning rate."""
 ALGORITHMS = [
     {},
     {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "old_logprobs": "loglinear", "lr": 2e-5},
     {"loss_agg_mode": "seq-mean-token-sum-norm", "rollout_is_batch_normalize": True, **RECOMPUTE},
-    {"use_kl_in_reward": True, "kl_coef": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1, "normalize_advantages": False},
+    {
+        "use_kl_in_reward": True,
+        "kl_coef": 0.05,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "normalize_advantages": False,
+    },
     {"adv_estimator": "gae", "lam": 0.95, **SLOWLY},
-    {"loss_mode": "cispo", "adv_estimator": "rloo", "rollout_is": "sequence", "rollout_is_threshold": "0.2_5.0", **SLOWLY},
+    {
+        "loss_mode": "cispo",
+        "adv_estimator": "rloo",
+        "rollout_is": "sequence",
+        "rollout_is_threshold": "0.2_5.0",
+        **SLOWLY,
+    },
     {"loss_mode": "dppo", "adv_estimator": "reinforce_plus_plus", "rollout_is": "geometric", **SLOWLY},
     {
         "loss_mode": "sapo",
@@ -36,7 +49,12 @@ ALGORITHMS = [
         "rollout_rs_threshold": 0.1,
         "lr": 2e-5,
     },
-    {"loss_mode": "reinforce", "adv_estimator": "reinforce_plus_plus_baseline", "rollout_is_threshold": 2.0, "lr": 2e-5},
+    {
+        "loss_mode": "reinforce",
+        "adv_estimator": "reinforce_plus_plus_baseline",
+        "rollout_is_threshold": 2.0,
+        "lr": 2e-5,
+    },
 ]
 
 
@@ -55,8 +73,11 @@ def test_two_ranks_train_the_weights_of_one(tiny_model_dir, run_ranks):
 
 @pytest.mark.slow
 def test_all_ranks_skip_the_same_optimizer_step(tiny_model_dir, run_ranks):
-    """The first mini-batch of step 2 has no finite gradient: its second one, and steps 3 and 4, are trained."""
-    weights = [run_ranks(tiny_model_dir, world_size=ranks, spoiled_step=2, settings={"lr": 1e-4}) for ranks in (1, 2)]
+    """The first mini-batch of step 2 has no finite gradient: its second one, and steps 3 and 4, are
+    trained."""
+    weights = [
+        run_ranks(tiny_model_dir, world_size=ranks, spoiled_step=2, settings={"lr": 1e-4}) for ranks in (1, 2)
+    ]
     unspoiled = run_ranks(tiny_model_dir, settings={"lr": 1e-4})
     for name, ours in weights[0].items():
         torch.testing.assert_close(weights[1][name], ours, rtol=0, atol=1e-5)
@@ -92,14 +113,24 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path, tiny_model_dir, run_ra
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_with_other_numbers_of_ranks_trains_the_same_weights(tmp_path, tiny_model_dir, run_ranks):
+def test_a_run_that_goes_on_with_other_numbers_of_ranks_trains_the_same_weights(
+    tmp_path, tiny_model_dir, run_ranks
+):
     """Two ranks, then one, then two: as `asyncrl resume --set placement.trainer_workers=...` does."""
-    settings = {"max_tokens_per_microbatch": 150, "lr": 1e-4, "lr_schedule": "cosine", "adv_estimator": "gae", "lam": 0.95}
+    settings = {
+        "max_tokens_per_microbatch": 150,
+        "lr": 1e-4,
+        "lr_schedule": "cosine",
+        "adv_estimator": "gae",
+        "lam": 0.95,
+    }
     straight = run_ranks(tiny_model_dir, world_size=2, settings=settings)
     run_ranks(tiny_model_dir, world_size=2, last_step=1, save=tmp_path / "of-2", settings=settings)
     on_one = {"load": tmp_path / "of-2", "save": tmp_path / "of-1", "settings": settings}
     run_ranks(tiny_model_dir, world_size=1, first_step=2, last_step=2, **on_one)
-    resharded = run_ranks(tiny_model_dir, world_size=2, first_step=3, load=tmp_path / "of-1", settings=settings)
+    resharded = run_ranks(
+        tiny_model_dir, world_size=2, first_step=3, load=tmp_path / "of-1", settings=settings
+    )
     for name, ours in straight.items():
         torch.testing.assert_close(resharded[name], ours, rtol=0, atol=1e-5)
 
@@ -155,7 +186,9 @@ def test_a_foreign_or_missing_checkpoint_is_refused(tmp_path, tiny_model_dir, ma
     config = Qwen3Config.from_pretrained(tiny_model_dir)
     config.num_hidden_layers = 4
     config.layer_types = None
-    AutoModelForCausalLM.from_config(Qwen3Config(**{**config.to_dict(), "layer_types": None})).save_pretrained(tmp_path / "other")
+    AutoModelForCausalLM.from_config(
+        Qwen3Config(**{**config.to_dict(), "layer_types": None})
+    ).save_pretrained(tmp_path / "other")
     other = make_trainer(trainer_parts(tmp_path / "other"))
     with pytest.raises(RefusedError, match="checkpoint is of another model"):
         other.load(tmp_path / "checkpoint")

@@ -21,31 +21,46 @@ def other_model_dir(tmp_path_factory):
 
 def plain_logprobs(model, segment):
     tokens = torch.tensor(segment.tokens_T, dtype=torch.int64)
-    logprobs = torch.log_softmax(model(tokens[None]).logits[0], dim=-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+    logprobs = torch.log_softmax(model(tokens[None]).logits[0], dim=-1)[:-1].gather(-1, tokens[1:, None])[
+        :, 0
+    ]
     return logprobs[torch.tensor(segment.mask_T[1:])]
 
 
 def gradients_of(trainer):
     """Ten times the first moments after one optimizer step, whose gradient was not clipped."""
     return {
-        name.removeprefix("exp_avg/"): 10 * moment for name, moment in trainer.optimizer.moments().items() if "exp_avg/" in name
+        name.removeprefix("exp_avg/"): 10 * moment
+        for name, moment in trainer.optimizer.moments().items()
+        if "exp_avg/" in name
     }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["k2", "low_var_kl"])
-def test_the_kl_of_the_loss_has_a_plain_loops_value_and_gradient(tiny_model_dir, other_model_dir, make_trainer, kind):
+def test_the_kl_of_the_loss_has_a_plain_loops_value_and_gradient(
+    tiny_model_dir, other_model_dir, make_trainer, kind
+):
     """All rewards of a group are alike, so that the loss is its KL alone."""
     metas, payloads = make_step(1, num_groups=1, n=3)
     metas, groups = [equal_rewards(meta) for meta in metas], dict(enumerate(payloads))
     segments = [t.segments[0] for p in payloads for t in p.trajectories]
-    theta, ref = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (tiny_model_dir, other_model_dir))
+    theta, ref = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (tiny_model_dir, other_model_dir)
+    )
     logp_N = torch.cat([plain_logprobs(theta, segment) for segment in segments])
     with torch.no_grad():
         ref_N = torch.cat([plain_logprobs(ref, segment) for segment in segments])
     values, slopes = kl(kind, logp_N.detach().double().numpy(), ref_N.double().numpy())
     logp_N.backward(torch.tensor(0.7 * slopes / len(slopes), dtype=torch.float32))
-    keys = {"use_kl_loss": True, "kl_loss_coef": 0.7, "kl_loss_type": kind, "grad_clip": 1e9, "ref_dir": other_model_dir}
+    keys = {
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.7,
+        "kl_loss_type": kind,
+        "grad_clip": 1e9,
+        "ref_dir": other_model_dir,
+    }
     for max_tokens in (8192, 60, 40):
         trainer = make_trainer(trainer_parts(tiny_model_dir, max_tokens_per_microbatch=max_tokens, **keys))
         report = trainer.train(step_in_window=0, plan=planned(metas)[0], payloads=groups)
@@ -65,7 +80,9 @@ def equal_rewards(group):
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_initial_model_and_scores_each_token_once(tiny_model_dir, make_trainer, monkeypatch):
+def test_the_reference_is_the_initial_model_and_scores_each_token_once(
+    tiny_model_dir, make_trainer, monkeypatch
+):
     metas, payloads = make_step(2, num_groups=4)
     (plan,) = planned(metas, num_minibatches=2, use_kl_in_reward=True)
     groups = dict(enumerate(payloads))
@@ -73,7 +90,9 @@ def test_the_reference_is_the_initial_model_and_scores_each_token_once(tiny_mode
     before = {name: local.clone() for name, local in trainer.reference.locals().items()}
     seen = []
     own = trainer.reference.numbers_N
-    monkeypatch.setattr(trainer.reference, "numbers_N", lambda part: seen.append(len(part.targets_N)) or own(part))
+    monkeypatch.setattr(
+        trainer.reference, "numbers_N", lambda part: seen.append(len(part.targets_N)) or own(part)
+    )
     reports = [trainer.train(step_in_window=0, plan=plan, payloads=groups) for _ in range(2)]
     assert sum(seen) == sum(report.tokens for report in reports)
     assert 0 < reports[0].metrics["ref/kl"].value < reports[1].metrics["ref/kl"].value
@@ -84,7 +103,9 @@ def test_the_reference_is_the_initial_model_and_scores_each_token_once(tiny_mode
     handed_in = trainer.train(step_in_window=0, plan=plan, payloads=groups, scores={REF: column})
     penalty = reports[0].metrics["reward/kl_penalty"].value
     assert handed_in.metrics["reward/kl_penalty"].value == pytest.approx(penalty, rel=1e-4)
-    mu = np.concatenate([s.logprobs_T[s.mask_T] for p in payloads for t in p.trajectories for s in t.segments])
+    mu = np.concatenate(
+        [s.logprobs_T[s.mask_T] for p in payloads for t in p.trajectories for s in t.segments]
+    )
     ref = np.concatenate([array for arrays in column.values() for array in arrays])
     assert penalty == pytest.approx(0.001 * (mu - ref).sum() / 32, rel=1e-4)
 
@@ -96,12 +117,16 @@ def test_a_resume_with_another_reference_is_refused(tiny_model_dir, other_model_
     trainer.write(0, tmp_path / "state", with_published=False)
     make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True)).load(tmp_path / "state")
     with pytest.raises(RefusedError, match="a reference that had other weights"):
-        make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True, ref_dir=other_model_dir)).load(tmp_path / "state")
+        make_trainer(trainer_parts(tiny_model_dir, use_kl_loss=True, ref_dir=other_model_dir)).load(
+            tmp_path / "state"
+        )
 
 
 def test_without_a_kl_no_reference_is_loaded(tiny_model_dir, make_trainer):
     trainer = make_trainer(trainer_parts(tiny_model_dir))
     assert trainer.reference is None
     (plan,) = planned(make_step(1, num_groups=1)[0])
-    report = trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(make_step(1, num_groups=1)[1])))
+    report = trainer.train(
+        step_in_window=0, plan=plan, payloads=dict(enumerate(make_step(1, num_groups=1)[1]))
+    )
     assert report.column_s.keys() == {"old_logprob"}

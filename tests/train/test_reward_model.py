@@ -45,7 +45,11 @@ def payload(responses):
         tokens = [1, 2, *map(ord, text)]
         mask = [False, False, *[True] * len(text)]
         zeros = np.zeros(len(tokens))
-        arrays = {"logprobs_T": zeros.astype(np.float32), "versions_T": zeros.astype(np.int32), "mask_T": np.array(mask)}
+        arrays = {
+            "logprobs_T": zeros.astype(np.float32),
+            "versions_T": zeros.astype(np.int32),
+            "mask_T": np.array(mask),
+        }
         segments.append(Segment(tokens_T=np.array(tokens, np.int32), **arrays))
     trajectories = tuple(Trajectory(segments=(one,), reward=0.0, finish_reason="stop") for one in segments)
     return GroupPayload(uid="p", epoch=0, attempt=0, trajectories=trajectories)
@@ -53,8 +57,12 @@ def payload(responses):
 
 def reward_model(directory, max_tokens=8192):
     base = Profile(run=RunSection(train_steps=1))
-    profile = base.model_copy(update={"trainer": base.trainer.model_copy(update={"max_tokens_per_microbatch": max_tokens})})
-    return RewardModel(profile, Place(model_dir="", reward_model_dir=str(directory)), lambda ids: "".join(map(chr, ids)))
+    profile = base.model_copy(
+        update={"trainer": base.trainer.model_copy(update={"max_tokens_per_microbatch": max_tokens})}
+    )
+    return RewardModel(
+        profile, Place(model_dir="", reward_model_dir=str(directory)), lambda ids: "".join(map(chr, ids))
+    )
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
@@ -71,7 +79,14 @@ def test_its_scores_are_plain_transformers_first_logits(classifier_dir, tmp_path
     tokenizer.save_pretrained(tmp_path)
     with torch.no_grad():
         plain = [
-            [float(model(**tokenizer(text, add_special_tokens=template is None, return_tensors="pt")).logits[0, 0]) for text in of]
+            [
+                float(
+                    model(**tokenizer(text, add_special_tokens=template is None, return_tensors="pt")).logits[
+                        0, 0
+                    ]
+                )
+                for text in of
+            ]
             for of in texts
         ]
     items = [{"prompt": prompt} for prompt in PROMPTS]
@@ -90,14 +105,16 @@ def test_a_language_model_is_refused_whose_head_would_be_drawn_at_random(tmp_pat
 
 
 def test_rows_are_padded_with_the_tokenizers_token_whatever_the_configuration_says(classifier_dir, tmp_path):
-    """The configuration's would be the first token of a text: the score of a padded row would be another position's."""
+    """The configuration's would be the first token of a text: the score of a padded row would be another
+    position's."""
     AutoTokenizer.from_pretrained(classifier_dir).save_pretrained(tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(classifier_dir)
     model.config.pad_token_id = 9
     model.save_pretrained(tmp_path)
     items = [{"prompt": prompt} for prompt in PROMPTS]
     found, expected = (
-        reward_model(directory).score([payload(of) for of in RESPONSES], items) for directory in (tmp_path, classifier_dir)
+        reward_model(directory).score([payload(of) for of in RESPONSES], items)
+        for directory in (tmp_path, classifier_dir)
     )
     assert found == expected
 
@@ -126,7 +143,9 @@ def test_positions_that_rope_scaling_stretches_are_no_limit(classifier_dir, tmp_
 
 def test_what_is_too_long_for_it_and_what_is_no_number_are_named(classifier_dir, tmp_path):
     long = payload(("4" * 80,))
-    with pytest.raises(AsyncrlError, match=r"a prompt and its response have 8[0-9] tokens, but the reward model takes 64"):
+    with pytest.raises(
+        AsyncrlError, match=r"a prompt and its response have 8[0-9] tokens, but the reward model takes 64"
+    ):
         reward_model(classifier_dir).score([long], [{"prompt": "2+2?"}])
     model = AutoModelForSequenceClassification.from_pretrained(classifier_dir)
     with torch.no_grad():

@@ -51,7 +51,9 @@ def samples(payloads):
 
 
 def test_every_trajectory_is_a_line_with_all_its_arrays(tmp_path, samples):
-    path = dump_samples(tmp_path / "samples", 40, samples, window=4, decode=lambda ids: "".join(f"<{i}>" for i in ids))
+    path = dump_samples(
+        tmp_path / "samples", 40, samples, window=4, decode=lambda ids: "".join(f"<{i}>" for i in ids)
+    )
     assert path == tmp_path / "samples" / "step-000040.jsonl"
     first, second = read_lines(path)
     assert (first["step"], first["window"], first["group"], first["trajectory"]) == (40, 4, "p7@1.2", 0)
@@ -69,7 +71,13 @@ def test_every_trajectory_is_a_line_with_all_its_arrays(tmp_path, samples):
         (1, "environment", "<7>"),
         (1, "model", "<9>"),
     ]
-    assert len(second["tokens"]) == len(second["logprobs"]) == len(second["versions"]) == len(second["mask"]) == 6
+    assert (
+        len(second["tokens"])
+        == len(second["logprobs"])
+        == len(second["versions"])
+        == len(second["mask"])
+        == 6
+    )
 
 
 def test_logprobs_come_back_bit_for_bit(tmp_path, payloads, samples):
@@ -108,7 +116,9 @@ def test_parts_of_a_group_become_one_again_and_groups_stay_apart(payloads):
 
 def test_a_dump_takes_an_eighth_and_the_oldest_make_room(tmp_path, samples):
     for step in range(1, 30):
-        path = dump_samples(tmp_path, step, samples * 9, window=0, decode=lambda ids: f"é{ids}", max_bytes=16_000)
+        path = dump_samples(
+            tmp_path, step, samples * 9, window=0, decode=lambda ids: f"é{ids}", max_bytes=16_000
+        )
         assert 0 < path.stat().st_size <= 2_000
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 16_000
     kept = sorted(tmp_path.iterdir())

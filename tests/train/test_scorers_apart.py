@@ -1,4 +1,5 @@
-"""The reference and prox with processes of their own: their columns make the same weights as the trainer's."""
+"""The reference and prox with processes of their own: their columns make the same weights as the
+trainer's."""
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ from tests.trainers import planned, trainer_parts
 
 STEPS_IN_WINDOW = 2
 MOST = {"by step": 0.0, "by window": 5e-6}
-"""Columns of a step's groups are made in the batches that are trained, and make the same bits. Those of a window's are not: matrix
-products of other sizes add up in another order, about 1e-7 in a logprob, of which ten steps of AdamW, which divides by the
-gradient's size, make 1 to 4 millionths."""
+"""Columns of a step's groups are made in the batches that are trained, and make the same bits. Those of a
+window's are not: matrix products of other sizes add up in another order, about 1e-7 in a logprob, of which
+ten steps of AdamW, which divides by the gradient's size, make 1 to 4 millionths."""
 KINDS = {
     "kl in the reward": ("ref", {"use_kl_in_reward": True, "kl_coef": 0.1}),
     "kl in the loss": ("ref", {"use_kl_loss": True, "kl_loss_coef": 0.1}),
     "prox": ("prox", {"old_logprobs": "recompute", "trigger_parameter_sync_step": STEPS_IN_WINDOW}),
-    "prox of adapters": ("prox", {"old_logprobs": "recompute", "trigger_parameter_sync_step": STEPS_IN_WINDOW, "rank": 4}),
+    "prox of adapters": (
+        "prox",
+        {"old_logprobs": "recompute", "trigger_parameter_sync_step": STEPS_IN_WINDOW, "rank": 4},
+    ),
 }
 
 
@@ -32,10 +36,16 @@ def other_model_dir(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_columns_from_processes_of_their_own_make_the_same_weights(tiny_model_dir, other_model_dir, make_trainer, kind):
+def test_columns_from_processes_of_their_own_make_the_same_weights(
+    tiny_model_dir, other_model_dir, make_trainer, kind
+):
     """Ten steps in windows of two."""
     task, keys = KINDS[kind]
-    shared = {"ref_dir": other_model_dir if task == "ref" else "", "max_tokens_per_microbatch": 300, "total_optimizer_steps": 10}
+    shared = {
+        "ref_dir": other_model_dir if task == "ref" else "",
+        "max_tokens_per_microbatch": 300,
+        "total_optimizer_steps": 10,
+    }
     together = trainer_parts(tiny_model_dir, **shared, **keys)
     apart = trainer_parts(tiny_model_dir, **shared, **keys, tasks=(("train",), (task,), ("rollout",)))
     steps = [make_step(number, num_groups=4) for number in range(10)]
@@ -55,11 +65,16 @@ def test_columns_from_processes_of_their_own_make_the_same_weights(tiny_model_di
                 columns = scorer.score([*payloads, *steps[number + 1][1]], [])
             (plan,) = planned(metas, **{name: on for name, on in keys.items() if name.startswith("use")})
             scores = {task: dict(enumerate(columns[-4:] if in_window else columns[:4]))} if scored else None
-            report = trainer.train(step_in_window=in_window, plan=plan, payloads=dict(enumerate(payloads)), scores=scores)
+            report = trainer.train(
+                step_in_window=in_window, plan=plan, payloads=dict(enumerate(payloads)), scores=scores
+            )
             assert task == "prox" or (task in report.column_s) is (scored is None)
         weights[scored] = weights_of(trainer)
-        assert any(not torch.equal(one, first[name]) for name, one in weights[scored].items()), "nothing was trained"
-    merged = 1e-7 if "rank" in keys else 0.0  # prox gets adapters merged, which the trainer computes beside the weights
+        assert any(not torch.equal(one, first[name]) for name, one in weights[scored].items()), (
+            "nothing was trained"
+        )
+    # prox gets adapters merged, which the trainer computes beside the weights
+    merged = 1e-7 if "rank" in keys else 0.0
     for scored, most in MOST.items():
         moved = max(float((weights[scored][name] - one).abs().max()) for name, one in weights[None].items())
         assert moved <= max(most, merged), scored
@@ -81,6 +96,8 @@ def test_weights_that_arrive_as_others_are_refused(tiny_model_dir, make_trainer)
     scorer = frozen_model("prox", parts.profile, parts.place, trainer.ranks)
     publish(trainer, 1, scorer)
     manifest, buckets = trainer.published(1)
-    wrong = replace(manifest, probe_logprobs=tuple(tuple(x - 0.5 for x in row) for row in manifest.probe_logprobs))
+    wrong = replace(
+        manifest, probe_logprobs=tuple(tuple(x - 0.5 for x in row) for row in manifest.probe_logprobs)
+    )
     with pytest.raises(ExecutorFailed, match=r"logprobs of version 1 differ from the trainer's by 0\.5"):
         scorer.load(wrong, buckets)

@@ -20,7 +20,9 @@ def groups_of_several_segments() -> dict[int, GroupPayload]:
     groups = {}
     for index, lengths in ((4, [(3, 8), (30,)]), (7, [(5,), (2, 2, 19)])):
         trajectories = tuple(
-            Trajectory(segments=tuple(make_segment(rng, 4, n, [0]) for n in tokens), reward=0.0, finish_reason="stop")
+            Trajectory(
+                segments=tuple(make_segment(rng, 4, n, [0]) for n in tokens), reward=0.0, finish_reason="stop"
+            )
             for tokens in lengths
         )
         groups[index] = GroupPayload(uid=str(index), epoch=0, attempt=0, trajectories=trajectories)
@@ -35,7 +37,9 @@ def plain_logprobs(model, segment) -> np.ndarray:
 
 
 @pytest.mark.parametrize("max_tokens", [8192, 25])
-def test_a_column_has_a_plain_forwards_logprobs_in_the_order_of_the_tokens(tiny_model_dir, make_trainer, max_tokens):
+def test_a_column_has_a_plain_forwards_logprobs_in_the_order_of_the_tokens(
+    tiny_model_dir, make_trainer, max_tokens
+):
     trainer, groups = make_trainer(trainer_parts(tiny_model_dir)), groups_of_several_segments()
     found = score(trainer.model.numbers_N, groups, max_tokens=max_tokens, ranks=trainer.ranks)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
@@ -48,16 +52,22 @@ def test_a_column_has_a_plain_forwards_logprobs_in_the_order_of_the_tokens(tiny_
 
 
 @pytest.mark.slow
-def test_a_column_that_is_handed_in_trains_the_same_and_is_not_computed_again(tiny_model_dir, make_trainer, monkeypatch):
+def test_a_column_that_is_handed_in_trains_the_same_and_is_not_computed_again(
+    tiny_model_dir, make_trainer, monkeypatch
+):
     metas, payloads = make_step(1, num_groups=4)
     (plan,) = planned(metas, num_minibatches=2)
     groups, weights = dict(enumerate(payloads)), []
     for is_handed_in in (False, True):
-        trainer = make_trainer(trainer_parts(tiny_model_dir, old_logprobs="recompute", lr=1e-3, max_tokens_per_microbatch=300))
+        trainer = make_trainer(
+            trainer_parts(tiny_model_dir, old_logprobs="recompute", lr=1e-3, max_tokens_per_microbatch=300)
+        )
         scores = None
         if is_handed_in:
             scores = {PROX: score(trainer.model.numbers_N, groups, max_tokens=300, ranks=trainer.ranks)}
-            monkeypatch.setattr(trainer.model, "numbers_N", lambda microbatch: pytest.fail("it was computed again"))
+            monkeypatch.setattr(
+                trainer.model, "numbers_N", lambda microbatch: pytest.fail("it was computed again")
+            )
         report = trainer.train(step_in_window=0, plan=plan, payloads=groups, scores=scores)
         assert ("train/old_logprob_tokens" in report.metrics) is not is_handed_in
         weights.append({name: local.clone() for name, local in trainer.model.locals().items()})

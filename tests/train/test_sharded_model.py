@@ -1,4 +1,5 @@
-"""A rank's model from its files alone, and layers that are computed again, against the model as transformers loads it."""
+"""A rank's model from its files alone, and layers that are computed again, against the model as transformers
+loads it."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def ranks(tmp_path):
 
 
 def gradients_of(gathered, checked):
-    """Of the mean logprob, by name; bytes that autograd kept for the backward pass; flops of all matrix products."""
+    """Of the mean logprob, by name; bytes that autograd kept for the backward pass; flops of all matrix
+    products."""
     batch, kept = scoring_microbatch(SEQUENCES, torch.device("cpu")), 0
 
     def pack(tensor):
@@ -64,9 +66,13 @@ def test_each_rank_logs_the_attention_and_the_packing_that_it_has_chosen(ranks, 
 
 @pytest.mark.parametrize("shard_size", ["1KB", "50GB"], ids=["several files", "one file"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_rank_reads_its_rows_as_transformers_loads_the_model(name, shard_size, ranks, tmp_path, monkeypatch):
+def test_a_rank_reads_its_rows_as_transformers_loads_the_model(
+    name, shard_size, ranks, tmp_path, monkeypatch
+):
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(tmp_path / "model", max_shard_size=shard_size)
+    AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(
+        tmp_path / "model", max_shard_size=shard_size
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     monkeypatch.delattr(sharded_model, "_rows_of_whole")
     model, empty = (skeleton(tmp_path / "model", trust_remote_code=False) for _ in range(2))
@@ -75,7 +81,9 @@ def test_a_rank_reads_its_rows_as_transformers_loads_the_model(name, shard_size,
     ours = dict(model.named_parameters()) | dict(model.named_buffers())
     assert ours.keys() == expected.keys()
     for key, tensor in ours.items():
-        torch.testing.assert_close(getattr(tensor, "_local_tensor", tensor), expected[key], rtol=0, atol=0, msg=key)
+        torch.testing.assert_close(
+            getattr(tensor, "_local_tensor", tensor), expected[key], rtol=0, atol=0, msg=key
+        )
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == (name != "untied")
 
 
@@ -121,22 +129,35 @@ def test_layers_that_are_computed_again_give_the_same_gradients_for_less_memory(
         (True, 1, 80, False),
     ],
 )
-def test_whole_gradients_are_kept_on_gpus_where_they_take_an_eighth_of_one_at_most(told, ranks, device_gib, kept):
+def test_whole_gradients_are_kept_on_gpus_where_they_take_an_eighth_of_one_at_most(
+    told, ranks, device_gib, kept
+):
     """1.7 billion parameters have 6.3 GiB of gradients in float32."""
-    assert keeps_whole_gradients(told, ranks=ranks, parameters=1_700_000_000, device_bytes=device_gib * 2**30) == kept
+    assert (
+        keeps_whole_gradients(told, ranks=ranks, parameters=1_700_000_000, device_bytes=device_gib * 2**30)
+        == kept
+    )
 
 
-def test_gradients_that_are_kept_are_summed_over_ranks_at_the_last_microbatch_alone(ranks, tmp_path, monkeypatch):
+def test_gradients_that_are_kept_are_summed_over_ranks_at_the_last_microbatch_alone(
+    ranks, tmp_path, monkeypatch
+):
     AutoModelForCausalLM.from_config(CONFIGS["tied"]).save_pretrained(tmp_path / "model")
     model, empty = (skeleton(tmp_path / "model", trust_remote_code=False) for _ in range(2))
     gathered = sharded_model.sharded(model, model, tmp_path / "model", Profile(), SavedForm(empty), ranks)
     calls = []
     for name in ("requires_gradient_sync", "reshard_after_forward", "reshard_after_backward"):
-        monkeypatch.setattr(type(gathered), f"set_{name}", lambda self, value, name=name: calls.append((name, value)))
+        monkeypatch.setattr(
+            type(gathered), f"set_{name}", lambda self, value, name=name: calls.append((name, value))
+        )
     gathered._keeps_whole = False  # as on a GPU, where parameters are not kept
     for is_last in (False, False, True):
         gathered.before_backward(is_last=is_last)
-    assert calls == [("requires_gradient_sync", False), ("requires_gradient_sync", False), ("requires_gradient_sync", True)]
+    assert calls == [
+        ("requires_gradient_sync", False),
+        ("requires_gradient_sync", False),
+        ("requires_gradient_sync", True),
+    ]
     gathered._sums_once = False
     gathered.before_backward(is_last=True)
     assert len(calls) == 3

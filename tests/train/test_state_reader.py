@@ -1,4 +1,5 @@
-"""A checkpoint is data: whatever its files say, nothing is run, nothing else is read, and what does not fit is refused."""
+"""A checkpoint is data: whatever its files say, nothing is run, nothing else is read, and what does not fit
+is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.train.trainer_state import COUNTERS_FILE, SavedState, rank_file
 from tests.trainers import trainer_parts
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 Places = dict[str, tuple[int, int]]
 
 
@@ -31,7 +41,9 @@ class Payload:
 
 
 def whole() -> dict[str, torch.Tensor]:
-    return {f"weight/{dtype}": torch.arange(14).reshape(7, 2).to(dtype) for dtype in DTYPES} | {"empty": torch.zeros(0)}
+    return {f"weight/{dtype}": torch.arange(14).reshape(7, 2).to(dtype) for dtype in DTYPES} | {
+        "empty": torch.zeros(0)
+    }
 
 
 def write_rank(directory: Path, rank: int, tensors: dict[str, torch.Tensor], places: object) -> None:
@@ -96,7 +108,18 @@ def test_what_is_no_tensor_file_is_refused(directory, content):
 
 @pytest.mark.parametrize(
     "places",
-    [None, 3, [], {}, {"b": [0, 2]}, {"a": [0, 2], "b": [0, 2]}, {"a": 2}, {"a": [0]}, {"a": [-1, 2]}, {"a": ["0", 2]}],
+    [
+        None,
+        3,
+        [],
+        {},
+        {"b": [0, 2]},
+        {"a": [0, 2], "b": [0, 2]},
+        {"a": 2},
+        {"a": [0]},
+        {"a": [-1, 2]},
+        {"a": ["0", 2]},
+    ],
     ids=str,
 )
 def test_headers_that_do_not_place_the_rows_are_refused(tmp_path, places):
@@ -108,7 +131,11 @@ def test_headers_that_do_not_place_the_rows_are_refused(tmp_path, places):
 
 @pytest.mark.parametrize(
     ("tensors", "places"),
-    [({"a": torch.ones(())}, {"a": (0, 1)}), ({"a": torch.ones(2, 3)}, {"a": (2, 4)}), ({"a": torch.ones(2)}, {"a": (2, 5)})],
+    [
+        ({"a": torch.ones(())}, {"a": (0, 1)}),
+        ({"a": torch.ones(2, 3)}, {"a": (2, 4)}),
+        ({"a": torch.ones(2)}, {"a": (2, 5)}),
+    ],
     ids=["no rows", "longer rows", "another number of rows"],
 )
 def test_files_that_do_not_fit_together_are_refused(tmp_path, tensors, places):

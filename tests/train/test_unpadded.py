@@ -1,4 +1,5 @@
-"""Rows end to end, on one rank and divided between several, against the model's own result for one sequence after the other."""
+"""Rows end to end, on one rank and divided between several, against the model's own result for one sequence
+after the other."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def loss_of(logprobs):
     return (logprobs * torch.linspace(-1, 2, len(logprobs))).exp().mean()
 
 
-def one_row_after_the_other(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+def one_row_after_the_other(
+    query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa
+):
     """What torch's kernel for CUDA computes, by its documentation."""
     assert window_size == (-1, 0)
     assert starts_q is starts_k
@@ -46,7 +49,10 @@ def one_row_after_the_other(query, key, value, starts_q, starts_k, longest_q, lo
     assert enable_gqa == (query.shape[1] != key.shape[1])
     repeats, rows = query.shape[1] // key.shape[1], []
     for begin, end in pairwise(starts_q.tolist()):
-        q, k, v = query[begin:end], *(each[begin:end].repeat_interleave(repeats, dim=1) for each in (key, value))
+        q, k, v = (
+            query[begin:end],
+            *(each[begin:end].repeat_interleave(repeats, dim=1) for each in (key, value)),
+        )
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         past = torch.ones(len(q), len(q), dtype=torch.bool).tril()
         rows.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~past, -torch.inf).softmax(-1), v))
@@ -57,7 +63,9 @@ def without_grouped_heads(query, key, value, starts_q, starts_k, longest_q, long
     """The same in torch 2.11, which has no `enable_gqa`."""
     assert query.shape == key.shape == value.shape
     lengths = starts_q, starts_k, longest_q, longest_k
-    return one_row_after_the_other(query, key, value, *lengths, scale=scale, window_size=window_size, enable_gqa=False)
+    return one_row_after_the_other(
+        query, key, value, *lengths, scale=scale, window_size=window_size, enable_gqa=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +101,11 @@ def test_rows_end_to_end_have_the_values_and_gradients_of_single_sequences(kerne
 @pytest.mark.parametrize(
     ("config", "size", "words"),
     [
-        (MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=4), 2, ["mistral", "sliding windows"]),
+        (
+            MistralConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=4),
+            2,
+            ["mistral", "sliding windows"],
+        ),
         (CONFIG, 3, ["does not divide", "4 attention heads"]),
     ],
     ids=["sliding window", "heads"],
@@ -116,10 +128,14 @@ def test_a_model_that_has_to_use_its_own_attention_is_refused_for_that_reason():
 
 def test_a_kernel_is_as_far_off_as_its_values_and_infinitely_if_it_does_not_run(monkeypatch):
     def found():
-        return unpadded.kernel_diff(CONFIG, torch.float32, SimpleNamespace(**vars(ALONE), device=torch.device("cpu"))).item()
+        return unpadded.kernel_diff(
+            CONFIG, torch.float32, SimpleNamespace(**vars(ALONE), device=torch.device("cpu"))
+        ).item()
 
     def exact(*arguments, scale, enable_gqa, **kwargs):
-        return one_row_after_the_other(*arguments, scale=arguments[0].shape[-1] ** -0.5, enable_gqa=enable_gqa, **kwargs)
+        return one_row_after_the_other(
+            *arguments, scale=arguments[0].shape[-1] ** -0.5, enable_gqa=enable_gqa, **kwargs
+        )
 
     def other(*arguments, enable_gqa, **kwargs):
         return 1.1 * exact(*arguments, enable_gqa=enable_gqa, **kwargs)
@@ -141,18 +157,22 @@ def test_a_kernel_is_as_far_off_as_its_values_and_infinitely_if_it_does_not_run(
 
 
 def differences(directory: str, rank: int) -> list[tuple[float, float, float]]:
-    """Of one of two ranks that divide sequences, for each way to compute layers again: the largest differences of logprobs, of
-    gradients, and the largest gradient."""
+    """Of one of two ranks that divide sequences, for each way to compute layers again: the largest
+    differences of logprobs, of gradients, and the largest gradient."""
     torch.set_num_threads(1)
     device, init_method = torch.device("cpu"), f"file://{directory}/rendezvous"
-    ranks = Ranks(Profile(), Place(model_dir=directory, workers=2), rank=rank, init_method=init_method, sequence_size=2)
+    ranks = Ranks(
+        Profile(), Place(model_dir=directory, workers=2), rank=rank, init_method=init_method, sequence_size=2
+    )
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     expected = expected_of(theirs)
     (2 * loss_of(expected)).backward()  # of two microbatches
     exact = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     largest, found = max(gradient.abs().max().item() for gradient in exact.values()), []
     for recompute in ("none", "selective", "full"):
-        model = PolicyModel(Profile(trainer=TrainerSection(activation_checkpointing=recompute)), directory, ranks)
+        model = PolicyModel(
+            Profile(trainer=TrainerSection(activation_checkpointing=recompute)), directory, ranks
+        )
         batch = scoring_microbatch(SEQUENCES, device)
         off = (model.numbers_N(batch) - expected).abs().max().item()
         for is_last in (False, True):
@@ -181,6 +201,8 @@ def test_ranks_that_divide_sequences_train_the_weights_of_one(tiny_model_dir, ru
     """Four ranks, two and two, with a critic: sums over trajectories count each of them once."""
     settings = {"adv_estimator": "gae", "lam": 0.95, "lr": 2e-5, "old_logprobs": "recompute"}
     one = run_ranks(tiny_model_dir, last_step=1, settings=settings)
-    four = run_ranks(tiny_model_dir, last_step=1, world_size=4, settings=settings | {"sequence_parallel_size": 2})
+    four = run_ranks(
+        tiny_model_dir, last_step=1, world_size=4, settings=settings | {"sequence_parallel_size": 2}
+    )
     for name, ours in one.items():
         torch.testing.assert_close(four[name], ours, rtol=0, atol=1e-6)

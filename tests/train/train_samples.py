@@ -34,7 +34,9 @@ def save_tiny_model(directory: Path, *, tied: bool = False, seed: int = 0) -> Pa
     return directory
 
 
-def make_segment(rng: random.Random, prompt_tokens: int, response_tokens: int, versions: list[int]) -> Segment:
+def make_segment(
+    rng: random.Random, prompt_tokens: int, response_tokens: int, versions: list[int]
+) -> Segment:
     length = prompt_tokens + response_tokens
     sampled = [i >= prompt_tokens for i in range(length)]
     # Near the logprobs of an untrained model, so that ratios spread around 1 on both sides of the clip.
@@ -47,7 +49,9 @@ def make_segment(rng: random.Random, prompt_tokens: int, response_tokens: int, v
     )
 
 
-def make_group(rng: random.Random, index: int, n: int, max_response_tokens: int = 40) -> tuple[GroupResult, GroupPayload]:
+def make_group(
+    rng: random.Random, index: int, n: int, max_response_tokens: int = 40
+) -> tuple[GroupResult, GroupPayload]:
     prompt_tokens = rng.randint(5, 20)
     trajectories, metas = [], []
     for _ in range(n):

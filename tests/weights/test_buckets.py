@@ -14,7 +14,16 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.weights.buckets import Bucket, BufferPool, DamagedWeights, Packing, Spec, plan_layout, unpack, verified
+from asyncrl_cli.weights.buckets import (
+    Bucket,
+    BufferPool,
+    DamagedWeights,
+    Packing,
+    Spec,
+    plan_layout,
+    unpack,
+    verified,
+)
 from asyncrl_cli.weights.versions import Manifest, make_probes, mean_abs_diff, median_abs_diff
 from tests.packed import pack
 
@@ -26,7 +35,8 @@ specs = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_siz
 def make_tensors(specs, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {
-        f"layer.{i}": torch.randint(-1000, 1000, shape, generator=generator).to(dtype) for i, (shape, dtype) in enumerate(specs)
+        f"layer.{i}": torch.randint(-1000, 1000, shape, generator=generator).to(dtype)
+        for i, (shape, dtype) in enumerate(specs)
     }
 
 
@@ -118,7 +128,9 @@ def test_probes_are_the_same_for_the_same_seed_and_stay_in_the_vocabulary():
     assert [len(p) for p in probes] == [32] * 4
     assert all(0 <= token < 64 for p in probes for token in p)
     text = list(range(10, 60))
-    assert make_probes(3, 64, seed=1, text=text) == tuple(map(tuple, (text[:32], text[32:] + text[:14], text[14:46])))
+    assert make_probes(3, 64, seed=1, text=text) == tuple(
+        map(tuple, (text[:32], text[32:] + text[:14], text[14:46]))
+    )
 
 
 def test_a_median_of_differences_is_not_drawn_up_by_a_few_tokens_and_a_nan_is_never_small():
@@ -175,10 +187,13 @@ def test_a_versions_memory_is_used_again_once_nobody_has_a_view_of_it_and_never_
 
 
 def test_memory_that_is_used_again_leaves_no_trace_between_tensors():
-    """A worker that reads the tensors from files has zeros between them, and compares fingerprints of whole buckets."""
+    """A worker that reads the tensors from files has zeros between them, and compares fingerprints of whole
+    buckets."""
     pool = BufferPool(pins=False)
     pool.take(64 + 12)[:] = 255
-    layout = plan_layout([Spec(name="a", dtype="float32", shape=(5,)), Spec(name="b", dtype="float32", shape=(3,))], 10_000)
+    layout = plan_layout(
+        [Spec(name="a", dtype="float32", shape=(5,)), Spec(name="b", dtype="float32", shape=(3,))], 10_000
+    )
     packing = Packing(layout, pool.take)
     packing.put("a", torch.ones(5))
     packing.put("b", torch.ones(3))
@@ -221,7 +236,10 @@ def test_memory_for_a_gpus_copies_shares_no_page_with_anything_else():
     """CUDA locks whole pages, and refuses a copy into memory that is locked in part."""
     pool = BufferPool(pins=False)
     taken = [pool.take(num_bytes) for num_bytes in (1, 100, mmap.PAGESIZE + 1, 100)]
-    pages = [set(range(a.ctypes.data // mmap.PAGESIZE, (a.ctypes.data + len(a) - 1) // mmap.PAGESIZE + 1)) for a in taken]
+    pages = [
+        set(range(a.ctypes.data // mmap.PAGESIZE, (a.ctypes.data + len(a) - 1) // mmap.PAGESIZE + 1))
+        for a in taken
+    ]
     assert all(a.ctypes.data % mmap.PAGESIZE == 0 for a in taken)
     assert len(set.union(*pages)) == sum(map(len, pages))
     assert [len(a) for a in taken] == [1, 100, mmap.PAGESIZE + 1, 100]

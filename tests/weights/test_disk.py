@@ -1,4 +1,5 @@
-"""Versions on disk: they arrive as they were, or are refused; they appear whole, and go when nobody holds them."""
+"""Versions on disk: they arrive as they were, or are refused; they appear whole, and go when nobody holds
+them."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def receive(manifest, refs):
 
 
 def published(model_dir: Path, version: int, bucket_bytes: int = BUCKET_BYTES):
-    """The version's tensors by all their names, their buckets and manifest: other weights for each version."""
+    """The version's tensors by all their names, their buckets and manifest: other weights for each
+    version."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,11 +60,17 @@ def test_a_version_arrives_as_it_was_and_opens_with_transformers(tmp_path, model
     refs = send(DiskSender(tmp_path, model_dir), manifest, buckets)
     assert len(refs) == len(buckets)
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "version-000012").iterdir()}
-    assert modes == {tmp_path.joinpath("version-000012").stat().st_mode & 0o666}, "readable for whoever may read the directory"
+    assert modes == {tmp_path.joinpath("version-000012").stat().st_mode & 0o666}, (
+        "readable for whoever may read the directory"
+    )
     arrived = receive(manifest, refs)
     received = {name: tensor for bucket in arrived for name, tensor in unpack(bucket).items()}
     assert list(received) == [name for bucket in buckets for name in unpack(bucket)]
-    opened = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "version-000012").named_parameters(remove_duplicate=False))
+    opened = dict(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "version-000012").named_parameters(
+            remove_duplicate=False
+        )
+    )
     assert set(received) == set(tensors) == set(opened)
     for name, tensor in tensors.items():
         assert torch.equal(received[name], tensor), name
@@ -138,7 +146,9 @@ def test_a_damaged_version_is_refused_with_the_old_one_still_loaded(tmp_path, mo
 def test_a_pipe_in_place_of_weights_is_refused_when_a_path_is_loaded(tmp_path):
     write_manifest(tmp_path, 3)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "files": {"model.safetensors": "0" * 16}}))
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({**manifest, "files": {"model.safetensors": "0" * 16}})
+    )
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(DamagedWeights, match="it is a pipe, not a file"):
         read_version(tmp_path)

@@ -104,7 +104,9 @@ def test_a_worker_that_loaded_all_of_it_is_believed_whatever_its_attention(lr: f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lr", "expected"), [(1e-6, "unclear"), (1e-4, "loaded")])
-def test_in_bfloat16_other_attention_is_no_alarm_and_what_cannot_be_told_is_said(lr: float, expected: str) -> None:
+def test_in_bfloat16_other_attention_is_no_alarm_and_what_cannot_be_told_is_said(
+    lr: float, expected: str
+) -> None:
     for version in (version for seed in range(2) for version in versions(lr, count=3, seed=seed)):
         new, old = (scored(model, "sdpa", torch.bfloat16) for model in (version.model, version.before))
         worker = scored(version.model, "eager", torch.bfloat16)
@@ -119,12 +121,15 @@ def test_noise_alone_is_neither_believed_nor_alarmed() -> None:
     """Both of the trainer's figures and the worker's are the same but for rounding."""
     rng = random.Random(0)
     for _ in range(2000):
-        worker, new, old = ([[-2.0 + rng.gauss(0, 1e-3) for _ in range(31)] for _ in range(4)] for _ in range(3))
+        worker, new, old = (
+            [[-2.0 + rng.gauss(0, 1e-3) for _ in range(31)] for _ in range(4)] for _ in range(3)
+        )
         assert judge(worker, new, old).verdict == "unclear"
 
 
 def test_a_token_that_one_side_sends_to_another_expert_is_no_alarm() -> None:
-    """Logprobs of up to three tokens jump, by far more than all others change: in the worker, or in one of the two versions."""
+    """Logprobs of up to three tokens jump, by far more than all others change: in the worker, or in one of
+    the two versions."""
     rng = random.Random(0)
     for _ in range(500):
         old = [[-2.0 + rng.gauss(0, 0.5) for _ in range(31)] for _ in range(4)]
@@ -143,7 +148,9 @@ def test_weights_that_did_not_change_cannot_be_told_apart() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_figures_that_are_not_finite_have_no_share_and_are_left_to_the_alarm_by_difference(bad: float) -> None:
+def test_figures_that_are_not_finite_have_no_share_and_are_left_to_the_alarm_by_difference(
+    bad: float,
+) -> None:
     finite, spoilt = [[-1.0, -2.0, -3.0]], [[-1.1, bad, -3.3]]
     for worker, new, old in ((spoilt, finite, [[-1.2, -2.2, -3.1]]), (finite, [[-1.2, -2.2, -3.1]], spoilt)):
         judged = judge(worker, new, old)

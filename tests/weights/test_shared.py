@@ -47,7 +47,9 @@ def test_what_arrived_in_buckets_is_shared_under_all_of_its_names(bucket_size_by
 def test_another_process_reads_the_same_bytes_and_cannot_change_them() -> None:
     shared = SharedWeights(pack(example(), 2**20))
     told = shared.describe({"b", "head"})
-    read = subprocess.run([sys.executable, "-c", READER, json.dumps(told)], capture_output=True, text=True, check=True)
+    read = subprocess.run(
+        [sys.executable, "-c", READER, json.dumps(told)], capture_output=True, text=True, check=True
+    )
     assert read.stdout.strip() == str({"head": 15.0, "b": 0.0})
     assert shared["b"].sum() == 10
 
@@ -62,7 +64,8 @@ def test_a_buffer_of_another_size_or_a_tensor_outside_of_it_is_refused() -> None
 
 
 def open_files() -> dict[int, int]:
-    """Sizes of this process's shared weights by inode, with those of other tests, which the garbage collector closes some day."""
+    """Sizes of this process's shared weights by inode, with those of other tests, which the garbage collector
+    closes some day."""
     found = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -92,7 +95,9 @@ def test_buckets_are_written_as_they_arrive_and_another_process_reads_them() -> 
     assert sizes == [0, 24, 64 + 10]  # 6 floats; then, from a multiple of 64, 5 bfloat16
     told = shared.describe({"a", "b", "none"})
     assert [offset for _, _, _, offset in told["tensors"]] == [0, 64, 128]
-    read = subprocess.run([sys.executable, "-c", READER, json.dumps(told)], capture_output=True, text=True, check=True)
+    read = subprocess.run(
+        [sys.executable, "-c", READER, json.dumps(told)], capture_output=True, text=True, check=True
+    )
     assert read.stdout.strip() == str({"a": 15.0, "b": 0.0, "none": 0.0})
     assert len(opened_since(before)) == 1
     del shared
@@ -112,7 +117,9 @@ def test_a_bucket_that_does_not_arrive_leaves_nothing_open() -> None:
     assert told.traceback  # and with it the frames: the file was closed, not forgotten
 
 
-def test_each_bucket_is_held_against_the_free_memory_before_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_bucket_is_held_against_the_free_memory_before_it_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     free = iter([2**20, 9])
     asked: list[tuple[int, int]] = []
     fallocate = os.posix_fallocate

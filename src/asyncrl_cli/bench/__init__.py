@@ -1,1 +1,2 @@
-"""Compares profiles on the same work and tunes settings: measurements, each profile's bound, reports, pictures."""
+"""Compares profiles on the same work and tunes settings: measurements, each profile's bound, reports,
+pictures."""

@@ -1,5 +1,5 @@
-"""Shows a comparison's progress: a bar for each run, one for all other work, and one for the total, each with the elapsed and the
-remaining time."""
+"""Shows a comparison's progress: a bar for each run, one for all other work, and one for the total, each with
+the elapsed and the remaining time."""
 
 from __future__ import annotations
 
@@ -21,26 +21,43 @@ NOTE = ""
 
 
 class Bars(Progress):
-    """On a terminal, bars; elsewhere, plain lines at the beginning of each part and every `PLAIN_EVERY_S`. For a real run, elapsed
-    and remaining time are the run's own, as in its metrics and in the final table."""
+    """On a terminal, bars; elsewhere, plain lines at the beginning of each part and every `PLAIN_EVERY_S`.
+    For a real run, elapsed and remaining time are the run's own, as in its metrics and in the final table."""
 
     def __init__(self, console: Console, now: Callable[[], float] | None = None) -> None:
         bar = BarColumn(bar_width=None, table_column=Column(max_width=40))
         text = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
         options: dict[str, Any] = {} if now is None else {"get_time": now}
-        super().__init__(text, bar, _HowFar(), _Time(), console=console, disable=not console.is_terminal, **options)
+        super().__init__(
+            text, bar, _HowFar(), _Time(), console=console, disable=not console.is_terminal, **options
+        )
         self._ids: dict[str, TaskID] = {}
         self._said: tuple[str, float] = ("", 0.0)
 
     def run(
-        self, name: str, groups: int, total: int, *, time_s: float | None = None, phase: str = "", left_s: float | None = None
+        self,
+        name: str,
+        groups: int,
+        total: int,
+        *,
+        time_s: float | None = None,
+        phase: str = "",
+        left_s: float | None = None,
     ) -> None:
-        """Show that a run has trained `groups` of `total`; the first call has 0. `time_s`, `phase` and `left_s`: as a real run
-        reports them."""
+        """Show that a run has trained `groups` of `total`; the first call has 0. `time_s`, `phase` and
+        `left_s`: as a real run reports them."""
         text = f"{name} ({phase})" if phase not in ("", "running", "done") else name
         is_over = groups >= total and phase in ("", "done")
         own = {} if not time_s else {"time_s": time_s}
-        self._show(name, groups, total, is_started=groups > 0 or bool(phase), text=text, **own, left_s=0.0 if is_over else left_s)
+        self._show(
+            name,
+            groups,
+            total,
+            is_started=groups > 0 or bool(phase),
+            text=text,
+            **own,
+            left_s=0.0 if is_over else left_s,
+        )
         runs = [self._task(key) for key in self._ids if key not in (ALL, NOTE)]
         if len(runs) > 1:
             over = sum(run.finished for run in runs)

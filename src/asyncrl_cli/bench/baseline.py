@@ -1,4 +1,5 @@
-"""Derives the colocated baseline of a user's own profile: the same model, task, W and resources, taken in turns."""
+"""Derives the colocated baseline of a user's own profile: the same model, task, W and resources, taken in
+turns."""
 
 from __future__ import annotations
 
@@ -34,17 +35,21 @@ IN_TURNS: dict[str, dict[str, Any]] = {
 
 
 def baseline_toml(own: Loaded, plan: JobPlan, *, keep_k: bool) -> str:
-    """The profile file of the baseline. `plan`: that of `own`, whose resources the baseline gets. `keep_k`: with K = 1, as in the
-    profile `colocate`, instead of the K of `own`.
+    """The profile file of the baseline. `plan`: that of `own`, whose resources the baseline gets. `keep_k`:
+    with K = 1, as in the profile `colocate`, instead of the K of `own`.
 
     Raises ConfigError for a profile that cannot take turns, or already does.
     """
     profile = own.profile
     if mode_of(profile) == "colocate":
-        raise ConfigError(f"'{profile.name}' is colocated, like its baseline would be", hint="--compare NAME, another profile")
+        raise ConfigError(
+            f"'{profile.name}' is colocated, like its baseline would be",
+            hint="--compare NAME, another profile",
+        )
     if profile.reward_model.path is not None:
         raise ConfigError(
-            f"'{profile.name}' has a reward model, which needs its own resources: it has no colocated baseline",
+            f"'{profile.name}' has a reward model, which needs its own resources: it has no colocated "
+            "baseline",
             hint="--compare NAME, another profile with this reward model",
         )
     changed = {section: dict(values) for section, values in IN_TURNS.items()}
@@ -56,12 +61,15 @@ def baseline_toml(own: Loaded, plan: JobPlan, *, keep_k: bool) -> str:
         changed["weights"] = {"transport": "ipc" if plan.gpus == 1 else "object-store"}
     if keep_k:
         changed["async_training"]["trigger_parameter_sync_step"] = 1
-    tables = {section: getattr(profile, section).model_copy(update=values) for section, values in changed.items()}
+    tables = {
+        section: getattr(profile, section).model_copy(update=values) for section, values in changed.items()
+    }
     derived = profile.model_copy(
         update={
             **tables,
             "name": f"{profile.name}-colocate",
-            "purpose": f"The baseline of {profile.name}: trainer and rollout workers take turns on all resources.",
+            "purpose": f"The baseline of {profile.name}: trainer and rollout workers take turns on all "
+            "resources.",
         }
     )
     ours = {f"{section}.{name}": "bench" for section, values in changed.items() for name in values}

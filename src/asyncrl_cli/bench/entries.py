@@ -1,4 +1,5 @@
-"""The profiles of a comparison. Refuses those that do different work or use different resources, and names the difference."""
+"""The profiles of a comparison. Refuses those that do different work or use different resources, and names
+the difference."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ SAME_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry(Contestant):
-    """A profile that can be run. `reference`: its name or file; `sets`: the `--set`s on top of it; `plan`: its resources."""
+    """A profile that can be run. `reference`: its name or file; `sets`: the `--set`s on top of it; `plan`:
+    its resources."""
 
     reference: str
     sets: tuple[str, ...]
@@ -71,8 +73,8 @@ def entries_of(
     load: Callable[[str, Sequence[str]], Loaded],
     cluster: Callable[[Profile], ClusterResources],
 ) -> list[Entry]:
-    """`references`: the profiles with the `--set`s of each, the baseline first. `cluster` says what a profile may use. Raises
-    ConfigError where the profiles cannot be compared."""
+    """`references`: the profiles with the `--set`s of each, the baseline first. `cluster` says what a profile
+    may use. Raises ConfigError where the profiles cannot be compared."""
     entries: list[Entry] = []
     for reference, sets in references.items():
         loaded = load(reference, sets)
@@ -90,10 +92,14 @@ def entries_of(
             plan=plan,
         )
         if any(entry.name == other.name for other in entries):
-            raise ConfigError(f"two of the profiles are named '{entry.name}'", hint="give one of them another `name`")
+            raise ConfigError(
+                f"two of the profiles are named '{entry.name}'", hint="give one of them another `name`"
+            )
         entries.append(entry)
     if len(entries) < 2:
-        raise ConfigError(f"'{entries[0].reference}' cannot be compared with itself", hint="--profile partial-rollout")
+        raise ConfigError(
+            f"'{entries[0].reference}' cannot be compared with itself", hint="--profile partial-rollout"
+        )
     for entry in entries[1:]:
         _check_same_work(entries[0], entry)
         _check_same_resources(entries[0], entry)
@@ -116,15 +122,19 @@ def check_groups(entries: Sequence[Entry], groups: int) -> None:
             wrong = f"no multiple of R = {entry.step_groups} groups per train step of '{entry.name}'"
         elif groups < LEAST_WINDOWS * entry.window_groups:
             wrong = (
-                f"not {LEAST_WINDOWS} windows of '{entry.name}', which has W = {entry.window_groups}: the first one is warm-up, "
+                f"not {LEAST_WINDOWS} windows of '{entry.name}', which has W = {entry.window_groups}: the "
+                "first one is warm-up, "
                 "in the last one nothing is generated ahead, and what is measured lies between"
             )
         if wrong:
-            raise ConfigError(f"{groups} groups are {wrong}", hint=f"--groups {groups_for_all(entries, groups)}")
+            raise ConfigError(
+                f"{groups} groups are {wrong}", hint=f"--groups {groups_for_all(entries, groups)}"
+            )
 
 
 def groups_for_all(entries: Sequence[Entry], wanted: int) -> int:
-    """The smallest number of groups, at least `wanted`, that every profile can train exactly, with `LEAST_WINDOWS` windows."""
+    """The smallest number of groups, at least `wanted`, that every profile can train exactly, with
+    `LEAST_WINDOWS` windows."""
     unit = math.lcm(*(entry.step_groups for entry in entries))
     longest = max(entry.window_groups for entry in entries)
     least = max(wanted, LEAST_WINDOWS * longest)
@@ -137,7 +147,8 @@ def _check_same_work(baseline: Entry, entry: Entry) -> None:
         theirs = others[key]
         if ours != theirs and (key in SAME_KEYS or f"{key.partition('.')[0]}." in SAME_KEYS):
             value = ours if ours is not None else theirs
-            written = value if isinstance(value, str) else toml_value(value)  # `--set` takes a string without quotes
+            # `--set` takes a string without quotes
+            written = value if isinstance(value, str) else toml_value(value)
             raise ConfigError(
                 f"'{baseline.name}' and '{entry.name}' do different work: {key} is {ours!r} and {theirs!r}",
                 hint=f"--set {shlex.quote(f'{key}={written}')} sets it for all of them",
@@ -148,18 +159,23 @@ def _check_same_resources(baseline: Entry, entry: Entry) -> None:
     left, right = baseline.plan, entry.plan
     if left.device != right.device:
         raise ConfigError(
-            f"'{baseline.name}' runs on {left.device} and '{entry.name}' on {right.device}", hint="--set placement.device=cpu"
+            f"'{baseline.name}' runs on {left.device} and '{entry.name}' on {right.device}",
+            hint="--set placement.device=cpu",
         )
-    what, ours, theirs = ("GPUs", left.gpus, right.gpus) if left.device == "cuda" else ("CPU cores", left.cpus, right.cpus)
+    what, ours, theirs = (
+        ("GPUs", left.gpus, right.gpus) if left.device == "cuda" else ("CPU cores", left.cpus, right.cpus)
+    )
     if ours != theirs:
         raise ConfigError(
-            f"'{baseline.name}' uses {ours} {what} and '{entry.name}' {theirs}: a comparison needs the same resources",
+            f"'{baseline.name}' uses {ours} {what} and '{entry.name}' {theirs}: a comparison needs the same "
+            "resources",
             hint=_same_resources(left),
         )
 
 
 def _same_resources(plan: JobPlan) -> str:
-    """The `--set`s that give every profile the resources of `plan`. Half of a colocated plan's processes become rollout workers."""
+    """The `--set`s that give every profile the resources of `plan`. Half of a colocated plan's processes
+    become rollout workers."""
     if plan.device == "cuda":
         return f"--set placement.gpus={plan.gpus}"
     ranks, workers = plan.trainer_workers, plan.rollout_workers

@@ -3,12 +3,12 @@
     groups   0 ... W        2W ... n-W          ... n
              warm-up        the measured stretch    run-out
 
-The warm-up is the first window (workers start empty, caches are cold) and any further one until version 0 is scored, because
-evals take slots. The run-out is the last window, if others are left (nothing is generated ahead any more, and the final eval runs
-in it). All rates and ratios are of the stretch between; reward, discarded tokens and the maxima are of the whole run. In a
-comparison W is the longest of all profiles, and the stretch is the same groups, with the same prompts, in every run
-(`common_edges`).
-What a run did not measure is absent from its figures, never 0.
+The warm-up is the first window (workers start empty, caches are cold) and any further one until version 0 is
+scored, because evals take slots. The run-out is the last window, if others are left (nothing is generated
+ahead any more, and the final eval runs in it). All rates and ratios are of the stretch between; reward,
+discarded tokens and the maxima are of the whole run. In a comparison W is the longest of all profiles, and
+the stretch is the same groups, with the same prompts, in every run (`common_edges`). What a run did not
+measure is absent from its figures, never 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ RATIOS = {
 
 
 class Edges(NamedTuple):
-    """The measured train steps are those that end after `begin_groups` trained groups, up to and including `end_groups`."""
+    """The measured train steps are those that end after `begin_groups` trained groups, up to and including
+    `end_groups`."""
 
     begin_groups: int
     end_groups: int
@@ -58,7 +59,9 @@ class Stretch:
     @property
     def seconds(self) -> float:
         """Time of the stretch without evals."""
-        return float(self.lines[-1]["time_s"] - self.before["time_s"]) - sum(spent_s(line, "eval") for line in self.lines)
+        return float(self.lines[-1]["time_s"] - self.before["time_s"]) - sum(
+            spent_s(line, "eval") for line in self.lines
+        )
 
     @property
     def groups(self) -> int:
@@ -71,14 +74,16 @@ class Stretch:
 
 
 def stretches(runs: Sequence[Sequence[Line]], window_groups: int) -> list[Stretch]:
-    """The measured stretch of each run, all of the same groups. `window_groups`: the longest W of all profiles."""
+    """The measured stretch of each run, all of the same groups. `window_groups`: the longest W of all
+    profiles."""
     edges = common_edges(runs, window_groups)
     return [stretch_of(lines, edges) for lines in runs]
 
 
 def common_edges(runs: Sequence[Sequence[Line]], window_groups: int) -> Edges:
-    """Edges for all runs of a comparison. Warm-up and run-out have `window_groups` groups (the longest W); the warm-up lasts longer
-    if a run scores version 0 later. Raises AsyncrlError if nothing is left between."""
+    """Edges for all runs of a comparison. Warm-up and run-out have `window_groups` groups (the longest W);
+    the warm-up lasts longer if a run scores version 0 later. Raises AsyncrlError if nothing is left
+    between."""
     total = min(int(lines[-1]["groups_trained"]) for lines in runs)
     scored = max(_scored_groups(lines) for lines in runs)
     begin = max(-(-scored // window_groups), 1) * window_groups
@@ -91,7 +96,8 @@ def common_edges(runs: Sequence[Sequence[Line]], window_groups: int) -> Edges:
 
 
 def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
-    """`edges`: by default from the run's own windows. Raises AsyncrlError for a run that is no longer than its warm-up."""
+    """`edges`: by default from the run's own windows. Raises AsyncrlError for a run that is no longer than
+    its warm-up."""
     if edges is None:
         first = [line for line in lines if line["window"] == lines[0]["window"]]
         edges = common_edges([lines], int(first[-1]["groups_trained"]))
@@ -104,19 +110,25 @@ def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
 
 def _scored_groups(lines: Sequence[Line]) -> int:
     """Groups trained at the end of the window in which version 0 was scored."""
-    scored = max((line["window"] for line in lines if line.get("eval/version") == 0), default=lines[0]["window"])
+    scored = max(
+        (line["window"] for line in lines if line.get("eval/version") == 0), default=lines[0]["window"]
+    )
     return int([line for line in lines if line["window"] == scored][-1]["groups_trained"])
 
 
 def _too_short(windows: int) -> AsyncrlError:
     return AsyncrlError(
-        f"a run of {windows} window{'' if windows == 1 else 's'} cannot be measured: the first one is warm-up",
+        f"a run of {windows} window{'' if windows == 1 else 's'} cannot be measured: the first one is "
+        "warm-up",
         hint="more --groups, or --windows 3",
     )
 
 
-def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | None = None) -> dict[str, float]:
-    """Figures by name. `window_groups` is W of the baseline. With `capacities` the figures of the bound are included."""
+def figures_of(
+    stretch: Stretch, window_groups: int, capacities: Capacities | None = None
+) -> dict[str, float]:
+    """Figures by name. `window_groups` is W of the baseline. With `capacities` the figures of the bound are
+    included."""
     steps_s = [spent_s(line, "step") - spent_s(line, "eval") for line in stretch.lines]
     seconds, windows, num_steps = stretch.seconds, stretch.groups / window_groups, len(stretch.lines)
     totals = Totals(stretch.lines)
@@ -136,7 +148,9 @@ def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | No
     }
     # An eval keeps workers busy: steps beside one say nothing about idleness.
     alone = Totals(line for line in stretch.lines if spent_s(line, "eval") == 0.0)
-    means = {name: alone.mean(key) for name, key in RATIOS.items()} | {"staleness_mean": totals.mean("staleness/mean")}
+    means = {name: alone.mean(key) for name, key in RATIOS.items()} | {
+        "staleness_mean": totals.mean("staleness/mean")
+    }
     figures |= _known(means)
     figures |= _partial_ratio(stretch) | _of_whole_run(stretch.run)
     return figures if capacities is None else figures | _of_bound(stretch, windows, capacities)
@@ -145,14 +159,20 @@ def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | No
 def _of_bound(stretch: Stretch, windows: float, capacities: Capacities) -> dict[str, float]:
     """What each side can do alone, the ideal time of a window, and its ratio to the measured time."""
     times = ideal_times(tokens_made(stretch) / windows, stretch.tokens / windows, capacities)
-    ratios = {"bound_ratio": times["ideal_s"], **({"at_once_ratio": times["at_once_s"]} if "at_once_s" in times else {})}
-    known = {name: value for name, value in asdict(capacities).items() if name != "colocated" and value is not None}
+    ratios = {
+        "bound_ratio": times["ideal_s"],
+        **({"at_once_ratio": times["at_once_s"]} if "at_once_s" in times else {}),
+    }
+    known = {
+        name: value for name, value in asdict(capacities).items() if name != "colocated" and value is not None
+    }
     return times | known | {name: ideal_s * windows / stretch.seconds for name, ideal_s in ratios.items()}
 
 
 def tokens_made(stretch: Stretch) -> float:
-    """Tokens that generation made: those sampled for the trained groups, but at most those that workers sampled in the stretch. The
-    stretch may begin with more groups ahead than it ends with, and those were generated before it."""
+    """Tokens that generation made: those sampled for the trained groups, but at most those that workers
+    sampled in the stretch. The stretch may begin with more groups ahead than it ends with, and those were
+    generated before it."""
     trained = sum(sampled_tokens(line) for line in stretch.lines)
     steps_s = sum(spent_s(line, "step") for line in stretch.lines)  # evals too: the rate counts their tokens
     rate = Totals(stretch.lines).mean(RATE)
@@ -168,7 +188,9 @@ def _partial_ratio(stretch: Stretch) -> dict[str, float]:
 
 def _of_whole_run(lines: Sequence[Line]) -> dict[str, float]:
     run, last = Totals(lines), lines[-1]
-    found = _known({"staleness_max": run.most("staleness/max"), "max_span": run.most(f"{PARTIAL}max_partial_span")})
+    found = _known(
+        {"staleness_max": run.most("staleness/max"), "max_span": run.most(f"{PARTIAL}max_partial_span")}
+    )
     if "waste/tokens_discarded" in last:
         found["tokens_discarded"] = float(last["waste/tokens_discarded"])
     if "eval/reward_mean" in last and last["eval/version"] == last["version"]:

@@ -4,9 +4,10 @@
     training alone     the plan's trainer ranks: one actor each, train steps back to back     -> trained tokens / s
     both at once       unless the profile is colocated: on shared cores each slows the other  -> the same two rates
 
-All actors are started first, in one session of Ray. Then the profiles are measured in turns, repeat by repeat: if the machine's
-speed drifts, all are affected alike. All other actors stand still during a measurement. The figure is the median of the repeats.
-Profiles with the same resources and sizes are measured once.
+All actors are started first, in one session of Ray. Then the profiles are measured in turns, repeat by
+repeat: if the machine's speed drifts, all are affected alike. All other actors stand still during a
+measurement. The figure is the median of the repeats. Profiles with the same resources and sizes are measured
+once.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ PROMPTS = 512
 FEW_SLOTS_USED = 0.9
 LITTLE_CPU = 0.85
 NO_GPU_BOUND = (
-    "bound not measured: each phase alone is measured on CPUs only, where the actors of several profiles can wait side by side. "
+    "bound not measured: each phase alone is measured on CPUs only, where the actors of several profiles can "
+    "wait side by side. "
     "Runs on CPUs and simulated runs are compared with their bound."
 )
-NO_CLUSTER_BOUND = "bound not measured: each phase alone is measured on this machine, and the runs were on a cluster."
+NO_CLUSTER_BOUND = (
+    "bound not measured: each phase alone is measured on this machine, and the runs were on a cluster."
+)
 
 TURN = {
     "measuring generation alone": (True, False),
@@ -59,13 +63,14 @@ TURN = {
 
 
 Side = tuple[Profile, JobPlan]
-"""All that a profile's capacities depend on. The profile is reduced to what the engine and the trainer see."""
+"""All that a profile's capacities depend on. The profile is reduced to what the engine and the trainer
+see."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFigures:
-    """Medians over the repeats, and two figures that tell how reliable they are: `Alone.cpu_shares`' least, and the mean share of
-    slots in use while generation was measured alone."""
+    """Medians over the repeats, and two figures that tell how reliable they are: `Alone.cpu_shares`' least,
+    and the mean share of slots in use while generation was measured alone."""
 
     capacities: Capacities
     slots_used: float
@@ -75,23 +80,33 @@ class PhaseFigures:
 def with_capacities(
     entries: Sequence[Entry], runs: Sequence[FinishedRun], bars: Bars, repeats: int = REPEATS
 ) -> tuple[list[FinishedRun], tuple[str, ...]]:
-    """The runs with the speed of each of their phases alone, on responses of the same lengths, and reasons to doubt it."""
+    """The runs with the speed of each of their phases alone, on responses of the same lengths, and reasons to
+    doubt it."""
     if entries[0].plan.device == "cuda":
         return list(runs), (NO_GPU_BOUND,)
 
     task, model_dir, _ = asyncio.run(preparing.prepare(entries[0].profile, bars.note))
     sides = {entry.name: side_of(entry.profile, entry.plan) for entry in entries}
-    measured = measure_all(sides, model_dir, task.train, measured_lengths(entries, runs), repeats=repeats, progress=bars.note)
-    return [replace(run, capacities=measured[run.profile].capacities) for run in runs], doubts_of(measured.values())
+    measured = measure_all(
+        sides, model_dir, task.train, measured_lengths(entries, runs), repeats=repeats, progress=bars.note
+    )
+    return [replace(run, capacities=measured[run.profile].capacities) for run in runs], doubts_of(
+        measured.values()
+    )
 
 
 def measured_lengths(entries: Sequence[Entry], runs: Sequence[FinishedRun]) -> list[int]:
     """Lengths, in tokens, of all runs' responses in the measured stretch, shuffled.
 
-    Responses grow or shrink while a model learns: unshuffled, a short measurement would see only the earliest lengths.
+    Responses grow or shrink while a model learns: unshuffled, a short measurement would see only the earliest
+    lengths.
     """
     measured = stretches([run.lines for run in runs], max(entry.window_groups for entry in entries))
-    lengths = list(lengths_of([line for stretch in measured for line in stretch.lines], entries[0].profile).response_tokens)
+    lengths = list(
+        lengths_of(
+            [line for stretch in measured for line in stretch.lines], entries[0].profile
+        ).response_tokens
+    )
     random.Random(0).shuffle(lengths)
     return lengths
 
@@ -100,17 +115,21 @@ def doubts_of(measured: Collection[PhaseFigures]) -> tuple[str, ...]:
     """Reasons not to trust a bound computed from these."""
     doubts = []
     if min(one.cpu_share for one in measured) < LITTLE_CPU:
-        doubts.append("The bound is uncertain: something else computed on this machine while each phase was measured alone.")
+        doubts.append(
+            "The bound is uncertain: something else computed on this machine while each phase was "
+            "measured alone."
+        )
     if min(one.slots_used for one in measured) < FEW_SLOTS_USED:
         doubts.append("The bound is uncertain: the slots were not full while generation was measured alone.")
     return tuple(doubts)
 
 
 def side_of(profile: Profile, plan: JobPlan) -> Side:
-    """What the job's own actors would be started with, except that the trainer does what scorers would, and that the learning rate
-    is 0, so that the weights stay finite.
+    """What the job's own actors would be started with, except that the trainer does what scorers would, and
+    that the learning rate is 0, so that the weights stay finite.
 
-    Without a second forward pass (`old_logprobs = "rollout"`) all steps of a window cost the same, so K is set to 1.
+    Without a second forward pass (`old_logprobs = "rollout"`) all steps of a window cost the same, so K is
+    set to 1.
     """
     training, has_prox_pass = profile.async_training, profile.algorithm.old_logprobs == "recompute"
     schedule = AsyncTrainingSection(
@@ -136,7 +155,8 @@ def measure_all(
     repeats: int = REPEATS,
     progress: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> dict[str, PhaseFigures]:
-    """Figures of each side, on prompts of `items` and responses of these lengths. `progress(what is done, done, of how many)`.
+    """Figures of each side, on prompts of `items` and responses of these lengths. `progress(what is done,
+    done, of how many)`.
 
     Raises ExecutorFailed with the error of an actor that failed.
     """
@@ -154,7 +174,8 @@ def measure_all(
         ray_session(first),
     ):
         jobs = [
-            Alone(work(profile=profile), plan, model_dir, directory / str(index)) for index, (profile, plan) in enumerate(unique)
+            Alone(work(profile=profile), plan, model_dir, directory / str(index))
+            for index, (profile, plan) in enumerate(unique)
         ]
         asyncio.run(_measure(jobs, repeats, progress))
     return {name: _figures(jobs[unique.index(side)]) for name, side in sides.items()}
@@ -174,7 +195,12 @@ async def _measure(jobs: Sequence[Alone], repeats: int, progress: Callable[[str,
     for done, job in enumerate(jobs, len(jobs)):
         progress("warming up each phase alone", done, steps)
         await job.train()
-    turn = [(text, job, phases) for text, phases in TURN.items() for job in jobs if not (all(phases) and job.plan.colocate)]
+    turn = [
+        (text, job, phases)
+        for text, phases in TURN.items()
+        for job in jobs
+        if not (all(phases) and job.plan.colocate)
+    ]
     total = len(turn) * repeats + 1
     for done, (text, job, phases) in enumerate(turn * repeats, 1):
         progress(text, done, total)

@@ -1,4 +1,5 @@
-"""Draws the pictures of a comparison: how each executor spends its time (a Gantt chart), and each profile's speed and bound."""
+"""Draws the pictures of a comparison: how each executor spends its time (a Gantt chart), and each profile's
+speed and bound."""
 
 from __future__ import annotations
 
@@ -37,20 +38,28 @@ ROW_INCHES, PANEL_INCHES, WIDTH_INCHES = 0.27, 0.62, 13.0
 
 
 def draw_timelines(comparison: Comparison, path: Path) -> None:
-    """One panel per profile, one row per executor. All panels use the same scales for time and for running sequences."""
+    """One panel per profile, one row per executor. All panels use the same scales for time and for running
+    sequences."""
     timelines = comparison.timelines
     length_s = view_length_s(timelines)
-    views = [_running(one, name, one.middle_s(length_s), length_s) for one in timelines for name in one.workers]
+    views = [
+        _running(one, name, one.middle_s(length_s), length_s) for one in timelines for name in one.workers
+    ]
     most = max((count for samples in views for _, count in samples), default=0.0)
     rows = [len(timeline.trainers) + len(timeline.workers) for timeline in timelines]
     height = sum(PANEL_INCHES + ROW_INCHES * count for count in rows) + 1.2
     figure = _figure(WIDTH_INCHES, height)
-    panels = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=[count + 1.2 for count in rows])[:, 0]
+    panels = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=[count + 1.2 for count in rows])[
+        :, 0
+    ]
     for panel, timeline in zip(panels, timelines, strict=True):
         _draw_panel(panel, timeline, length_s, most, comparison)
     panels[-1].set_xlabel("seconds")
     _legend(figure, timelines, most)
-    figure.suptitle(f"{'SIMULATED: w' if comparison.simulated else 'W'}here the time goes, in the middle of the run", fontsize=13)
+    figure.suptitle(
+        f"{'SIMULATED: w' if comparison.simulated else 'W'}here the time goes, in the middle of the run",
+        fontsize=13,
+    )
     _save(figure, path)
 
 
@@ -60,14 +69,18 @@ def view_length_s(timelines: Sequence[DrawnRun]) -> float:
     return max(VIEW_WINDOWS * lengths_s[(len(lengths_s) - 1) // 2], 1.5 * lengths_s[-1])
 
 
-def _draw_panel(panel: Axes, timeline: DrawnRun, length_s: float, most: float, comparison: Comparison) -> None:
+def _draw_panel(
+    panel: Axes, timeline: DrawnRun, length_s: float, most: float, comparison: Comparison
+) -> None:
     begin_s = timeline.middle_s(length_s)
     names = [*timeline.trainers, *timeline.workers]
     for row, name in enumerate(names):
         _draw_row(panel, row, timeline, name, begin_s, length_s, most)
     for publish_s in timeline.publishes_s:
         if begin_s <= publish_s <= begin_s + length_s:
-            panel.axvline(publish_s - begin_s, color="#222222", linewidth=0.9, linestyle=(0, (3, 2)), zorder=5)
+            panel.axvline(
+                publish_s - begin_s, color="#222222", linewidth=0.9, linestyle=(0, (3, 2)), zorder=5
+            )
     panel.set_yticks(range(len(names)), names, fontsize=8)
     panel.set_ylim(len(names) - 0.5, -0.5)
     panel.set_xlim(0, length_s)
@@ -84,8 +97,11 @@ def _panel_title(timeline: DrawnRun, begin_s: float, comparison: Comparison) -> 
     return f"{timeline.profile}{figures}{shown}   from {begin_s:.0f} s of the run"
 
 
-def _draw_row(panel: Axes, row: int, timeline: DrawnRun, name: str, begin_s: float, length_s: float, most: float) -> None:
-    """One executor's states as bars. A generating worker's height is its number of running sequences, relative to `most`."""
+def _draw_row(
+    panel: Axes, row: int, timeline: DrawnRun, name: str, begin_s: float, length_s: float, most: float
+) -> None:
+    """One executor's states as bars. A generating worker's height is its number of running sequences,
+    relative to `most`."""
     stays: dict[str, list[tuple[float, float]]] = {}
     for state, start_s, end_s in timeline.spans.get(name, ()):
         left, right = max(start_s - begin_s, 0.0), min(end_s - begin_s, length_s)
@@ -104,11 +120,20 @@ def _draw_row(panel: Axes, row: int, timeline: DrawnRun, name: str, begin_s: flo
         )
     if running:
         tops = [row + 0.42 - 0.84 * count / most for _, count in running]
-        panel.fill_between([s for s, _ in running], tops, row + 0.42, step="post", color=COLOURS["busy"], linewidth=0, zorder=2)
+        panel.fill_between(
+            [s for s, _ in running],
+            tops,
+            row + 0.42,
+            step="post",
+            color=COLOURS["busy"],
+            linewidth=0,
+            zorder=2,
+        )
 
 
 def _running(timeline: DrawnRun, name: str, begin_s: float, length_s: float) -> list[tuple[float, float]]:
-    """(time, running sequences) within the view, extended to its edges; empty with fewer than `MIN_SAMPLES` counts."""
+    """(time, running sequences) within the view, extended to its edges; empty with fewer than `MIN_SAMPLES`
+    counts."""
     samples = [(time_s - begin_s, count) for time_s, count in timeline.running.get(name, ())]
     inside = [(time_s, count) for time_s, count in samples if 0 <= time_s <= length_s]
     if len(inside) < MIN_SAMPLES:
@@ -122,26 +147,39 @@ def _legend(figure: Figure, timelines: Sequence[DrawnRun], most: float) -> None:
     seen = {state for stays in shown for state, _, _ in stays}
     handles: list[Any] = [Patch(color=TRAINER_BUSY, label="training")]
     labels = {"busy": f"generating (full height: {most:.0f} sequences)" if most else "generating"}
-    handles += [Patch(color=colour, label=labels.get(state, state)) for state, colour in COLOURS.items() if state in seen]
+    handles += [
+        Patch(color=colour, label=labels.get(state, state))
+        for state, colour in COLOURS.items()
+        if state in seen
+    ]
     if most:
         handles.insert(2, Patch(color=FREE_SLOTS, label="generating, with room for more"))
-    handles.append(Line2D([], [], color="#222222", linewidth=0.9, linestyle=(0, (3, 2)), label="new version published"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8), frameon=False, fontsize=9)
+    handles.append(
+        Line2D([], [], color="#222222", linewidth=0.9, linestyle=(0, (3, 2)), label="new version published")
+    )
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(len(handles), 8), frameon=False, fontsize=9
+    )
 
 
 def draw_speedups(comparison: Comparison, path: Path) -> None:
-    """Draw groups per second as bars, the bound as an outline around each, the spread of repeats as a whisker."""
+    """Draw groups per second as bars, the bound as an outline around each, the spread of repeats as a
+    whisker."""
     results = comparison.results
     figure = _figure(max(6.5, 1.7 * len(results) + 1.5), 4.6)
     panel = figure.subplots()
     top = max(_draw_bar(panel, place, result, comparison) for place, result in enumerate(results))
-    panel.set_xticks(range(len(results)), ["\n".join(textwrap.wrap(result.profile, 12)) for result in results], fontsize=9)
+    panel.set_xticks(
+        range(len(results)), ["\n".join(textwrap.wrap(result.profile, 12)) for result in results], fontsize=9
+    )
     panel.set_ylabel("groups per second")
     panel.set_ylim(0, top * 1.22)
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_title("\n".join(textwrap.wrap(comparison.title, 80)), loc="left", fontsize=10)
     if comparison.has_bound:
-        outline = Patch(fill=False, edgecolor="#444444", linestyle="--", label="bound: full batches, no waits")
+        outline = Patch(
+            fill=False, edgecolor="#444444", linestyle="--", label="bound: full batches, no waits"
+        )
         figure.legend(handles=[outline], loc="outside lower center", frameon=False, fontsize=9)
     _save(figure, path)
 
@@ -160,10 +198,16 @@ def _draw_bar(panel: Axes, place: int, result: Result, comparison: Comparison) -
         ideal = comparison.window_groups / ideal_s
         panel.bar(place, ideal, width=0.62, fill=False, edgecolor="#444444", linestyle="--", linewidth=1.1)
         top = max(top, ideal)
-    labels = {"speedup": "{:.2f}x", "speedup_per_token": "{:.2f}x per token", "bound_ratio": "{:.0%} of bound"}
+    labels = {
+        "speedup": "{:.2f}x",
+        "speedup_per_token": "{:.2f}x per token",
+        "bound_ratio": "{:.0%} of bound",
+    }
     if is_baseline or not is_uneven(comparison.results):
         del labels["speedup_per_token"]
-    label = "\n".join(form.format(result.median(name)) for name, form in labels.items() if name in result.figures)
+    label = "\n".join(
+        form.format(result.median(name)) for name, form in labels.items() if name in result.figures
+    )
     panel.annotate(label, (place, top), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9)
     return top
 

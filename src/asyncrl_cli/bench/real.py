@@ -1,4 +1,5 @@
-"""Makes real runs, each in a child process: `asyncrl train` as a user would call it, followed through its status.json."""
+"""Makes real runs, each in a child process: `asyncrl train` as a user would call it, followed through its
+status.json."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealRun:
-    """One run to make, in the directory `runs_dir/name`. Its stdout, which is JSON, goes to `output`, its stderr to `log`. The
-    first run of each profile is drawn."""
+    """One run to make, in the directory `runs_dir/name`. Its stdout, which is JSON, goes to `output`, its
+    stderr to `log`. The first run of each profile is drawn."""
 
     entry: Entry
     repeat: int
@@ -80,16 +81,21 @@ def runs_of(
 
 
 def make_run(run: RealRun, bars: Bars) -> tuple[FinishedRun, bool]:
-    """Make the run. The second value is True if we were interrupted just as the run finished: it should be the last one.
+    """Make the run. The second value is True if we were interrupted just as the run finished: it should be
+    the last one.
 
-    Interrupted earlier, ends the run and raises KeyboardInterrupt. Raises AsyncrlError with the run's error if it fails."""
+    Interrupted earlier, ends the run and raises KeyboardInterrupt. Raises AsyncrlError with the run's error
+    if it fails."""
     run.runs_dir.mkdir(parents=True, exist_ok=True)
-    # Signals are only noted here, and checked while waiting: an exception at another point could leave the run behind.
+    # Signals are only noted here, and checked while waiting: an exception at another point could leave the
+    # run behind.
     interrupts: list[float] = []
     requests = StopRequests(lambda: interrupts.append(time.monotonic()))
     with run.output.open("wb") as output, run.log.open("wb") as log, requests.on_signals():
         # In a session of its own, so that a Ctrl-C in the terminal reaches the run only through us.
-        child = subprocess.Popen(run.command(), stdin=subprocess.DEVNULL, stdout=output, stderr=log, start_new_session=True)
+        child = subprocess.Popen(
+            run.command(), stdin=subprocess.DEVNULL, stdout=output, stderr=log, start_new_session=True
+        )
         try:
             while (code := _wait(child, POLL_S, interrupts)) is None:
                 if interrupts:
@@ -107,11 +113,14 @@ def make_run(run: RealRun, bars: Bars) -> tuple[FinishedRun, bool]:
     lines = read_metrics(run.directory / "metrics.jsonl")
     bars.run(run.name, run.groups, run.groups, time_s=lines[-1]["time_s"])
     timeline = timeline_of_run(run.entry.name, run.directory, lines) if run.repeat == 0 else None
-    return FinishedRun(profile=run.entry.name, seed=run.seed, lines=lines, timeline=timeline), bool(interrupts)
+    return FinishedRun(profile=run.entry.name, seed=run.seed, lines=lines, timeline=timeline), bool(
+        interrupts
+    )
 
 
 def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Sequence[float]) -> None:
-    """SIGINT for an orderly stop, SIGINT to end at once, SIGTERM, then kill. Each further interrupt skips to the next."""
+    """SIGINT for an orderly stop, SIGINT to end at once, SIGTERM, then kill. Each further interrupt skips to
+    the next."""
     for number, limit_s in ((signal.SIGINT, grace_s), (signal.SIGINT, STOP_EXTRA_S), (signal.SIGTERM, 5.0)):
         if child.poll() is not None:
             return
@@ -131,17 +140,26 @@ def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Sequence[flo
 
 
 def _told(path: Path) -> tuple[int, dict[str, Any]]:
-    """Groups trained, and the run's time, phase (with what it does while it starts) and time left, from its status.json."""
+    """Groups trained, and the run's time, phase (with what it does while it starts) and time left, from its
+    status.json."""
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
-        progress, phase = status["progress"], ": ".join(filter(None, (str(status["phase"]), status.get("doing"))))
-        return int(progress["groups_trained"]), {"time_s": progress["time_s"], "phase": phase, "left_s": progress.get("eta_s")}
+        progress, phase = (
+            status["progress"],
+            ": ".join(filter(None, (str(status["phase"]), status.get("doing")))),
+        )
+        return int(progress["groups_trained"]), {
+            "time_s": progress["time_s"],
+            "phase": phase,
+            "left_s": progress.get("eta_s"),
+        }
     except (FileNotFoundError, ValueError, KeyError):
         return 0, {"phase": "starting"}
 
 
 def _failure(run: RealRun, code: int) -> AsyncrlError:
-    """The run's own error and hint (or its last line of output, if it was killed), with the place of its log."""
+    """The run's own error and hint (or its last line of output, if it was killed), with the place of its
+    log."""
     said = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
     last_line = next((line for line in reversed(said) if line.strip()), "it said nothing")
     try:

@@ -1,5 +1,5 @@
-"""Writes the files of a comparison: results.json, report.md, timeline.png, speedup.png. Also explains the rows that its table has:
-briefly on the screen, at length in report.md."""
+"""Writes the files of a comparison: results.json, report.md, timeline.png, speedup.png. Also explains the
+rows that its table has: briefly on the screen, at length in report.md."""
 
 from __future__ import annotations
 
@@ -16,49 +16,64 @@ from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.storage import appearing_file, remove_if_empty, replace_text
 
 SIMULATED_STRETCH = (
-    "All runs are measured over the same groups (to within a train step): after the warm-up (the longest window of all profiles) "
+    "All runs are measured over the same groups (to within a train step): after the warm-up (the longest "
+    "window of all profiles) "
     "and before the run-out, in which nothing is generated ahead any more. Wall time, staleness max, "
     "max span and tokens discarded cover the whole run."
 )
 REAL_STRETCH = (
-    "All runs are measured over the same groups (to within a train step): after the warm-up (the longest window of all profiles, "
-    "or until every run has scored version 0) and before the run-out, in which nothing is generated ahead any more and the final "
+    "All runs are measured over the same groups (to within a train step): after the warm-up (the longest "
+    "window of all profiles, "
+    "or until every run has scored version 0) and before the run-out, in which nothing is generated ahead "
+    "any more and the final "
     "version is scored. Evals in between are subtracted. Wall time, staleness max, max span, tokens "
     "discarded and final reward cover the whole run."
 )
 WINDOW = (
-    "`s per {window} groups` is the time for {window} groups, the W of the baseline ({baseline}), in every profile; a group is all "
-    "responses to one prompt. The rows below it split the trainer's time, in the same unit: `wait_data` is waiting "
+    "`s per {window} groups` is the time for {window} groups, the W of the baseline ({baseline}), in every "
+    "profile; a group is all "
+    "responses to one prompt. The rows below it split the trainer's time, in the same unit: `wait_data` is "
+    "waiting "
     "for groups, `gather` is collecting the new weights, `other` is checkpoints and the rest."
 )
 BOUND = (
-    "`% of the bound` is ideal time over measured time. The ideal is the larger of (tokens / generation alone) and (tokens / "
-    "training alone) if each side has its own resources, and their sum if both take turns on all of them. `limited by` "
-    "names the larger one. Generation's tokens are those sampled for the trained groups, at most those sampled during the "
+    "`% of the bound` is ideal time over measured time. The ideal is the larger of (tokens / generation "
+    "alone) and (tokens / "
+    "training alone) if each side has its own resources, and their sum if both take turns on all of them. "
+    "`limited by` "
+    "names the larger one. Generation's tokens are those sampled for the trained groups, at most those "
+    "sampled during the "
     "measurement (groups made ahead are not made again); training's are those trained."
 )
 AT_ONCE = (
-    "`both phases at once`: each side's speed while the other works too, if they share a machine's cores and memory. The "
+    "`both phases at once`: each side's speed while the other works too, if they share a machine's cores and "
+    "memory. The "
     "bound ignores this; `% of both at once` includes it: the rest to 100% is what the job itself loses."
 )
 IDLE = (
-    "Idle: trainer starved, blocked or syncing; rollout workers with no running sequence, or paused. Measured steps with an eval "
-    "beside them do not count. Slots used: running sequences over slots, which shows what a long tail really costs."
+    "Idle: trainer starved, blocked or syncing; rollout workers with no running sequence, or paused. "
+    "Measured steps with an eval "
+    "beside them do not count. Slots used: running sequences over slots, which shows what a long tail really "
+    "costs."
 )
 
 
 @contextmanager
 def output_directory(out: Path | None) -> Iterator[Path]:
-    """Make the directory, or use an empty one. Raises RefusedError if it is not empty. A comparison that fails before writing
-    anything leaves no directory behind."""
+    """Make the directory, or use an empty one. Raises RefusedError if it is not empty. A comparison that
+    fails before writing anything leaves no directory behind."""
     directory = out or Path("bench") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RefusedError(f"{directory} is not empty", hint="give --out another directory: results are never overwritten")
+        raise RefusedError(
+            f"{directory} is not empty", hint="give --out another directory: results are never overwritten"
+        )
     new = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RefusedError(f"{directory} cannot be created: {error.strerror}", hint="give --out another directory") from None
+        raise RefusedError(
+            f"{directory} cannot be created: {error.strerror}", hint="give --out another directory"
+        ) from None
     try:
         yield directory
     except BaseException:
@@ -75,8 +90,8 @@ def write_results(comparison: Comparison, directory: Path) -> Path:
 
 
 def write_report(comparison: Comparison, directory: Path) -> tuple[list[Path], list[str]]:
-    """Write report.md and the pictures for which there are data, each file whole or not at all. Returns the files written, and
-    messages about pictures that could not be drawn."""
+    """Write report.md and the pictures for which there are data, each file whole or not at all. Returns the
+    files written, and messages about pictures that could not be drawn."""
     from asyncrl_cli.bench import pictures
 
     draws = {"speedup.png": pictures.draw_speedups}
@@ -89,7 +104,8 @@ def write_report(comparison: Comparison, directory: Path) -> tuple[list[Path], l
             with appearing_file(directory / name) as temporary:
                 draw(comparison, temporary)
             drawn.append(directory / name)
-        except Exception as error:  # a plotting library may raise anything, and a picture is not worth losing the report
+        # a plotting library may raise anything, and a picture is not worth losing the report
+        except Exception as error:
             failures.append(f"{name} could not be drawn: {type(error).__name__}: {error}")
     report = directory / "report.md"
     replace_text(report, report_text(comparison, [path.name for path in drawn]))
@@ -120,12 +136,23 @@ def short_notes(comparison: Comparison) -> Iterator[str]:
     """Notes of one line each, shown below the table."""
     window, baseline = comparison.window_groups, comparison.baseline
     yield f"s per {window} groups: {window} is W of {baseline}; a group is all responses to one prompt"
-    yield "wall time, maxima, tokens discarded and reward cover the whole run; the rest excludes warm-up and run-out"
+    yield (
+        "wall time, maxima, tokens discarded and reward cover the whole run; the rest excludes warm-up "
+        "and "
+        "run-out"
+    )
     if any(differences(comparison.results[0], result) for result in comparison.results[1:]):
-        yield f"not equal to {baseline}: part of the speedup is fewer syncs (K, W) or fewer tokens (length), not asynchrony"
+        yield (
+            f"not equal to {baseline}: part of the speedup is fewer syncs (K, W) or fewer tokens "
+            "(length), "
+            "not asynchrony"
+        )
     yield "wait_data: the trainer waits for groups; gather: it collects new weights"
     if comparison.has_bound:
-        yield "limited by: the phase that would take longer without any waits; that is the bound, and its time is the ideal"
+        yield (
+            "limited by: the phase that would take longer without any waits; that is the bound, and its "
+            "time is the ideal"
+        )
 
 
 def long_notes(comparison: Comparison) -> Iterator[str]:
@@ -134,7 +161,8 @@ def long_notes(comparison: Comparison) -> Iterator[str]:
     yield SIMULATED_STRETCH if comparison.simulated else REAL_STRETCH
     yield WINDOW.format(window=window, baseline=baseline)
     yield (
-        "`speedup` is groups per second relative to the baseline's run of the same seed, as the median over the repeats; "
+        "`speedup` is groups per second relative to the baseline's run of the same seed, as the median over "
+        "the repeats; "
         "`per token` is the same for trained tokens per second."
     )
     if comparison.has_bound:

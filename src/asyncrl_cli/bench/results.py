@@ -1,10 +1,11 @@
-"""The results of a comparison: each profile's figures over its repeats, relative to the baseline and to the bound.
+"""The results of a comparison: each profile's figures over its repeats, relative to the baseline and to the
+bound.
 
     Run's lines --figures_of--> figures of a run --summarise--> Result: median, minimum and maximum per figure
 
-All runs are measured over the same groups. `speedup` is the median over the repeats of groups_per_s against the baseline's run
-of the same seed; `speedup_per_token` is the same for tokens_per_s, because the same groups may have different numbers of tokens.
-Figures that a run did not measure are absent.
+All runs are measured over the same groups. `speedup` is the median over the repeats of groups_per_s against
+the baseline's run of the same seed; `speedup_per_token` is the same for tokens_per_s, because the same groups
+may have different numbers of tokens. Figures that a run did not measure are absent.
 
 A `DrawnRun` holds the data to draw a run, from its timeline.jsonl and events.jsonl.
 """
@@ -30,16 +31,27 @@ SCHEMA_VERSION = 1
 UNEVEN_WORK = 0.03
 MAX_SHOWN_WORKERS = 8
 SPEEDS = {"speedup": "groups_per_s", "speedup_per_token": "tokens_per_s"}
-IDEAL = {"window_time_s": "ideal_s", "generation_s": "generation_s", "training_s": "training_s", "at_once_s": "at_once_s"}
+IDEAL = {
+    "window_time_s": "ideal_s",
+    "generation_s": "generation_s",
+    "training_s": "training_s",
+    "at_once_s": "at_once_s",
+}
 """The bound's figures, by their names in results.json."""
-CAPACITIES = ("rollout_tokens_per_s", "trainer_tokens_per_s", "rollout_beside_tokens_per_s", "trainer_beside_tokens_per_s")
+CAPACITIES = (
+    "rollout_tokens_per_s",
+    "trainer_tokens_per_s",
+    "rollout_beside_tokens_per_s",
+    "trainer_beside_tokens_per_s",
+)
 
 Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnRun:
-    """The data to draw one run. Times are seconds since its start. `workers` are those shown, `num_workers` counts all."""
+    """The data to draw one run. Times are seconds since its start. `workers` are those shown, `num_workers`
+    counts all."""
 
     profile: str
     trainers: tuple[str, ...]
@@ -51,7 +63,8 @@ class DrawnRun:
     window_ends_s: tuple[float, ...]
 
     def middle_s(self, length_s: float) -> float:
-        """Where a view of `length_s` in the middle of the run begins, rounded to the nearest end of a window."""
+        """Where a view of `length_s` in the middle of the run begins, rounded to the nearest end of a
+        window."""
         ends = self.window_ends_s
         wanted_s = max(0.0, (ends[0] + ends[-1] - length_s) / 2)
         return min(ends, key=lambda end_s: abs(end_s - wanted_s))
@@ -65,7 +78,8 @@ class DrawnRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """A finished run: its metrics lines, the speed of each phase alone (if measured), and its timeline (if it is drawn)."""
+    """A finished run: its metrics lines, the speed of each phase alone (if measured), and its timeline (if it
+    is drawn)."""
 
     profile: str
     seed: int
@@ -155,17 +169,24 @@ def read_results(path: Path) -> Comparison:
             results=[_result_of(result) for result in found["results"]],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(f"{path} is malformed: {type(error).__name__}: {error}", hint="run the comparison again") from None
+        raise RefusedError(
+            f"{path} is malformed: {type(error).__name__}: {error}", hint="run the comparison again"
+        ) from None
 
 
 def _result_of(found: Mapping[str, Any]) -> Result:
     """The inverse of `Result.to_json`."""
     ideal = {name: (found["ideal"] or {}).get(key) for key, name in IDEAL.items()}
     medians = {**found, **ideal, **(found["capacities"] or {})}
-    spreads = {name: Range(median=medians[name], min=low, max=high) for name, (low, high) in found["spread"].items()}
+    spreads = {
+        name: Range(median=medians[name], min=low, max=high) for name, (low, high) in found["spread"].items()
+    }
     return Result(
         contestant=Contestant(
-            name=found["profile"], mode=found["mode"], step_groups=found["step_groups"], window_groups=found["own_window_groups"]
+            name=found["profile"],
+            mode=found["mode"],
+            step_groups=found["step_groups"],
+            window_groups=found["own_window_groups"],
         ),
         figures={name: spread for name, spread in spreads.items() if spread.median is not None},
         seeds=tuple(found["seeds"]),
@@ -173,22 +194,32 @@ def _result_of(found: Mapping[str, Any]) -> Result:
 
 
 def summarise(contestants: Sequence[Contestant], runs: Sequence[FinishedRun]) -> list[Result]:
-    """Results in the order of `contestants`, the baseline first. Profiles without a finished run are left out."""
+    """Results in the order of `contestants`, the baseline first. Profiles without a finished run are left
+    out."""
     baseline = contestants[0]
-    measured = stretches([run.lines for run in runs], max(contestant.window_groups for contestant in contestants))
+    measured = stretches(
+        [run.lines for run in runs], max(contestant.window_groups for contestant in contestants)
+    )
     own: dict[str, dict[int, Figures]] = {contestant.name: {} for contestant in contestants}
     for run, stretch in zip(runs, measured, strict=True):
         own[run.profile][run.seed] = figures_of(stretch, baseline.window_groups, run.capacities)
-    return [_result(contestant, own[contestant.name], own[baseline.name]) for contestant in contestants if own[contestant.name]]
+    return [
+        _result(contestant, own[contestant.name], own[baseline.name])
+        for contestant in contestants
+        if own[contestant.name]
+    ]
 
 
 def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[int, Figures]) -> Result:
-    """`own` and `base`: figures of the profile and the baseline, by seed. Without a common seed there is no speedup."""
+    """`own` and `base`: figures of the profile and the baseline, by seed. Without a common seed there is no
+    speedup."""
     common = set.intersection(*(set(figures) for figures in own.values()))
     names = [name for name in next(iter(own.values())) if name in common]
     values = {name: [figures[name] for figures in own.values()] for name in names}
     if paired := [seed for seed in own if seed in base]:
-        values |= {name: [own[seed][speed] / base[seed][speed] for seed in paired] for name, speed in SPEEDS.items()}
+        values |= {
+            name: [own[seed][speed] / base[seed][speed] for seed in paired] for name, speed in SPEEDS.items()
+        }
     return Result(
         contestant=contestant,
         figures={name: Range.of(found) for name, found in values.items()},
@@ -197,14 +228,22 @@ def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[in
 
 
 def differences(baseline: Result, other: Result) -> list[str]:
-    """Where the two differ in more than their schedule: train steps (K) or groups (W) between two syncs, lengths of responses."""
+    """Where the two differ in more than their schedule: train steps (K) or groups (W) between two syncs,
+    lengths of responses."""
     ours, theirs = baseline.contestant, other.contestant
-    found = [("K", ours.window_steps != theirs.window_steps), ("W", ours.window_groups != theirs.window_groups)]
-    return [*(name for name, differs in found if differs), *(["length"] if is_uneven([baseline, other]) else [])]
+    found = [
+        ("K", ours.window_steps != theirs.window_steps),
+        ("W", ours.window_groups != theirs.window_groups),
+    ]
+    return [
+        *(name for name, differs in found if differs),
+        *(["length"] if is_uneven([baseline, other]) else []),
+    ]
 
 
 def unevenness(results: Sequence[Result]) -> float:
-    """How much the profiles' tokens differ in the measured groups: most over fewest, minus 1. (Policies learn differently.)"""
+    """How much the profiles' tokens differ in the measured groups: most over fewest, minus 1. (Policies learn
+    differently.)"""
     known = [(result.median("tokens_per_s"), result.median("window_time_s")) for result in results]
     tokens = [rate * seconds for rate, seconds in known if rate is not None and seconds is not None]
     return max(tokens) / min(tokens) - 1 if tokens and min(tokens) > 0 else 0.0
@@ -216,8 +255,9 @@ def is_uneven(results: Sequence[Result]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything that is shown, written and drawn. `window_groups` is W of the baseline, the unit of window_time_s. `workload` is
-    empty for real runs. `error`: the error that ended the comparison early; `missing`: unfinished runs."""
+    """Everything that is shown, written and drawn. `window_groups` is W of the baseline, the unit of
+    window_time_s. `workload` is empty for real runs. `error`: the error that ended the comparison early;
+    `missing`: unfinished runs."""
 
     results: Sequence[Result]
     workload: str
@@ -288,4 +328,6 @@ def shown_workers(roles: Mapping[str, str]) -> tuple[str, ...]:
 
 def _of_role(roles: Mapping[str, str], role: str) -> list[str]:
     """Executors of a role, ordered by number: rollout-2 before rollout-10."""
-    return sorted((name for name, found in roles.items() if found == role), key=lambda name: (len(name), name))
+    return sorted(
+        (name for name, found in roles.items() if found == role), key=lambda name: (len(name), name)
+    )

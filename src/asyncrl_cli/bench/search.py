@@ -1,11 +1,13 @@
-"""The search of `plan --tune`: grids of short runs, one after the other, then long runs of the most promising settings. No I/O.
+"""The search of `plan --tune`: grids of short runs, one after the other, then long runs of the most promising
+settings. No I/O.
 
     short   the current setting and the starts, then each grid of `Space.stages` around the fastest setting so far
     long    the fastest of each of the best splits, some of the Pareto front, the fastest with other windows, the current setting
     split   the recommended setting on the current split: tells what is won by the split, and what by the rest
     strict  the recommended setting without a strict bound: tells what strictness costs
 
-The effort is counted in simulated windows and not in seconds, so that a search gives the same answer on any machine.
+The effort is counted in simulated windows and not in seconds, so that a search gives the same answer on any
+machine.
 """
 
 from __future__ import annotations
@@ -21,21 +23,24 @@ from asyncrl_cli.errors import AsyncrlError
 SHORT_WINDOWS = 4
 """The first and the last one are not measured."""
 BEST = 3
-"""How many splits, and how many windows (K, batches), get long runs: short runs are too noisy to decide between the best ones."""
+"""How many splits, and how many windows (K, batches), get long runs: short runs are too noisy to decide
+between the best ones."""
 LONG_RUNS = 2 * BEST + 4
-"""At most: besides the best splits and windows, which share the fastest row, the second and the last row of the front, the current
-setting, and the recommended one on the current split and without a bound."""
+"""At most: besides the best splits and windows, which share the fastest row, the second and the last row of
+the front, the current setting, and the recommended one on the current split and without a bound."""
 SAME_TIME = 0.01
-"""Relative difference below which two simulated times count as equal, and staleness decides. Chosen, not measured."""
+"""Relative difference below which two simulated times count as equal, and staleness decides. Chosen, not
+measured."""
 SAME_STALENESS = 0.05
-"""Difference of mean staleness, in versions, that is too small to recommend, or simulate further, a slower setting."""
+"""Difference of mean staleness, in versions, that is too small to recommend, or simulate further, a slower
+setting."""
 FIGURES = ("window_time_s", "staleness_mean", "staleness_max", "trainer_idle_ratio", "rollouter_idle_ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Figures of a setting's simulated run of `windows` windows. `window_time_s` is per W groups of the workload's own window;
-    staleness is in versions, by token."""
+    """Figures of a setting's simulated run of `windows` windows. `window_time_s` is per W groups of the
+    workload's own window; staleness is in versions, by token."""
 
     setting: Setting
     windows: int
@@ -58,18 +63,24 @@ class Row:
         return f"{self.setting.split}, {self.window_time_s:.2f} s"
 
     def to_json(self) -> dict[str, Any]:
-        return self.setting.to_json() | {name: getattr(self, name) for name in FIGURES} | {"is_long": self.is_long}
+        return (
+            self.setting.to_json()
+            | {name: getattr(self, name) for name in FIGURES}
+            | {"is_long": self.is_long}
+        )
 
 
 Outcome = Row | str
 """A row, or why the run failed."""
 Evaluate = Callable[[Sequence[Setting], int], Iterable[Outcome]]
-"""Simulates a run of each setting, of the given number of windows of W groups; the outcomes come in the order of the settings."""
+"""Simulates a run of each setting, of the given number of windows of W groups; the outcomes come in the order
+of the settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search has simulated so far: the outcomes by setting and number of windows, the long runs of a setting last."""
+    """What a search has simulated so far: the outcomes by setting and number of windows, the long runs of a
+    setting last."""
 
     space: Space
     runs: dict[tuple[Setting, int], Outcome] = field(default_factory=dict)
@@ -86,7 +97,9 @@ class Found:
     @property
     def rows(self) -> list[Row]:
         """Settings within the staleness bound; those with long runs first, each part from the fastest on."""
-        rows = [row for row in self.outcomes.values() if isinstance(row, Row) and self.space.allows(row.setting)]
+        rows = [
+            row for row in self.outcomes.values() if isinstance(row, Row) and self.space.allows(row.setting)
+        ]
         return sorted(rows, key=lambda row: (not row.is_long, row.rank))
 
     @property
@@ -96,8 +109,8 @@ class Found:
 
     @property
     def best(self) -> Row:
-        """Of the long runs that are as fast as the fastest (within `SAME_TIME`), the least stale; of those that are as fresh
-        (within `SAME_STALENESS`), the one with the smallest bound and eta."""
+        """Of the long runs that are as fast as the fastest (within `SAME_TIME`), the least stale; of those
+        that are as fresh (within `SAME_STALENESS`), the one with the smallest bound and eta."""
         long = [row for row in self.rows if row.is_long]
         as_fast = [row for row in long if row.window_time_s <= long[0].window_time_s * (1 + SAME_TIME)]
         least_stale = min(row.staleness_mean for row in as_fast)
@@ -110,18 +123,21 @@ class Found:
 
     @property
     def current(self) -> Row | None:
-        """The setting that the search started from, even where it is beyond the bound. None if its run failed."""
+        """The setting that the search started from, even where it is beyond the bound. None if its run
+        failed."""
         return self.row_of(self.space.current)
 
     @property
     def on_current_split(self) -> Row | None:
-        """The recommended setting moved to the current split. None if it is there already, or if that run failed."""
+        """The recommended setting moved to the current split. None if it is there already, or if that run
+        failed."""
         row = self.row_of(replace(self.best.setting, devices=self.space.current.devices))
         return None if row == self.best else row
 
     @property
     def without_bound(self) -> Row | None:
-        """The recommended setting without a strict bound. None if it makes nothing ahead, or if that run failed."""
+        """The recommended setting without a strict bound. None if it makes nothing ahead, or if that run
+        failed."""
         return self.row_of(replace(self.best.setting, on_stale="accept"))
 
     @property
@@ -132,12 +148,15 @@ class Found:
 
 def planned_windows(space: Space, long_windows: int) -> int:
     """The most windows that a search simulates."""
-    around = (*space.starts, *space.first_splits(space.current))  # around uneven splits there are fewer others
+    # around uneven splits there are fewer others
+    around = (*space.starts, *space.first_splits(space.current))
     num_short = 3 + sum(max(len(list(stage(one))) for one in around) for stage in space.stages)
     return num_short * SHORT_WINDOWS + LONG_RUNS * long_windows
 
 
-def search(space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[int], None] = lambda windows: None) -> Found:
+def search(
+    space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[int], None] = lambda windows: None
+) -> Found:
     """Search the space. Deterministic if `evaluate` is. `tell(windows simulated so far)`.
 
     Raises AsyncrlError if no setting could be simulated.
@@ -157,7 +176,9 @@ def search(space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[
     apart = front(rows, SAME_STALENESS)
     settings = [row.setting for row in (*_fastest(rows, "split"), *apart[:2], *apart[-1:])]
     for one in (row.setting for row in _fastest(rows, "window_steps", "require_batches")):
-        settings.append(replace(settings[0], window_steps=one.window_steps, require_batches=one.require_batches))
+        settings.append(
+            replace(settings[0], window_steps=one.window_steps, require_batches=one.require_batches)
+        )
     rows = run([*settings, space.current], long_windows)
     if not any(row.is_long for row in rows):
         raise AsyncrlError(
@@ -172,13 +193,17 @@ def search(space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[
 
 
 def _fastest(rows: Sequence[Row], *names: str) -> list[Row]:
-    """The fastest row for each value of these attributes of a setting, for the `BEST` values with the fastest ones."""
-    fastest = {attrgetter(*names)(row.setting): row for row in sorted(rows, key=lambda row: row.rank, reverse=True)}
+    """The fastest row for each value of these attributes of a setting, for the `BEST` values with the fastest
+    ones."""
+    fastest = {
+        attrgetter(*names)(row.setting): row for row in sorted(rows, key=lambda row: row.rank, reverse=True)
+    }
     return sorted(fastest.values(), key=lambda row: row.rank)[:BEST]
 
 
 def front(rows: Sequence[Row], tolerance: float = 0.0) -> list[Row]:
-    """The Pareto front, the fastest first: rows that are less stale than every faster one by more than `tolerance`."""
+    """The Pareto front, the fastest first: rows that are less stale than every faster one by more than
+    `tolerance`."""
     undominated: list[Row] = []
     for row in sorted(rows, key=lambda row: row.rank):
         if not undominated or row.staleness_mean < undominated[-1].staleness_mean - tolerance:

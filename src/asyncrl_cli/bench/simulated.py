@@ -4,8 +4,8 @@
                               |
                               +--> the files of some runs, like those of real runs
 
-Only the parent handles Ctrl-C. It ends the pool at once, because an unfinished simulated run is not worth keeping. No process of
-the pool outlives the command, however the command ends.
+Only the parent handles Ctrl-C. It ends the pool at once, because an unfinished simulated run is not worth
+keeping. No process of the pool outlives the command, however the command ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ Progress = Callable[[str, int], None]
 
 
 class Pool(ProcessPoolExecutor):
-    """A process pool whose children never get SIGINT (a Ctrl-C in the terminal), not even while they start."""
+    """A process pool whose children never get SIGINT (a Ctrl-C in the terminal), not even while they
+    start."""
 
     def submit(self, *arguments: Any, **keywords: Any) -> Future[Any]:
         with blocked(signal.SIGINT):
@@ -52,8 +53,9 @@ class Pool(ProcessPoolExecutor):
 
 @contextmanager
 def simulators(processes: int, told: Any = None) -> Iterator[Pool]:
-    """A pool for simulated runs: spawned processes (forking is unsafe, because this process has threads), killed at the end of the
-    block. `told`: their queue for progress. Raises Interrupted on SIGINT, SIGTERM or SIGHUP within the block."""
+    """A pool for simulated runs: spawned processes (forking is unsafe, because this process has threads),
+    killed at the end of the block. `told`: their queue for progress. Raises Interrupted on SIGINT, SIGTERM or
+    SIGHUP within the block."""
     others, context = set(multiprocessing.active_children()), multiprocessing.get_context("spawn")
     try:
         with StopRequests().on_signals(), Pool(processes, context, _begin, (told,)) as pool:
@@ -91,9 +93,11 @@ class SimulatedJob:
         return f"SIMULATED {self.loaded.profile.name}-s{self.seed}"
 
 
-def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress) -> tuple[list[FinishedRun], list[Residual]]:
-    """The runs in the order of `jobs`, with their capacities, and how well the workload fits its references. `window_groups`: the
-    longest W of all profiles.
+def simulate_all(
+    jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress
+) -> tuple[list[FinishedRun], list[Residual]]:
+    """The runs in the order of `jobs`, with their capacities, and how well the workload fits its references.
+    `window_groups`: the longest W of all profiles.
 
     If a run fails, or on an interrupt, ends all other runs and raises that run's error or Interrupted.
     """
@@ -114,7 +118,12 @@ def with_capacities(made: Sequence[tuple[FinishedRun, Costs]], window_groups: in
     """The runs with their capacities, computed from the lengths of the measured groups only."""
     measured = stretches([run.lines for run, _ in made], window_groups)
     return [
-        replace(run, capacities=costs.capacities(int(stretch.before["groups_trained"]), int(stretch.lines[-1]["groups_trained"])))
+        replace(
+            run,
+            capacities=costs.capacities(
+                int(stretch.before["groups_trained"]), int(stretch.lines[-1]["groups_trained"])
+            ),
+        )
         for (run, costs), stretch in zip(made, measured, strict=True)
     ]
 
@@ -153,13 +162,20 @@ class _Told(Observer):
 
 @contextmanager
 def recorded(loaded: Loaded, directory: Path) -> Iterator[Observer]:
-    """An observer for `simulate` that writes the files of a real run to the new `directory`, so that any reader of runs works.
-    Raises RefusedError if the directory exists."""
+    """An observer for `simulate` that writes the files of a real run to the new `directory`, so that any
+    reader of runs works. Raises RefusedError if the directory exists."""
     profile, origins = loaded.profile, loaded.origins
     document, toml = to_document(profile, origins), to_toml(profile, origins)
-    with closing(RunDirectory.create(directory.parent, directory.name, profile_toml=toml, resolved=document)) as files:
+    with closing(
+        RunDirectory.create(directory.parent, directory.name, profile_toml=toml, resolved=document)
+    ) as files:
         facts = replace(RunFacts.of(profile, files.path, 1), profile=f"SIMULATED {profile.name}")
-        sinks = [MetricsFile(files.metrics), EventsFile(files.events), TimelineFile(files.timeline), _LastStatus(files.status)]
+        sinks = [
+            MetricsFile(files.metrics),
+            EventsFile(files.events),
+            TimelineFile(files.timeline),
+            _LastStatus(files.status),
+        ]
         observers, phase = Observers(facts, sinks, clock=_virtual_s), "failed"
         try:
             yield observers

@@ -1,7 +1,7 @@
 """What a search may change in a profile, and the grids that it tries.
 
-A `Setting` is one choice of everything that may change: the split of the devices and some keys of the profile. `Space.stages` lists
-the grids. A further key is a field of `Setting` and a grid.
+A `Setting` is one choice of everything that may change: the split of the devices and some keys of the
+profile. `Space.stages` lists the grids. A further key is a field of `Setting` and a grid.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ def split_sets(devices: Mapping[str, int], gpus_per_rollout_worker: int) -> list
     """The `--set`s that divide the devices so; `Setting` says what the two mean."""
     _, *scorers, _ = devices
     apart = [task for task in scorers if devices[task]]
-    tasks = [[TRAIN, *(task for task in scorers if task not in apart)], *([task] for task in apart), [ROLLOUT]]
+    tasks = [
+        [TRAIN, *(task for task in scorers if task not in apart)],
+        *([task] for task in apart),
+        [ROLLOUT],
+    ]
     ratios = [count for count in devices.values() if count]
     sets = [f"placement.gpus={sum(ratios)}"] if gpus_per_rollout_worker else []
     if scorers:
@@ -44,14 +48,16 @@ def split_sets(devices: Mapping[str, int], gpus_per_rollout_worker: int) -> list
 
 
 def _key(key: str, heading: str = "") -> dict[str, str]:
-    """Of a field that sets the profile's `key`. `heading`: of its column in the table of results, if it has one."""
+    """Of a field that sets the profile's `key`. `heading`: of its column in the table of results, if it has
+    one."""
     return {"key": key, "heading": heading}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One point of the search. `devices`: GPUs of the trainer, of each scorer that the profile has apart, and of all rollout
-    workers; the trainer does what a scorer with none would. On CPUs they are processes, and `gpus_per_rollout_worker` is 0."""
+    """One point of the search. `devices`: GPUs of the trainer, of each scorer that the profile has apart, and
+    of all rollout workers; the trainer does what a scorer with none would. On CPUs they are processes, and
+    `gpus_per_rollout_worker` is 0."""
 
     gpus_per_rollout_worker: int
     devices: Mapping[str, int] = field(hash=False)
@@ -66,9 +72,15 @@ class Setting:
 
     @classmethod
     def of(cls, profile: Profile, plan: JobPlan) -> Setting:
-        values = {name: attrgetter(key)(profile) for name, key in KEYS.items()} | {"max_staleness": staleness_bound(profile)}
+        values = {name: attrgetter(key)(profile) for name, key in KEYS.items()} | {
+            "max_staleness": staleness_bound(profile)
+        }
         gpus = plan.gpus_per_rollout_worker
-        devices = {TRAINER: plan.trainer_workers, **plan.scorers, ROLLOUT: plan.rollout_workers * max(gpus, 1)}
+        devices = {
+            TRAINER: plan.trainer_workers,
+            **plan.scorers,
+            ROLLOUT: plan.rollout_workers * max(gpus, 1),
+        }
         return cls(gpus_per_rollout_worker=gpus, devices=devices, **values)
 
     @property
@@ -103,14 +115,16 @@ class Setting:
 
 KEYS: dict[str, str] = {one.name: one.metadata["key"] for one in fields(Setting) if one.metadata}
 """The profile's keys by the names of a setting's fields."""
-HEADINGS = {"split": "split"} | {heading: one.name for one in fields(Setting) if (heading := one.metadata.get("heading"))}
+HEADINGS = {"split": "split"} | {
+    heading: one.name for one in fields(Setting) if (heading := one.metadata.get("heading"))
+}
 """What a table shows of a setting: names of its attributes by the headings of their columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Settings of `profile` with as many GPUs (or processes) in total as `current`, its own. `bound` is S, the largest
-    max_staleness allowed; `etas` ascend."""
+    """Settings of `profile` with as many GPUs (or processes) in total as `current`, its own. `bound` is S,
+    the largest max_staleness allowed; `etas` ascend."""
 
     profile: Profile
     current: Setting
@@ -119,7 +133,8 @@ class Space:
 
     @classmethod
     def around(cls, profile: Profile, plan: JobPlan, *, bound: int) -> Space:
-        """Raises ConfigError if `profile` names a way to interrupt rollouts and the bound allows none that could be interrupted."""
+        """Raises ConfigError if `profile` names a way to interrupt rollouts and the bound allows none that
+        could be interrupted."""
         current, interrupt = Setting.of(profile, plan), profile.rollout.interrupt
         shortest_window = current.require_batches * profile.trainer.ppo_mini_batch_size
         some = sorted(eta for eta in {*ETAS, Decimal(bound), current.eta} if eta <= bound)
@@ -135,12 +150,19 @@ class Space:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The grids in the order in which they are tried, each around the best setting so far."""
-        return self.first_splits, self.splits, self.windows, self.bounded_etas, self.slots_and_placements, self.splits
+        return (
+            self.first_splits,
+            self.splits,
+            self.windows,
+            self.bounded_etas,
+            self.slots_and_placements,
+            self.splits,
+        )
 
     @property
     def starts(self) -> tuple[Setting, ...]:
-        """The current setting with etas that let the two sides overlap, up to 1 and the largest: which split is the best depends on
-        how much they do."""
+        """The current setting with etas that let the two sides overlap, up to 1 and the largest: which split
+        is the best depends on how much they do."""
         up_to_1 = max((eta for eta in self.etas if eta <= 1), default=self.etas[0])
         return tuple(self._with_eta(self.current, eta) for eta in (up_to_1, self.etas[-1]))
 
@@ -148,13 +170,17 @@ class Space:
         return setting.max_staleness <= self.bound and setting.on_stale == "wait"
 
     def splits(self, setting: Setting) -> Iterator[Setting]:
-        """Devices moved from any role to any other: the fewest possible, twice as many, and so on. Both sides and the reward model
-        keep some; the other scorers need none. From two nodes on, the two sides exchange half nodes where these divide the GPUs.
+        """Devices moved from any role to any other: the fewest possible, twice as many, and so on. Both sides
+        and the reward model keep some; the other scorers need none. From two nodes on, the two sides exchange
+        half nodes where these divide the GPUs.
 
         Because the numbers double, a few such grids in succession come to any split, or next to it.
         """
         now, total = setting.devices, sum(setting.devices.values())
-        sizes = {TRAINER: self.profile.trainer.sequence_parallel_size, ROLLOUT: max(setting.gpus_per_rollout_worker, 1)}
+        sizes = {
+            TRAINER: self.profile.trainer.sequence_parallel_size,
+            ROLLOUT: max(setting.gpus_per_rollout_worker, 1),
+        }
         half_node = math.gcd(total, NODE_GPUS // 2) if total >= 2 * NODE_GPUS else 1
         for giver, taker in permutations(now, 2):
             is_of_sides = giver in sizes and taker in sizes
@@ -168,14 +194,22 @@ class Space:
         return (split for start in self.starts for split in self.splits(start))
 
     def windows(self, setting: Setting) -> Iterator[Setting]:
-        """All pairs (K, require_batches) with the current W, and shorter windows of train steps of the current size."""
+        """All pairs (K, require_batches) with the current W, and shorter windows of train steps of the
+        current size."""
         steps, batches = self.current.window_steps, self.current.require_batches
-        same = {(part, steps * batches // part) for part in range(1, steps * batches + 1) if steps * batches % part == 0}
+        same = {
+            (part, steps * batches // part)
+            for part in range(1, steps * batches + 1)
+            if steps * batches % part == 0
+        }
         shorter = {(part, batches) for part in range(1, steps) if steps % part == 0}
-        return (replace(setting, window_steps=part, require_batches=of) for part, of in sorted(same | shorter))
+        return (
+            replace(setting, window_steps=part, require_batches=of) for part, of in sorted(same | shorter)
+        )
 
     def bounded_etas(self, setting: Setting) -> Iterator[Setting]:
-        """Each eta with the smallest bound that it needs and, if eta > 0, also with one version more and the largest allowed."""
+        """Each eta with the smallest bound that it needs and, if eta > 0, also with one version more and the
+        largest allowed."""
         for least in (self._with_eta(setting, eta) for eta in self.etas):
             slack = sorted({least.max_staleness + 1, self.bound}) if least.eta > 0 else ()
             yield from filter(self.allows, (least, *(replace(least, max_staleness=bound) for bound in slack)))
@@ -186,6 +220,7 @@ class Space:
         return (replace(setting, slots=of[0], placement=of[1]) for of in product(sorted(counts), PLACEMENTS))
 
     def _with_eta(self, setting: Setting, eta: Decimal) -> Setting:
-        """With the smallest bound that eta needs. At eta = 0 nothing runs during a sync, so no rollout can be partial."""
+        """With the smallest bound that eta needs. At eta = 0 nothing runs during a sync, so no rollout can be
+        partial."""
         partial = self.current.partial_rollout or self.current.eta == 0
         return replace(setting, eta=eta, max_staleness=math.ceil(eta), partial_rollout=partial and eta > 0)

@@ -1,4 +1,5 @@
-"""A comparison as a table. Metrics are rows and profiles are columns, so that six profiles fit on a terminal."""
+"""A comparison as a table. Metrics are rows and profiles are columns, so that six profiles fit on a
+terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from asyncrl_cli.observe.format import NOTHING, clock, count, share
 
 Shown = Callable[[float], str]
 NAME_WIDTH = 10
-"""Characters of a column's heading. A table of six profiles, with labels of 22 and spreads of 10 characters, is 100 wide."""
+"""Characters of a column's heading. A table of six profiles, with labels of 22 and spreads of 10 characters,
+is 100 wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +32,8 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class TableFigure:
-    """A figure and how it is formatted. `key`: also show its spread over the repeats. `always`: show its row even if no run
-    measured it. In a label, `{window}` stands for W of the baseline."""
+    """A figure and how it is formatted. `key`: also show its spread over the repeats. `always`: show its row
+    even if no run measured it. In a label, `{window}` stands for W of the baseline."""
 
     label: str
     name: str
@@ -94,7 +96,8 @@ RATES = {
         TableFigure("  training, tokens/s", "trainer_tokens_per_s", count),
     ),
 }
-"""Rates of the phases alone show whether the baseline is fair. Rates at once exist only if both sides share a machine."""
+"""Rates of the phases alone show whether the baseline is fair. Rates at once exist only if both sides share a
+machine."""
 
 
 def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableRow]:
@@ -105,7 +108,10 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
         return [
             TableRow(
                 label=metric.label.format(window=comparison.window_groups),
-                cells=tuple(_cell(result.figures.get(metric.name), metric.shown, metric.key or all_spreads) for result in results),
+                cells=tuple(
+                    _cell(result.figures.get(metric.name), metric.shown, metric.key or all_spreads)
+                    for result in results
+                ),
                 strong=metric.strong,
             )
             for metric in metrics
@@ -116,9 +122,15 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
     made = [*_unequal(results), *rows(SPEED)]
     if any(groups != comparison.window_groups for groups in step_groups):
         made += rows(WINDOW)
-    made += [TableRow(label="train step, groups (R)", cells=tuple(map(str, step_groups))), *rows((*STEP, *REST))]
+    made += [
+        TableRow(label="train step, groups (R)", cells=tuple(map(str, step_groups))),
+        *rows((*STEP, *REST)),
+    ]
     if comparison.has_bound:
-        made += [TableRow(label="limited by", cells=tuple(result.limited_by or NOTHING for result in results)), *rows(IDEAL)]
+        made += [
+            TableRow(label="limited by", cells=tuple(result.limited_by or NOTHING for result in results)),
+            *rows(IDEAL),
+        ]
     for heading, metrics in RATES.items():
         if rates := rows(metrics):
             made += [TableRow(label=heading), *rates]
@@ -151,12 +163,15 @@ def _cell(spread: Range | None, shown: Shown, with_spread: bool) -> str:
 def _short(value: float, shown: Shown) -> str:
     """A value of a spread, with at most three digits and no unit."""
     return (
-        f"{value:.3g}" if shown in (seconds, digits) and 0.01 <= value < 1000 else shown(value).removesuffix("x").removesuffix("%")
+        f"{value:.3g}"
+        if shown in (seconds, digits) and 0.01 <= value < 1000
+        else shown(value).removesuffix("x").removesuffix("%")
     )
 
 
 def table_of(comparison: Comparison) -> Table:
-    """The table for a screen, at its full width even if the terminal is narrower. Print it with `crop=False`."""
+    """The table for a screen, at its full width even if the terminal is narrower. Print it with
+    `crop=False`."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for result in comparison.results:

@@ -1,11 +1,12 @@
 """`plan --tune`: simulates settings in parallel on the virtual clock and recommends the best.
 
-    workload + profile -> Space -> search -> Tuned -> what is printed, and a profile for `train --profile` or one side of `bench`
+    workload + profile -> Space -> search -> Tuned -> what is printed, and a profile for `train --profile` or
+    one side of `bench`
                                      |
                                      +-> one simulated run per setting, each in a process of the pool
 
-All settings get the same groups with the same lengths (both follow from the seed), so that differences come from the settings.
-All results are SIMULATED, and whatever prints them says so.
+All settings get the same groups with the same lengths (both follow from the seed), so that differences come
+from the settings. All results are SIMULATED, and whatever prints them says so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.bench.measure import Edges, figures_of, stretch_of
-from asyncrl_cli.bench.search import FIGURES, LONG_RUNS, Evaluate, Found, Outcome, Row, front, planned_windows, search
+from asyncrl_cli.bench.search import (
+    FIGURES,
+    LONG_RUNS,
+    Evaluate,
+    Found,
+    Outcome,
+    Row,
+    front,
+    planned_windows,
+    search,
+)
 from asyncrl_cli.bench.simulated import simulators
 from asyncrl_cli.bench.space import RANKS_KEY, WORKERS_KEY, Setting, Space, split_sets
 from asyncrl_cli.errors import ConfigError
@@ -32,7 +43,14 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import ROLLOUT, TRAIN, share_of, tasks_apart
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.workload import Reference, Workload
-from asyncrl_cli.simulate.workload_files import WINDOW, Residual, load_workload, profile_for, reference_sets, residuals
+from asyncrl_cli.simulate.workload_files import (
+    WINDOW,
+    Residual,
+    load_workload,
+    profile_for,
+    reference_sets,
+    residuals,
+)
 from asyncrl_cli.simulate.world import simulate, virtual_cluster
 
 SCHEMA_VERSION = 1
@@ -42,8 +60,10 @@ TRAJECTORIES = 450_000
 """How many all long runs together simulate of a large workload: some 30 CPU seconds."""
 FEWEST_LONG_WINDOWS, MOST_LONG_WINDOWS = 6, 24
 LIMITS = (
-    "what staleness does to the accuracy of the trained model is not simulated: a faster row is better only if it learns as well",
-    "memory is not simulated, but for a KV cache whose size the workload knows: slots are at most those it was measured with; "
+    "what staleness does to the accuracy of the trained model is not simulated: a faster row is better only "
+    "if it learns as well",
+    "memory is not simulated, but for a KV cache whose size the workload knows: slots are at most those it "
+    "was measured with; "
     "`asyncrl plan --profile P` estimates what a split needs",
 )
 """What this search does not know, as told to the user."""
@@ -51,8 +71,8 @@ LIMITS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A search as its user asked for it. `reference` is a workload, or a run that has been measured here; `bound` is S, by default
-    the profile's own."""
+    """A search as its user asked for it. `reference` is a workload, or a run that has been measured here;
+    `bound` is S, by default the profile's own."""
 
     reference: str
     runs_dir: Path
@@ -64,8 +84,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """A finished search from `profile` with the keys in `sets`. `known`: the measured or published time of the current setting, if
-    there is one. `fit`: how well the simulation reproduces the run that the workload was calibrated on; empty for any other one."""
+    """A finished search from `profile` with the keys in `sets`. `known`: the measured or published time of
+    the current setting, if there is one. `fit`: how well the simulation reproduces the run that the workload
+    was calibrated on; empty for any other one."""
 
     workload: Workload
     profile: str
@@ -76,7 +97,8 @@ class Tuned:
 
     @property
     def window_groups(self) -> int:
-        """W of the profile that was tuned: times are seconds per so many groups, whatever a setting's own window is."""
+        """W of the profile that was tuned: times are seconds per so many groups, whatever a setting's own
+        window is."""
         return window_groups_of(self.found.space.profile)
 
     @property
@@ -86,9 +108,9 @@ class Tuned:
 
     @property
     def error(self) -> float | None:
-        """How far the simulation is off, as a share of the measured window of the current setting: by the whole window or, if that
-        is more, by its worst part (errors of parts may cancel in the window, and need not in another setting). None: nothing was
-        measured."""
+        """How far the simulation is off, as a share of the measured window of the current setting: by the
+        whole window or, if that is more, by its worst part (errors of parts may cancel in the window, and
+        need not in another setting). None: nothing was measured."""
         whole = next((one for one in self.fit if one.part == WINDOW), None)
         if whole is not None:
             return max(abs(one.predicted_s - one.measured_s) for one in self.fit) / whole.measured_s
@@ -99,7 +121,12 @@ class Tuned:
     @property
     def recommended_sets(self) -> list[str]:
         """All `--set`s of the recommended run: those given to the search, overridden by those it found."""
-        return list({entry.partition("=")[0].strip(): entry for entry in (*self.sets, *self.found.best.setting.sets)}.values())
+        return list(
+            {
+                entry.partition("=")[0].strip(): entry
+                for entry in (*self.sets, *self.found.best.setting.sets)
+            }.values()
+        )
 
     def to_json(self) -> dict[str, Any]:
         found, known, undominated = self.found, self.known, front(self.found.rows)
@@ -134,27 +161,33 @@ class Tuned:
 def tune(asked: Asked, progress: Callable[..., None]) -> Tuned:
     """Search as asked. `progress(text, windows simulated so far, windows planned)`.
 
-    Raises ConfigError if profile, workload and GPUs do not fit together, AsyncrlError if no setting could be simulated.
+    Raises ConfigError if profile, workload and GPUs do not fit together, AsyncrlError if no setting could be
+    simulated.
     """
     workload, own_profile = workload_of(asked, progress)
     fit = residuals(workload) if own_profile else ()
     reference = asked.profile or own_profile or DEFAULT_PROFILE
     sets, profile, plan = starting_point(workload, reference, asked.sets, asked.gpus)
-    space = Space.around(profile, plan, bound=staleness_bound(profile) if asked.bound is None else asked.bound)
+    space = Space.around(
+        profile, plan, bound=staleness_bound(profile) if asked.bound is None else asked.bound
+    )
     window_groups = window_groups_of(profile)
     trajectories = LONG_RUNS * window_groups * profile.rollout.n
     long_windows = min(max(TRAJECTORIES // trajectories, FEWEST_LONG_WINDOWS), MOST_LONG_WINDOWS)
     planned = planned_windows(space, long_windows)
     with simulators(usable_cores()) as pool:
         evaluate = evaluator(pool, workload, reference, sets, window_groups)
-        found = search(space, evaluate, long_windows, lambda done: progress("SIMULATED: windows, at most", done, planned))
+        found = search(
+            space, evaluate, long_windows, lambda done: progress("SIMULATED: windows, at most", done, planned)
+        )
     progress(f"SIMULATED: {len(found.outcomes)} settings tried in {found.windows} windows")
     known = next((row for row in workload.references if _is_of(row, workload, profile)), None)
     return Tuned(workload=workload, profile=reference, sets=sets, found=found, known=known, fit=fit)
 
 
 def workload_of(asked: Asked, progress: Callable[..., None]) -> tuple[Workload, str | None]:
-    """The workload that WORKLOAD|RUN names. For a run (a name or a directory) it is calibrated; the second value is its profile."""
+    """The workload that WORKLOAD|RUN names. For a run (a name or a directory) it is calibrated; the second
+    value is its profile."""
     for directory in (expand(asked.reference), asked.runs_dir / asked.reference):
         profile = directory / "profile.toml"
         if profile.is_file() and (directory / "metrics.jsonl").is_file():
@@ -163,7 +196,9 @@ def workload_of(asked: Asked, progress: Callable[..., None]) -> tuple[Workload, 
     try:
         return load_workload(asked.reference), None
     except ConfigError as error:
-        raise ConfigError(f"{error}; nor is there a finished run of that name in {asked.runs_dir}", hint=error.hint) from None
+        raise ConfigError(
+            f"{error}; nor is there a finished run of that name in {asked.runs_dir}", hint=error.hint
+        ) from None
 
 
 def starting_point(
@@ -197,7 +232,8 @@ def starting_point(
 
 
 def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus: int) -> tuple[str, ...]:
-    """The `--set`s of a search on `gpus` GPUs: the profile's own split in proportion, or the counts that the user set.
+    """The `--set`s of a search on `gpus` GPUs: the profile's own split in proportion, or the counts that the
+    user set.
 
     Raises ConfigError for a workload on CPUs, and for GPUs that cannot be split.
     """
@@ -205,7 +241,8 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
     if placement.device == "cpu":
         raise ConfigError(
             f"{workload_name} runs on CPUs, where --gpus {gpus} means nothing",
-            hint="leave --gpus out; --set placement.trainer_workers=2 --set rollout.workers=2 gives it more processes",
+            hint="leave --gpus out; --set placement.trainer_workers=2 --set rollout.workers=2 gives it more "
+            "processes",
         )
     is_given = set_layer(sets).values.keys() & {RANKS_KEY, WORKERS_KEY}
     if is_given or (scorers and placement.tasks is None):  # the plan refuses scorers without a list of tasks
@@ -223,11 +260,16 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
         return [ranks for ranks in range(sharing, sides, sharing) if (sides - ranks) % each == 0]
 
     if not (possible := rank_counts(sides)):
-        fitting = next((fewer for fewer in range(sides - 1, 0, -1) if rank_counts(fewer)), sharing + each) + gpus - sides
+        fitting = (
+            next((fewer for fewer in range(sides - 1, 0, -1) if rank_counts(fewer)), sharing + each)
+            + gpus
+            - sides
+        )
         beside = "".join(f" beside {task}" for task in scorers)
         own = "what the profile says" if placement.gpus is None else f"the workload's own {placement.gpus}"
         raise ConfigError(
-            f"--gpus {gpus}: there is no split of {max(sides, 0)} for trainer and rollout{beside}, as ranks come in multiples of "
+            f"--gpus {gpus}: there is no split of {max(sides, 0)} for trainer and rollout{beside}, as ranks "
+            "come in multiples of "
             f"{sharing} (trainer.sequence_parallel_size) and a rollout worker has {each}",
             hint=f"--gpus {fitting}, or no --gpus: then it is {own}",
         )
@@ -242,14 +284,21 @@ def _is_of(row: Reference, workload: Workload, profile: Profile) -> bool:
     return of_row.model_dump(exclude={"run"}) == profile.model_dump(exclude={"run"})
 
 
-def evaluator(pool: Executor, workload: Workload, reference: str, sets: Sequence[str], window_groups: int) -> Evaluate:
+def evaluator(
+    pool: Executor, workload: Workload, reference: str, sets: Sequence[str], window_groups: int
+) -> Evaluate:
     """The search's `Evaluate`, in parallel."""
     simulated = partial(_simulated, workload, reference, sets, window_groups)
     return lambda settings, windows: pool.map(partial(simulated, windows), settings)
 
 
 def _simulated(
-    workload: Workload, reference: str, sets: Sequence[str], window_groups: int, windows: int, setting: Setting
+    workload: Workload,
+    reference: str,
+    sets: Sequence[str],
+    window_groups: int,
+    windows: int,
+    setting: Setting,
 ) -> Outcome:
     """One simulated run. The same groups are measured whatever the setting's own windows are."""
     profile = profile_for(workload, reference, (*sets, *setting.sets), groups=windows * window_groups).profile

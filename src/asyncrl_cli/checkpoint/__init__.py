@@ -1,1 +1,2 @@
-"""A run's state on disk: its directory, and its checkpoints, which are written, found, verified and read here."""
+"""A run's state on disk: its directory, and its checkpoints, which are written, found, verified and read
+here."""

@@ -1,7 +1,8 @@
-"""Finds runs and checkpoints by a name or a path from the command line, reads a run's last status, and takes and tests its lock.
+"""Finds runs and checkpoints by a name or a path from the command line, reads a run's last status, and takes
+and tests its lock.
 
-Two drivers never write to the same run: each holds an exclusive flock on `<run>/lock`, which the kernel releases when the process
-ends, even by SIGKILL.
+Two drivers never write to the same run: each holds an exclusive flock on `<run>/lock`, which the kernel
+releases when the process ends, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -26,13 +27,22 @@ from asyncrl_cli.checkpoint.sealed import (
 )
 from asyncrl_cli.errors import ConfigError, RefusedError, first_names
 from asyncrl_cli.paths import as_typed
-from asyncrl_cli.safe_files import MAX_JSON_BYTES, UnsafeFile, open_regular, parse_json, read_bytes, read_text, reason
+from asyncrl_cli.safe_files import (
+    MAX_JSON_BYTES,
+    UnsafeFile,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_text,
+    reason,
+)
 from asyncrl_cli.storage import naming
 
 LOCK = "lock"
 MAX_LOCK_BYTES = 1000
 LOOK_TIMEOUT_S = 10.0
-"""How long `take_lock` waits for processes in `is_locked`. They hold a lock for a moment, or longer if they are suspended then."""
+"""How long `take_lock` waits for processes in `is_locked`. They hold a lock for a moment, or longer if they
+are suspended then."""
 
 
 def find_run(argument: str, runs_dir: Path) -> Path:
@@ -40,11 +50,14 @@ def find_run(argument: str, runs_dir: Path) -> Path:
     for candidate in (runs_dir / argument, Path(argument)):
         if _is_run(candidate):
             return candidate.resolve()
-    raise ConfigError(f"no run '{argument}' in {runs_dir}", hint=_why_not(runs_dir / argument) or known_runs(runs_dir))
+    raise ConfigError(
+        f"no run '{argument}' in {runs_dir}", hint=_why_not(runs_dir / argument) or known_runs(runs_dir)
+    )
 
 
 def detached_output(run_dir: Path) -> Path:
-    """Where a detached driver writes until its run has begun: beside the run's directory, which a failed start removes."""
+    """Where a detached driver writes until its run has begun: beside the run's directory, which a failed
+    start removes."""
     return run_dir.with_name(f".{run_dir.name}-detached.out")
 
 
@@ -86,8 +99,8 @@ def last_status(run_dir: Path) -> Mapping[str, Any]:
 
 
 def take_lock(run_dir: Path) -> TextIO | None:
-    """Lock a run until the returned file is closed. Returns None at once if another driver holds the lock, and after
-    `LOOK_TIMEOUT_S` if a process that only tests it (`is_locked`) does not let go.
+    """Lock a run until the returned file is closed. Returns None at once if another driver holds the lock,
+    and after `LOOK_TIMEOUT_S` if a process that only tests it (`is_locked`) does not let go.
 
     Raises RefusedError if the lock file cannot be opened or is not a regular file.
     """
@@ -97,12 +110,15 @@ def take_lock(run_dir: Path) -> TextIO | None:
             open_regular(path).close()
         file = path.open("a+", encoding="utf-8")
     except (OSError, UnsafeFile) as error:
-        raise RefusedError(f"{path} cannot be locked: {reason(error)}", hint="check that you may write to the directory") from None
+        raise RefusedError(
+            f"{path} cannot be locked: {reason(error)}", hint="check that you may write to the directory"
+        ) from None
     with contextlib.ExitStack() as closing:
         closing.enter_context(file)
         until_s = time.monotonic() + LOOK_TIMEOUT_S
         while not _flock(file, fcntl.LOCK_EX):
-            if not _flock(file, fcntl.LOCK_SH) or time.monotonic() > until_s:  # a driver's lock is never shared
+            # a driver's lock is never shared
+            if not _flock(file, fcntl.LOCK_SH) or time.monotonic() > until_s:
                 return None
             fcntl.flock(file, fcntl.LOCK_UN)
             time.sleep(0.01)
@@ -114,7 +130,8 @@ def take_lock(run_dir: Path) -> TextIO | None:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a live driver holds the run. Tests with a shared lock, so that simultaneous tests do not block each other."""
+    """Whether a live driver holds the run. Tests with a shared lock, so that simultaneous tests do not block
+    each other."""
     try:
         file = open_regular(run_dir / LOCK)
     except (OSError, UnsafeFile):  # a lock that is missing or not a regular file cannot be held
@@ -132,7 +149,8 @@ def holder(run_dir: Path) -> str:
 
 
 def refuse_ended(checkpoint: Checkpoint, train_steps: int) -> None:
-    """Raises RefusedError if this is the last checkpoint of a finished run, and `train_steps` leaves nothing to train."""
+    """Raises RefusedError if this is the last checkpoint of a finished run, and `train_steps` leaves nothing
+    to train."""
     phase = last_status(checkpoint.directory.parent.parent).get("phase")
     if phase == "done" and checkpoint.step == train_steps:
         raise RefusedError(
@@ -142,11 +160,11 @@ def refuse_ended(checkpoint: Checkpoint, train_steps: int) -> None:
 
 
 def resolve(argument: str, runs_dir: Path) -> Path:
-    """The checkpoint that an argument CHECKPOINT|RUN names. Raises what `find_run_or_checkpoint` does, and RefusedError for a run
-    without checkpoints.
+    """The checkpoint that an argument CHECKPOINT|RUN names. Raises what `find_run_or_checkpoint` does, and
+    RefusedError for a run without checkpoints.
 
-    For a run, this is the newest checkpoint, even if it is damaged: `load_checkpoint` then refuses it and names an intact one, so
-    that nobody resumes from an older state unknowingly.
+    For a run, this is the newest checkpoint, even if it is damaged: `load_checkpoint` then refuses it and
+    names an intact one, so that nobody resumes from an older state unknowingly.
     """
     found = find_run_or_checkpoint(argument, runs_dir)
     if not has_checkpoints(found):
@@ -159,17 +177,25 @@ def resolve(argument: str, runs_dir: Path) -> Path:
         hint = f"`asyncrl watch {as_typed(found)}` shows it, `asyncrl stop {as_typed(found)}` ends it"
         raise RefusedError(f"run '{found.name}' is running, and has no checkpoint yet", hint=hint)
     if not checkpoints:
-        raise RefusedError(f"run '{found.name}' has no checkpoint yet", hint="start a new run with `asyncrl train --name NAME`")
+        raise RefusedError(
+            f"run '{found.name}' has no checkpoint yet",
+            hint="start a new run with `asyncrl train --name NAME`",
+        )
     return checkpoints[0]
 
 
 def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
     """The directory of a run, given by name or path, or of a checkpoint, given by path or as RUN/step-N.
 
-    Raises ConfigError if there is no such directory, RefusedError if the directory is neither a run nor a checkpoint.
+    Raises ConfigError if there is no such directory, RefusedError if the directory is neither a run nor a
+    checkpoint.
     """
     run, step = _parse_step(argument)
-    of_run = [place / run / "checkpoints" / step_name(step) for place in (runs_dir, Path())] if run and step is not None else []
+    of_run = (
+        [place / run / "checkpoints" / step_name(step) for place in (runs_dir, Path())]
+        if run and step is not None
+        else []
+    )
     for candidate in (runs_dir / argument, Path(argument), *of_run):
         if has_checkpoints(candidate):
             return candidate
@@ -195,8 +221,13 @@ def _parse_step(argument: str) -> tuple[str, int | None]:
 def _known_steps(run: str, step: int, runs_dir: Path) -> str:
     """Text for a hint: the checkpoints of the run, or, without a run, those of this step."""
     if run and has_checkpoints(runs_dir / run):
-        return f"checkpoints of {run}: {first_names([path.name for path in checkpoints_in(runs_dir / run / 'checkpoints')])}"
-    names = [name for name in run_names(runs_dir) if (runs_dir / name / "checkpoints" / step_name(step)).is_dir()]
+        return (
+            f"checkpoints of {run}: "
+            f"{first_names([path.name for path in checkpoints_in(runs_dir / run / 'checkpoints')])}"
+        )
+    names = [
+        name for name in run_names(runs_dir) if (runs_dir / name / "checkpoints" / step_name(step)).is_dir()
+    ]
     if run or not names:
         return known_runs(runs_dir)
     return f"did you mean {first_names([f'{name}/{step_name(step)}' for name in names])}"

@@ -1,5 +1,5 @@
-"""Saves the tokens of untrained groups, running ones included, in a checkpoint: arrays end to end in one safetensors file, segment
-lengths in a JSON file.
+"""Saves the tokens of untrained groups, running ones included, in a checkpoint: arrays end to end in one
+safetensors file, segment lengths in a JSON file.
 
 payloads.safetensors    tokens, logprobs, versions, mask: every segment of every trajectory, one after the other
 payloads.json           groups -> trajectories (reward, finish reason) -> lengths of their segments
@@ -52,10 +52,15 @@ class _Structure(TypedDict):
 
 
 def write_payloads(directory: Path, payloads: Sequence[GroupPayload]) -> None:
-    """Write the groups (perhaps none) in the given order. The checkpoint store hashes and flushes the files later."""
-    segments = [segment for group in payloads for trajectory in group.trajectories for segment in trajectory.segments]
+    """Write the groups (perhaps none) in the given order. The checkpoint store hashes and flushes the files
+    later."""
+    segments = [
+        segment for group in payloads for trajectory in group.trajectories for segment in trajectory.segments
+    ]
     arrays = {
-        name: np.concatenate([np.zeros(0, dtype), *(getattr(segment, f"{name}_T") for segment in segments)]).astype(dtype)
+        name: np.concatenate(
+            [np.zeros(0, dtype), *(getattr(segment, f"{name}_T") for segment in segments)]
+        ).astype(dtype)
         for name, dtype in DTYPES.items()
     }
     with naming(directory / ARRAYS):
@@ -69,9 +74,16 @@ def read_payloads(directory: Path) -> tuple[GroupPayload, ...]:
     """Read the groups in the order written. Raises RefusedError if the two files do not fit each other."""
     groups = load_json(directory / STRUCTURE, _Structure, hint=WAY_OUT)["groups"]
     arrays = _read_arrays(directory / ARRAYS)
-    lengths = [length for group in groups for trajectory in group["trajectories"] for length in trajectory["segment_lengths"]]
+    lengths = [
+        length
+        for group in groups
+        for trajectory in group["trajectories"]
+        for length in trajectory["segment_lengths"]
+    ]
     if {len(array) for array in arrays.values()} != {sum(lengths)}:
-        raise RefusedError(f"{directory / ARRAYS} does not fit {STRUCTURE}: {sum(lengths)} tokens expected", hint=WAY_OUT)
+        raise RefusedError(
+            f"{directory / ARRAYS} does not fit {STRUCTURE}: {sum(lengths)} tokens expected", hint=WAY_OUT
+        )
     ends = list(accumulate(lengths))
     segments = iter(
         Segment(**{f"{name}_T": array[end - length : end].copy() for name, array in arrays.items()})
@@ -84,9 +96,12 @@ def _read_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
     try:
         open_regular(path).close()
         arrays = load_file(path)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:  # KeyError: a dtype that numpy does not have
+    # KeyError: a dtype that numpy does not have
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise RefusedError(f"{path} cannot be read: {reason(error)}", hint=WAY_OUT) from None
-    if {name: (array.dtype, array.ndim) for name, array in arrays.items()} != {n: (np.dtype(d), 1) for n, d in DTYPES.items()}:
+    if {name: (array.dtype, array.ndim) for name, array in arrays.items()} != {
+        n: (np.dtype(d), 1) for n, d in DTYPES.items()
+    }:
         raise RefusedError(f"{path} does not hold {', '.join(DTYPES)}", hint=WAY_OUT)
     return arrays
 
@@ -95,7 +110,9 @@ def _structure(group: GroupPayload) -> _Group:
     trajectories = []
     for trajectory in group.trajectories:
         lengths = [len(segment.tokens_T) for segment in trajectory.segments]
-        entry = _Trajectory(reward=trajectory.reward, finish_reason=trajectory.finish_reason, segment_lengths=lengths)
+        entry = _Trajectory(
+            reward=trajectory.reward, finish_reason=trajectory.finish_reason, segment_lengths=lengths
+        )
         if trajectory.turn_rewards:
             entry["turn_rewards"] = list(trajectory.turn_rewards)
         trajectories.append(entry)
@@ -106,6 +123,11 @@ def _group(entry: _Group, segments: Iterator[Segment]) -> GroupPayload:
     trajectories = []
     for told in entry["trajectories"]:
         own = tuple(next(segments) for _ in told["segment_lengths"])
-        end: Any = {"finish_reason": told["finish_reason"], "turn_rewards": tuple(told.get("turn_rewards", ()))}
+        end: Any = {
+            "finish_reason": told["finish_reason"],
+            "turn_rewards": tuple(told.get("turn_rewards", ())),
+        }
         trajectories.append(Trajectory(segments=own, reward=told["reward"], **end))
-    return GroupPayload(uid=entry["uid"], epoch=entry["epoch"], attempt=entry["attempt"], trajectories=tuple(trajectories))
+    return GroupPayload(
+        uid=entry["uid"], epoch=entry["epoch"], attempt=entry["attempt"], trajectories=tuple(trajectories)
+    )

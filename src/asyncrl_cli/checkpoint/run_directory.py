@@ -17,7 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from asyncrl_cli.checkpoint.find import LOCK, failed_start, holder, is_locked, known_runs, last_status, take_lock
+from asyncrl_cli.checkpoint.find import (
+    LOCK,
+    failed_start,
+    holder,
+    is_locked,
+    known_runs,
+    last_status,
+    take_lock,
+)
 from asyncrl_cli.checkpoint.sealed import checkpoints_in, finish_interrupted_replacements
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.paths import as_typed, check_name
@@ -50,7 +58,8 @@ START_FILES = {
 
 
 class RunDirectory:
-    """Paths and attempts of one run. `create` (for a new run) and `open` (for a resume) return one that holds the lock."""
+    """Paths and attempts of one run. `create` (for a new run) and `open` (for a resume) return one that holds
+    the lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,11 +77,14 @@ class RunDirectory:
         self._made_runs_dir = False
 
     @classmethod
-    def create(cls, runs_dir: Path, name: str, *, profile_toml: str, resolved: Mapping[str, Any]) -> RunDirectory:
-        """Make `runs_dir/name` and lock it. `resolved` is the whole configuration with the origin of each value, as JSON.
+    def create(
+        cls, runs_dir: Path, name: str, *, profile_toml: str, resolved: Mapping[str, Any]
+    ) -> RunDirectory:
+        """Make `runs_dir/name` and lock it. `resolved` is the whole configuration with the origin of each
+        value, as JSON.
 
-        Replaces a run of that name that was killed before it began, since it holds nothing of value. Raises ConfigError if
-        `name` is not valid as a directory name, RefusedError if that run exists.
+        Replaces a run of that name that was killed before it began, since it holds nothing of value. Raises
+        ConfigError if `name` is not valid as a directory name, RefusedError if that run exists.
         """
         check_name(name)
         path = runs_dir / name
@@ -103,7 +115,9 @@ class RunDirectory:
         Raises RefusedError if another driver holds the run, or the path is not a run.
         """
         if not (path / "profile.toml").exists():
-            raise RefusedError(f"{path} is not a run directory: profile.toml is missing", hint=known_runs(path.parent))
+            raise RefusedError(
+                f"{path} is not a run directory: profile.toml is missing", hint=known_runs(path.parent)
+            )
         run = cls(path)
         run._take()
         (path / STOP_REQUEST).unlink(missing_ok=True)
@@ -131,8 +145,8 @@ class RunDirectory:
         return _requests_in(self.path / STOP_REQUEST)
 
     def remove(self, *, keep_logs: bool = False) -> Path | None:
-        """Delete the directory of a run that never began, which frees its name. Also delete the directory of runs if it was made
-        for this run and is empty. Returns where the run's logs are, if kept."""
+        """Delete the directory of a run that never began, which frees its name. Also delete the directory of
+        runs if it was made for this run and is empty. Returns where the run's logs are, if kept."""
         kept = failed_start(self.path) if keep_logs else None
         if kept is not None:
             shutil.rmtree(kept, ignore_errors=True)
@@ -153,14 +167,16 @@ class RunDirectory:
         if self._lock is None:
             raise RefusedError(
                 f"run '{self.name}' is running: {holder(self.path)} holds it",
-                hint=f"watch it with `asyncrl status {as_typed(self.path)}`, or end it with `asyncrl stop {as_typed(self.path)}`",
+                hint=f"watch it with `asyncrl status {as_typed(self.path)}`, or end it with `asyncrl stop "
+                f"{as_typed(self.path)}`",
             )
         for directory in (self.checkpoints, self.samples, self.logs):
             directory.mkdir(exist_ok=True)
 
 
 def request_stop(run_dir: Path) -> int:
-    """Ask the driver of a run to stop, from any process. Returns the number of requests to this attempt, including this one."""
+    """Ask the driver of a run to stop, from any process. Returns the number of requests to this attempt,
+    including this one."""
     path = run_dir / STOP_REQUEST
     _requests_in(path)
     with path.open("a", encoding="utf-8") as file:
@@ -174,7 +190,9 @@ def _requests_in(path: Path) -> int:
     except FileNotFoundError:
         return 0
     except (OSError, UnsafeFile) as error:
-        raise RefusedError(f"{path} cannot be read: {reason(error)}", hint="remove it: it holds only requests to stop") from None
+        raise RefusedError(
+            f"{path} cannot be read: {reason(error)}", hint="remove it: it holds only requests to stop"
+        ) from None
 
 
 def check_free(runs_dir: Path, name: str) -> None:
@@ -185,11 +203,14 @@ def check_free(runs_dir: Path, name: str) -> None:
 
 
 def never_began(run_dir: Path) -> bool:
-    """Whether this is the directory of a run that was killed during its start: it is unlocked, and nothing was trained."""
+    """Whether this is the directory of a run that was killed during its start: it is unlocked, and nothing
+    was trained."""
     if not (run_dir / LOCK).is_file() or is_locked(run_dir):
         return False
     status = last_status(run_dir)  # the loop's first status also has the phase `starting`, but no `doing`
-    if os.path.lexists(run_dir / "status.json") and not (status.get("phase") == STARTING and "doing" in status):
+    if os.path.lexists(run_dir / "status.json") and not (
+        status.get("phase") == STARTING and "doing" in status
+    ):
         return False
     if any((run_dir / "checkpoints").glob("*")):
         return False
@@ -197,23 +218,30 @@ def never_began(run_dir: Path) -> bool:
 
 
 def clear_lost(run_dir: Path) -> Path | None:
-    """Delete the directory of a run that was killed before its first checkpoint: there is nothing to resume. Returns where its logs
-    are kept. If it is not such a run, changes nothing and returns None."""
+    """Delete the directory of a run that was killed before its first checkpoint: there is nothing to resume.
+    Returns where its logs are kept. If it is not such a run, changes nothing and returns None."""
     if last_status(run_dir).get("phase") not in UNENDED or (lock := take_lock(run_dir)) is None:
         return None
     with lock:
         finish_interrupted_replacements(run_dir / "checkpoints")
-        return None if checkpoints_in(run_dir / "checkpoints") else RunDirectory(run_dir).remove(keep_logs=True)
+        return (
+            None if checkpoints_in(run_dir / "checkpoints") else RunDirectory(run_dir).remove(keep_logs=True)
+        )
 
 
 def _in_use(path: Path) -> RefusedError:
     is_done = last_status(path).get("phase") == "done"
-    other = f"`asyncrl report {as_typed(path)}` shows it" if is_done else f"continue it with `asyncrl resume {as_typed(path)}`"
+    other = (
+        (f"`asyncrl report {as_typed(path)}` shows it")
+        if is_done
+        else f"continue it with `asyncrl resume {as_typed(path)}`"
+    )
     return RefusedError(f"a run of that name exists: {path}", hint=f"give another --name, or: {other}")
 
 
 def fresh_name(profile: str, runs_dir: Path) -> str:
-    """A name for a run without --name: the profile and the local time, with a number if that name is taken."""
+    """A name for a run without --name: the profile and the local time, with a number if that name is
+    taken."""
     stem = f"{stem_of(profile)}-{time.strftime('%Y%m%d-%H%M%S')}"
     name, number = stem, 1
     while (runs_dir / name).exists():
@@ -223,5 +251,6 @@ def fresh_name(profile: str, runs_dir: Path) -> str:
 
 
 def stem_of(profile: str) -> str:
-    """A profile's name as the beginning of a run's name, with `-` for characters that a run's name cannot have."""
+    """A profile's name as the beginning of a run's name, with `-` for characters that a run's name cannot
+    have."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", profile).strip("-.") or "run"

@@ -20,7 +20,15 @@ from annotated_types import Len
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.safe_files import MAX_JSON_BYTES, Count, load_json, open_regular, parse_json, read_bytes, reason
+from asyncrl_cli.safe_files import (
+    MAX_JSON_BYTES,
+    Count,
+    load_json,
+    open_regular,
+    parse_json,
+    read_bytes,
+    reason,
+)
 from asyncrl_cli.storage import fsync, remove, replace_text
 
 MANIFEST = "manifest.json"
@@ -42,7 +50,8 @@ class FileEntry(TypedDict):
 
 
 class CheckpointManifest(TypedDict):
-    """`manifest.json`, without its own checksum. `files` is keyed by paths relative to the checkpoint's directory."""
+    """`manifest.json`, without its own checksum. `files` is keyed by paths relative to the checkpoint's
+    directory."""
 
     schema_version: Literal[1]
     kind: Literal["asyncrl-checkpoint"]
@@ -60,7 +69,10 @@ def seal(directory: Path, *, step: int, version: int, run: str, profile: str) ->
         fsync(path)
         if not path.is_dir():
             with open_regular(path) as file:
-                files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(file)}
+                files[path.relative_to(directory).as_posix()] = {
+                    "bytes": path.stat().st_size,
+                    "sha256": _sha256(file),
+                }
     manifest: CheckpointManifest = {
         "schema_version": 1,
         "kind": "asyncrl-checkpoint",
@@ -70,7 +82,9 @@ def seal(directory: Path, *, step: int, version: int, run: str, profile: str) ->
         "profile": profile,
         "files": files,
     }
-    replace_text(directory / MANIFEST, json.dumps({**manifest, "self_sha256": _digest(manifest)}, indent=1) + "\n")
+    replace_text(
+        directory / MANIFEST, json.dumps({**manifest, "self_sha256": _digest(manifest)}, indent=1) + "\n"
+    )
 
 
 def read_manifest(directory: Path) -> CheckpointManifest:
@@ -168,15 +182,21 @@ def checkpoints_in(directory: Path) -> list[Path]:
 def load_checkpoint(directory: Path, command: str = "resume") -> Checkpoint:
     """Verify a checkpoint and read the loop's part of it.
 
-    Raises RefusedError if it is damaged, has another schema or is no asyncrl checkpoint. The hint names the newest intact one as an
-    argument of `asyncrl COMMAND`.
+    Raises RefusedError if it is damaged, has another schema or is no asyncrl checkpoint. The hint names the
+    newest intact one as an argument of `asyncrl COMMAND`.
     """
     try:
         return _read(directory)
     except Damaged as error:
-        listed = "; ".join(error.wrong[:5]) + (f"; and {len(error.wrong) - 5} more" if len(error.wrong) > 5 else "")
+        listed = "; ".join(error.wrong[:5]) + (
+            f"; and {len(error.wrong) - 5} more" if len(error.wrong) > 5 else ""
+        )
     intact = newest_intact(directory.parent)
-    hint = f"the newest intact one: asyncrl {command} {intact}" if intact else "there is no intact checkpoint beside it"
+    hint = (
+        (f"the newest intact one: asyncrl {command} {intact}")
+        if intact
+        else "there is no intact checkpoint beside it"
+    )
     raise RefusedError(f"checkpoint {directory} is refused: {listed}", hint=hint)
 
 
@@ -189,7 +209,8 @@ def newest_intact(directory: Path) -> Path | None:
 
 
 def sealed_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints with a valid manifest, newest first. Other directories with such names must be neither linked nor deleted."""
+    """Checkpoints with a valid manifest, newest first. Other directories with such names must be neither
+    linked nor deleted."""
     sealed = []
     for path in checkpoints_in(directory):
         with contextlib.suppress(Damaged):
@@ -228,7 +249,8 @@ def _read(directory: Path) -> Checkpoint:
 
 
 def finish_interrupted_replacements(directory: Path) -> None:
-    """Clean up after a crash: restore a checkpoint that was set aside but not replaced; remove partial ones."""
+    """Clean up after a crash: restore a checkpoint that was set aside but not replaced; remove partial
+    ones."""
     for aside in directory.glob(".replaced-step-*"):
         original = aside.with_name(aside.name.removeprefix(".replaced-"))
         if original.exists() or not STEP_NAME.fullmatch(original.name):

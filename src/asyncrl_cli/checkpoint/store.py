@@ -5,7 +5,8 @@
       step-000040/            renamed once it is complete on disk
       latest -> step-000040
 
-The invariant: at every instant, even after a SIGKILL, the newest directory with a valid manifest is a complete checkpoint.
+The invariant: at every instant, even after a SIGKILL, the newest directory with a valid manifest is a
+complete checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class CheckpointStore:
     `write_trainer(directory, cut)` writes the trainer's part: its state and the payloads.
     """
 
-    def __init__(self, run_dir: Path, *, keep: int, profile: str, write_trainer: Callable[[Path, Cut], Awaitable[Any]]) -> None:
+    def __init__(
+        self, run_dir: Path, *, keep: int, profile: str, write_trainer: Callable[[Path, Cut], Awaitable[Any]]
+    ) -> None:
         self.directory = run_dir / "checkpoints"
         self._run_dir = run_dir
         self._keep = keep
@@ -67,14 +70,16 @@ class CheckpointStore:
             await asyncio.to_thread(shutil.rmtree, working, ignore_errors=True)
             if not isinstance(error, StorageError):
                 raise
-            raise StorageError(f"the checkpoint of step {cut.step} cannot be written: {error.message}", hint=error.hint) from error
+            raise StorageError(
+                f"the checkpoint of step {cut.step} cannot be written: {error.message}", hint=error.hint
+            ) from error
 
     def abandon_newer(self, step: int, version: int) -> list[Path]:
-        """Rename checkpoints and samples later than `step`, and kept versions later than `version`, to `abandoned-...`, before a
-        resume from which the run may diverge.
+        """Rename checkpoints and samples later than `step`, and kept versions later than `version`, to
+        `abandoned-...`, before a resume from which the run may diverge.
 
-        Otherwise they would pass for the newest ones: for the next resume, if this attempt crashes early, for `samples` and
-        `export`."""
+        Otherwise they would pass for the newest ones: for the next resume, if this attempt crashes early, for
+        `samples` and `export`."""
         places = (
             (self.directory, "step-*", step),
             (self._run_dir / SAMPLES, "step-*.jsonl", step),

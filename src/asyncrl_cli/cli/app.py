@@ -33,15 +33,26 @@ from asyncrl_cli.cli import (
     submit,
     trace,
 )
-from asyncrl_cli.cli.console import STDOUT, begin, epilog, in_our_words, open_streams, print_json_error, print_text, tell
+from asyncrl_cli.cli.console import (
+    STDOUT,
+    begin,
+    epilog,
+    in_our_words,
+    open_streams,
+    print_json_error,
+    print_text,
+    tell,
+)
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 
 app = typer.Typer(
     name="asyncrl",
-    help="Asynchronous RL for language models: turns a TOML profile into a Ray job and shows live who is idle, why, "
+    help="Asynchronous RL for language models: turns a TOML profile into a Ray job and shows live who is "
+    "idle, why, "
     "and how stale the data is.",
-    epilog="Start with [bold]asyncrl train --profile partial-rollout[/]: it needs no GPU and takes a few minutes.",
+    epilog="Start with [bold]asyncrl train --profile partial-rollout[/]: it needs no GPU and takes a few "
+    "minutes.",
     rich_markup_mode="rich",
     no_args_is_help=True,
     add_completion=False,
@@ -81,13 +92,16 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Options that come before the command. `_answer`, which catches errors, handles --verbose."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code. Errors go to stderr and, with `--json`, also to stdout as JSON."""
+    """Run a command line and return its exit code. Errors go to stderr and, with `--json`, also to stdout as
+    JSON."""
     args = sys.argv[1:] if arguments is None else list(arguments)
     begin()
     code = 0
@@ -99,13 +113,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _lose_stdout()
         if code == 0:
-            tell(AsyncrlError(f"stdout cannot be written: {error.strerror}", hint="check where it is redirected to"))
+            tell(
+                AsyncrlError(
+                    f"stdout cannot be written: {error.strerror}", hint="check where it is redirected to"
+                )
+            )
             return 1
     return code
 
 
 def _answer(args: Sequence[str]) -> int:
-    """Run the command, print its error if it fails, and return the exit code. Raises OSError only if stdout cannot be written."""
+    """Run the command, print its error if it fails, and return the exit code. Raises OSError only if stdout
+    cannot be written."""
     try:
         _check_working_directory()
         completion.make_ready(os.environ)
@@ -121,7 +140,11 @@ def _answer(args: Sequence[str]) -> int:
         if isinstance(error, TyperException) and not error.format_message():
             return error.exit_code  # `asyncrl` without a command: the help has been printed
         verbose = not {"--verbose", "-v"}.isdisjoint(args)
-        told = _of_usage(error, args) if isinstance(error, TyperException) else in_our_words(error, verbose=verbose)
+        told = (
+            _of_usage(error, args)
+            if isinstance(error, TyperException)
+            else in_our_words(error, verbose=verbose)
+        )
     tell(told)
     if "--json" in args:
         with suppress(OSError):  # stdout cannot be written: only the exit code is left
@@ -133,11 +156,14 @@ def _check_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise PreflightError(f"the working directory no longer exists: {error.strerror}", hint="cd to one that does") from error
+        raise PreflightError(
+            f"the working directory no longer exists: {error.strerror}", hint="cd to one that does"
+        ) from error
 
 
 def _refuse_long_names(args: Sequence[str]) -> None:
-    """Raises ConfigError for an argument that is longer than any path. Only values of `--set` may be longer."""
+    """Raises ConfigError for an argument that is longer than any path. Only values of `--set` may be
+    longer."""
     for before, argument in zip(("", *args), args, strict=False):
         if before != "--set" and not argument.startswith("--set=") and not is_path(argument):
             raise ConfigError(
@@ -147,8 +173,8 @@ def _refuse_long_names(args: Sequence[str]) -> None:
 
 
 def _refuse_empty_words(args: Sequence[str]) -> None:
-    """Raises ConfigError for an empty argument, usually that of a variable that is not set: as a path it would be this directory,
-    and as a name any."""
+    """Raises ConfigError for an empty argument, usually that of a variable that is not set: as a path it
+    would be this directory, and as a name any."""
     for before, argument in zip(("", *args), args, strict=False):
         option, _, value = argument.partition("=")
         if argument == "":
@@ -162,7 +188,8 @@ def _refuse_empty_words(args: Sequence[str]) -> None:
 
 def _of_usage(error: TyperException, args: Sequence[str]) -> AsyncrlError:
     message, context = error.format_message(), getattr(error, "ctx", None)
-    message = message[:1].lower() + message[1:].rstrip(".").replace(": Value error, ", ": ")  # removes pydantic's prefix
+    # removes pydantic's prefix
+    message = message[:1].lower() + message[1:].rstrip(".").replace(": Value error, ", ": ")
     word = next((word for word in args if not word.startswith("-")), "")
     command = context.command_path if context is not None else f"asyncrl {word}".rstrip()
     return ConfigError(message, hint=f"`{command} --help` shows how it is used")
@@ -176,7 +203,8 @@ def _lose_stdout() -> None:
 def main() -> NoReturn:
     open_streams()
     code = run()
-    for number in (signal.SIGINT, signal.SIGHUP):  # the exit code is fixed by now: a late signal must not print a traceback
+    # the exit code is fixed by now: a late signal must not print a traceback
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if threading.active_count() > 1:
         # A thread is still working. Python would wait for it, or stop it midway, which makes torch abort.

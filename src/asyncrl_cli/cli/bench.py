@@ -43,13 +43,17 @@ def bench(
         typer.Option(
             "--compare",
             metavar="BASELINE",
-            help="The profile to compare the others with. Default: a colocated twin of the first --profile FILE, or colocate.",
+            help="The profile to compare the others with. Default: a colocated twin of the first --profile "
+            "FILE, or colocate.",
             autocompletion=completion.profiles,
         ),
     ] = None,
     keep_k: Annotated[
         bool,
-        typer.Option("--keep-k", help="The colocated twin syncs after every train step (K = 1), instead of with your profile's K."),
+        typer.Option(
+            "--keep-k",
+            help="The colocated twin syncs after every train step (K = 1), instead of with your profile's K.",
+        ),
     ] = False,
     profiles: Annotated[
         list[str] | None, profile_option("A profile to compare; may be repeated. Default: partial-rollout.")
@@ -59,27 +63,41 @@ def bench(
         typer.Option(
             "--simulate",
             metavar="WORKLOAD",
-            help="Train nothing, use a virtual clock. laptop-tiny, verl-7b-math-128, verl-7b-retool-32, or a workload's TOML file.",
+            help="Train nothing, use a virtual clock. laptop-tiny, verl-7b-math-128, verl-7b-retool-32, or a "
+            "workload's TOML file.",
             autocompletion=completion.workloads,
         ),
     ] = None,
-    repeat: Annotated[int, number_option("--repeat", "Runs of each profile, with the seeds SEED, SEED + 1, ...", most=1000)] = 1,
+    repeat: Annotated[
+        int, number_option("--repeat", "Runs of each profile, with the seeds SEED, SEED + 1, ...", most=1000)
+    ] = 1,
     groups: Annotated[
-        int | None, number_option("--groups", "Groups that each run trains. Default: 384, or the workload's windows.")
+        int | None,
+        number_option("--groups", "Groups that each run trains. Default: 384, or the workload's windows."),
     ] = None,
-    windows: Annotated[int | None, number_option("--windows", "Length of each run in windows of the baseline.")] = None,
+    windows: Annotated[
+        int | None, number_option("--windows", "Length of each run in windows of the baseline.")
+    ] = None,
     sets: Annotated[
-        list[str] | None, set_option("Override a key in all profiles, including the baseline. To change only one, give a file.")
+        list[str] | None,
+        set_option(
+            "Override a key in all profiles, including the baseline. To change only one, give a file."
+        ),
     ] = None,
     seed: Annotated[int, number_option("--seed", "Seed of the first repeat.", least=0)] = 0,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Directory for results.json, report.md and the charts. Default: bench/TIME."),
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Directory for results.json, report.md and the charts. Default: bench/TIME.",
+        ),
     ] = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare profiles on the same work and resources: time, idleness, staleness, and how close each is to its bound."""
+    """Compare profiles on the same work and resources: time, idleness, staleness, and how close each is to
+    its bound."""
     from asyncrl_cli.bench.bars import Bars
     from asyncrl_cli.bench.compare import compare, contest_of
     from asyncrl_cli.bench.report import output_directory

@@ -37,19 +37,25 @@ def compare(
     reward: Annotated[
         float | None,
         number_option(
-            "--reward", "Show the time to this reward. Default: the highest that all runs reached.", least=-MOST, metavar="R"
+            "--reward",
+            "Show the time to this reward. Default: the highest that all runs reached.",
+            least=-MOST,
+            metavar="R",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show runs side by side: configuration differences, reward at equal samples and time, idleness, staleness, speed.
+    """Show runs side by side: configuration differences, reward at equal samples and time, idleness,
+    staleness, speed.
 
     `asyncrl bench` makes runs that can be compared fairly; this command compares any runs."""
     from asyncrl_cli.observe.recorded import Recorded
     from asyncrl_cli.observe.side_by_side import side_by_side
 
     if len(runs) < 2:
-        raise ConfigError("a comparison needs two runs or more", hint=f"`asyncrl status {runs[0]}` shows one run")
+        raise ConfigError(
+            "a comparison needs two runs or more", hint=f"`asyncrl status {runs[0]}` shows one run"
+        )
     recorded = [Recorded.find(run, runs_dir) for run in runs]
     made = side_by_side(recorded, reward)
     warn(*(note for run in recorded for note in run.damage.notes), *_doubts(made))
@@ -61,8 +67,12 @@ def compare(
 
 def _doubts(made: SideBySide) -> list[str]:
     work = [key for key in made.differences if key.startswith(("task.", "env."))]
-    doubts = [f"the runs' tasks differ ({', '.join(work)}): their rewards may not be comparable"] if work else []
-    return doubts + ([] if made.samples else ["a run has no train step with a reward yet: rewards are not compared"])
+    doubts = (
+        [f"the runs' tasks differ ({', '.join(work)}): their rewards may not be comparable"] if work else []
+    )
+    return doubts + (
+        [] if made.samples else ["a run has no train step with a reward yet: rewards are not compared"]
+    )
 
 
 def _print(made: SideBySide) -> None:
@@ -74,7 +84,8 @@ def _print(made: SideBySide) -> None:
     print_prose("")
     _print_table("figures", made.names, [(figure.label, figure.texts) for figure in made.figures])
     print_prose(
-        "\nrewards: mean over the last tenth of the samples that all runs have trained; last eval: with its 95% interval "
+        "\nrewards: mean over the last tenth of the samples that all runs have trained; last eval: with its "
+        "95% interval "
         "over prompts; idleness, staleness, speed: the whole run"
     )
 

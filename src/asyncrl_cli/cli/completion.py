@@ -48,7 +48,10 @@ compdef _asyncrl asyncrl
 
 
 def completion(
-    shell: Annotated[Literal["bash", "zsh"], typer.Argument(metavar="bash|zsh", help="The shell that will evaluate the script.")],
+    shell: Annotated[
+        Literal["bash", "zsh"],
+        typer.Argument(metavar="bash|zsh", help="The shell that will evaluate the script."),
+    ],
 ) -> None:
     """Print a script that makes the shell complete asyncrl's commands, profiles, runs and keys."""
     typer.echo(BASH if shell == "bash" else ZSH, nl=False)

@@ -1,4 +1,5 @@
-"""Shared by all commands: two consoles (stdout for data, stderr for everything else), error messages, and common options.
+"""Shared by all commands: two consoles (stdout for data, stderr for everything else), error messages, and
+common options.
 
 An error message says what is wrong and why; then `hint:` says what to do.
 """
@@ -42,7 +43,9 @@ def set_option(help: str) -> Any:
     return typer.Option("--set", metavar="SECTION.KEY=VALUE", help=help, autocompletion=completion.sets)
 
 
-def number_option(name: str, help: str, *, least: float = 1, most: float = MOST, metavar: str = "N", also: str = "") -> Any:
+def number_option(
+    name: str, help: str, *, least: float = 1, most: float = MOST, metavar: str = "N", also: str = ""
+) -> Any:
     """An option with a number, which is finite. `also`: its short form."""
     names = [name, also] if also else [name]
     return typer.Option(*names, metavar=metavar, min=least, max=most, help=help, callback=_finite)
@@ -60,13 +63,22 @@ def run_argument(metavar: str, help: str) -> Any:
 
 
 ProfileOption = Annotated[
-    str, profile_option("Name of a profile (see [bold]asyncrl profiles[/]), or a TOML file. A+B lays B over A.")
+    str,
+    profile_option("Name of a profile (see [bold]asyncrl profiles[/]), or a TOML file. A+B lays B over A."),
 ]
-SetOption = Annotated[list[str] | None, set_option("Override a key. The value is TOML, or else a string. May be repeated.")]
-NameOption = Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run. Default: from profile and time.")]
+SetOption = Annotated[
+    list[str] | None, set_option("Override a key. The value is TOML, or else a string. May be repeated.")
+]
+NameOption = Annotated[
+    str | None, typer.Option("--name", metavar="N", help="Name of the run. Default: from profile and time.")
+]
 RunArgument = Annotated[str, run_argument("RUN", "A run's name or directory.")]
-RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Directory that holds all runs.")]
-UiOption = Annotated[Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")]
+RunsDirOption = Annotated[
+    Path, typer.Option("--runs-dir", metavar="DIR", help="Directory that holds all runs.")
+]
+UiOption = Annotated[
+    Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")
+]
 AddressOption = Annotated[
     str | None,
     typer.Option(
@@ -74,20 +86,28 @@ AddressOption = Annotated[
         metavar="RAY",
         envvar="RAY_ADDRESS",
         callback=lambda address: None if address == "local" else address,
-        help="HOST:PORT of a Ray cluster, or auto on one of its nodes. By default, or with local, start Ray on this machine.",
+        help="HOST:PORT of a Ray cluster, or auto on one of its nodes. By default, or with local, start Ray "
+        "on this machine.",
     ),
 ]
 JobAddressOption = Annotated[
     str | None,
-    typer.Option("--address", metavar="URL", help="Job server of the cluster to which the run was submitted: http://HEAD:8265."),
+    typer.Option(
+        "--address",
+        metavar="URL",
+        help="Job server of the cluster to which the run was submitted: http://HEAD:8265.",
+    ),
 ]
-DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background, independent of this terminal.")]
+DetachOption = Annotated[
+    bool, typer.Option("--detach", "-d", help="Run in the background, independent of this terminal.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
 class _Stream(io.FileIO):
-    """A raw stdout or stderr. Write errors of stdout get the filename `STDOUT`, to distinguish them from errors of other files.
-    Write errors of stderr (a closed terminal, a full disk behind `2> file`) are ignored: they could not be shown anywhere."""
+    """A raw stdout or stderr. Write errors of stdout get the filename `STDOUT`, to distinguish them from
+    errors of other files. Write errors of stderr (a closed terminal, a full disk behind `2> file`) are
+    ignored: they could not be shown anywhere."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -100,8 +120,9 @@ class _Stream(io.FileIO):
 
 
 def open_streams() -> None:
-    """Replace stdout and stderr with streams that escape characters missing from the encoding. Also open /dev/null for closed
-    standard streams, so that no file opened here or in a child process gets their descriptors."""
+    """Replace stdout and stderr with streams that escape characters missing from the encoding. Also open
+    /dev/null for closed standard streams, so that no file opened here or in a child process gets their
+    descriptors."""
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(free, True)
     os.close(free)
@@ -112,7 +133,9 @@ def _opened(number: int) -> io.TextIOWrapper:
     raw = _Stream(number, "w", closefd=False)
     encoding = getattr(sys.stdout or sys.stderr, "encoding", None) or "utf-8"
     by_lines = raw.isatty() or number == 2
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=by_lines)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=by_lines
+    )
 
 
 def stdout() -> Console:
@@ -147,7 +170,8 @@ def json_text(value: Any) -> str:
 
 
 def print_json_error(error: AsyncrlError) -> None:
-    """Print the error as JSON, unless a document has been printed already (a failed run's summary, a refused plan)."""
+    """Print the error as JSON, unless a document has been printed already (a failed run's summary, a refused
+    plan)."""
     if not _has_document:
         print_json({"error": error.message, "hint": error.hint, "exit_code": error.exit_code})
 
@@ -163,9 +187,13 @@ def print_prose(text: str) -> None:
     console.print(Text(text), soft_wrap=not console.is_terminal)
 
 
-def print_table(columns: Sequence[str | Column], rows: Iterable[Iterable[RenderableType]], title: str | None = None) -> None:
+def print_table(
+    columns: Sequence[str | Column], rows: Iterable[Iterable[RenderableType]], title: str | None = None
+) -> None:
     """Print a table without borders on stdout; without columns it has no header."""
-    table = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False, show_header=bool(columns))
+    table = Table(
+        *columns, title=title, title_justify="left", box=None, pad_edge=False, show_header=bool(columns)
+    )
     for cells in rows:
         table.add_row(*cells)
     stdout().print(table)
@@ -191,8 +219,9 @@ def tell(error: AsyncrlError) -> None:
 
 
 def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
-    """Turn any exception into an AsyncrlError. An exception is reported as a bug unless it is one of ours (perhaps inside a
-    TaskGroup's group), an OSError or an encoding error. With `verbose` the traceback is printed first."""
+    """Turn any exception into an AsyncrlError. An exception is reported as a bug unless it is one of ours
+    (perhaps inside a TaskGroup's group), an OSError or an encoding error. With `verbose` the traceback is
+    printed first."""
     if verbose:
         stderr().print(Text("".join(traceback.format_exception(error)), style="dim"), soft_wrap=True)
     hint = "" if verbose else "this is a bug; `asyncrl -v ...` shows where"
@@ -201,11 +230,16 @@ def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
 
 
 def _of_a_stray_package(text: str) -> AsyncrlError | None:
-    """The error caused by a package that transformers imports whenever it is installed, but that was built for another torch."""
+    """The error caused by a package that transformers imports whenever it is installed, but that was built
+    for another torch."""
     from asyncrl_cli.engines.vllm.kind import STRAY_PACKAGES, broken_packages
 
     broken = next((name for name in STRAY_PACKAGES if name in text and name in broken_packages()), None)
-    return PreflightError(text, hint=f"asyncrl doctor --fix removes {broken}, which does not fit this torch") if broken else None
+    return (
+        PreflightError(text, hint=f"asyncrl doctor --fix removes {broken}, which does not fit this torch")
+        if broken
+        else None
+    )
 
 
 def _known(error: BaseException) -> AsyncrlError | None:
@@ -219,7 +253,8 @@ def _known(error: BaseException) -> AsyncrlError | None:
         return storage_error(refusal)
     if isinstance(error, UnicodeEncodeError):
         return ConfigError(
-            f"{error.object[error.start : error.end]!r} cannot be written in {error.encoding}: {error.reason}",
+            f"{error.object[error.start : error.end]!r} cannot be written in {error.encoding}: "
+            f"{error.reason}",
             hint="use a UTF-8 locale: LANG=C.UTF-8, or PYTHONUTF8=1",
         )
     if isinstance(error, BaseExceptionGroup):
@@ -232,7 +267,8 @@ def _labelled(label: str, style: str, text: str) -> None:
 
 
 def epilog(examples: str) -> str:
-    """The end of a command's help. Indented lines are examples; blank lines between them keep typer from joining them."""
+    """The end of a command's help. Indented lines are examples; blank lines between them keep typer from
+    joining them."""
     return "[bold]Examples[/]" + examples.replace("\n  ", "\n\n  ")
 
 
@@ -244,9 +280,11 @@ def load_profile(reference: str, sets: list[str] | None, name: str | None = None
 
 
 def run_to_its_end(run: Run, *, as_json: bool) -> None:
-    """Run `run`, print its summary on stdout if `as_json`, and raise its error or `typer.Exit` with its exit code.
+    """Run `run`, print its summary on stdout if `as_json`, and raise its error or `typer.Exit` with its exit
+    code.
 
-    The run handles signals until the process ends, so that a late signal cannot end the process in another way.
+    The run handles signals until the process ends, so that a late signal cannot end the process in another
+    way.
     """
     import asyncio
 

@@ -28,26 +28,38 @@ GB = 10**9
 
 def export(
     source: Annotated[
-        str, run_argument("RUN|CHECKPOINT", "A run's name or directory, RUN/step-000040, or a checkpoint's directory.")
+        str,
+        run_argument(
+            "RUN|CHECKPOINT", "A run's name or directory, RUN/step-000040, or a checkpoint's directory."
+        ),
     ],
     version: Annotated[
-        int | None, number_option("--version", "A published version: one that was kept, or a checkpoint's.", least=0)
+        int | None,
+        number_option("--version", "A published version: one that was kept, or a checkpoint's.", least=0),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Directory to write, new or empty. Default: in the run's directory.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="Directory to write, new or empty. Default: in the run's directory."
+        ),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option("--dtype", help="Data type of the weights. Default: as the run publishes them."),
     ] = None,
     max_shard_size_gb: Annotated[
-        float, number_option("--max-shard-size-gb", "Largest weight file, in 10^9 bytes.", least=1e-6, metavar="GB")
+        float,
+        number_option("--max-shard-size-gb", "Largest weight file, in 10^9 bytes.", least=1e-6, metavar="GB"),
     ] = 5.0,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="DIR", help="Directory with config.json and tokenizer, if the run's is gone.")
+        Path | None,
+        typer.Option(
+            "--model", metavar="DIR", help="Directory with config.json and tokenizer, if the run's is gone."
+        ),
     ] = None,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="LoRA: write only the adapters, for peft, instead of merging them.")
+        bool,
+        typer.Option("--adapter", help="LoRA: write only the adapters, for peft, instead of merging them."),
     ] = False,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
@@ -70,7 +82,10 @@ def export(
             max_file_bytes=int(max_shard_size_gb * GB),
             progress=progress,
         )
-    warn(*(f"{wrong}; using an older checkpoint instead" for wrong in exported.source.passed_over), *exported.source.notes)
+    warn(
+        *(f"{wrong}; using an older checkpoint instead" for wrong in exported.source.passed_over),
+        *exported.source.notes,
+    )
     files = f"{_size(exported.num_bytes)} in {counted(len(exported.files), 'file')}"
     say(f"exported {exported.source}: {exported.parameters:,} parameters, {exported.dtype}, {files}")
     if as_json:

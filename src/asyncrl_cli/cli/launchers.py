@@ -1,8 +1,10 @@
-"""`asyncrl init` for clusters: writes the files with which SLURM, KubeRay, SkyPilot or Ray's cluster launcher start a run.
+"""`asyncrl init` for clusters: writes the files with which SLURM, KubeRay, SkyPilot or Ray's cluster launcher
+start a run.
 
     profile ─> nodes that hold its job ─> values ─> each `{{name}}` in a template's files
 
-An option is refused if no file of the template uses its value, or if it is missing and a file needs its value.
+An option is refused if no file of the template uses its value, or if it is missing and a file needs its
+value.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ DAEMONS_CPUS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is launched, and where: the options of `asyncrl init` by name; None for an option that is not given."""
+    """What is launched, and where: the options of `asyncrl init` by name; None for an option that is not
+    given."""
 
     profile: str | None
     image: str | None
@@ -50,7 +53,12 @@ class Launch:
     @cached_property
     def loaded(self) -> Loaded:
         """The profile. This shell's ASYNCRL_* variables are ignored: the job will not have them."""
-        return load(str(self.profile), self.set or [], {} if self.name is None else {"run.name": self.name}, environ={})
+        return load(
+            str(self.profile),
+            self.set or [],
+            {} if self.name is None else {"run.name": self.name},
+            environ={},
+        )
 
     @property
     def run(self) -> str:
@@ -69,17 +77,21 @@ class Launch:
 
 
 def rendered(template: Path, launch: Launch) -> dict[str, str]:
-    """The launcher's files by name; empty for a template that is copied unchanged. Raises ConfigError if template, options and
-    profile do not go together, and PreflightError if there are too few nodes."""
+    """The launcher's files by name; empty for a template that is copied unchanged. Raises ConfigError if
+    template, options and profile do not go together, and PreflightError if there are too few nodes."""
     launcher = template.name
-    given = next((f"--{name.replace('_', '-')}" for name, value in vars(launch).items() if value is not None), None)
+    given = next(
+        (f"--{name.replace('_', '-')}" for name, value in vars(launch).items() if value is not None), None
+    )
     if launcher not in LAUNCHERS and given is not None:
         what = f"the template {launcher} is copied unchanged: {given} is not used"
         raise ConfigError(what, hint=f"leave it out, or use a template for clusters: {', '.join(LAUNCHERS)}")
     if launcher not in LAUNCHERS:
         return {}
     if launch.profile is None:
-        raise ConfigError(f"{launcher} needs a profile to train", hint="--profile NAME|FILE, as for `asyncrl train`")
+        raise ConfigError(
+            f"{launcher} needs a profile to train", hint="--profile NAME|FILE, as for `asyncrl train`"
+        )
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(template.iterdir())}
     named = {name for text in texts.values() for name in VARIABLE.findall(text)}
     by_role = "trainer_nodes" in named
@@ -94,44 +106,69 @@ def _refusals(launcher: str, launch: Launch, named: set[str], *, by_role: bool) 
     placement = launch.loaded.profile.placement
     if not NAME.fullmatch(launch.run):
         rule = "use at most 47 lower-case letters, digits and hyphens, a letter first"
-        yield ConfigError(f"not every cluster accepts the job name '{launch.run}': {rule}", hint="--name my-run")
-    for option, value in {"--shared": str(launch.directory), "--image": "-" if launch.image is None else launch.image}.items():
+        yield ConfigError(
+            f"not every cluster accepts the job name '{launch.run}': {rule}", hint="--name my-run"
+        )
+    for option, value in {
+        "--shared": str(launch.directory),
+        "--image": "-" if launch.image is None else launch.image,
+    }.items():
         if not PLAIN.fullmatch(value):
-            yield ConfigError(f"{option} {value}: spaces and quotes are not allowed here", hint="use another path or name")
+            yield ConfigError(
+                f"{option} {value}: spaces and quotes are not allowed here", hint="use another path or name"
+            )
     if launch.image is None and "image" in named:
-        yield ConfigError(f"{launcher} starts containers and needs an image", hint="--image REGISTRY/NAME:TAG")
+        yield ConfigError(
+            f"{launcher} starts containers and needs an image", hint="--image REGISTRY/NAME:TAG"
+        )
     if launch.image is not None and "image" not in named:
         yield ConfigError(f"{launcher} starts no containers: --image is not used", hint="leave --image out")
     if by_role and launch.nodes is not None:
         yield ConfigError(
-            f"{launcher} has pods for each role: --nodes is not used", hint="--gpus-per-node N limits the GPUs of one pod"
+            f"{launcher} has pods for each role: --nodes is not used",
+            hint="--gpus-per-node N limits the GPUs of one pod",
         )
     if by_role and (placement.trainer_labels or placement.rollout_labels):
         keys = "placement.trainer_labels and placement.rollout_labels"
-        yield ConfigError(f"{launcher} has pods for each role, and sets {keys} itself", hint="leave them out of the profile")
+        yield ConfigError(
+            f"{launcher} has pods for each role, and sets {keys} itself", hint="leave them out of the profile"
+        )
 
 
 def _fewest(profile: Profile, gpus_per_node: int, nodes: int | None) -> tuple[int, JobPlan]:
-    """The smallest number of equal nodes that holds the job (or `nodes`, if given), and the job's plan there."""
+    """The smallest number of equal nodes that holds the job (or `nodes`, if given), and the job's plan
+    there."""
     asked = asked_gpus(profile)
     least = -(-asked // gpus_per_node) or 1
     refusals: list[PreflightError] = []
     for number in range(least, max(asked, least) + 1) if nodes is None else (nodes,):
         try:
-            plan = compile_job(profile, ClusterResources(nodes=tuple(planned_nodes(profile, number, gpus_per_node))))
+            plan = compile_job(
+                profile, ClusterResources(nodes=tuple(planned_nodes(profile, number, gpus_per_node)))
+            )
         except PreflightError as error:
             refusals.append(error)
             continue
         if plan.gpus:
             return number, plan
         hint = "--set placement.device=cuda, or --set placement.gpu_bundles=true for a rehearsal on CPUs"
-        raise ConfigError("the profile computes on CPUs and asks for no GPU, but launchers count GPUs", hint=hint)
+        raise ConfigError(
+            "the profile computes on CPUs and asks for no GPU, but launchers count GPUs", hint=hint
+        )
     raise refusals[0]
 
 
 def _values(launch: Launch, nodes: int) -> dict[str, object]:
     runs_dir = launch.directory / "runs"
-    run = ["--profile", str(launch.profile), *set_words(launch.set), "--name", launch.run, "--runs-dir", str(runs_dir)]
+    run = [
+        "--profile",
+        str(launch.profile),
+        *set_words(launch.set),
+        "--name",
+        launch.run,
+        "--runs-dir",
+        str(runs_dir),
+    ]
     return {
         "name": launch.run,
         "nodes": nodes,
@@ -148,11 +185,13 @@ def _values(launch: Launch, nodes: int) -> dict[str, object]:
 
 
 def _pods(launch: Launch, plan: JobPlan) -> dict[str, object]:
-    """Two kinds of pods: for trainer, scorers and colocated rollout workers, and for other rollout workers. Pods of one kind have
-    the same number of GPUs."""
+    """Two kinds of pods: for trainer, scorers and colocated rollout workers, and for other rollout workers.
+    Pods of one kind have the same number of GPUs."""
     values: dict[str, object] = {"rollout_labels": "{}" if plan.colocate else '{group = "rollout"}'}
     for role in (TRAINER, ROLLOUT):
-        groups = {name: bundles for name, bundles in plan.groups.items() if (name == ROLLOUT) == (role == ROLLOUT)}
+        groups = {
+            name: bundles for name, bundles in plan.groups.items() if (name == ROLLOUT) == (role == ROLLOUT)
+        }
         bundles = [bundle for own in groups.values() for bundle in own]
         apart = sum(len(own) for name, own in groups.items() if plan.spot(name).strategy == "strict_spread")
         largest = max((bundle.gpus for bundle in bundles), default=1)  # each bundle is within one pod
@@ -160,5 +199,9 @@ def _pods(launch: Launch, plan: JobPlan) -> dict[str, object]:
         pods = max(-(-total // max(launch.gpus // largest, 1)), apart)
         share = -(-total // max(pods, 1))
         cpus = share * largest * launch.loaded.profile.placement.cpus_per_worker * (2 if plan.colocate else 1)
-        values |= {f"{role}_nodes": pods, f"{role}_gpus": share * largest, f"{role}_cpus": DAEMONS_CPUS + cpus}
+        values |= {
+            f"{role}_nodes": pods,
+            f"{role}_gpus": share * largest,
+            f"{role}_cpus": DAEMONS_CPUS + cpus,
+        }
     return values

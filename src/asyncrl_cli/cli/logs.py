@@ -12,7 +12,15 @@ from typing import Annotated, TextIO
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JobAddressOption, RunArgument, RunsDirOption, number_option, print_text, say
+from asyncrl_cli.cli.console import (
+    RUNS_DIR,
+    JobAddressOption,
+    RunArgument,
+    RunsDirOption,
+    number_option,
+    print_text,
+    say,
+)
 from asyncrl_cli.cli.submit import on_cluster
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.terminal import uncoloured
@@ -28,37 +36,54 @@ EXAMPLES = """
 def logs(
     run: RunArgument,
     runs_dir: RunsDirOption = RUNS_DIR,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends.")
+    ] = False,
     role: Annotated[
-        str | None, typer.Option("--role", metavar="R", help="Only these logs: driver, trainer, rollout-1, ... Default: all.")
+        str | None,
+        typer.Option(
+            "--role", metavar="R", help="Only these logs: driver, trainer, rollout-1, ... Default: all."
+        ),
     ] = None,
-    attempt: Annotated[int | None, number_option("--attempt", "Logs of the Nth attempt; each resume is a new attempt.")] = None,
+    attempt: Annotated[
+        int | None, number_option("--attempt", "Logs of the Nth attempt; each resume is a new attempt.")
+    ] = None,
     address: JobAddressOption = None,
 ) -> None:
     """Print the logs of a run's newest attempt, or of an earlier one."""
     if address is not None:
         of_role = [] if role is None else ["--role", role]
         of_attempt = [] if attempt is None else ["--attempt", str(attempt)]
-        return on_cluster(address, ["logs", run, *(["--follow"] if follow else []), *of_role, *of_attempt], runs_dir)
+        return on_cluster(
+            address, ["logs", run, *(["--follow"] if follow else []), *of_role, *of_attempt], runs_dir
+        )
     from asyncrl_cli.checkpoint.find import find_run
     from asyncrl_cli.checkpoint.run_directory import RunDirectory
 
     directory = find_run(run, runs_dir)
     attempts = RunDirectory(directory).attempts
     if attempt is not None and attempt > attempts:
-        raise ConfigError(f"run '{directory.name}' has no attempt {attempt}", hint=f"attempts: 1 to {attempts}")
+        raise ConfigError(
+            f"run '{directory.name}' has no attempt {attempt}", hint=f"attempts: 1 to {attempts}"
+        )
     if follow and attempt not in (None, attempts):
-        raise ConfigError(f"attempt {attempt} has ended: there is nothing to follow", hint="leave out --follow or --attempt")
+        raise ConfigError(
+            f"attempt {attempt} has ended: there is nothing to follow", hint="leave out --follow or --attempt"
+        )
     place = directory / "logs" / ("latest" if attempt is None else f"attempt-{attempt}")
     found = logs_of(place, role)
     if not found:
         known = ", ".join(path.stem for path in logs_of(place, None)) or "none yet"
-        raise ConfigError(f"no log of role '{role}' in {place}" if role else f"no logs in {place}", hint=f"logs: {known}")
+        raise ConfigError(
+            f"no log of role '{role}' in {place}" if role else f"no logs in {place}", hint=f"logs: {known}"
+        )
     if attempt is None and attempts > 1:
         earlier = "1 shows the earlier one" if attempts == 2 else f"1 to {attempts - 1} show earlier ones"
         say(f"attempt {attempts}; --attempt {earlier}")
     is_one = len(found) == 1 and (not follow or role == found[0].stem)
-    lines = follow_lines(directory, lambda: logs_of(place, role), follow=follow, wait=lambda: time.sleep(POLL_S))
+    lines = follow_lines(
+        directory, lambda: logs_of(place, role), follow=follow, wait=lambda: time.sleep(POLL_S)
+    )
     for name, line in lines:
         print_text(uncoloured(line if is_one else f"{name:<10} | {line}"))
         if follow:
@@ -68,14 +93,17 @@ def logs(
 def logs_of(directory: Path, role: str | None) -> list[Path]:
     """The log files of a role: `trainer` means all its ranks, `trainer-0` one rank, None every role."""
     paths = sorted(directory.glob("*.log"))
-    return [path for path in paths if role is None or path.stem == role or path.stem.rpartition("-")[0] == role]
+    return [
+        path for path in paths if role is None or path.stem == role or path.stem.rpartition("-")[0] == role
+    ]
 
 
 def follow_lines(
     directory: Path, logs: Callable[[], Sequence[Path]], *, follow: bool, wait: Callable[[], None]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (log, line): all lines so far, file by file; then, with `follow`, new lines until no process holds the run. Call `logs`
-    again each time, because a run that is still starting has only its driver's log."""
+    """Yield (log, line): all lines so far, file by file; then, with `follow`, new lines until no process
+    holds the run. Call `logs` again each time, because a run that is still starting has only its driver's
+    log."""
     from asyncrl_cli.checkpoint.find import is_locked
 
     with ExitStack() as stack:
@@ -97,7 +125,9 @@ def _open(path: Path) -> TextIO:
     try:
         return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
     except (OSError, UnsafeFile) as error:
-        raise RefusedError(f"{path} cannot be read: {reason(error)}", hint="--role names another log") from None
+        raise RefusedError(
+            f"{path} cannot be read: {reason(error)}", hint="--role names another log"
+        ) from None
 
 
 def _whole_lines(file: TextIO, live: bool) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""`asyncrl plan`: shows what a profile means before anything starts; with `--tune`, searches for faster settings."""
+"""`asyncrl plan`: shows what a profile means before anything starts; with `--tune`, searches for faster
+settings."""
 
 from __future__ import annotations
 
@@ -39,26 +40,47 @@ def plan(
         str | None,
         profile_option(
             "A profile by name ([bold]asyncrl profiles[/]) or a TOML file. "
-            "Default: base, to see the effect of --set; with --tune, partial-rollout or the run's own profile."
+            "Default: base, to see the effect of --set; with --tune, partial-rollout or the run's own "
+            "profile."
         ),
     ] = None,
     sets: SetOption = None,
     gpus: Annotated[
         int | None,
-        number_option("--gpus", "Plan for a machine with N GPUs instead of this one.", least=0, most=MOST_DEVICES),
+        number_option(
+            "--gpus", "Plan for a machine with N GPUs instead of this one.", least=0, most=MOST_DEVICES
+        ),
     ] = None,
-    nodes: Annotated[int, number_option("--nodes", "Plan for N machines with --gpus GPUs each.", most=MOST_DEVICES)] = 1,
+    nodes: Annotated[
+        int, number_option("--nodes", "Plan for N machines with --gpus GPUs each.", most=MOST_DEVICES)
+    ] = 1,
     address: Annotated[
         str | None,
-        typer.Option("--address", metavar="RAY", help="Plan for a Ray cluster (HOST:PORT): show its nodes, what fits, and where."),
+        typer.Option(
+            "--address",
+            metavar="RAY",
+            help="Plan for a Ray cluster (HOST:PORT): show its nodes, what fits, and where.",
+        ),
     ] = None,
     gpu_memory: Annotated[
         float | None,
-        number_option("--gpu-memory", "Memory of one GPU. Default: this machine's.", least=0.1, most=10**6, metavar="GIB"),
+        number_option(
+            "--gpu-memory",
+            "Memory of one GPU. Default: this machine's.",
+            least=0.1,
+            most=10**6,
+            metavar="GIB",
+        ),
     ] = None,
     node_memory: Annotated[
         float | None,
-        number_option("--node-memory", "Host memory of one machine. Default: this one's.", least=0.1, most=10**6, metavar="GIB"),
+        number_option(
+            "--node-memory",
+            "Host memory of one machine. Default: this one's.",
+            least=0.1,
+            most=10**6,
+            metavar="GIB",
+        ),
     ] = None,
     tune: Annotated[
         str | None,
@@ -72,14 +94,21 @@ def plan(
     max_staleness: Annotated[
         int | None,
         number_option(
-            "--max-staleness", "With --tune: the strict bound in versions. Default: the profile's.", least=0, metavar="S"
+            "--max-staleness",
+            "With --tune: the strict bound in versions. Default: the profile's.",
+            least=0,
+            metavar="S",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="With --tune: write the recommended settings to a new profile."),
+        typer.Option(
+            "--out", metavar="FILE", help="With --tune: write the recommended settings to a new profile."
+        ),
     ] = None,
-    ask_hub: Annotated[bool, typer.Option("--ask-hub", help="Download a hub model's config.json, to estimate its memory.")] = False,
+    ask_hub: Annotated[
+        bool, typer.Option("--ask-hub", help="Download a hub model's config.json, to estimate its memory.")
+    ] = False,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
@@ -89,11 +118,15 @@ def plan(
     named = profile or "partial-rollout"
     if address is not None and (gpus is not None or tune is not None or nodes > 1):
         other = "--tune" if tune is not None else "--gpus" if gpus is not None else "--nodes"
-        raise ConfigError(f"{other} plans for hypothetical machines, --address for a real cluster", hint="leave one out")
+        raise ConfigError(
+            f"{other} plans for hypothetical machines, --address for a real cluster", hint="leave one out"
+        )
     if node_memory is not None and tune is None and gpus is None:
         raise ConfigError("--node-memory is that of hypothetical machines", hint="--gpus N, the GPUs of one")
     if nodes > 1 and tune is not None:
-        raise ConfigError("--tune takes no --nodes: it counts GPUs", hint="--gpus N, with the GPUs of all nodes")
+        raise ConfigError(
+            "--tune takes no --nodes: it counts GPUs", hint="--gpus N, with the GPUs of all nodes"
+        )
     if nodes > 1 and gpus is None:
         raise ConfigError(f"--nodes {nodes} needs the number of GPUs per node", hint="--gpus 8")
     if tune is not None:
@@ -105,7 +138,9 @@ def plan(
                 hint = f"asyncrl plan --profile {named} {flag} {gib:g}"
                 raise ConfigError(f"{flag} cannot be used with --tune: memory is not simulated", hint=hint)
         given = tuple(sets or ())
-        asked = Asked(reference=tune, runs_dir=runs_dir, profile=profile, sets=given, gpus=gpus, bound=max_staleness)
+        asked = Asked(
+            reference=tune, runs_dir=runs_dir, profile=profile, sets=given, gpus=gpus, bound=max_staleness
+        )
         return print_tuned(asked, out, as_json=as_json)
     if out is not None:
         what = "--out writes the result of a search and needs --tune"
@@ -123,5 +158,11 @@ def plan(
 
         fetch_config(loaded.profile)
     print_plan(
-        loaded, gpus=gpus, nodes=nodes, gpu_memory_gib=gpu_memory, node_memory_gib=node_memory, address=address, as_json=as_json
+        loaded,
+        gpus=gpus,
+        nodes=nodes,
+        gpu_memory_gib=gpu_memory,
+        node_memory_gib=node_memory,
+        address=address,
+        as_json=as_json,
     )

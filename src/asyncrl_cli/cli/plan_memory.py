@@ -1,4 +1,5 @@
-"""The memory part of a plan: what each process holds, and what its devices, its node and its object store have room for."""
+"""The memory part of a plan: what each process holds, and what its devices, its node and its object store
+have room for."""
 
 from __future__ import annotations
 
@@ -47,12 +48,17 @@ def memory_document(memory: MemoryEstimate | str, needs: Sequence[memory_fit.Dev
     }
 
 
-def print_memory(memory: MemoryEstimate | str, plan: JobPlan, needs: Sequence[memory_fit.DeviceNeed], *, is_here: bool) -> None:
+def print_memory(
+    memory: MemoryEstimate | str, plan: JobPlan, needs: Sequence[memory_fit.DeviceNeed], *, is_here: bool
+) -> None:
     if isinstance(memory, str):
         print_prose(f"\nmemory: no estimate: {memory}")
         return
     each = "process" if plan.device == "cpu" else "GPU and process"
-    title = f"\nmemory per {each}, an estimate ({memory.shape.model_type}, {memory.shape.parameters:,} parameters)"
+    title = (
+        f"\nmemory per {each}, an estimate ({memory.shape.model_type}, {memory.shape.parameters:,} "
+        "parameters)"
+    )
     is_apart = plan.device != "cpu"  # the GPU's memory is not the host's
     rows: list[list[str | Text]] = []
     for role, grouped in groupby(memory.items, key=lambda item: item.role):
@@ -62,9 +68,20 @@ def print_memory(memory: MemoryEstimate | str, plan: JobPlan, needs: Sequence[me
             where = ["GPU" if item.place == "device" else "host"] if is_apart else []
             rows.append([item.what, item.phase, size(item.num_bytes), *where, item.how])
     places = ["where"] if is_apart else []
-    columns: list[str | Column] = ["what", "when", Column("size", justify="right", no_wrap=True), *places, "meaning"]
+    columns: list[str | Column] = [
+        "what",
+        "when",
+        Column("size", justify="right", no_wrap=True),
+        *places,
+        "meaning",
+    ]
     print_table(columns, rows, title)
-    for line in (*map(_need_line, needs), _store_line(memory, is_here=is_here), *memory.shape.remarks, NOT_COUNTED):
+    for line in (
+        *map(_need_line, needs),
+        _store_line(memory, is_here=is_here),
+        *memory.shape.remarks,
+        NOT_COUNTED,
+    ):
         print_prose(line)
 
 
@@ -90,4 +107,6 @@ def _need_line(need: memory_fit.DeviceNeed) -> str:
     if need.available_bytes is None:
         flag = "--node-memory" if need.device == NODE else "--gpu-memory"
         return f"{text} (the memory of a {need.device} is not known here: {flag} GIB)"
-    return f"{text} of {size(need.available_bytes)}: {'fits' if need.fits else 'does not fit'}, by this estimate"
+    return (
+        f"{text} of {size(need.available_bytes)}: {'fits' if need.fits else 'does not fit'}, by this estimate"
+    )

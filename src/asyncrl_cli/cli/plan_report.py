@@ -1,4 +1,5 @@
-"""The output of `asyncrl plan`: schedule, placement, an estimate of each process's memory, and whether it fits the devices."""
+"""The output of `asyncrl plan`: schedule, placement, an estimate of each process's memory, and whether it
+fits the devices."""
 
 from __future__ import annotations
 
@@ -43,15 +44,19 @@ def print_plan(
     node_memory_gib: float | None = None,
     address: str | None = None,
 ) -> None:
-    """Print the plan on stdout: for this machine, for `nodes` nodes with `gpus` GPUs of `gpu_memory_gib` each and `node_memory_gib`
-    of host memory, or for a cluster.
+    """Print the plan on stdout: for this machine, for `nodes` nodes with `gpus` GPUs of `gpu_memory_gib` each
+    and `node_memory_gib` of host memory, or for a cluster.
 
-    Raises PreflightError if the job cannot run there: before printing if no plan can be made, otherwise after printing the plan.
-    Raises ConfigError for an unknown loss.
+    Raises PreflightError if the job cannot run there: before printing if no plan can be made, otherwise after
+    printing the plan. Raises ConfigError for an unknown loss.
     """
     check_loss(loaded.profile.algorithm.loss_mode)
     is_here = gpus is None and address is None
-    there = _Cluster.at(address) if address is not None else _Cluster.planned(loaded.profile, gpus, nodes, node_memory_gib)
+    there = (
+        _Cluster.at(address)
+        if address is not None
+        else _Cluster.planned(loaded.profile, gpus, nodes, node_memory_gib)
+    )
     loaded = for_device(loaded, device_of(loaded.profile, there.all))
     profile = loaded.profile
     schedule, job = Schedule.of(profile), compile_job(profile, there.all)
@@ -61,9 +66,14 @@ def print_plan(
         warnings.append(f"a run on this machine would be refused: {missing.message} ({missing.hint})")
     if job.device == "cpu":
         given = {"--gpus": None if job.gpus else gpus or None, "--gpu-memory": gpu_memory_gib}
-        warnings += [f"{flag} {value:g} is not used: the job runs on CPUs" for flag, value in given.items() if value is not None]
+        warnings += [
+            f"{flag} {value:g} is not used: the job runs on CPUs"
+            for flag, value in given.items()
+            if value is not None
+        ]
     if (directory := tokenizer_here(profile)) is not None:
-        from asyncrl_cli.job.preparing import check_chat  # imported late: most plans have no model on this machine
+        # imported late: most plans have no model on this machine
+        from asyncrl_cli.job.preparing import check_chat
 
         check_chat(profile, directory)
     memory = memory_fit.estimate_or_reason(profile, job, _device_memory_bytes(job, is_here, gpu_memory_gib))
@@ -97,15 +107,17 @@ def print_plan(
 
 
 def _rehearsed(profile: Profile) -> Rehearsal | AsyncrlError:
-    """The rehearsal of the reward on the first training items; or why the task cannot be loaded here, or not for the
-    built-in model.
+    """The rehearsal of the reward on the first training items; or why the task cannot be loaded here, or not
+    for the built-in model.
 
-    A file's eval prompts are held out as in a run, so a file that is too small for them is found here, too."""
+    A file's eval prompts are held out as in a run, so a file that is too small for them is found here,
+    too."""
     import asyncio
 
     from asyncrl_cli.job.preparing import check_prompts
 
-    items = max(1, profile.task.rehearsal_items)  # without a rehearsal one item tells whether the task can be loaded
+    # without a rehearsal one item tells whether the task can be loaded
+    items = max(1, profile.task.rehearsal_items)
     train_prompts = min(items, profile.task.train_prompts or items)
     update: dict[str, Any] = {"task": profile.task.model_copy(update={"train_prompts": train_prompts})}
     if profile.task.source.partition(":")[0] not in KINDS:  # eval prompts that are generated take time
@@ -121,7 +133,8 @@ def _rehearsed(profile: Profile) -> Rehearsal | AsyncrlError:
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """A cluster's nodes, with all their resources and with those that are free now. For planned nodes the two are the same."""
+    """A cluster's nodes, with all their resources and with those that are free now. For planned nodes the two
+    are the same."""
 
     all: cluster.ClusterResources
     free: cluster.ClusterResources
@@ -137,31 +150,45 @@ class _Cluster:
 
     @classmethod
     def planned(cls, profile: Profile, gpus: int | None, nodes: int, memory_gib: float | None) -> _Cluster:
-        """This machine, or `nodes` with `gpus` GPUs each and enough CPUs; with 0 GPUs, as many CPUs as this machine."""
+        """This machine, or `nodes` with `gpus` GPUs each and enough CPUs; with 0 GPUs, as many CPUs as this
+        machine."""
         here = cluster.local_cluster()
         if gpus is not None:
             memory_bytes = None if memory_gib is None else int(memory_gib * GIB)
             least = 0 if gpus else here.cpus
-            planned = tuple(cluster.planned_nodes(profile, nodes, gpus, least_cpus=least, memory_bytes=memory_bytes))
+            planned = tuple(
+                cluster.planned_nodes(profile, nodes, gpus, least_cpus=least, memory_bytes=memory_bytes)
+            )
             here = replace(here, nodes=planned, elastic_cpus=nodes == 1)
         return cls(here, here)
 
     def rows(self, job: JobPlan) -> list[dict[str, Any]]:
         """One row per node: its resources, and how many processes of each role would run there."""
         placed = assigned(job, self.free)
-        there = {} if isinstance(placed, Unplaced) else {role: Counter(nodes) for role, nodes in placed.items()}
+        there = (
+            {} if isinstance(placed, Unplaced) else {role: Counter(nodes) for role, nodes in placed.items()}
+        )
         free = {node.key: node for node in self.free.nodes}
 
         def found(node: cluster.NodeResources) -> dict[str, str]:
             return {
                 "free GPUs": f"{free[node.key].gpus} of {node.gpus}",
                 "free CPUs": f"{free[node.key].cpus} of {node.cpus}",
-                "labels": " ".join(f"{key}={value}" for key, value in node.labels.items() if not key.startswith("ray.io/node")),
+                "labels": " ".join(
+                    f"{key}={value}"
+                    for key, value in node.labels.items()
+                    if not key.startswith("ray.io/node")
+                ),
             }
 
         def roles(node: cluster.NodeResources) -> str:
-            each = {name: job.role(TRAINER if name == COLOCATED else name).workers // len(job.groups[name]) for name in there}
-            return " ".join(f"{nodes[node.key] * each[name]} {name}" for name, nodes in there.items() if nodes[node.key])
+            each = {
+                name: job.role(TRAINER if name == COLOCATED else name).workers // len(job.groups[name])
+                for name in there
+            }
+            return " ".join(
+                f"{nodes[node.key] * each[name]} {name}" for name, nodes in there.items() if nodes[node.key]
+            )
 
         facts = found if self.free is not self.all else lambda node: {"GPUs": str(node.gpus)}
         return [{"node": node.name, **facts(node), "would be there": roles(node)} for node in self.all.nodes]
@@ -172,11 +199,15 @@ class _Cluster:
         if isinstance(missing := assigned(job, self.free), Unplaced):
             whom = "an autoscaler or for other jobs to end" if job.autoscaler else "other jobs to end"
             fitting = fitting_hint(job, self.free)
-            print_prose(f"there is no room now, {missing}: a run would wait for {whom}; this would fit at once: {fitting}")
+            print_prose(
+                f"there is no room now, {missing}: a run would wait for {whom}; this would fit at "
+                f"once: {fitting}"
+            )
 
 
 def _device_memory_bytes(job: JobPlan, is_here: bool, gpu_memory_gib: float | None) -> int | None:
-    """Memory of a device: as given, otherwise this machine's. None if the plan is for GPUs of unknown size elsewhere."""
+    """Memory of a device: as given, otherwise this machine's. None if the plan is for GPUs of unknown size
+    elsewhere."""
     if job.device == "cuda" and gpu_memory_gib is not None:
         return int(gpu_memory_gib * GIB)
     if job.device == "cuda" and not is_here:
@@ -187,7 +218,9 @@ def _device_memory_bytes(job: JobPlan, is_here: bool, gpu_memory_gib: float | No
 def _derived(loaded: Loaded) -> dict[str, tuple[Any, str]]:
     """The defaults that follow from device and model, with their origins, by key."""
     values = values_of(loaded.profile)
-    return {key: (values[key], why) for key, why in loaded.origins.items() if why != DEFAULT and is_default(why)}
+    return {
+        key: (values[key], why) for key, why in loaded.origins.items() if why != DEFAULT and is_default(why)
+    }
 
 
 def _print_defaults(loaded: Loaded) -> None:
@@ -208,7 +241,11 @@ def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: dict[s
 
 def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str]]:
     """Rows of (name, value, meaning), with the terms of the documentation."""
-    strict = "strict: no trained token is older" if on_stale == "wait" else f'not strict: on_stale = "{on_stale}"'
+    strict = (
+        ("strict: no trained token is older")
+        if on_stale == "wait"
+        else f'not strict: on_stale = "{on_stale}"'
+    )
     last = schedule.last_window_groups
     shorter = "" if last == schedule.window_groups else f", the last window has {last} groups"
     return [
@@ -228,7 +265,9 @@ def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str
 
 def _print_tables(profile: Profile, schedule: Schedule, job: JobPlan) -> None:
     columns: list[str | Column] = ["", Column("value", justify="right"), "meaning"]
-    print_table(columns, schedule_rows(schedule, profile.async_training.on_stale), f"{profile.name}: schedule")
+    print_table(
+        columns, schedule_rows(schedule, profile.async_training.on_stale), f"{profile.name}: schedule"
+    )
     rows = plan_rows(job)
     headers = [header.replace("_", " ") for header in rows[0]]
     print_table(headers, (map(str, row.values()) for row in rows), f"\nplacement: {job}")

@@ -1,4 +1,5 @@
-"""`asyncrl plan --tune`: shows the search's progress, prints its results, all SIMULATED, and writes them as a profile."""
+"""`asyncrl plan --tune`: shows the search's progress, prints its results, all SIMULATED, and writes them as a
+profile."""
 
 from __future__ import annotations
 
@@ -37,13 +38,17 @@ now: the current setting; > S: beyond the bound
 
 
 def print_tuned(asked: Asked, out: Path | None, *, as_json: bool) -> None:
-    """Search, print the results on stdout and the progress on stderr, and write what is recommended to the profile file `out`."""
+    """Search, print the results on stdout and the progress on stderr, and write what is recommended to the
+    profile file `out`."""
     if out is not None:
         _check_new(out)
     with Starting("auto", stderr()) as progress:
         tuned = tune(asked, progress)
     for setting, reason in tuned.found.failed.items():
-        warn(f"the simulated run of {setting.split} failed and is left out: {reason} ({' '.join(setting.sets)})")
+        warn(
+            f"the simulated run of {setting.split} failed and is left out: {reason} "
+            f"({' '.join(setting.sets)})"
+        )
     if out is not None:
         write_profile(tuned, asked, out)
         say(f"wrote {out}")
@@ -53,7 +58,10 @@ def print_tuned(asked: Asked, out: Path | None, *, as_json: bool) -> None:
     for line in (*_against_current(tuned.found), *_against_others(tuned)):
         print_prose(line)
     for one in tuned.fit:
-        found = f"{one.part} {one.measured_s:.4g} s {one.evidence}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
+        found = (
+            f"{one.part} {one.measured_s:.4g} s {one.evidence}, {one.predicted_s:.4g} s simulated "
+            f"({one.ratio - 1:+.1%})"
+        )
         print_prose(f"SIMULATED, the calibrated run itself: {found}")
     # Each `--set` on a line of its own, so that all can be copied from a narrow terminal.
     print_text("\n" + " \\\n".join(f"  --set {shlex.quote(entry)}" for entry in tuned.recommended_sets))
@@ -69,13 +77,19 @@ def print_tuned(asked: Asked, out: Path | None, *, as_json: bool) -> None:
 def _print_table(tuned: Tuned) -> None:
     """The rows with long runs or on the front, and what is recommended."""
     allowed, best, current = tuned.found.rows, tuned.found.best, tuned.found.current
-    print_prose(f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {tuned.bound}")
+    print_prose(
+        f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {tuned.bound}"
+    )
     print_prose(f"{len(tuned.found.outcomes)} settings tried; these had long runs, or are on the front.\n")
     table = Table(box=None, pad_edge=False)
     for heading in ("", *HEADINGS, "stale", "seconds", "idle"):
         table.add_column(heading, justify="left" if heading in ("split", "") else "right", no_wrap=True)
     undominated = front(allowed)
-    rows = {row.setting: row for row in (*allowed, *([current] if current else ())) if row.is_long or row in undominated}
+    rows = {
+        row.setting: row
+        for row in (*allowed, *([current] if current else ()))
+        if row.is_long or row in undominated
+    }
     for row in sorted(rows.values(), key=lambda row: row.rank):
         marks = {
             "*": row in undominated,
@@ -86,7 +100,9 @@ def _print_table(tuned: Tuned) -> None:
         }
         idle = f"{row.trainer_idle_ratio:.0%} {row.rollouter_idle_ratio:.0%}"
         figures = (f"{row.staleness_mean:.2f}", f"{row.window_time_s:.5g}", idle)
-        table.add_row(" ".join(mark for mark, holds in marks.items() if holds), *_shown(row.setting).values(), *figures)
+        table.add_row(
+            " ".join(mark for mark, holds in marks.items() if holds), *_shown(row.setting).values(), *figures
+        )
     stdout().print(table)
     print_text(LEGEND)
     predicted = f"predicted {best.window_time_s:.2f} s per {tuned.window_groups} groups"
@@ -98,7 +114,8 @@ def _shown(setting: Setting) -> dict[str, str]:
 
 
 def _against_current(found: Found) -> Iterator[str]:
-    """How the recommended setting compares with the current one: in all, what the bound costs, and what the split does."""
+    """How the recommended setting compares with the current one: in all, what the bound costs, and what the
+    split does."""
     best, current, speedup, there = found.best, found.current, found.speedup, found.on_current_split
     if current is None or speedup is None:
         yield "the current setting could not be simulated: the recommendation cannot be compared with it"
@@ -107,10 +124,15 @@ def _against_current(found: Found) -> Iterator[str]:
         yield "the current setting is the recommended one"
     else:
         then = _shown(best.setting)
-        differences = ", ".join(f"{heading} {now}" for heading, now in _shown(current.setting).items() if now != then[heading])
+        differences = ", ".join(
+            f"{heading} {now}" for heading, now in _shown(current.setting).items() if now != then[heading]
+        )
         text = f"the current setting, {current} ({speedup:.2f}x), has {differences}"
         if not found.space.allows(current.setting):
-            text += f"; it is beyond the bound: at most {counted(current.setting.max_staleness, 'version')} of staleness."
+            text += (
+                f"; it is beyond the bound: at most {counted(current.setting.max_staleness, 'version')} "
+                "of staleness."
+            )
             text += f" The price of the bound: {1 / speedup:.2f} times its time" if speedup < 1 else ""
         yield text
     if current.setting.split == best.setting.split:
@@ -120,19 +142,31 @@ def _against_current(found: Found) -> Iterator[str]:
     elif there is not None:
         rest, split = current.window_time_s / there.window_time_s, there.window_time_s / best.window_time_s
         small = ", which is less than a simulation can tell" if abs(split - 1) <= SAME_TIME else ""
-        yield f"its K, batches, eta and slots on the current split, {there}: they make {rest:.2f}x, the split {split:.2f}x{small}"
+        yield (
+            f"its K, batches, eta and slots on the current split, {there}: they make {rest:.2f}x, the "
+            f"split {split:.2f}x{small}"
+        )
 
 
 def _against_others(tuned: Tuned) -> Iterator[str]:
-    """How the recommended setting compares with itself without a bound and with a measured time, and reasons to doubt the gain."""
-    best_s, free, known, speedup = tuned.found.best.window_time_s, tuned.found.without_bound, tuned.known, tuned.found.speedup
+    """How the recommended setting compares with itself without a bound and with a measured time, and reasons
+    to doubt the gain."""
+    best_s, free, known, speedup = (
+        tuned.found.best.window_time_s,
+        tuned.found.without_bound,
+        tuned.known,
+        tuned.found.speedup,
+    )
     if free is not None:
         cost, stalest = best_s / free.window_time_s - 1, counted(round(free.staleness_max), "version")
         told = "no more than a simulation can tell" if abs(cost) <= SAME_TIME else f"{cost:.1%}"
         without = f'without one (on_stale = "accept") {free.window_time_s:.2f} s, tokens up to {stalest} old'
         yield f"the strict bound costs {told}: {without}"
     if known is not None:  # the factor includes the simulation's own error
-        yield f"{known.evidence} for the current setting: {known.window_time_s:.2f} s ({known.window_time_s / best_s:.2f}x)"
+        yield (
+            f"{known.evidence} for the current setting: {known.window_time_s:.2f} s "
+            f"({known.window_time_s / best_s:.2f}x)"
+        )
     if speedup is not None and speedup > 1:
         yield _gain_against_error(speedup - 1, tuned.error)
     yield from _doubtful_parts(tuned.fit)
@@ -140,9 +174,16 @@ def _against_others(tuned: Tuned) -> Iterator[str]:
 
 def _gain_against_error(gain: float, error: float | None) -> str:
     if error is None:
-        return f"nothing measured tells how far the simulation is off: only a run can tell whether the gain, {gain:.0%}, is real"
+        return (
+            "nothing measured tells how far the simulation is off: only a run can tell whether the gain, "
+            f"{gain:.0%}, is real"
+        )
     size = f"the error of the simulation, {error:.0%} of a window of the current setting"
-    return f"the gain, {gain:.0%}, exceeds {size}" if gain > error else f"the gain, {gain:.0%}, is within {size}: it may be nothing"
+    return (
+        (f"the gain, {gain:.0%}, exceeds {size}")
+        if gain > error
+        else f"the gain, {gain:.0%}, is within {size}: it may be nothing"
+    )
 
 
 def _doubtful_parts(fit: Sequence[Residual]) -> Iterator[str]:
@@ -151,29 +192,43 @@ def _doubtful_parts(fit: Sequence[Residual]) -> Iterator[str]:
     for one in fit:
         off_s = abs(one.predicted_s - one.measured_s)
         if one.part != WINDOW and off_s > DOUBTFUL * window_s:
-            off = f"{one.measured_s:.4g} s {one.evidence}, {one.predicted_s:.4g} s simulated, {off_s / window_s:.0%} of a window"
+            off = (
+                f"{one.measured_s:.4g} s {one.evidence}, {one.predicted_s:.4g} s simulated, "
+                f"{off_s / window_s:.0%} of a window"
+            )
             yield f"do not trust what follows from {one.part}: {off} apart"
 
 
 def _print_how_to_try(tuned: Tuned, workload: str, out: Path | None) -> None:
-    """Print the commands that try the setting. They need a profile file: `bench --set` would change the baseline, too."""
+    """Print the commands that try the setting. They need a profile file: `bench --set` would change the
+    baseline, too."""
     if out is None:
-        print_prose("\nto try it: the same search with --out my.toml writes a profile for `bench --profile` and `train --profile`")
+        print_prose(
+            "\nto try it: the same search with --out my.toml writes a profile for `bench --profile` "
+            "and `train --profile`"
+        )
         return
     own, simulated = f"--profile {shlex.quote(str(out))}", f" \\\n    --simulate {shlex.quote(workload)}"
     print_text(f"\n{out} is a profile with these keys; to try it:")
-    print_text(f"  asyncrl bench --compare {shlex.quote(tuned.profile)} {own}{'' if tuned.fit else simulated}")
-    print_text(f"  asyncrl train {own} --name {shlex.quote(out.stem)}")  # a run's profile may have that run's name
+    print_text(
+        f"  asyncrl bench --compare {shlex.quote(tuned.profile)} {own}{'' if tuned.fit else simulated}"
+    )
+    # a run's profile may have that run's name
+    print_text(f"  asyncrl train {own} --name {shlex.quote(out.stem)}")
 
 
 def _check_new(path: Path) -> None:
-    """Raises ConfigError or RefusedError unless `path` can be written. Called before the search, which would else be wasted."""
+    """Raises ConfigError or RefusedError unless `path` can be written. Called before the search, which would
+    else be wasted."""
     if path.suffix != ".toml":
-        raise ConfigError(f"--out {path}: a profile's file ends in .toml", hint=f"--out {path.with_suffix('.toml')}")
+        raise ConfigError(
+            f"--out {path}: a profile's file ends in .toml", hint=f"--out {path.with_suffix('.toml')}"
+        )
     if path.exists():
         others = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
         raise RefusedError(
-            f"{path} exists and is not overwritten", hint=f"--out {next(other for other in others if not other.exists())}"
+            f"{path} exists and is not overwritten",
+            hint=f"--out {next(other for other in others if not other.exists())}",
         )
     if not path.parent.is_dir():
         raise RefusedError(f"there is no directory {path.parent}", hint=f"--out {path.name}")
@@ -191,12 +246,20 @@ def write_profile(tuned: Tuned, asked: Asked, path: Path) -> None:
     lines = [
         f"# Recommended by a SIMULATED search (asyncrl {__version__}):",
         f"#   {_command(asked)}",
-        f"# {best.setting.split} {best.setting.split_names}, {best.window_time_s:.4g} s per {tuned.window_groups} groups{before}.",
-        *([] if tuned.fit else [f"# What {tuned.workload.name} itself sets ([profile]: model, sizes) is not in this file."]),
+        f"# {best.setting.split} {best.setting.split_names}, {best.window_time_s:.4g} s per "
+        f"{tuned.window_groups} groups{before}.",
+        *(
+            []
+            if tuned.fit
+            else [f"# What {tuned.workload.name} itself sets ([profile]: model, sizes) is not in this file."]
+        ),
         f"extends = {toml_value(_extended(tuned.profile, path))}",
         f"purpose = {toml_value(f'Tuned for {tuned.workload.name} by a simulated search: {tuned.bound}.')}",
         "",
-        *(f"{'.'.join(map(toml_key, key.split('.')))} = {toml_value(value)}" for key, value in values.items()),
+        *(
+            f"{'.'.join(map(toml_key, key.split('.')))} = {toml_value(value)}"
+            for key, value in values.items()
+        ),
     ]
     with path.open("x", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")
@@ -205,14 +268,19 @@ def write_profile(tuned: Tuned, asked: Asked, path: Path) -> None:
 def _command(asked: Asked) -> str:
     """The command that repeats this search, without `--out`."""
     runs_dir = None if asked.runs_dir == RUNS_DIR else asked.runs_dir
-    options = {"--profile": asked.profile, "--gpus": asked.gpus, "--max-staleness": asked.bound, "--runs-dir": runs_dir}
+    options = {
+        "--profile": asked.profile,
+        "--gpus": asked.gpus,
+        "--max-staleness": asked.bound,
+        "--runs-dir": runs_dir,
+    }
     words = [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
     return shlex.join(["asyncrl", "plan", "--tune", asked.reference, *words, *set_words(asked.sets)])
 
 
 def _extended(reference: str, path: Path) -> str:
-    """What to extend: a profile's name, or a file; a relative path if the file lies below the new one's directory, so that both
-    can be moved together."""
+    """What to extend: a profile's name, or a file; a relative path if the file lies below the new one's
+    directory, so that both can be moved together."""
     if not is_file_reference(reference):
         return reference
     above, here = locate(reference, relative_to=Path.cwd(), asked_by="--profile"), path.parent.resolve()

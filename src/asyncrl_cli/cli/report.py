@@ -16,19 +16,29 @@ EXAMPLES = """
 
 
 def report(
-    runs: Annotated[list[str], run_argument("RUN...", "Names or directories of runs, or the directory of a bench.")],
+    runs: Annotated[
+        list[str], run_argument("RUN...", "Names or directories of runs, or the directory of a bench.")
+    ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="The file to write. Default: report.html, for one run in the run's directory."),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="The file to write. Default: report.html, for one run in the run's directory.",
+        ),
     ] = None,
     search: Annotated[
         bool,
-        typer.Option("--tune", help="Also search for the settings that would have been fastest. Takes minutes; simulated."),
+        typer.Option(
+            "--tune",
+            help="Also search for the settings that would have been fastest. Takes minutes; simulated.",
+        ),
     ] = False,
     open_it: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     runs_dir: RunsDirOption = RUNS_DIR,
 ) -> None:
-    """Write a report of one or more runs as one HTML file: a verdict in words, and charts of everything measured."""
+    """Write a report of one or more runs as one HTML file: a verdict in words, and charts of everything
+    measured."""
     from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.report.write import write_report
 

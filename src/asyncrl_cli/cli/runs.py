@@ -57,12 +57,17 @@ def train(
     name: NameOption = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     ui: UiOption = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the profile and print the plan, but start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the profile and print the plan, but start nothing.")
+    ] = False,
     address: AddressOption = None,
     detach: DetachOption = False,
     go_on: Annotated[
         Literal["never", "auto"],
-        typer.Option("--resume", help="auto: if a run with this name has begun, resume it. For jobs that may be requeued."),
+        typer.Option(
+            "--resume",
+            help="auto: if a run with this name has begun, resume it. For jobs that may be requeued.",
+        ),
     ] = "never",
     as_json: JsonOption = False,
 ) -> None:
@@ -111,17 +116,22 @@ def _has_begun(name: str | None, runs_dir: Path) -> bool:
 
 
 def _is_cleared(run_dir: Path) -> bool:
-    """Whether the run cannot be resumed because it was killed before its first checkpoint. If so, its name is free again."""
+    """Whether the run cannot be resumed because it was killed before its first checkpoint. If so, its name is
+    free again."""
     from asyncrl_cli.checkpoint.run_directory import clear_lost
 
     logs = clear_lost(run_dir)
     if logs is not None:
-        warn(f"run '{run_dir.name}' was killed before its first checkpoint and starts anew; its old logs are in {logs}")
+        warn(
+            f"run '{run_dir.name}' was killed before its first checkpoint and starts anew; its old logs are "
+            f"in {logs}"
+        )
     return logs is not None
 
 
 def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_resumed: bool) -> Run:
-    """A new run, or the run of this name from its newest checkpoint, with a warning if its settings differ from `loaded`."""
+    """A new run, or the run of this name from its newest checkpoint, with a warning if its settings differ
+    from `loaded`."""
     from asyncrl_cli.job.run import Run
     from asyncrl_cli.profile.keys import entries_of
     from asyncrl_cli.profile.loaded import is_default
@@ -129,21 +139,30 @@ def _run_of(loaded: Loaded, runs_dir: Path, ui: str, address: str | None, *, is_
     profile = loaded.profile
     if not is_resumed:
         name = profile.run.name
-        return Run(profile, loaded.origins, loaded.warnings, runs_dir=runs_dir, name=name, address=address, ui=ui)
+        return Run(
+            profile, loaded.origins, loaded.warnings, runs_dir=runs_dir, name=name, address=address, ui=ui
+        )
     run = Run.resume(str(profile.run.name), runs_dir=runs_dir, ui=ui, address=address)
     own, new = entries_of(run.profile), entries_of(profile)
     derived = {key for key, origin in run.origins.items() if is_default(origin)} & {
         key for key, origin in loaded.origins.items() if is_default(origin)
     }
-    others = [key for key, value in new.items() if key != "run.name" and key not in derived and own.get(key) != value]
+    others = [
+        key
+        for key, value in new.items()
+        if key != "run.name" and key not in derived and own.get(key) != value
+    ]
     say(f"run '{profile.run.name}' resumes from step {run.checkpoint.step if run.checkpoint else 0}")
     if others:
         warn(f"the run keeps its own settings, which differ from this command's: {first_names(others)}")
     return run
 
 
-def _detach(arguments: Sequence[str], name: str, runs_dir: Path, address: str | None, *, as_json: bool) -> None:
-    """Start the command detached from this terminal. Exit with its code if it ends within the first seconds."""
+def _detach(
+    arguments: Sequence[str], name: str, runs_dir: Path, address: str | None, *, as_json: bool
+) -> None:
+    """Start the command detached from this terminal. Exit with its code if it ends within the first
+    seconds."""
     from asyncrl_cli.checkpoint.find import detached_output
     from asyncrl_cli.job.detaching import detach
 
@@ -161,7 +180,10 @@ def _detach(arguments: Sequence[str], name: str, runs_dir: Path, address: str | 
 
 def resume(
     target: Annotated[
-        str, run_argument("CHECKPOINT|RUN", "A run's name or directory, RUN/step-000040, or a checkpoint's directory.")
+        str,
+        run_argument(
+            "CHECKPOINT|RUN", "A run's name or directory, RUN/step-000040, or a checkpoint's directory."
+        ),
     ],
     sets: SetOption = None,
     runs_dir: RunsDirOption = RUNS_DIR,
@@ -172,8 +194,10 @@ def resume(
 ) -> None:
     """Continue a run from a checkpoint. Every group is trained exactly once.
 
-    --set may change where and how the run computes (numbers of workers, placement, engine, timeouts), but nothing that the
-    checkpoint depends on. With the address of a job server (http://HEAD:8265), the run resumes as a job there."""
+    --set may change where and how the run computes (numbers of workers, placement, engine, timeouts), but
+    nothing that the
+    checkpoint depends on. With the address of a job server (http://HEAD:8265), the run resumes as a job
+    there."""
     from asyncrl_cli.checkpoint.find import resolve
     from asyncrl_cli.job.run import Run
     from asyncrl_cli.job.session import is_job_server
@@ -183,4 +207,6 @@ def resume(
     if detach:
         run = resolve(target, runs_dir).resolve().parent.parent
         return _detach(["resume", target, *set_words(sets)], run.name, run.parent, address, as_json=as_json)
-    run_to_its_end(Run.resume(target, runs_dir=runs_dir, sets=sets or (), ui=ui, address=address), as_json=as_json)
+    run_to_its_end(
+        Run.resume(target, runs_dir=runs_dir, sets=sets or (), ui=ui, address=address), as_json=as_json
+    )

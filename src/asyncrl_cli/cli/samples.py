@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, number_option, print_json, say, stdout, warn
+from asyncrl_cli.cli.console import (
+    RUNS_DIR,
+    JsonOption,
+    RunArgument,
+    RunsDirOption,
+    number_option,
+    print_json,
+    say,
+    stdout,
+    warn,
+)
 
 EXAMPLES = """
   asyncrl samples my-run                    from the newest dumped step
@@ -21,8 +31,12 @@ set how many trajectories a run keeps."""
 
 def samples(
     run: RunArgument,
-    step: Annotated[int | None, number_option("--step", "A train step. Default: the newest dumped step.")] = None,
-    group: Annotated[str, typer.Option("--group", metavar="G", help="Only groups whose key begins with G, of any step.")] = "",
+    step: Annotated[
+        int | None, number_option("--step", "A train step. Default: the newest dumped step.")
+    ] = None,
+    group: Annotated[
+        str, typer.Option("--group", metavar="G", help="Only groups whose key begins with G, of any step.")
+    ] = "",
     sort: Annotated[
         Literal["staleness", "reward", "length", "span"] | None,
         typer.Option("--sort", help="Sort by this, largest first. Default: as dumped, group by group."),
@@ -48,4 +62,7 @@ def samples(
     for one in chosen:
         console.print(shown(one))
     steps = recorded.sampled_steps
-    say(f"{len(chosen)} of step {chosen[0].step}; samples are kept of {len(steps)} steps, from {steps[0]} to {steps[-1]}")
+    say(
+        f"{len(chosen)} of step {chosen[0].step}; samples are kept of {len(steps)} steps, from {steps[0]} to "
+        f"{steps[-1]}"
+    )

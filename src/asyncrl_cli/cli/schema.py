@@ -17,7 +17,9 @@ If its first line is [bold]#:schema ./profile.schema.json[/], editors with taplo
 
 
 def schema(
-    kind: Annotated[Literal["profile", "workload"], typer.Argument(metavar="profile|workload", help="Kind of file.")] = "profile",
+    kind: Annotated[
+        Literal["profile", "workload"], typer.Argument(metavar="profile|workload", help="Kind of file.")
+    ] = "profile",
 ) -> None:
     """Print the JSON Schema of a profile or a workload, for editors and for `taplo check`."""
     if kind == "profile":

@@ -1,4 +1,5 @@
-"""Commands for use before a first run: `asyncrl doctor` (checks this machine), `init` (copies a template) and `profiles`."""
+"""Commands for use before a first run: `asyncrl doctor` (checks this machine), `init` (copies a template) and
+`profiles`."""
 
 from __future__ import annotations
 
@@ -69,23 +70,33 @@ class _Profiles(TyperGroup):
 
 
 profiles = typer.Typer(
-    cls=_Profiles, help="List the profiles, or show one.", epilog=epilog(PROFILES_EXAMPLES), rich_markup_mode="rich"
+    cls=_Profiles,
+    help="List the profiles, or show one.",
+    epilog=epilog(PROFILES_EXAMPLES),
+    rich_markup_mode="rich",
 )
 
 
 def doctor(
     as_json: JsonOption = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Uninstall packages that came with vLLM but cannot be loaded with this torch.")
+        bool,
+        typer.Option(
+            "--fix", help="Uninstall packages that came with vLLM but cannot be loaded with this torch."
+        ),
     ] = False,
     address: Annotated[
-        str | None, typer.Option("--address", metavar="RAY", help="Check the nodes of this Ray cluster (HOST:PORT) instead.")
+        str | None,
+        typer.Option(
+            "--address", metavar="RAY", help="Check the nodes of this Ray cluster (HOST:PORT) instead."
+        ),
     ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
 ) -> None:
     """Check this machine: versions, cores, GPUs, Ray, engines. Exits with 3 if a requirement is missing.
 
-    With --address: check that the nodes of a cluster have the same versions, see the runs directory, and reach each other."""
+    With --address: check that the nodes of a cluster have the same versions, see the runs directory, and
+    reach each other."""
     from asyncrl_cli.engines.vllm import kind as vllm_kind
     from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.plan import machine
@@ -107,7 +118,8 @@ def doctor(
     else:
         marks = MARKS if address is None else CLUSTER_MARKS
         rows = (
-            (one.what, marks[one.ok], one.found + (f"  hint: {one.hint}" if one.hint and not one.ok else "")) for one in findings
+            (one.what, marks[one.ok], one.found + (f"  hint: {one.hint}" if one.hint and not one.ok else ""))
+            for one in findings
         )
         print_table((), rows)
     if any(finding.ok is False for finding in findings):
@@ -117,9 +129,14 @@ def doctor(
 def _uninstall(packages: list[str]) -> None:
     listed = ", ".join(packages)
     say(f"uninstalling {listed}: not usable with this torch, and not needed by vLLM")
-    done = subprocess.run([sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *packages], check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *packages], check=False
+    )
     if done.returncode:
-        raise PreflightError(f"pip could not uninstall {listed}", hint=f"remove them by hand: pip uninstall {' '.join(packages)}")
+        raise PreflightError(
+            f"pip could not uninstall {listed}",
+            hint=f"remove them by hand: pip uninstall {' '.join(packages)}",
+        )
 
 
 def init(
@@ -127,31 +144,44 @@ def init(
         str,
         typer.Argument(
             metavar="TEMPLATE",
-            help="Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl; for a cluster: kuberay, ray-cluster, "
+            help="Name of the template: agent, grafana, gsm8k-8gpu, jsonl or parquet-verl; for a cluster: "
+            "kuberay, ray-cluster, "
             "skypilot or slurm.",
             autocompletion=completion.templates,
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write, new or empty.")],
-    profile: Annotated[str | None, profile_option("For a cluster: the profile to train, as for `asyncrl train`.")] = None,
+    profile: Annotated[
+        str | None, profile_option("For a cluster: the profile to train, as for `asyncrl train`.")
+    ] = None,
     sets: SetOption = None,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="N", help="For a cluster: name of the run. Default: the profile's.")
+        str | None,
+        typer.Option("--name", metavar="N", help="For a cluster: name of the run. Default: the profile's."),
     ] = None,
     shared: Annotated[
         Path | None,
         typer.Option(
-            "--shared", metavar="DIR", help="For a cluster: directory shared by all nodes, for the runs. Default: the current one."
+            "--shared",
+            metavar="DIR",
+            help="For a cluster: directory shared by all nodes, for the runs. Default: the current one.",
         ),
     ] = None,
     nodes: Annotated[
-        int | None, number_option("--nodes", "For a cluster: number of nodes. Default: as few as possible.", most=MOST_DEVICES)
+        int | None,
+        number_option(
+            "--nodes", "For a cluster: number of nodes. Default: as few as possible.", most=MOST_DEVICES
+        ),
     ] = None,
     gpus_per_node: Annotated[
-        int | None, number_option("--gpus-per-node", "For a cluster: GPUs per node. Default: 8.", most=MOST_DEVICES)
+        int | None,
+        number_option("--gpus-per-node", "For a cluster: GPUs per node. Default: 8.", most=MOST_DEVICES),
     ] = None,
     image: Annotated[
-        str | None, typer.Option("--image", metavar="IMAGE", help="For kuberay and skypilot: container image with asyncrl.")
+        str | None,
+        typer.Option(
+            "--image", metavar="IMAGE", help="For kuberay and skypilot: container image with asyncrl."
+        ),
     ] = None,
 ) -> None:
     """Copy a template: for your own task, ready to train; for a dashboard; or for a job on a cluster."""
@@ -162,8 +192,18 @@ def init(
 
     source = _find(template)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RefusedError(f"{directory} exists and is not empty", hint="name a new directory: nothing is overwritten")
-    launch = Launch(profile=profile, image=image, set=sets, name=name, shared=shared, nodes=nodes, gpus_per_node=gpus_per_node)
+        raise RefusedError(
+            f"{directory} exists and is not empty", hint="name a new directory: nothing is overwritten"
+        )
+    launch = Launch(
+        profile=profile,
+        image=image,
+        set=sets,
+        name=name,
+        shared=shared,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+    )
     files = rendered(source, launch)
     warn(*launch.loaded.warnings if files else ())
     shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -176,11 +216,16 @@ def init(
         if path.is_file():
             print_text(str(path))
     gpus = _missing_gpus(directory / "profile.toml") if is_task else ""
-    say(f"next: cd {directory} && asyncrl plan --profile profile.toml{gpus}" if is_task else f"next: {directory / 'README.md'}")
+    say(
+        f"next: cd {directory} && asyncrl plan --profile profile.toml{gpus}"
+        if is_task
+        else f"next: {directory / 'README.md'}"
+    )
 
 
 def _missing_gpus(profile: Path) -> str:
-    """The option that `asyncrl plan` needs for the profile on a machine without GPUs; empty if it needs none."""
+    """The option that `asyncrl plan` needs for the profile on a machine without GPUs; empty if it needs
+    none."""
     from asyncrl_cli.plan.cluster import asked_gpus, local_cluster
     from asyncrl_cli.profile.loaded import load
 
@@ -223,7 +268,10 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
         print_json(rows)
         return
     columns = [Column(header, no_wrap=True) for header in ("name", "K", "eta", "partial")]
-    shown = ((row["name"], str(row["K"]), row["eta"], toml_value(row["partial_rollout"]), row["purpose"]) for row in rows)
+    shown = (
+        (row["name"], str(row["K"]), row["eta"], toml_value(row["partial_rollout"]), row["purpose"])
+        for row in rows
+    )
     print_table([*columns, "purpose"], shown)
 
 
@@ -232,7 +280,9 @@ def list_keys(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="[SECTION|KEY]", help="List only this section, e.g. rollout, or this key.", autocompletion=completion.sections
+            metavar="[SECTION|KEY]",
+            help="List only this section, e.g. rollout, or this key.",
+            autocompletion=completion.sections,
         ),
     ] = "",
     as_json: JsonOption = False,

@@ -48,12 +48,15 @@ STOP_EXAMPLES = """
 
 
 def status(
-    run: Annotated[str | None, run_argument("[RUN]", "A run's name or directory. Default: all runs, or the only one.")] = None,
+    run: Annotated[
+        str | None, run_argument("[RUN]", "A run's name or directory. Default: all runs, or the only one.")
+    ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     address: JobAddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show all runs and what to do next, or how one run is doing. Works from any terminal, also after the run has ended.
+    """Show all runs and what to do next, or how one run is doing. Works from any terminal, also after the run
+    has ended.
 
     With --json: an array with one entry per run, or the whole status of RUN."""
     if address is not None:
@@ -90,14 +93,23 @@ def _print_in_depth(found: RunStatus) -> None:
 
     state = state_of(found)
     error = last_error(found.directory, found.status) if state in ("killed", "failed") else ""
-    print_status(found, stdout(), error=error, go_on=next_command(found.directory, state) if found.liveness == "ended" else "")
+    print_status(
+        found,
+        stdout(),
+        error=error,
+        go_on=next_command(found.directory, state) if found.liveness == "ended" else "",
+    )
 
 
 def watch(
-    run: Annotated[str | None, run_argument("[RUN]", "A run's name or directory. Default: the newest run.")] = None,
+    run: Annotated[
+        str | None, run_argument("[RUN]", "A run's name or directory. Default: the newest run.")
+    ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     address: JobAddressOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole status once a second, as one line of JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole status once a second, as one line of JSON.")
+    ] = False,
 ) -> None:
     """Show the live screen of a run elsewhere: detached, submitted, or in another terminal.
 
@@ -134,7 +146,9 @@ def _follow(directory: Path, take: Take, wait: Wait) -> None:
         if not directory.exists():
             why = f"run '{directory.name}' ended while it was starting, and left no files"
             output = detached_output(directory)
-            raise RefusedError(why, hint=f"{output if output.exists() else 'the command that started it'} says why")
+            raise RefusedError(
+                why, hint=f"{output if output.exists() else 'the command that started it'} says why"
+            )
         try:
             found = read_status(str(directory), directory.parent)
         except StillStarting as not_yet:
@@ -155,7 +169,8 @@ def _print_line(found: RunStatus | str) -> None:
 
 
 def _show(name: str, follow: Callable[[Take, Wait], None], where: str) -> None:
-    """Show the live screen until the run is over, or until q or Ctrl-C. `where`: options that find the run again."""
+    """Show the live screen until the run is over, or until q or Ctrl-C. `where`: options that find the run
+    again."""
     from asyncrl_cli.observe.render import render_summary
     from asyncrl_cli.observe.screen import watching
     from asyncrl_cli.observe.terminal import key_presses
@@ -174,7 +189,10 @@ def _show(name: str, follow: Callable[[Take, Wait], None], where: str) -> None:
         follow(take, wait)
     (last,) = shown
     if isinstance(last, str) or not last.is_over:
-        say(f"run '{name}' continues; `asyncrl watch {name}{where}` shows it again, `asyncrl stop {name}{where}` ends it")
+        say(
+            f"run '{name}' continues; `asyncrl watch {name}{where}` shows it again, `asyncrl stop "
+            f"{name}{where}` ends it"
+        )
     elif last.liveness == "ended":
         stdout().print(render_summary(last.status))
 
@@ -189,7 +207,8 @@ def stop(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, address: JobAddre
     found = read_status(run, runs_dir)
     if found.is_over:
         raise RefusedError(
-            f"run '{found.name}' is not running", hint=f"`asyncrl status {as_typed(found.directory)}` says how it ended"
+            f"run '{found.name}' is not running",
+            hint=f"`asyncrl status {as_typed(found.directory)}` says how it ended",
         )
     if request_stop(found.directory) > 1:
         say(f"asked run '{found.name}' to end at once")
@@ -197,5 +216,6 @@ def stop(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, address: JobAddre
         say(f"asked run '{found.name}' to end; it is still starting and has nothing new to checkpoint")
     else:
         say(
-            f"asked run '{found.name}' to finish its step, checkpoint and end; `asyncrl watch {as_typed(found.directory)}` shows it"
+            f"asked run '{found.name}' to finish its step, checkpoint and end; `asyncrl watch "
+            f"{as_typed(found.directory)}` shows it"
         )

@@ -1,4 +1,5 @@
-"""`asyncrl submit`: starts a run as a job of a Ray cluster. Also runs other commands on the cluster, where the run's files are."""
+"""`asyncrl submit`: starts a run as a job of a Ray cluster. Also runs other commands on the cluster, where
+the run's files are."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def submit(
     address: Annotated[
         str,
         typer.Option(
-            "--address", metavar="URL", envvar="RAY_API_SERVER_ADDRESS", help="Job server of the cluster: http://HEAD:8265."
+            "--address",
+            metavar="URL",
+            envvar="RAY_API_SERVER_ADDRESS",
+            help="Job server of the cluster: http://HEAD:8265.",
         ),
     ],
     sets: SetOption = None,
@@ -53,11 +57,17 @@ def submit(
     runs_dir: Annotated[
         Path,
         typer.Option(
-            "--runs-dir", metavar="DIR", help="Directory that holds all runs: a path on the cluster, shared by all nodes."
+            "--runs-dir",
+            metavar="DIR",
+            help="Directory that holds all runs: a path on the cluster, shared by all nodes.",
         ),
     ] = RUNS_DIR,
-    wait: Annotated[bool, typer.Option("--wait", help="Print the driver's output until it ends, and exit with its code.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job as JSON, but submit nothing.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Print the driver's output until it ends, and exit with its code.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the job as JSON, but submit nothing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train on a Ray cluster, as a job that needs neither this terminal nor this machine.
@@ -82,7 +92,8 @@ def submit(
 
 
 def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = False) -> None:
-    """Submit the job and print the next commands. Raises the job's error if it fails within the first seconds."""
+    """Submit the job and print the next commands. Raises the job's error if it fails within the first
+    seconds."""
     from asyncrl_cli.job.job_server import FAILED
 
     server.check_version()
@@ -95,7 +106,8 @@ def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = Fal
     elif found.status == FAILED and not wait:
         code = server.follow(job.id, say, warn)
         failed = AsyncrlError(
-            f"the job of run '{job.run}' has failed (exit {code})", hint=f"on the cluster, `ray job logs {job.id}`"
+            f"the job of run '{job.run}' has failed (exit {code})",
+            hint=f"on the cluster, `ray job logs {job.id}`",
         )
         failed.exit_code = code
         raise failed
@@ -111,7 +123,11 @@ def send(server: JobServer, job: Job, *, wait: bool = False, as_json: bool = Fal
 
 def say_next(run: str, where: str) -> None:
     """Print the next commands for a run elsewhere."""
-    for verb, what in {"watch": "its live screen", "logs": "its processes' logs", "stop": "write a checkpoint and end"}.items():
+    for verb, what in {
+        "watch": "its live screen",
+        "logs": "its processes' logs",
+        "stop": "write a checkpoint and end",
+    }.items():
         say(f"  asyncrl {verb} {run}{where}    {what}")
 
 
@@ -120,7 +136,9 @@ def print_jobs(address: str, *, as_json: bool) -> None:
     from asyncrl_cli.job.job_server import RUN_KEY, RUNS_DIR_KEY, JobServer, state_of
 
     jobs = JobServer(address).runs()
-    rows = [(job.metadata[RUN_KEY], state_of(job), job.submission_id, job.metadata[RUNS_DIR_KEY]) for job in jobs]
+    rows = [
+        (job.metadata[RUN_KEY], state_of(job), job.submission_id, job.metadata[RUNS_DIR_KEY]) for job in jobs
+    ]
     if as_json:
         print_json([dict(zip(("run", "state", "job", "runs_dir"), row, strict=True)) for row in rows])
     for run, state, job, runs_dir in () if as_json else rows:
@@ -143,8 +161,8 @@ def resume_there(address: str, run: str, runs_dir: Path, sets: Sequence[str], *,
 
 
 def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, Callable[[Take, Wait], None]]:
-    """The run's name (default: the newest run), and a function that passes its status to `take`: a job there prints it once a
-    second."""
+    """The run's name (default: the newest run), and a function that passes its status to `take`: a job there
+    prints it once a second."""
     from asyncrl_cli.job.job_server import TIMED_OUT, JobServer
     from asyncrl_cli.observe.status import RunStatus
 
@@ -167,14 +185,16 @@ def followed_there(address: str, run: str | None, runs_dir: Path) -> tuple[str, 
         if code:
             why = next((line.removeprefix("error: ") for line in said if line.startswith("error: ")), "")
             hint = f"asyncrl logs {name} --address {address}"
-            raise RefusedError(f"run '{name}' at {address} can no longer be followed (exit {code}): {why}", hint=hint)
+            raise RefusedError(
+                f"run '{name}' at {address} can no longer be followed (exit {code}): {why}", hint=hint
+            )
 
     return name, follow
 
 
 def on_cluster(address: str, arguments: Sequence[str], runs_dir: Path) -> None:
-    """Run a command for run `arguments[1]` on the cluster, where its files are. Print its output as it arrives and exit with its
-    code. For a run that ended before it had files, print the output of its job."""
+    """Run a command for run `arguments[1]` on the cluster, where its files are. Print its output as it
+    arrives and exit with its code. For a run that ended before it had files, print the output of its job."""
     from asyncrl_cli.job.job_server import TIMED_OUT, JobServer
 
     server = JobServer(address)

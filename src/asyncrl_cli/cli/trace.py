@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunArgument, RunsDirOption, print_json, print_text, say, warn
+from asyncrl_cli.cli.console import (
+    RUNS_DIR,
+    JsonOption,
+    RunArgument,
+    RunsDirOption,
+    print_json,
+    print_text,
+    say,
+    warn,
+)
 from asyncrl_cli.errors import ConfigError
 
 EXAMPLES = """
@@ -25,16 +34,26 @@ STEPS = re.compile(r"(?P<first>\d{0,15})(?P<colon>:)?(?P<last>\d{0,15})")
 def trace(
     run: RunArgument,
     steps: Annotated[
-        str, typer.Option("--steps", metavar="A:B", help="Only these train steps. A: and :B leave one end open; A is one step.")
+        str,
+        typer.Option(
+            "--steps",
+            metavar="A:B",
+            help="Only these train steps. A: and :B leave one end open; A is one step.",
+        ),
     ] = ":",
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="File to write (.gz: compressed). Default: trace.json in the run's directory."),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="File to write (.gz: compressed). Default: trace.json in the run's directory.",
+        ),
     ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a trace for Perfetto or chrome://tracing: who did what when, and how each group became a version."""
+    """Write a trace for Perfetto or chrome://tracing: who did what when, and how each group became a
+    version."""
     from asyncrl_cli.observe.recorded import Recorded
     from asyncrl_cli.report.trace import write_trace
 
@@ -53,10 +72,13 @@ def trace(
 
 
 def parse_steps(text: str) -> tuple[int, int | None]:
-    """`A:B`, `A:`, `:B`, `A` or `:` as (first step, last step or None). Raises ConfigError for anything else."""
+    """`A:B`, `A:`, `:B`, `A` or `:` as (first step, last step or None). Raises ConfigError for anything
+    else."""
     found = STEPS.fullmatch(text)
     if not text or found is None:
-        raise ConfigError(f"--steps '{text:.40}' is not a range of train steps", hint="--steps 35:45, 35: or :45")
+        raise ConfigError(
+            f"--steps '{text:.40}' is not a range of train steps", hint="--steps 35:45, 35: or :45"
+        )
     first = int(found["first"] or 1)
     last = (int(found["last"]) if found["last"] else None) if found["colon"] else first
     if last is not None and last < first:

@@ -1,1 +1,2 @@
-"""Inference engines: the port that rollout workers use, and the engines `transformers` and `vllm` behind it."""
+"""Inference engines: the port that rollout workers use, and the engines `transformers` and `vllm` behind
+it."""

@@ -1,4 +1,5 @@
-"""The base class of both engines. A request waits for one of `rollout.slots`, runs, and ends. If the engine fails, all fail."""
+"""The base class of both engines. A request waits for one of `rollout.slots`, runs, and ends. If the engine
+fails, all fail."""
 
 from __future__ import annotations
 
@@ -29,15 +30,18 @@ class Track:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Appended to after the other two lists. An aborted response may still grow: tokens without a version do not count yet."""
+    """Appended to after the other two lists. An aborted response may still grow: tokens without a version do
+    not count yet."""
     finished: FinishReason | None = None
     """Set before the last token gets its version."""
     num_kept: int = 0
     """How many of the tokens were sampled by another engine."""
 
     def so_far(self) -> Completion:
-        """The tokens that have a version, which may be the whole response. Another thread may append meanwhile."""
-        count, finished = len(self.versions), self.finished  # in this order: no last token is seen before `finished`
+        """The tokens that have a version, which may be the whole response. Another thread may append
+        meanwhile."""
+        # in this order: no last token is seen before `finished`
+        count, finished = len(self.versions), self.finished
         if finished is None or count < len(self.tokens):
             finished = "abort"
         return self.completion(finished, count)
@@ -56,7 +60,8 @@ AnyTrack = TypeVar("AnyTrack", bound=Track)
 
 
 class SlotGate:
-    """Decides which request may generate: first come, first served, at most `slots` at once, none while the gate is closed.
+    """Decides which request may generate: first come, first served, at most `slots` at once, none while the
+    gate is closed.
 
         entered(name) -> waiting (a pending future) -> True: running -> leave()
                                                     -> False: withdrawn by give_up(name)
@@ -74,7 +79,8 @@ class SlotGate:
         self._on_change = on_change
 
     async def entered(self, name: str) -> bool:
-        """Wait for a slot. True: the caller holds one and must call `leave`. False: `give_up` withdrew the request."""
+        """Wait for a slot. True: the caller holds one and must call `leave`. False: `give_up` withdrew the
+        request."""
         turn = self._waiting[name] = asyncio.get_running_loop().create_future()
         self._let_in()
         try:
@@ -87,7 +93,8 @@ class SlotGate:
             self._waiting.pop(name, None)
 
     def give_up(self, name: str) -> None:
-        """Withdraw a waiting request: its `entered` returns False. Does nothing if the request no longer waits."""
+        """Withdraw a waiting request: its `entered` returns False. Does nothing if the request no longer
+        waits."""
         turn = self._waiting.pop(name, None)
         if turn is not None and not turn.done():
             turn.set_result(False)
@@ -132,7 +139,9 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
 
     _make_track: type[AnyTrack]
 
-    def __init__(self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None) -> None:
+    def __init__(
+        self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None
+    ) -> None:
         self.slots = profile.rollout.slots
         self._profile = profile
         self._place = place
@@ -169,10 +178,18 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
     ) -> Completion:
         self._check(request_id, prompt_tokens, sampling)
         track = self._make_track(
-            request_id=request_id, prompt_tokens=prompt_tokens, sampling=sampling, seed=seed, first_version=first_version
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            sampling=sampling,
+            seed=seed,
+            first_version=first_version,
         )
         if so_far is not None:
-            track.tokens, track.logprobs, track.versions = [*so_far.tokens], [*so_far.logprobs], [*so_far.versions]
+            track.tokens, track.logprobs, track.versions = (
+                [*so_far.tokens],
+                [*so_far.logprobs],
+                [*so_far.versions],
+            )
             track.num_kept = len(track.tokens)
         self._tracks[request_id] = track
         reason: FinishReason = "abort"
@@ -213,7 +230,10 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
             raise ValueError(f"request {request_id} is already running")
         asked, longest = sampling.max_response_tokens, max_context_tokens(self._profile)
         if not prompt_tokens or len(prompt_tokens) + asked > longest:
-            why = f"{len(prompt_tokens)} tokens and asks for {asked} more, but the engine is configured for {longest} in total"
+            why = (
+                f"{len(prompt_tokens)} tokens and asks for {asked} more, but the engine is configured for "
+                f"{longest} in total"
+            )
             raise ValueError(f"prompt of {request_id} has {why}")
 
     def _fail(self, why: str) -> None:

@@ -1,6 +1,7 @@
 """The engine port: the `Engine` protocol that rollout workers call, and the values that cross it.
 
-`EngineKind` describes an engine before one is made; `check_engine` and `make_engine` use it to check and make a profile's engine.
+`EngineKind` describes an engine before one is made; `check_engine` and `make_engine` use it to check and make
+a profile's engine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ FinishReason = Literal["stop", "length", "abort"]
 class Sampling:
     """How responses are sampled.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 turn them off. A `stop` string ends a response and is kept in it.
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 turn them off. A `stop` string ends a response and is
+    kept in it.
     """
 
     temperature: float
@@ -56,8 +58,8 @@ class Sampling:
 class Completion:
     """Response tokens only; the three lists have the same length.
 
-    `logprobs` are from the temperature-scaled, untruncated distribution (the unscaled one if greedy). `versions` are the
-    versions of the weights that sampled each token.
+    `logprobs` are from the temperature-scaled, untruncated distribution (the unscaled one if greedy).
+    `versions` are the versions of the weights that sampled each token.
     """
 
     tokens: list[int]
@@ -68,7 +70,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseReport:
-    """`load_s`: time to copy the weights; `pause_s`: how long no sequence ran; `fetch_s`: the part of `pause_s` spent fetching."""
+    """`load_s`: time to copy the weights; `pause_s`: how long no sequence ran; `fetch_s`: the part of
+    `pause_s` spent fetching."""
 
     load_s: float
     pause_s: float
@@ -77,7 +80,8 @@ class PauseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """`logprobs` of the tokens 1, 2, ... of each sequence; `pause_s`: how long scoring kept sequences from running."""
+    """`logprobs` of the tokens 1, 2, ... of each sequence; `pause_s`: how long scoring kept sequences from
+    running."""
 
     logprobs: list[list[float]]
     pause_s: float
@@ -85,11 +89,13 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """Optional statistics of an engine, by name: `sums` since its start, and current `gauges`. Each engine reports those it has.
+    """Optional statistics of an engine, by name: `sums` since its start, and current `gauges`. Each engine
+    reports those it has.
 
     sums    preemptions: how often a response lost its KV cache to others and had to recompute it; prompt_tokens: of responses that
             have ended; cached_prompt_tokens: those of them that were in the prefix cache
-    gauges  kv_cache_usage: used share of the cache; engine_running, engine_waiting: lengths of the engine's own queues
+    gauges kv_cache_usage: used share of the cache; engine_running, engine_waiting: lengths of the engine's
+    own queues
     """
 
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -99,8 +105,8 @@ class EngineCounters:
 class Engine(Protocol):
     """An inference engine on one asyncio loop.
 
-    Engines derive from this class. They need not override `counters`, `take_stays`, `so_far`, `connect`, `load_in_place`, `sleep`
-    and `wake`.
+    Engines derive from this class. They need not override `counters`, `take_stays`, `so_far`, `connect`,
+    `load_in_place`, `sleep` and `wake`.
     """
 
     slots: int
@@ -111,7 +117,8 @@ class Engine(Protocol):
     sampled_tokens: int
     """Tokens sampled since the start."""
     decode_steps: int
-    """Forward passes since the start that sampled a token: sampled_tokens / decode_steps is the mean batch size."""
+    """Forward passes since the start that sampled a token: sampled_tokens / decode_steps is the mean batch
+    size."""
     stops_to_score: bool
     """Whether no sequence runs during `score`."""
 
@@ -119,15 +126,16 @@ class Engine(Protocol):
         return EngineCounters()
 
     def take_stays(self) -> tuple[Stay, ...]:
-        """The stays of sequences in slots that ended since the last call, if `logging.trace_sequences` is set."""
+        """The stays of sequences in slots that ended since the last call, if `logging.trace_sequences` is
+        set."""
         return ()
 
     def tokens_of(self, request_id: str) -> int:
         """Number of tokens that a waiting or running request has so far; 0 for unknown ids."""
 
     def so_far(self, request_id: str) -> Completion | None:
-        """The tokens that a waiting or running request has so far. None for unknown ids, and if `generate` could not continue them.
-        The finish reason is `abort` unless the response is complete."""
+        """The tokens that a waiting or running request has so far. None for unknown ids, and if `generate`
+        could not continue them. The finish reason is `abort` unless the response is complete."""
         return None
 
     async def start(self) -> None: ...
@@ -147,45 +155,55 @@ class Engine(Protocol):
     ) -> Completion:
         """Wait for a free slot (first come, first served) and sample a response.
 
-        `first_version`: for a later turn, the version that sampled its trajectory's first token (see `load`). `so_far`: tokens that
-        another engine sampled for the same prompt. The response begins with them, and they count towards `max_response_tokens`.
+        `first_version`: for a later turn, the version that sampled its trajectory's first token (see `load`).
+        `so_far`: tokens that another engine sampled for the same prompt. The response begins with them, and
+        they count towards `max_response_tokens`.
 
-        Raises ValueError for a request that the engine is not configured for (for example, too long), ExecutorFailed once the
-        engine has failed or is closed.
+        Raises ValueError for a request that the engine is not configured for (for example, too long),
+        ExecutorFailed once the engine has failed or is closed.
         """
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its `generate` returns the tokens so far, with finish reason `abort`. Unknown ids are ignored."""
+        """End a request: its `generate` returns the tokens so far, with finish reason `abort`. Unknown ids
+        are ignored."""
 
     async def connect(self, rank_zero: RankZero) -> None:
         """Set up a direct transport of weights with rank 0. Called after `start`, before the first load."""
         raise NotImplementedError
 
     def receive(self, buckets: Iterable[Bucket]) -> Mapping[str, torch.Tensor]:
-        """Copy buckets, as they arrive, into memory that `load` reads. Runs in any thread during generation; may take long."""
+        """Copy buckets, as they arrive, into memory that `load` reads. Runs in any thread during generation;
+        may take long."""
 
-    async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
+    async def load(
+        self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt
+    ) -> PauseReport:
         """Swap the weights in place, then resume generation.
 
         `weights` is what `receive` returned, or `AnnouncedWeights` with a direct transport.
 
-        Names, shapes and kinds of dtypes are checked before anything changes. On a mismatch, `load` raises ValueError and the
-        engine keeps the old version. (Fingerprints catch damaged bytes earlier.) A later failure leaves layers of two versions in
-        the model, so it ends the engine: running and later requests raise ExecutorFailed.
+        Names, shapes and kinds of dtypes are checked before anything changes. On a mismatch, `load` raises
+        ValueError and the engine keeps the old version. (Fingerprints catch damaged bytes earlier.) A later
+        failure leaves layers of two versions in the model, so it ends the engine: running and later requests
+        raise ExecutorFailed.
 
-        `drain`: start no sequence and wait for the running ones. `keep-kv`: freeze them, then continue with the old KV cache.
-        `recompute-kv`: freeze them, then continue with a cache rebuilt by the new weights.
+        `drain`: start no sequence and wait for the running ones. `keep-kv`: freeze them, then continue with
+        the old KV cache. `recompute-kv`: freeze them, then continue with a cache rebuilt by the new weights.
 
-        Cached prefixes: a request that begins after the load never uses keys or values computed by older weights, with one
-        exception. After a `keep-kv` load, a later turn of a trajectory that began before it (`generate`'s `first_version`) may use
-        the cache of its earlier turns. An engine that cannot make this distinction computes the whole prompt again.
+        Cached prefixes: a request that begins after the load never uses keys or values computed by older
+        weights, with one exception. After a `keep-kv` load, a later turn of a trajectory that began before it
+        (`generate`'s `first_version`) may use the cache of its earlier turns. An engine that cannot make this
+        distinction computes the whole prompt again.
         """
 
-    async def load_in_place(self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt) -> PauseReport:
-        """Like `load`, but without a second copy of the weights beside the model (`weights.dual_buffer = false`).
+    async def load_in_place(
+        self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt
+    ) -> PauseReport:
+        """Like `load`, but without a second copy of the weights beside the model (`weights.dual_buffer =
+        false`).
 
-        `fetch` is called in a thread while no sequence runs, and returns all buckets, verified. If `fetch` raises, the exception
-        propagates and the engine keeps the old version.
+        `fetch` is called in a thread while no sequence runs, and returns all buckets, verified. If `fetch`
+        raises, the exception propagates and the engine keeps the old version.
         """
         raise NotImplementedError
 
@@ -196,12 +214,14 @@ class Engine(Protocol):
         """Free device memory for the trainer (colocate). No request runs."""
 
     async def wake(self) -> None:
-        """Take the device memory back. A `load` follows before the next request: the weights' values may be gone."""
+        """Take the device memory back. A `load` follows before the next request: the weights' values may be
+        gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Memory that one worker takes. For engines that manage memory themselves and can free it for a trainer on the same GPU."""
+    """Memory that one worker takes. For engines that manage memory themselves and can free it for a trainer
+    on the same GPU."""
 
     name: str
     batch_tokens: int
@@ -215,34 +235,38 @@ class EngineMemory:
     cache_bytes: int | None
     """Size of one cache if asyncrl sets it (the engine then ignores `share`), else None."""
     share: float
-    """Share of the device's memory that the engine may use in all; the cache gets what weights and activations do not take."""
+    """Share of the device's memory that the engine may use in all; the cache gets what weights and
+    activations do not take."""
     default_share: float
     """The engine's own default for `share`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """What asyncrl needs to know about an engine before making one. Importing an EngineKind must not import an inference library.
+    """What asyncrl needs to know about an engine before making one. Importing an EngineKind must not import
+    an inference library.
 
-    Another package adds an engine by an entry point in the group `asyncrl.engines` that names its kind. Only `make` has no default.
+    Another package adds an engine by an entry point in the group `asyncrl.engines` that names its kind. Only
+    `make` has no default.
     """
 
     make: Callable[[Profile, Place, Callable[[int], None]], Engine]
-    """Makes an engine that is not yet started. Its last argument is a callback, called in the event loop with the number of
-    generating sequences whenever that changes."""
+    """Makes an engine that is not yet started. Its last argument is a callback, called in the event loop with
+    the number of generating sequences whenever that changes."""
     keys: frozenset[str] = frozenset()
     """Keys of [rollout] that this engine understands and some others do not."""
     direct_transports: frozenset[str] = frozenset()
     """Values of `weights.transport` with which the engine takes weights from rank 0's GPU."""
     rank_zero_end: Callable[[WeightsSection, HeldVersions, torch.device], Any] | None = None
-    """Makes rank 0's end of a direct transport: an object with the methods that `RankZero` asks for, each taking the worker's
-    name before its other arguments."""
+    """Makes rank 0's end of a direct transport: an object with the methods that `RankZero` asks for, each
+    taking the worker's name before its other arguments."""
     loads_in_place: bool = False
     """Whether the engine implements `Engine.load_in_place`, which needs no second buffer."""
     finds_stops_in_kept: bool = True
     """Whether a response that another engine began ends at a stop string that begins in its tokens so far."""
     memory: Callable[[Profile, str], EngineMemory | None] = lambda profile, device: None
-    """Memory that a worker takes on that device. None: the cache takes half of what is free, as in the transformers engine."""
+    """Memory that a worker takes on that device. None: the cache takes half of what is free, as in the
+    transformers engine."""
     conflicts: Callable[[Profile], Iterable[ConfigError]] = lambda profile: ()
     """Yields an error for each setting in the profile that the engine does not support."""
     check_arguments: Callable[[Profile, str], None] = lambda profile, device: None
@@ -272,7 +296,8 @@ def make_engine(profile: Profile, place: Place, on_running: Callable[[int], None
 def check_engine(profile: Profile, device: str, *, is_elsewhere: bool = False) -> None:
     """Raises PreflightError if the engine cannot run here, ConfigError if it would refuse its arguments.
 
-    `is_elsewhere`: the workers run on other nodes of a cluster. Each makes these checks on its own node when it starts.
+    `is_elsewhere`: the workers run on other nodes of a cluster. Each makes these checks on its own node when
+    it starts.
     """
     kind = kind_of(profile)
     if is_elsewhere:

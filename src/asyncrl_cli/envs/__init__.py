@@ -1,4 +1,5 @@
-"""Environments and the groups that run in them: prompts become rewarded trajectories. This room does not import Ray.
+"""Environments and the groups that run in them: prompts become rewarded trajectories. This room does not
+import Ray.
 
     port.py          what an environment is: one object per trajectory, asked for turns until it ends with a reward; OneTurn
     chat.py          messages -> ids by the model's chat template, first prompts and further turns; answers.py: ids -> messages
@@ -9,8 +10,9 @@
     calculator.py, guess.py   the environments of the builtin tasks
     gateway/         OpenAI's API for users' agents
 
-`task.environment` names one. A new one is a file here and a line in `ENVIRONMENTS`; or an entry point `asyncrl.environments` of
-another package, a class or function that takes the task's rewards and returns an `Environment`; or a user's class.
+`task.environment` names one. A new one is a file here and a line in `ENVIRONMENTS`; or an entry point
+`asyncrl.environments` of another package, a class or function that takes the task's rewards and returns an
+`Environment`; or a user's class.
 """
 
 from __future__ import annotations
@@ -25,11 +27,17 @@ ENVIRONMENTS = {"one-turn": "asyncrl_cli.envs.port:OneTurn", "guess": "asyncrl_c
 
 def find_environment(name: str) -> Any:
     """The class or function that makes an environment. Raises ConfigError for an unknown name."""
-    return find("task.environment", name, ENVIRONMENTS, "asyncrl.environments", also="a class of yours as module:Class")
+    return find(
+        "task.environment",
+        name,
+        ENVIRONMENTS,
+        "asyncrl.environments",
+        also="a class of yours as module:Class",
+    )
 
 
 def check_environment(name: str) -> None:
-    """Raises ConfigError for an unknown name. Our own environments are not imported: that would import transformers. A user's
-    class is tried out when the task is loaded."""
+    """Raises ConfigError for an unknown name. Our own environments are not imported: that would import
+    transformers. A user's class is tried out when the task is loaded."""
     if name not in ENVIRONMENTS and not is_user_code(name):
         find_environment(name)

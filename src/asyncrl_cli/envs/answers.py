@@ -1,8 +1,9 @@
 """Parses a model's answers: thinking, content and tool calls.
 
-A response template of transformers (`PreTrainedTokenizerBase.parse_response`) describes the form of calls. It is the tokenizer's
-own, if its directory has one (`response_template` in tokenizer_config.json), or else the first of FORMS that correctly reads back a
-call written by the model's chat template. So the form is chosen by a test, not by the model's name.
+A response template of transformers (`PreTrainedTokenizerBase.parse_response`) describes the form of calls. It
+is the tokenizer's own, if its directory has one (`response_template` in tokenizer_config.json), or else the
+first of FORMS that correctly reads back a call written by the model's chat template. So the form is chosen by
+a test, not by the model's name.
 """
 # ruff: noqa: RUF001 (DeepSeek's tokens have full-width bars)
 
@@ -20,7 +21,8 @@ from asyncrl_cli.errors import first_line
 
 THINK, THINK_END = "<think>", "</think>"
 UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
-"""What transformers' parsers and `json` raise on malformed answers; RecursionError comes from a thousand brackets."""
+"""What transformers' parsers and `json` raise on malformed answers; RecursionError comes from a thousand
+brackets."""
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 """For forms whose opening contains the tool's name."""
 
@@ -43,10 +45,15 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
         "open_pattern": r"<tool_call>(?P<name>[^<\n]+)\n?",
         "close": "</tool_call>",
         "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
+        "content_args": {
+            "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+        },
         "transform": _NAMED,
     },
-    "llama 3": {"open_pattern": r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:name|type)")', **_in_json("parameters")},
+    "llama 3": {
+        "open_pattern": r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:name|type)")',
+        **_in_json("parameters"),
+    },
     "mistral": {
         "open": "[TOOL_CALLS]",
         "content": "json",
@@ -76,19 +83,24 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Parser:
-    """Parses the answers of one model. `prompt` and `written`: a question, and the call EXAMPLE in answer to it, as its chat
-    template writes them; they determine the form of calls. `written` is "" if the template writes no calls."""
+    """Parses the answers of one model. `prompt` and `written`: a question, and the call EXAMPLE in answer to
+    it, as its chat template writes them; they determine the form of calls. `written` is "" if the template
+    writes no calls."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str, written: str) -> None:
         self._tokenizer = tokenizer
         self._own: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
         known = [self._own] if self._own else map(_template, FORMS.values())
-        self._with_calls = next((spec for spec in known if written and self._reads(spec, written, prompt)), None)
+        self._with_calls = next(
+            (spec for spec in known if written and self._reads(spec, written, prompt)), None
+        )
         self.reads_calls = self._with_calls is not None
 
-    def answer(self, text: str, whole: str, finish_reason: str, prompt: str, tools: Sequence[ToolSchema]) -> Answer:
-        """`text`: the answer without special tokens. `whole`: with them, but without the one that ended it. `prompt`: the end of
-        the prompt. Calls are parsed only if `tools` were offered."""
+    def answer(
+        self, text: str, whole: str, finish_reason: str, prompt: str, tools: Sequence[ToolSchema]
+    ) -> Answer:
+        """`text`: the answer without special tokens. `whole`: with them, but without the one that ended it.
+        `prompt`: the end of the prompt. Calls are parsed only if `tools` were offered."""
         if tools and self._with_calls is not None:
             try:
                 message = self._parsed(self._with_calls, whole, prompt, tools)
@@ -97,7 +109,12 @@ class Parser:
                 malformed = first_line(error)
         else:
             malformed = ""
-        return Answer(text=text, message=self._without_calls(whole, prompt), finish_reason=finish_reason, malformed=malformed)
+        return Answer(
+            text=text,
+            message=self._without_calls(whole, prompt),
+            finish_reason=finish_reason,
+            malformed=malformed,
+        )
 
     def _without_calls(self, whole: str, prompt: str) -> Message:
         if self._own:
@@ -106,10 +123,15 @@ class Parser:
         message: dict[str, Any] = {"role": "assistant", "content": whole.strip()}
         if prompt.rstrip().endswith(THINK) or message["content"].startswith(THINK):
             thinking, _, content = message["content"].removeprefix(THINK).partition(THINK_END)
-            message |= {"content": content.strip(), **({"reasoning_content": thinking.strip()} if thinking.strip() else {})}
+            message |= {
+                "content": content.strip(),
+                **({"reasoning_content": thinking.strip()} if thinking.strip() else {}),
+            }
         return message
 
-    def _parsed(self, spec: Mapping[str, Any], whole: str, prompt: str, tools: Sequence[ToolSchema]) -> Message:
+    def _parsed(
+        self, spec: Mapping[str, Any], whole: str, prompt: str, tools: Sequence[ToolSchema]
+    ) -> Message:
         """The message. Raises one of UNREADABLE if a call cannot be read."""
         if not self._own:  # our templates need only the answer's beginning, if the prompt has it
             prompt = THINK if prompt.rstrip().endswith(THINK) else ""
@@ -117,7 +139,9 @@ class Parser:
         message = {**read, "role": "assistant", "content": (read.get("content") or "").strip()}
         if "tool_calls" in message:
             number = zlib.crc32(f"{prompt}{whole}".encode(errors="replace")) % 10**7
-            message["tool_calls"] = [_checked(call, f"{number:07}{index:02}") for index, call in enumerate(message["tool_calls"])]
+            message["tool_calls"] = [
+                _checked(call, f"{number:07}{index:02}") for index, call in enumerate(message["tool_calls"])
+            ]
         return message
 
     def _reads(self, spec: Mapping[str, Any], written: str, prompt: str) -> bool:
@@ -139,7 +163,11 @@ EXAMPLE_TOOL: Mapping[str, Any] = {
     "function": {
         "name": "name",
         "description": "An example.",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": "A text."}}, "required": ["key"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string", "description": "A text."}},
+            "required": ["key"],
+        },
     },
 }
 

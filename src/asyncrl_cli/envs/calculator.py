@@ -1,7 +1,8 @@
-"""The environment of builtin:calculator: a calculator that does one operation at a time, and a tool to give the answer.
+"""The environment of builtin:calculator: a calculator that does one operation at a time, and a tool to give
+the answer.
 
-It is a class in the convention of TRL's `environment_factory`, and needs nothing of asyncrl: public methods are the model's tools,
-described by their docstrings.
+It is a class in the convention of TRL's `environment_factory`, and needs nothing of asyncrl: public methods
+are the model's tools, described by their docstrings.
 """
 
 import re

@@ -1,7 +1,9 @@
-"""A log of a rollout worker's tool calls, written before they run. It shows what a restarted episode may already have done.
+"""A log of a rollout worker's tool calls, written before they run. It shows what a restarted episode may
+already have done.
 
-One line of JSON per model answer that calls tools: `["<trajectory>", turn, ["tool", ...]]`. A file of MOST_BYTES is renamed (suffix
-OLDER) and replaces the one renamed before it. Together the two reach further back than any running episode.
+One line of JSON per model answer that calls tools: `["<trajectory>", turn, ["tool", ...]]`. A file of
+MOST_BYTES is renamed (suffix OLDER) and replaces the one renamed before it. Together the two reach further
+back than any running episode.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class CallLog:
 
 
 def noted_calls(logs: Path, worker: str = "*") -> dict[str, Calls]:
-    """The logged calls of each trajectory that has called a tool, from the files below `logs`; of one worker or of all."""
+    """The logged calls of each trajectory that has called a tool, from the files below `logs`; of one worker
+    or of all."""
     found = dict[str, Calls]()
     for file in sorted(logs.rglob(f"{worker}{SUFFIX}*")):
         with file.open("rb") as lines:
@@ -57,8 +60,9 @@ def noted_calls(logs: Path, worker: str = "*") -> dict[str, Calls]:
 
 
 class RepeatedCalls:
-    """Reports the tool calls of episodes that start again after a resume or a worker's death: when they are placed again, or their
-    prompt is admitted again. The files are read on creation, before the loop runs, and at each death.
+    """Reports the tool calls of episodes that start again after a resume or a worker's death: when they are
+    placed again, or their prompt is admitted again. The files are read on creation, before the loop runs, and
+    at each death.
 
     `logs`: of all attempts; `latest`: of the running one."""
 
@@ -71,7 +75,8 @@ class RepeatedCalls:
             self._earlier.setdefault((uid, rest.partition(".")[0]), {})[trajectory] = calls
 
     def __call__(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Events to add, one per restarted trajectory. `calls`: the tools that it had called, by turn. It may call them again."""
+        """Events to add, one per restarted trajectory. `calls`: the tools that it had called, by turn. It may
+        call them again."""
         found = dict[str, Calls]()
         if event["event"] == "lost":
             self._lost |= noted_calls(self._latest, event["worker"])
@@ -81,4 +86,7 @@ class RepeatedCalls:
             names = [f"{event['group']}/{index}" for index in event["indices"]]
             found = {name: self._lost.pop(name) for name in names if name in self._lost}
         again = {name: event[name] for name in ("group", "uid", "epoch", "attempt") if name in event}
-        return [{"event": "tools_again", **again, "trajectory": name, "calls": calls} for name, calls in found.items()]
+        return [
+            {"event": "tools_again", **again, "trajectory": name, "calls": calls}
+            for name, calls in found.items()
+        ]

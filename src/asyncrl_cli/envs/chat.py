@@ -1,24 +1,27 @@
-"""Chat templates and tokenizer: turns messages into ids and ids into messages, and continues existing ids with new messages.
+"""Chat templates and tokenizer: turns messages into ids and ids into messages, and continues existing ids
+with new messages.
 
     render   messages ─────────────────────────────> the ids of a first prompt
     parse    sampled ids ──────────────────────────> Answer (answers.py)
     bridge   ids so far, and new messages ─────────> the ids that the new messages add; None if the template rewrites
 
-A bridge is tested, not assumed. The template writes the conversation with the new messages, with a mark in place of the last
-answer:
+A bridge is tested, not assumed. The template writes the conversation with the new messages, with a mark in
+place of the last answer:
 
     before   <user>2+2?<model>                                              the prompt of the answer
     after    <user>2+2?<model> MARK <eos> <user>and 3+3?<model>             must begin with `before`, and contain the mark
                                     ----- -----------------
                                     close what is added                     tokenized from `close`, a special token, on
 
-If `after` does not begin with `before`, the template has rewritten what the model has seen: it moved tools or dropped thinking. If
-the answer's thinking is missing from `after`, the template drops it. In both cases there is no bridge, and the caller renders all
-messages as a new prompt. How the template writes the answer itself does not matter: the sampled ids are kept.
+If `after` does not begin with `before`, the template has rewritten what the model has seen: it moved tools or
+dropped thinking. If the answer's thinking is missing from `after`, the template drops it. In both cases there
+is no bridge, and the caller renders all messages as a new prompt. How the template writes the answer itself
+does not matter: the sampled ids are kept.
 
-Why not the package `renderers` (0.1.12), which bridges too: it recognizes models by their names on the hub, and renders the whole
-history again for all others. Here a model is a directory with any template, and the trained model will be served with that
-template. The template decides, and nothing else has to be kept up to date.
+Why not the package `renderers` (0.1.12), which bridges too: it recognizes models by their names on the hub,
+and renders the whole history again for all others. Here a model is a directory with any template, and the
+trained model will be served with that template. The template decides, and nothing else has to be kept up to
+date.
 """
 
 from __future__ import annotations
@@ -43,20 +46,23 @@ from asyncrl_cli.tasks.item import messages_of
 MARK, THOUGHT = "asyncrl-mark", "asyncrl-thought"
 QUESTION: Message = {"role": "user", "content": "q"}
 ANOTHER_MODEL = (
-    'set model.chat_template = "builtin:tools", which adds tools to the model\'s own template, or to the path of another one, or '
+    'set model.chat_template = "builtin:tools", which adds tools to the model\'s own template, or to the '
+    "path of another one, or "
     "take a model whose template has tools"
 )
 PIECE_CHARACTERS = 2**16
 """A text that may be far too long is tokenized in pieces of this length, up to `FAR` times the limit."""
 FAR = 2
-"""A piece's edges may split a token, so the pieces of a text have a few more tokens than the whole, never twice as many."""
+"""A piece's edges may split a token, so the pieces of a text have a few more tokens than the whole, never
+twice as many."""
 PREFIX_TOKENS = 64
 """How many of a prompt's last tokens are read to see how it began the answer."""
 Tools = Sequence[ToolSchema]
 
 
 class Style(NamedTuple):
-    """How a template takes an assistant's message. Templates differ; test renderings find the first style that works."""
+    """How a template takes an assistant's message. Templates differ; test renderings find the first style
+    that works."""
 
     thinks: bool
     """It takes `reasoning_content`. Otherwise thinking is put into `content`, as the model wrote it."""
@@ -67,11 +73,15 @@ class Style(NamedTuple):
 
 
 class Chat:
-    """`stop_tokens`: tokens at which the engine ends a response, besides the tokenizer's own. `max_tokens`: what callers accept; of
-    a text with more than twice as many only a part is tokenized, which is too long, too."""
+    """`stop_tokens`: tokens at which the engine ends a response, besides the tokenizer's own. `max_tokens`:
+    what callers accept; of a text with more than twice as many only a part is tokenized, which is too long,
+    too."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop_tokens: Collection[int] = (), max_tokens: int = sys.maxsize
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_tokens: Collection[int] = (),
+        max_tokens: int = sys.maxsize,
     ) -> None:
         self.tokenizer = tokenizer
         self._far_tokens = FAR * max_tokens
@@ -89,7 +99,8 @@ class Chat:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Ids of a conversation, up to where the model's answer begins. Without a chat template: ids of the joined contents.
+        """Ids of a conversation, up to where the model's answer begins. Without a chat template: ids of the
+        joined contents.
 
         Raises EpisodeFailed if the template refuses the messages, or cannot be used with tools.
         """
@@ -104,8 +115,9 @@ class Chat:
     ) -> list[int] | None:
         """Ids that continue `tokens` with the `new` messages, up to where the next answer begins.
 
-        `messages`: what `tokens` stand for. The last one is an answer, with whose sampled ids `tokens` end. Returns None if the
-        template would rewrite these messages. Raises EpisodeFailed if it refuses the new ones.
+        `messages`: what `tokens` stand for. The last one is an answer, with whose sampled ids `tokens` end.
+        Returns None if the template would rewrite these messages. Raises EpisodeFailed if it refuses the new
+        ones.
         """
         if not self.has_template:
             return self._ids("".join(message["content"] for message in new))
@@ -115,8 +127,11 @@ class Chat:
         written, mark, rest = after.removeprefix(before).partition(MARK)
         if not after.startswith(before) or not mark or (_thinks(answer) and THOUGHT not in written):
             return None
-        closes = [(rest.index(text), text) for text in self._stop_texts if text in rest] if self._closes else []
-        if not closes:  # the template does not close answers with a stop token: take all text after the answer
+        closes = (
+            [(rest.index(text), text) for text in self._stop_texts if text in rest] if self._closes else []
+        )
+        # the template does not close answers with a stop token: take all text after the answer
+        if not closes:
             alone = self._text([*seen, marked], tools, add_generation_prompt=False)
             return self._ids(after.removeprefix(alone)) if after.startswith(alone) else None
         at, _ = min(closes)
@@ -148,12 +163,16 @@ class Chat:
             if self.has_template:
                 self._text([QUESTION, {"role": "assistant", "content": "a"}, QUESTION], ())
         except EpisodeFailed as failed:
-            raise PreflightError(f"model.path: a second turn is not possible: {failed.text}", hint=ANOTHER_MODEL) from None
+            raise PreflightError(
+                f"model.path: a second turn is not possible: {failed.text}", hint=ANOTHER_MODEL
+            ) from None
 
     def check_tools(self) -> None:
         """Raises PreflightError if the model cannot be offered tools."""
         if self.why_no_tools:
-            raise PreflightError(f"model.path: the model cannot be offered tools: {self.why_no_tools}", hint=ANOTHER_MODEL)
+            raise PreflightError(
+                f"model.path: the model cannot be offered tools: {self.why_no_tools}", hint=ANOTHER_MODEL
+            )
 
     @cached_property
     def why_no_tools(self) -> str:
@@ -163,9 +182,17 @@ class Chat:
         if not self._style.writes_calls:
             return "its chat template does not write tool calls"
         if not self.parser.reads_calls:
-            return "its chat template writes tool calls in an unknown form, and its tokenizer has no response_template"
+            return (
+                "its chat template writes tool calls in an unknown form, and its tokenizer has no "
+                "response_template"
+            )
         call = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE]}
-        result = {"role": "tool", "content": MARK, "tool_call_id": EXAMPLE["id"], "name": EXAMPLE["function"]["name"]}
+        result = {
+            "role": "tool",
+            "content": MARK,
+            "tool_call_id": EXAMPLE["id"],
+            "name": EXAMPLE["function"]["name"],
+        }
         try:
             is_written = MARK in self._text([QUESTION, call, result], [EXAMPLE_TOOL])
         except EpisodeFailed as failed:
@@ -178,14 +205,18 @@ class Chat:
                 return beginning
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         except TypeError as error:  # JSON may hold lone surrogates, which tokenizers reject
-            raise EpisodeFailed("template", f"a text that is not valid Unicode cannot be tokenized: {first_line(error)}") from error
+            raise EpisodeFailed(
+                "template", f"a text that is not valid Unicode cannot be tokenized: {first_line(error)}"
+            ) from error
 
     def _beginning(self, text: str) -> list[int]:
-        """Ids of as many of the text's pieces as it takes to be far too long. A megabyte of text at once takes seconds, and 300 MB
-        of memory."""
+        """Ids of as many of the text's pieces as it takes to be far too long. A megabyte of text at once
+        takes seconds, and 300 MB of memory."""
         tokens: list[int] = []
         for start in range(0, len(text), PIECE_CHARACTERS):
-            tokens += self.tokenizer(text[start : start + PIECE_CHARACTERS], add_special_tokens=False)["input_ids"]
+            tokens += self.tokenizer(text[start : start + PIECE_CHARACTERS], add_special_tokens=False)[
+                "input_ids"
+            ]
             if len(tokens) > self._far_tokens:
                 break
         return tokens
@@ -198,7 +229,10 @@ class Chat:
         for says_and_calls in (True, False):
             for arguments_as_text in (False, True):
                 style = Style(thinks, says_and_calls, arguments_as_text)
-                if MARK in self._example({"role": "assistant", "content": "", "tool_calls": [call]}, style)[1]:
+                if (
+                    MARK
+                    in self._example({"role": "assistant", "content": "", "tool_calls": [call]}, style)[1]
+                ):
                     return style
         return Style(thinks, writes_calls=False)
 
@@ -211,7 +245,9 @@ class Chat:
     @cached_property
     def _specials(self) -> frozenset[int]:
         added = self.tokenizer.added_tokens_decoder.items()
-        return frozenset([*self.tokenizer.all_special_ids, *(token for token, piece in added if piece.special)])
+        return frozenset(
+            [*self.tokenizer.all_special_ids, *(token for token, piece in added if piece.special)]
+        )
 
     @cached_property
     def _stop_texts(self) -> tuple[str, ...]:
@@ -223,7 +259,8 @@ class Chat:
         try:
             tools = [EXAMPLE_TOOL] if "tool_calls" in message else []
             whole = self._text([QUESTION, message], tools, add_generation_prompt=False, style=style)
-            for begins_answer in (True, False):  # a <think> that begins the answer may be missing from the history
+            # a <think> that begins the answer may be missing from the history
+            for begins_answer in (True, False):
                 before = self._text([QUESTION], tools, add_generation_prompt=begins_answer)
                 if whole.startswith(before):
                     return before, whole.removeprefix(before)
@@ -232,14 +269,25 @@ class Chat:
         return "", ""
 
     def _text(
-        self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = True, style: Style | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        *,
+        add_generation_prompt: bool = True,
+        style: Style | None = None,
     ) -> str:
-        dressed = [self._dressed(message, style) if message["role"] == "assistant" else dict(message) for message in messages]
+        dressed = [
+            self._dressed(message, style) if message["role"] == "assistant" else dict(message)
+            for message in messages
+        ]
         how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         try:
             return str(self.tokenizer.apply_chat_template(dressed, tools=list(tools) or None, **how))
-        except (TemplateError, TypeError, ValueError, KeyError) as error:  # whatever a template's expressions may raise
-            raise EpisodeFailed("template", f"the model's chat template refuses these messages: {first_line(error)}") from error
+        # whatever a template's expressions may raise
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise EpisodeFailed(
+                "template", f"the model's chat template refuses these messages: {first_line(error)}"
+            ) from error
 
     def _dressed(self, message: Message, style: Style | None) -> dict[str, Any]:
         """An assistant's message in the template's style."""
@@ -257,7 +305,9 @@ class Chat:
 
 def load_chat(model_dir: str | Path, *, trust_remote_code: bool, max_tokens: int) -> Chat:
     """The chat of a model's directory, with the stop tokens of its generation config."""
-    return Chat(load_tokenizer(model_dir, trust_remote_code=trust_remote_code), stop_tokens_of(model_dir), max_tokens)
+    return Chat(
+        load_tokenizer(model_dir, trust_remote_code=trust_remote_code), stop_tokens_of(model_dir), max_tokens
+    )
 
 
 def stop_tokens_of(model_dir: str | Path) -> list[int]:
@@ -280,7 +330,8 @@ def render_prompts(tokenizer: PreTrainedTokenizerBase, items: Sequence[Mapping[s
 
 
 def _marked(answer: Message) -> Message:
-    """The answer with MARK in place of its content, or of its last call's arguments, and THOUGHT in place of any thinking."""
+    """The answer with MARK in place of its content, or of its last call's arguments, and THOUGHT in place of
+    any thinking."""
     calls, thinking = answer.get("tool_calls"), dict.fromkeys(_thinks(answer), THOUGHT)
     if not calls:
         return {**answer, **thinking, "content": MARK}

@@ -1,13 +1,14 @@
-"""The conversation of a running trajectory: token sequences that only grow, and the messages that they stand for.
+"""The conversation of a running trajectory: token sequences that only grow, and the messages that they stand
+for.
 
     ask(new messages) ─> the ids so far + ids of the new messages ─────> generate ─> take(completion) ─> Answer
                     └──> where the template rewrites what came before,     ^
                          a fork: all messages rendered, as the prompt ─────┘
                          of a new segment
 
-Sampled tokens are never tokenized again. Each is trained once, exactly as it was sampled, in the segment in which it was sampled.
-The prompt of a fork may repeat sampled tokens as text, which is not trained. So the segments of a trajectory share its reward, and
-its tokens count once.
+Sampled tokens are never tokenized again. Each is trained once, exactly as it was sampled, in the segment in
+which it was sampled. The prompt of a fork may repeat sampled tokens as text, which is not trained. So the
+segments of a trajectory share its reward, and its tokens count once.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from asyncrl_cli.samples import NOT_SAMPLED, Segment
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """A growing segment. `messages`: what its tokens stand for, ending with an answer; empty before the first answer, and where
-    only the tokens are known."""
+    """A growing segment. `messages`: what its tokens stand for, ending with an answer; empty before the first
+    answer, and where only the tokens are known."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -63,7 +64,8 @@ class Conversation:
     _messages: list[Message] = field(default_factory=list)
 
     def ask(self, new: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """The prompt's ids after these new messages. Raises EpisodeFailed if the chat template refuses them."""
+        """The prompt's ids after these new messages. Raises EpisodeFailed if the chat template refuses
+        them."""
         context = self.contexts[-1] if self.contexts else Context()
         self._messages = [*context.messages, *new]
         added = None
@@ -82,8 +84,11 @@ class Conversation:
         self.keep(self._asked, self._prompt, completion, [*self._messages, answer.message])
         return answer
 
-    def keep(self, context: Context, prompt: list[int], completion: Completion, messages: list[Message]) -> None:
-        """Add a whole response to a context, which may be a new one. `messages`: all messages of the context from now on."""
+    def keep(
+        self, context: Context, prompt: list[int], completion: Completion, messages: list[Message]
+    ) -> None:
+        """Add a whole response to a context, which may be a new one. `messages`: all messages of the context
+        from now on."""
         if context not in self.contexts:
             self.contexts.append(context)
         context.grow(prompt, completion)

@@ -1,11 +1,13 @@
-"""Plays one trajectory: an environment and a model take turns, within limits, until it ends with a reward or fails.
+"""Plays one trajectory: an environment and a model take turns, within limits, until it ends with a reward or
+fails.
 
     environment.start ─> Turn ─> ask ─> engine.generate ─> take ─> environment.step ─> End
                            ^                                              │
                            └──────────────────── Turn <───────────────────┘
 
-Who waits for whom: an episode waits in turns for a place (unless it has a single turn), for the engine and for its environment.
-`stop` ends each wait; so does `env.episode_timeout_s`, unless the episode has a single turn.
+Who waits for whom: an episode waits in turns for a place (unless it has a single turn), for the engine and
+for its environment. `stop` ends each wait; so does `env.episode_timeout_s`, unless the episode has a single
+turn.
 """
 
 from __future__ import annotations
@@ -50,12 +52,17 @@ class Limits(NamedTuple):
     @classmethod
     def of(cls, profile: Profile) -> Limits:
         env = profile.env
-        return cls(profile.rollout.max_prompt_tokens, max_context_tokens(profile), env.max_turns, env.episode_timeout_s)
+        return cls(
+            profile.rollout.max_prompt_tokens,
+            max_context_tokens(profile),
+            env.max_turns,
+            env.episode_timeout_s,
+        )
 
 
 class Means(NamedTuple):
-    """What the episodes of a worker share. `on_waiting(episode, for_what)` is called when one begins to wait between turns, for a
-    tool of that name, say; and with "" when the wait ends."""
+    """What the episodes of a worker share. `on_waiting(episode, for_what)` is called when one begins to wait
+    between turns, for a tool of that name, say; and with "" when the wait ends."""
 
     engine: Engine
     chat: Chat
@@ -69,10 +76,11 @@ class Means(NamedTuple):
 class Episode:
     """One trajectory of a group or eval.
 
-    `end` and `failure` are None until the episode has ended; then one of them is set. `finish_reason`: of the last answer, or why
-    there was no further one ("length", "max_turns"). `on_slot(change)` is called with +1 when the episode no longer needs its slot,
-    and with -1 when it needs one again after a pause (with `rollout.hold_slots = false`). `kept`, only for a single turn: the
-    tokens from which the answer continues, or the whole answer.
+    `end` and `failure` are None until the episode has ended; then one of them is set. `finish_reason`: of the
+    last answer, or why there was no further one ("length", "max_turns"). `on_slot(change)` is called with +1
+    when the episode no longer needs its slot, and with -1 when it needs one again after a pause (with
+    `rollout.hold_slots = false`). `kept`, only for a single turn: the tokens from which the answer continues,
+    or the whole answer.
     """
 
     id: str
@@ -101,7 +109,8 @@ class Episode:
         self._place = TrajectoryPlace(self.means.places)
 
     async def play(self) -> None:
-        """Play the episode to its end. Raises only the engine's errors, and PreflightError for a model without tools."""
+        """Play the episode to its end. Raises only the engine's errors, and PreflightError for a model
+        without tools."""
         try:
             self._check_stopped()
             environment = self._made()
@@ -123,11 +132,14 @@ class Episode:
             self._wait.cancel()
 
     async def stop_late(self) -> None:
-        """Stop the episode after env.episode_timeout_s. A single turn has other limits: on tokens, and on the reward."""
+        """Stop the episode after env.episode_timeout_s. A single turn has other limits: on tokens, and on the
+        reward."""
         limit_s = self.means.limits.episode_timeout_s
         await asyncio.sleep(limit_s or math.inf)
         if not self.has_one_turn:
-            await self.stop("episode-timeout", f"{self.id} had not ended after env.episode_timeout_s = {limit_s:g}")
+            await self.stop(
+                "episode-timeout", f"{self.id} had not ended after env.episode_timeout_s = {limit_s:g}"
+            )
 
     async def _end_of(self, environment: Environment) -> End:
         if isinstance(environment, SelfPlayed):
@@ -153,7 +165,8 @@ class Episode:
     def _ask(self, turn: Turn) -> list[int] | None:
         """The prompt's ids; None if no further answer is possible: then `finish_reason` says why.
 
-        Raises EpisodeFailed if the first prompt is empty or too long, PreflightError if the model cannot be offered tools.
+        Raises EpisodeFailed if the first prompt is empty or too long, PreflightError if the model cannot be
+        offered tools.
         """
         num_turns, limits = self.conversation.num_turns, self.means.limits
         if turn.tools:
@@ -188,22 +201,30 @@ class Episode:
         kept = self.kept if self.has_one_turn else None
         if kept is not None and kept.finish_reason != "abort":
             return kept
-        how: dict[str, Any] = {"first_version": self.conversation.first_version} | ({"so_far": kept} if kept is not None else {})
+        how: dict[str, Any] = {"first_version": self.conversation.first_version} | (
+            {"so_far": kept} if kept is not None else {}
+        )
         return await self.means.engine.generate(self.id, prompt, sampling, seed, **how)
 
     def so_far(self) -> Completion | None:
-        """The tokens from which a later episode with the same seed can continue, or its whole answer; None if it must start
-        again."""
+        """The tokens from which a later episode with the same seed can continue, or its whole answer; None if
+        it must start again."""
         if not self.has_one_turn:
             return self.kept
         if not self.conversation.num_turns:
             return self.means.engine.so_far(self.id) or self.kept
         (context,) = self.conversation.contexts
         first = len(context.tokens) - context.num_sampled
-        tokens, logprobs, versions = context.tokens[first:], context.logprobs[first:], context.versions[first:]
+        tokens, logprobs, versions = (
+            context.tokens[first:],
+            context.logprobs[first:],
+            context.versions[first:],
+        )
         if self.finish_reason == "abort":
             return None
-        return Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=self.finish_reason)
+        return Completion(
+            tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=self.finish_reason
+        )
 
     async def _between_turns(self, step: Coroutine[Any, Any, T], for_what: str) -> T:
         """Await a step after which the model may speak again."""
@@ -220,7 +241,8 @@ class Episode:
             self.waits_for("")
 
     def waits_for(self, what: str) -> None:
-        """Note that the episode now waits between turns, for a tool of this name, say; or, with "", that it waits no more."""
+        """Note that the episode now waits between turns, for a tool of this name, say; or, with "", that it
+        waits no more."""
         now_s, since_s = asyncio.get_running_loop().time(), self._waits_since_s
         if what and since_s is None:
             self._waits_since_s = now_s
@@ -231,7 +253,8 @@ class Episode:
         self.means.on_waiting(self.id, what)
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await a call of the environment. Raises EpisodeFailed if it raises, or if the episode is stopped meanwhile."""
+        """Await a call of the environment. Raises EpisodeFailed if it raises, or if the episode is stopped
+        meanwhile."""
         self._wait = task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task})
@@ -258,10 +281,12 @@ class Episode:
             raise self._failed(error) from error
 
     def _checked(self, end: End) -> End:
-        """The end without facts that are no figures (NaN, say): those were not measured. Raises EpisodeFailed if the reward is
-        none."""
+        """The end without facts that are no figures (NaN, say): those were not measured. Raises EpisodeFailed
+        if the reward is none."""
         if not abs(end.reward) <= MAX_REWARD:
-            raise EpisodeFailed("reward", f"reward of {self.id}: it is {end.reward:g}, not a number up to {MAX_REWARD:g}")
+            raise EpisodeFailed(
+                "reward", f"reward of {self.id}: it is {end.reward:g}, not a number up to {MAX_REWARD:g}"
+            )
         return replace(end, facts={name: fact for name, fact in end.facts.items() if abs(fact) <= MAX_REWARD})
 
     async def _close(self, environment: Environment) -> None:
@@ -273,7 +298,9 @@ class Episode:
 
     def _failed(self, error: Exception) -> EpisodeFailed:
         logger.error("the environment of %s failed", self.id, exc_info=error)
-        return EpisodeFailed("environment", f"environment of {self.id}: {type(error).__name__}: {first_line(error)}")
+        return EpisodeFailed(
+            "environment", f"environment of {self.id}: {type(error).__name__}: {first_line(error)}"
+        )
 
     def _check_stopped(self) -> None:
         if self._stopped is not None:
@@ -327,12 +354,15 @@ def _awaited(answer: Answer) -> str:
 
 
 def derived_seed(seed: int, name: str) -> int:
-    """Seed of an eval's item, independent of how items are divided among workers and calls; or of a trajectory's later turn."""
+    """Seed of an eval's item, independent of how items are divided among workers and calls; or of a
+    trajectory's later turn."""
     return random.Random(f"{seed}/{name}").getrandbits(63)
 
 
 def _check_first(prompt: list[int], uid: str, most: int) -> None:
     if len(prompt) > most:
-        raise EpisodeFailed("prompt", f"prompt {uid} has {len(prompt)} tokens, rollout.max_prompt_tokens is {most}")
+        raise EpisodeFailed(
+            "prompt", f"prompt {uid} has {len(prompt)} tokens, rollout.max_prompt_tokens is {most}"
+        )
     if not prompt:
         raise EpisodeFailed("prompt", f"prompt {uid} has no tokens")

@@ -1,8 +1,11 @@
-"""Runs parts of groups and evals, from prompts to rewarded trajectories: concurrent episodes, each with its own environment.
+"""Runs parts of groups and evals, from prompts to rewarded trajectories: concurrent episodes, each with its
+own environment.
 
-    PartRequest -> for each index (environment.start -> engine.generate -> environment.step -> ...) -> PartResult + GroupPayload
+    PartRequest -> for each index (environment.start -> engine.generate -> environment.step -> ...) ->
+    PartResult + GroupPayload
 
-A trajectory without a reward is left out of its part; an aborted part has no trajectories. Their tokens count as failed.
+A trajectory without a reward is left out of its part; an aborted part has no trajectories. Their tokens count
+as failed.
 """
 
 from __future__ import annotations
@@ -44,13 +47,19 @@ class GroupRunner:
     @property
     def running_tokens(self) -> int:
         """Tokens sampled so far for parts that have not ended, without evals."""
-        return sum(self._tokens_of(episode) for part in self._running if part.request is not None for episode in part.episodes)
+        return sum(
+            self._tokens_of(episode)
+            for part in self._running
+            if part.request is not None
+            for episode in part.episodes
+        )
 
     def _tokens_of(self, episode: Episode) -> int:
         return self.means.engine.tokens_of(episode.id) + episode.num_sampled
 
     def so_far(self) -> tuple[SoFar, list[GroupPayload]]:
-        """What each running part has kept so far, and the kept tokens: a payload for each part that has any."""
+        """What each running part has kept so far, and the kept tokens: a payload for each part that has
+        any."""
         kept, payloads, rest_tokens = dict[PartKey, dict[int, Kept]](), list[GroupPayload](), 0
         for part in self._running:
             if (request := part.request) is None:
@@ -69,10 +78,11 @@ class GroupRunner:
     async def run(
         self, request: PartRequest, on_sequence: Callable[[int], None], so_far: GroupPayload | None = None
     ) -> tuple[PartResult, GroupPayload]:
-        """Play a part. `on_sequence(number of trajectories that need no slot now)` is called whenever that changes. `so_far`: by
-        index, the tokens from which the request's responses continue.
+        """Play a part. `on_sequence(number of trajectories that need no slot now)` is called whenever that
+        changes. `so_far`: by index, the tokens from which the request's responses continue.
 
-        A response's random numbers depend on the group's seed and on its index, not on the part that it is in.
+        A response's random numbers depend on the group's seed and on its index, not on the part that it is
+        in.
         """
         key, generator = request.key.attempt, random.Random(request.seed)
         seeds = [generator.getrandbits(63) for _ in range(max(request.indices) + 1)]
@@ -91,7 +101,9 @@ class GroupRunner:
                 self.means,
                 self.sampling,
                 on_slot,
-                _completion(so_far.trajectories[index]) if so_far is not None and index in request.goes_on else None,
+                _completion(so_far.trajectories[index])
+                if so_far is not None and index in request.goes_on
+                else None,
             )
             for index in request.indices
         ]
@@ -99,18 +111,27 @@ class GroupRunner:
         await self._play(part, at_once=len(episodes))
         return _result(request, part)
 
-    async def evaluate(self, request: EvalRequest, sampling: Sampling, *, with_tokens: bool = False) -> EvalResult:
-        """Play the tries, at most as many at once as the engine has slots. Raises ValueError if the engine holds another version.
-        `with_tokens`: the result's payload has a group for each try that has not failed.
+    async def evaluate(
+        self, request: EvalRequest, sampling: Sampling, *, with_tokens: bool = False
+    ) -> EvalResult:
+        """Play the tries, at most as many at once as the engine has slots. Raises ValueError if the engine
+        holds another version. `with_tokens`: the result's payload has a group for each try that has not
+        failed.
 
-        A try's random numbers depend on the request's seed, the item's uid and the sample's number, not on the other tries.
+        A try's random numbers depend on the request's seed, the item's uid and the sample's number, not on
+        the other tries.
         """
         if self.means.engine.version != request.version:
-            raise ValueError(f"eval of version {request.version} on an engine that holds {self.means.engine.version}")
+            raise ValueError(
+                f"eval of version {request.version} on an engine that holds {self.means.engine.version}"
+            )
         episodes = [self._eval_episode(request, entry, sampling) for entry in request.tries]
         await self._play(_Running(None, episodes), at_once=self.means.engine.slots)
         played = [episode for episode in episodes if with_tokens and episode.failure is None]
-        payload = [GroupPayload(uid=episode.id, epoch=0, attempt=0, trajectories=(episode.trajectory(),)) for episode in played]
+        payload = [
+            GroupPayload(uid=episode.id, epoch=0, attempt=0, trajectories=(episode.trajectory(),))
+            for episode in played
+        ]
         outcomes = tuple(episode.failure or episode.meta() for episode in episodes)
         return EvalResult(outcomes=outcomes, payload=payload or None)
 
@@ -121,15 +142,16 @@ class GroupRunner:
         return Episode(name, item, seed, self.means, sampling)
 
     async def abort(self, key: AttemptKey | None) -> None:
-        """Make every running part of this attempt return soon, without trajectories; or, with None, every `evaluate`, where
-        trajectories without a reward count as failures. Unknown keys are ignored."""
+        """Make every running part of this attempt return soon, without trajectories; or, with None, every
+        `evaluate`, where trajectories without a reward count as failures. Unknown keys are ignored."""
         for running in [running for running in self._running if running.key == key]:
             running.aborted = True
             for episode in running.episodes:
                 await episode.stop("aborted", "")
 
     async def _play(self, running: _Running, at_once: int) -> None:
-        """Run all episodes. The first error cancels the others and is raised itself, not in an ExceptionGroup."""
+        """Run all episodes. The first error cancels the others and is raised itself, not in an
+        ExceptionGroup."""
         places = asyncio.Semaphore(at_once)
 
         async def play(episode: Episode) -> None:
@@ -157,31 +179,46 @@ def _kept(completion: Completion) -> Kept:
 
 
 def _tokens_by_index(key: AttemptKey, kept: Mapping[int, Completion]) -> GroupPayload:
-    """The sampled tokens so far as the only segment of a trajectory at its response's index; others have no segment."""
+    """The sampled tokens so far as the only segment of a trajectory at its response's index; others have no
+    segment."""
     none = Trajectory(segments=(), reward=0.0, finish_reason="abort")
     trajectories = [none] * (max(kept) + 1)
     for index, completion in kept.items():
         segment = Segment.of(completion.tokens, completion.logprobs, completion.versions)
-        trajectories[index] = Trajectory(segments=(segment,), reward=0.0, finish_reason=completion.finish_reason)
+        trajectories[index] = Trajectory(
+            segments=(segment,), reward=0.0, finish_reason=completion.finish_reason
+        )
     return GroupPayload(uid=key.uid, epoch=key.epoch, attempt=key.attempt, trajectories=tuple(trajectories))
 
 
 def _completion(trajectory: Trajectory) -> Completion:
     (segment,) = trajectory.segments
-    tokens, logprobs, versions = segment.tokens_T.tolist(), segment.logprobs_T.tolist(), segment.versions_T.tolist()
-    return Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=trajectory.finish_reason)
+    tokens, logprobs, versions = (
+        segment.tokens_T.tolist(),
+        segment.logprobs_T.tolist(),
+        segment.versions_T.tolist(),
+    )
+    return Completion(
+        tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=trajectory.finish_reason
+    )
 
 
 def _result(request: PartRequest, part: _Running) -> tuple[PartResult, GroupPayload]:
-    """Metadata and trajectories, in the same order. The caller, who sends the payload, fills in `PartResult.payload`."""
+    """Metadata and trajectories, in the same order. The caller, who sends the payload, fills in
+    `PartResult.payload`."""
     kept = [episode for episode in part.episodes if episode.end is not None and not part.aborted]
     lost = [episode for episode in part.episodes if episode not in kept]
     result = PartResult(
         key=request.key,
         trajectories=tuple(episode.meta() for episode in kept),
-        failures=tuple(episode.failure for episode in lost if episode.failure is not None and not part.aborted),
-        failed_tokens=sum(episode.num_sampled for episode in lost) + sum(episode.lost_tokens for episode in kept),
+        failures=tuple(
+            episode.failure for episode in lost if episode.failure is not None and not part.aborted
+        ),
+        failed_tokens=sum(episode.num_sampled for episode in lost)
+        + sum(episode.lost_tokens for episode in kept),
         payload=None,
     )
     uid, epoch, attempt = request.key.attempt
-    return result, GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(episode.trajectory() for episode in kept))
+    return result, GroupPayload(
+        uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(episode.trajectory() for episode in kept)
+    )

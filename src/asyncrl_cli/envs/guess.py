@@ -1,4 +1,5 @@
-"""The environment of builtin:guess: turns of plain text, each answered by a hint. A secret that is not found earns 0."""
+"""The environment of builtin:guess: turns of plain text, each answered by a hint. A secret that is not found
+earns 0."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Guess(Environment):
         if self._num_guesses == self._most:
             return self._end(0.0)
         said = self._help if guess is None else hint(guess, self._secret)
-        return Turn(messages=({"role": "user", "content": said},), is_last=self._num_guesses == self._most - 1)
+        return Turn(
+            messages=({"role": "user", "content": said},), is_last=self._num_guesses == self._most - 1
+        )
 
     async def cut(self, reason: str) -> End:
         return self._end(0.0)

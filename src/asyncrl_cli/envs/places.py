@@ -1,10 +1,12 @@
-"""Decides which trajectories with several turns may generate on a rollout worker, and which ones a drain waits for.
+"""Decides which trajectories with several turns may generate on a rollout worker, and which ones a drain
+waits for.
 
     take (begins) ─> generate ─> pause, waits for a tool ─> take (goes on) ─> generate ─> ... ─> leave
 
-A worker has as many places as its engine has slots. With `rollout.hold_slots` a trajectory keeps its place during a pause. Without
-it, the trajectory queues for a place when it goes on, ahead of all that have not begun. Trajectories of a single turn take no
-place: they queue in the engine, which begins one in the same step in which another ends.
+A worker has as many places as its engine has slots. With `rollout.hold_slots` a trajectory keeps its place
+during a pause. Without it, the trajectory queues for a place when it goes on, ahead of all that have not
+begun. Trajectories of a single turn take no place: they queue in the engine, which begins one in the same
+step in which another ends.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Places:
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Let no trajectory begin, and wait until all that have begun have left. Those that wait begin after the block."""
+        """Let no trajectory begin, and wait until all that have begun have left. Those that wait begin after
+        the block."""
         self._is_closed = True
         try:
             await self._empty.wait()
@@ -65,7 +68,8 @@ class Places:
 
 
 class TrajectoryPlace:
-    """One trajectory's place. `is_taken`: the trajectory has it now. `turn`: done when the trajectory gets it."""
+    """One trajectory's place. `is_taken`: the trajectory has it now. `turn`: done when the trajectory gets
+    it."""
 
     def __init__(self, places: Places) -> None:
         self.has_begun = self.is_taken = False

@@ -1,4 +1,5 @@
-"""The environment port: an environment gives a model its prompts and judges its answers, in one turn or several.
+"""The environment port: an environment gives a model its prompts and judges its answers, in one turn or
+several.
 
 item ─> start ─> Turn ─> render, generate, parse ─> step ─> Turn ─> render, generate, parse ─> step ─> End
                                                      └── no room for a further turn ─> cut ─> End
@@ -14,17 +15,20 @@ from asyncrl_cli.tasks.item import Item, messages_of
 from asyncrl_cli.tasks.reward_spec import figures_of
 
 Message = Mapping[str, Any]
-"""A chat message in OpenAI's shape: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`, `name` and
-`reasoning_content`."""
+"""A chat message in OpenAI's shape: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`,
+`name` and `reasoning_content`."""
 ToolSchema = Mapping[str, Any]
-"""A tool in OpenAI's shape: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": <JSON schema>}}`."""
+"""A tool in OpenAI's shape: `{"type": "function", "function": {"name": ..., "description": ..., "parameters":
+<JSON schema>}}`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the model sees next. `messages` are appended to all that it has seen and said; `tools` are those that it may call.
+    """What the model sees next. `messages` are appended to all that it has seen and said; `tools` are those
+    that it may call.
 
-    `is_last`: `step` will end the trajectory whatever the answer is, so its engine slot is already free while `step` runs.
+    `is_last`: `step` will end the trajectory whatever the answer is, so its engine slot is already free while
+    `step` runs.
     """
 
     messages: tuple[Message, ...]
@@ -34,7 +38,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """`reward` includes `turn_rewards`, which are kept for people to read. `facts`: figures of this trajectory for the metrics."""
+    """`reward` includes `turn_rewards`, which are kept for people to read. `facts`: figures of this
+    trajectory for the metrics."""
 
     reward: float
     turn_rewards: tuple[float, ...] = ()
@@ -43,10 +48,11 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the model said in a turn: `text`, without special tokens, and the `message` parsed from it (`content`,
-    `reasoning_content`, `tool_calls`).
+    """What the model said in a turn: `text`, without special tokens, and the `message` parsed from it
+    (`content`, `reasoning_content`, `tool_calls`).
 
-    `finish_reason`: "stop" or "length". `malformed`: why a tool call could not be parsed, or ""; then `message` has no tool calls.
+    `finish_reason`: "stop" or "length". `malformed`: why a tool call could not be parsed, or ""; then
+    `message` has no tool calls.
     """
 
     text: str
@@ -56,9 +62,11 @@ class Answer:
 
 
 class EpisodeFailed(Exception):
-    """This trajectory has no reward: its group goes on without it. Metrics count failures by `kind`; `text` gives the details.
+    """This trajectory has no reward: its group goes on without it. Metrics count failures by `kind`; `text`
+    gives the details.
 
-    Kinds: prompt, template, cut, environment, agent, tool-timeout, tool-died, episode-timeout, reward, aborted.
+    Kinds: prompt, template, cut, environment, agent, tool-timeout, tool-died, episode-timeout, reward,
+    aborted.
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -73,8 +81,9 @@ class Rewards(Protocol):
 
 
 class Environment(Protocol):
-    """Base class of environments: one object per trajectory. An error that it raises fails only that trajectory. Its calls are
-    cancelled if the group is aborted. `episode`: the trajectory's name, `<attempt>/<index>`, or that of an eval."""
+    """Base class of environments: one object per trajectory. An error that it raises fails only that
+    trajectory. Its calls are cancelled if the group is aborted. `episode`: the trajectory's name,
+    `<attempt>/<index>`, or that of an eval."""
 
     episode: str = ""
 
@@ -83,9 +92,11 @@ class Environment(Protocol):
     async def step(self, answer: Answer) -> Turn | End: ...
 
     async def cut(self, reason: str) -> End:
-        """End the episode, because no further turn is possible, with the reward that it has earned so far. `reason`: "length" (the
-        context is full) or "max_turns"."""
-        raise EpisodeFailed("cut", f"the episode was cut short ({reason}), and its environment gives no reward for that")
+        """End the episode, because no further turn is possible, with the reward that it has earned so far.
+        `reason`: "length" (the context is full) or "max_turns"."""
+        raise EpisodeFailed(
+            "cut", f"the episode was cut short ({reason}), and its environment gives no reward for that"
+        )
 
     async def close(self) -> None:
         """Release the episode's resources. Called exactly once, also after errors and aborts."""

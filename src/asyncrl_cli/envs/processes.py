@@ -1,9 +1,11 @@
-"""A rollout worker's environment processes: one per running episode, forked from a zygote, reused after a clean end.
+"""A rollout worker's environment processes: one per running episode, forked from a zygote, reused after a
+clean end.
 
     take ─> EnvironmentProcess ─ask, answer─> ... ─give_back─> idle ─> take ...
                                      └─ hung, died, stopped ─> kill
 
-Nothing here blocks the event loop or needs a thread. What the processes print goes to this process's log, at a bounded rate.
+Nothing here blocks the event loop or needs a thread. What the processes print goes to this process's log, at
+a bounded rate.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class ProcessEnded(Exception):
 
 @dataclass(slots=True, eq=False)
 class EnvironmentProcess:
-    """Runs one environment at a time. `num_owed`: how many answers are still to come; the first one is its pid."""
+    """Runs one environment at a time. `num_owed`: how many answers are still to come; the first one is its
+    pid."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -121,7 +124,8 @@ class EnvironmentProcesses:
         return process
 
     async def give_back(self, process: EnvironmentProcess, limit_s: float) -> None:
-        """End the process's episode. It serves another one if nothing of this one is left, and is killed otherwise."""
+        """End the process's episode. It serves another one if nothing of this one is left, and is killed
+        otherwise."""
         is_clean = False
         try:
             with contextlib.suppress(TimeoutError, ProcessEnded):
@@ -169,13 +173,17 @@ class EnvironmentProcesses:
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_connection(sock=ours)
-        output = asyncio.create_task(copy_output(self._zygote.stderr, to_stderr, "environments"), name="environments' output")
+        output = asyncio.create_task(
+            copy_output(self._zygote.stderr, to_stderr, "environments"), name="environments' output"
+        )
         self._beside.append(output)
         writer.write(pickle.dumps((zygote.run, (self.tool_class,))))
         said = {"failed": "its start was cancelled"}
         try:
             async with timeout(self.import_limit_s):
-                said = json.loads(await reader.readline() or b'{"failed": "its process ended while it was imported"}')
+                said = json.loads(
+                    await reader.readline() or b'{"failed": "its process ended while it was imported"}'
+                )
         except TimeoutError:
             said = {"failed": f"it was not imported within {self.import_limit_s:g} s"}
         finally:
@@ -211,8 +219,8 @@ class EnvironmentProcesses:
                 control.shutdown(socket.SHUT_RDWR)
 
     def _fork(self, fd: int) -> bool:
-        """Have the zygote fork a process that talks over `fd`; False if the zygote's socket is full. Raises ProcessEnded if the
-        zygote has ended."""
+        """Have the zygote fork a process that talks over `fd`; False if the zygote's socket is full. Raises
+        ProcessEnded if the zygote has ended."""
         if self._control is None or self._commands is None:
             raise ProcessEnded("the parent of the environment processes has ended")
         if self._commands.transport.get_write_buffer_size():

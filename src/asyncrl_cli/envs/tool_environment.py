@@ -1,10 +1,12 @@
-"""Runs a ToolClass as an environment: its tools run in the episode's own process, within env.tool_timeout_s each.
+"""Runs a ToolClass as an environment: its tools run in the episode's own process, within env.tool_timeout_s
+each.
 
     start      -> reset ─> text for the user's message
     step       -> the tools that the model called ─> their results, or errors; no call, or `done` -> the reward
     malformed  -> the model is told why its call could not be read
 
-A tool that hangs or dies makes the episode fail. So do `reset` and the reward, each with a failure kind of its own.
+A tool that hangs or dies makes the episode fail. So do `reset` and the reward, each with a failure kind of
+its own.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ MALFORMED = "The tool call could not be read: {}"
 
 @dataclass(eq=False)
 class ToolEnvironment(Environment):
-    """`rewards`: the task's own reward, added to the class's; None if there is none. `limit_s`: env.tool_timeout_s."""
+    """`rewards`: the task's own reward, added to the class's; None if there is none. `limit_s`:
+    env.tool_timeout_s."""
 
     processes: EnvironmentProcesses
     tool_class: ToolClass
@@ -64,11 +67,15 @@ class ToolEnvironment(Environment):
         calls = answer.message.get("tool_calls") or ()
         if not calls:
             return await self._end()
-        told, is_done = await self._call([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+        told, is_done = await self._call(
+            [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        )
         if is_done:
             self._completion += told
             return await self._end()
-        return self._turn([{**message, "tool_call_id": call["id"]} for call, message in zip(calls, told, strict=True)])
+        return self._turn(
+            [{**message, "tool_call_id": call["id"]} for call, message in zip(calls, told, strict=True)]
+        )
 
     async def cut(self, reason: str) -> End:
         return await self._end()
@@ -79,7 +86,8 @@ class ToolEnvironment(Environment):
             await self.processes.give_back(process, self.limit_s)
 
     async def _call(self, calls: list[tuple[str, Any]]) -> tuple[list[Message], bool]:
-        """Each call's result as a message, and whether the episode is over. Calls after the one that ends it run, too."""
+        """Each call's result as a message, and whether the episode is over. Calls after the one that ends it
+        run, too."""
         assert self._process is not None
         self.calls.note(self.episode, self._num_turns, [name for name, _ in calls])
         self._process.ask("calls", calls, num_answers=len(calls))
@@ -97,11 +105,13 @@ class ToolEnvironment(Environment):
         said = await self._answer("reward", "reward", "the reward")
         extra = 0.0 if self.rewards is None else await self.rewards.score(self._item, self._text)
         return End(
-            reward=said["reward"] + extra, facts={"failed_calls": self._num_failed_calls, **said["facts"], **figures_of(extra)}
+            reward=said["reward"] + extra,
+            facts={"failed_calls": self._num_failed_calls, **said["facts"], **figures_of(extra)},
         )
 
     async def _answer(self, late: str, dead: str, doing: str) -> Mapping[str, Any]:
-        """The next answer of the process. Raises EpisodeFailed, of the kind `late` or `dead`, if there is none."""
+        """The next answer of the process. Raises EpisodeFailed, of the kind `late` or `dead`, if there is
+        none."""
         assert self._process is not None
         where = f"{doing} of {self.episode}"
         try:

@@ -1,9 +1,12 @@
-"""`asyncrl export`, as a function: find the weights, check them against the configuration, write the directory.
+"""`asyncrl export`, as a function: find the weights, check them against the configuration, write the
+directory.
 
-find_source ──> find_model_files ──> writing.py: skeleton, fitted ──> files of at most `max_file_bytes` ──> Exported
+find_source ──> find_model_files ──> writing.py: skeleton, fitted ──> files of at most `max_file_bytes` ──>
+Exported
 
-Configuration and tokenizer are looked for in the run itself (job/run.py keeps a copy there), then where `model.path` points;
-neither place needs to hold weights. The directory is written under a hidden name, flushed and renamed: it is complete or absent.
+Configuration and tokenizer are looked for in the run itself (job/run.py keeps a copy there), then where
+`model.path` points; neither place needs to hold weights. The directory is written under a hidden name,
+flushed and renamed: it is complete or absent.
 
 What can be refused is refused before torch and transformers are imported, which takes ten seconds.
 """
@@ -72,17 +75,21 @@ def export(
     `dtype` None: the dtype in which the trainer publishes. `out` None: below the run's `exports/`.
 
     Raises:
-        ConfigError, RefusedError, PreflightError: see `find_source`, `find_model_files`, `fitted`; also if `out` is not empty.
-        AsyncrlError: if the directory cannot be written. Nothing is left behind.
+        ConfigError, RefusedError, PreflightError: see `find_source`, `find_model_files`, `fitted`; also if
+        `out` is not empty. AsyncrlError: if the directory cannot be written. Nothing is left behind.
     """
     if out is not None:
         _check_target(out)  # fail before the whole checkpoint is read
     source = find_source(argument, runs_dir, version, progress)
     if adapter and not source.has_adapters:
-        raise RefusedError(f"{source.path} has whole weights, not adapters", hint="export it without --adapter")
+        raise RefusedError(
+            f"{source.path} has whole weights, not adapters", hint="export it without --adapter"
+        )
     name = source.path.name if version is None else f"version-{version:06d}"
     name += "-adapter" if adapter else ""
-    target = out or (Path(f"{source.run}-{name}") if source.run_dir is None else source.run_dir / "exports" / name)
+    target = out or (
+        Path(f"{source.run}-{name}") if source.run_dir is None else source.run_dir / "exports" / name
+    )
     _check_target(target)
     chosen = dtype or source.profile.model.dtype
     model_files = None if adapter else find_model_files(source.run_dir, source.profile, model)
@@ -94,15 +101,21 @@ def export(
     if model_files is None:
         files, parameters, num_bytes = write_adapters(source, target, chosen)
     else:
-        files, parameters, num_bytes = write_model(source, target, model_files, model, chosen, max_file_bytes, progress)
-    return Exported(path=target, source=source, dtype=chosen, parameters=parameters, num_bytes=num_bytes, files=files)
+        files, parameters, num_bytes = write_model(
+            source, target, model_files, model, chosen, max_file_bytes, progress
+        )
+    return Exported(
+        path=target, source=source, dtype=chosen, parameters=parameters, num_bytes=num_bytes, files=files
+    )
 
 
 def _check_target(target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise RefusedError(f"{target} is a file", hint="give a new or empty directory: --out DIR")
     if target.is_dir() and any(target.iterdir()):
-        raise RefusedError(f"{target} exists and is not empty", hint="choose another directory with --out DIR")
+        raise RefusedError(
+            f"{target} exists and is not empty", hint="choose another directory with --out DIR"
+        )
 
 
 def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None) -> Path:
@@ -122,7 +135,9 @@ def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None)
     found = next((place for place in places if not _missing_in(place)), None)
     if found is None:
         missing = _missing_in(places[-1]) if places else "the checkpoint is not inside its run"
-        raise PreflightError(f'configuration and tokenizer of model.path = "{path}" were not found: {missing}', hint=WAY_OUT)
+        raise PreflightError(
+            f'configuration and tokenizer of model.path = "{path}" were not found: {missing}', hint=WAY_OUT
+        )
     return found
 
 

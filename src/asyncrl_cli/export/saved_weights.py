@@ -1,4 +1,5 @@
-"""Reads saved weights, without ranks: a trainer's, written by any number of ranks, or those of a published version."""
+"""Reads saved weights, without ranks: a trainer's, written by any number of ranks, or those of a published
+version."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ from asyncrl_cli.train.trainer_state import CRITIC, SavedState
 
 WEIGHT_PREFIX = "weight/"
 Read = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
-"""Reads some tensors by name, so that a model larger than memory can be copied. RefusedError if a file is damaged or gone."""
+"""Reads some tensors by name, so that a model larger than memory can be copied. RefusedError if a file is
+damaged or gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedWeights:
-    """Shapes of all tensors by name, and how to read some of them. Tied tensors appear once, under their first name."""
+    """Shapes of all tensors by name, and how to read some of them. Tied tensors appear once, under their
+    first name."""
 
     shapes: Mapping[str, tuple[int, ...]]
     read: Read
@@ -30,7 +33,11 @@ class SavedWeights:
 def trainer_weights(directory: Path) -> SavedWeights:
     """The policy's float32 master weights in a checkpoint, written by any number of ranks."""
     saved = SavedState(directory)
-    weights = {key.removeprefix(WEIGHT_PREFIX): shape for key, shape in saved.shapes.items() if key.startswith(WEIGHT_PREFIX)}
+    weights = {
+        key.removeprefix(WEIGHT_PREFIX): shape
+        for key, shape in saved.shapes.items()
+        if key.startswith(WEIGHT_PREFIX)
+    }
     shapes = {name: shape for name, shape in weights.items() if not name.startswith(CRITIC)}
 
     def read(names: Collection[str]) -> dict[str, torch.Tensor]:

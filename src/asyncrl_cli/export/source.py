@@ -1,9 +1,11 @@
-"""Finds and verifies the weights that RUN|CHECKPOINT and --version mean. A refusal lists what exists, before torch is imported.
+"""Finds and verifies the weights that RUN|CHECKPOINT and --version mean. A refusal lists what exists, before
+torch is imported.
 
 RUN                  the trainer's weights in the newest whole checkpoint
 CHECKPOINT           the trainer's weights in that checkpoint
 RUN --version N      kept version N (`weights.keep_versions`), else from a checkpoint that holds version N: the trainer's weights
-                     if it was made at a window's end, or the published weights that a checkpoint in mid-window contains
+                     if it was made at a window's end, or the published weights that a checkpoint in
+                     mid-window contains
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Weights and where they come from. `files`: of a published version; none for the trainer's own in the checkpoint `path`.
+    """Weights and where they come from. `files`: of a published version; none for the trainer's own in the
+    checkpoint `path`.
 
-    `step`: the number of train steps that made them. `version`: None if they are between two versions; then `after_version` is the
-    older one. `passed_over`: why newer checkpoints were skipped. `notes`: on damaged events of the run that were left out."""
+    `step`: the number of train steps that made them. `version`: None if they are between two versions; then
+    `after_version` is the older one. `passed_over`: why newer checkpoints were skipped. `notes`: on damaged
+    events of the run that were left out."""
 
     files: tuple[Path, ...]
     path: Path
@@ -58,29 +62,38 @@ class Source:
 
     @cached_property
     def weights(self) -> SavedWeights:
-        from asyncrl_cli.export.saved_weights import file_weights, trainer_weights  # imports torch, which takes seconds
+        # imports torch, which takes seconds
+        from asyncrl_cli.export.saved_weights import file_weights, trainer_weights
 
         return file_weights(self.files) if self.files else trainer_weights(self.path)
 
     def __str__(self) -> str:
-        version = f"between versions {self.after_version} and {self.after_version + 1}" if self.after_version is not None else ""
+        version = (
+            (f"between versions {self.after_version} and {self.after_version + 1}")
+            if self.after_version is not None
+            else ""
+        )
         return f"{version or f'version {self.version}'} (step {self.step}) of run '{self.run}'"
 
 
 def find_source(argument: str, runs_dir: Path, version: int | None, say: Say) -> Source:
-    """Raises ConfigError if there is no such run or checkpoint, RefusedError if it is damaged or does not hold the version."""
+    """Raises ConfigError if there is no such run or checkpoint, RefusedError if it is damaged or does not
+    hold the version."""
     newest, found = resolve(argument, runs_dir), find_run_or_checkpoint(argument, runs_dir)
     if has_checkpoints(found):
         return _of_run(found, version, say)
     checkpoint = _whole(newest, say)
     if version not in (None, checkpoint.version):
         hint = f"the whole run may hold it: asyncrl export {run_dir_of(newest) or 'RUN'} --version {version}"
-        raise RefusedError(f"checkpoint {newest} holds version {checkpoint.version}, not {version}", hint=hint)
+        raise RefusedError(
+            f"checkpoint {newest} holds version {checkpoint.version}, not {version}", hint=hint
+        )
     return _of_checkpoint(checkpoint, version)
 
 
 def _of_run(run_dir: Path, version: int | None, say: Say) -> Source:
-    """The newest whole checkpoint. With a version: its kept files, or else the newest whole checkpoint that holds it."""
+    """The newest whole checkpoint. With a version: its kept files, or else the newest whole checkpoint that
+    holds it."""
     if version is not None and version in kept_versions(run_dir / VERSIONS):
         return _kept(run_dir, version)
     wrong: list[str] = []
@@ -96,7 +109,11 @@ def _of_run(run_dir: Path, version: int | None, say: Say) -> Source:
     if version is None:
         why = f"run '{run_dir.name}' has no whole checkpoint: {wrong[0]}"
     else:
-        missing = f"version {version} is not whole: {wrong[0]}" if wrong else f"there is no version {version} in it"
+        missing = (
+            (f"version {version} is not whole: {wrong[0]}")
+            if wrong
+            else f"there is no version {version} in it"
+        )
         why = f"run '{run_dir.name}': {missing}"
     raise RefusedError(why, hint=_there_are(run_dir, others))
 
@@ -114,7 +131,8 @@ def _whole(directory: Path, say: Say) -> Checkpoint:
 
 
 def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tuple[str, ...] = ()) -> Source:
-    """The trainer's own weights, or the published ones if `version` is given and the trainer has trained further since."""
+    """The trainer's own weights, or the published ones if `version` is given and the trainer has trained
+    further since."""
     directory = checkpoint.directory
     profile, run_dir = read_document(directory / RESOLVED).profile, run_dir_of(directory)
     is_between = not checkpoint.at_window_boundary and version is None
@@ -125,7 +143,8 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
     return Source(
         files=files,
         path=directory,
-        run=checkpoint.run if run_dir is None else run_dir.resolve().name,  # a copied run is named after its directory
+        # a copied run is named after its directory
+        run=checkpoint.run if run_dir is None else run_dir.resolve().name,
         run_dir=run_dir,
         profile=profile,
         step=step,
@@ -153,22 +172,27 @@ def _kept(run_dir: Path, version: int) -> Source:
 
 
 def _step_of(run_dir: Path | None, profile: Profile, version: int) -> tuple[int, tuple[str, ...]]:
-    """The train step that made the version, as the run recorded it, or without a record as it follows from the profile; and notes
-    on damaged events that were left out."""
+    """The train step that made the version, as the run recorded it, or without a record as it follows from
+    the profile; and notes on damaged events that were left out."""
     schedule = Schedule.of(profile)
     planned = min(version * schedule.window_steps, schedule.train_steps)
     if run_dir is None:
         return planned, ()
     recorded = Recorded(run_dir)
-    published = (event for event in recorded.events("published") if event.get("version") == version and "step" in event)
-    step = next((event["step"] for event in published), planned)  # the first: a resume publishes the version again
+    published = (
+        event for event in recorded.events("published") if event.get("version") == version and "step" in event
+    )
+    # the first: a resume publishes the version again
+    step = next((event["step"] for event in published), planned)
     return step, tuple(recorded.damage.notes)
 
 
 def run_dir_of(checkpoint: Path) -> Path | None:
     """The run's directory; None if the checkpoint was copied out of it."""
     run_dir = checkpoint.parent.parent
-    return run_dir if checkpoint.parent.name == "checkpoints" and (run_dir / "profile.toml").exists() else None
+    return (
+        run_dir if checkpoint.parent.name == "checkpoints" and (run_dir / "profile.toml").exists() else None
+    )
 
 
 def _there_are(run_dir: Path, in_checkpoints: Mapping[Path, int]) -> str:
@@ -176,6 +200,11 @@ def _there_are(run_dir: Path, in_checkpoints: Mapping[Path, int]) -> str:
     parts = []
     if kept := kept_versions(run_dir / VERSIONS):
         shown = ", ".join(map(str, kept[-VERSIONS_SHOWN:]))
-        parts.append(f"kept version{'s' if len(kept) > 1 else ''} {'..., ' if len(kept) > VERSIONS_SHOWN else ''}{shown}")
-    parts += [f"version {version} in {path.name}" for path, version in list(in_checkpoints.items())[:VERSIONS_SHOWN]]
+        parts.append(
+            f"kept version{'s' if len(kept) > 1 else ''} "
+            f"{'..., ' if len(kept) > VERSIONS_SHOWN else ''}{shown}"
+        )
+    parts += [
+        f"version {version} in {path.name}" for path, version in list(in_checkpoints.items())[:VERSIONS_SHOWN]
+    ]
     return f"there are: {', '.join(parts)}" if parts else "no version is left: weights.keep_versions was 0"

@@ -37,8 +37,8 @@ def write_model(
     max_file_bytes: int,
     progress: Callable[..., None],
 ) -> tuple[tuple[str, ...], int, int]:
-    """Write the directory. Returns the weight files' names, and the parameters and bytes in them. Holds one file's tensors at a
-    time. `base_model`: that of LoRA's adapters, if it is not where the profile says."""
+    """Write the directory. Returns the weight files' names, and the parameters and bytes in them. Holds one
+    file's tensors at a time. `base_model`: that of LoRA's adapters, if it is not where the profile says."""
     dtype = torch_dtype(dtype_name)
     form = SavedForm(skeleton(model_files, trust_remote_code=source.profile.model.trust_remote_code))
     weights = merged_weights(source, base_model) if source.has_adapters else source.weights
@@ -54,7 +54,10 @@ def write_model(
         copy_model_files(model_files, working, str(dtype).removeprefix("torch."))
         for name, names in split.filename_to_tensors.items():
             progress(f"writing {target.name} (MB)", num_bytes // MB, total_mb)
-            cast = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous() for name, t in read(names).items()}
+            cast = {
+                name: (t.to(dtype) if t.is_floating_point() else t).contiguous()
+                for name, t in read(names).items()
+            }
             write_weights(cast, working / name)
             num_bytes += sum(tensor.nbytes for tensor in cast.values())
         write_index(working, split.tensor_to_filename, num_bytes)
@@ -63,21 +66,26 @@ def write_model(
 
 @contextmanager
 def _writing(target: Path) -> Iterator[Path]:
-    """A directory that is renamed to `target` when it is complete. Raises AsyncrlError if it cannot be written."""
+    """A directory that is renamed to `target` when it is complete. Raises AsyncrlError if it cannot be
+    written."""
     try:
         with appearing_directory(target.absolute()) as working:
             yield working
     except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
         why = getattr(error, "strerror", None) or str(error)
-        raise AsyncrlError(f"{target} cannot be written: {why}", hint="choose another place with --out DIR") from error
+        raise AsyncrlError(
+            f"{target} cannot be written: {why}", hint="choose another place with --out DIR"
+        ) from error
 
 
 def fitted(form: SavedForm, weights: SavedWeights, model_files: Path) -> tuple[dict[str, int], Read]:
-    """The number of elements of every tensor that the files will hold, in the model's order, and a function that reads tensors.
+    """The number of elements of every tensor that the files will hold, in the model's order, and a function
+    that reads tensors.
 
-    If transformers splits or joins tensors between memory (a trainer's weights) and files (published weights), all of them are read
-    and held at once, because one tensor of a file may be made of several. Raises RefusedError unless names and shapes match the
-    model's parameters and persistent buffers (tied ones once).
+    If transformers splits or joins tensors between memory (a trainer's weights) and files (published
+    weights), all of them are read and held at once, because one tensor of a file may be made of several.
+    Raises RefusedError unless names and shapes match the model's parameters and persistent buffers (tied ones
+    once).
     """
     tensors, in_files = form.memory, form.to_files(form.memory)
     is_as_in_files = weights.shapes.keys() == in_files.keys()
@@ -85,10 +93,14 @@ def fitted(form: SavedForm, weights: SavedWeights, model_files: Path) -> tuple[d
     if is_as_in_files or not form.converts:
         return {name: tensor.numel() for name, tensor in in_files.items()}, weights.read
     whole = form.to_files(weights.read(list(tensors)))
-    return {name: tensor.numel() for name, tensor in whole.items()}, lambda names: {name: whole[name] for name in names}
+    return {name: tensor.numel() for name, tensor in whole.items()}, lambda names: {
+        name: whole[name] for name in names
+    }
 
 
-def _check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], model_files: Path) -> None:
+def _check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], model_files: Path
+) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     problems = {
         "missing": [name for name in expected if name not in shapes],

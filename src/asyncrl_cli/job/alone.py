@@ -1,7 +1,8 @@
-"""A job's phases one at a time, without the loop. `asyncrl bench` uses them to measure what the machine can do.
+"""A job's phases one at a time, without the loop. `asyncrl bench` uses them to measure what the machine can
+do.
 
-Rollout workers only generate: responses have given lengths, no rewards are computed and no weights are loaded. The job's own
-trainer trains made-up groups.
+Rollout workers only generate: responses have given lengths, no rewards are computed and no weights are
+loaded. The job's own trainer trains made-up groups.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ NO_SUCH_TOKEN = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What to generate or train: responses number 0, 1, ... to tokenized prompts, each `rollout.n` successive ones to the same.
-    Lengths and prompts are cycled through in order."""
+    """What to generate or train: responses number 0, 1, ... to tokenized prompts, each `rollout.n` successive
+    ones to the same. Lengths and prompts are cycled through in order."""
 
     profile: Profile
     prompts: Sequence[list[int]]
@@ -55,12 +56,14 @@ class Work:
 
 
 class Alone:
-    """A job's trainer and rollout workers, each to be measured alone or beside the other. The actors reserve no CPUs: nothing else
-    runs in their session. Methods raise ExecutorFailed, with the actor's name and error.
+    """A job's trainer and rollout workers, each to be measured alone or beside the other. The actors reserve
+    no CPUs: nothing else runs in their session. Methods raise ExecutorFailed, with the actor's name and
+    error.
 
-    What was measured: `tokens_per_s` by `Capacities`' names; of measurements of one phase alone also `slots_used`, the mean share
-    of slots that generate in a decode step, and `cpu_shares`, CPU time over wall time of the process with the smallest ratio (see
-    `CpuTime`). On CPUs a share far below 1 means that other programs used the machine.
+    What was measured: `tokens_per_s` by `Capacities`' names; of measurements of one phase alone also
+    `slots_used`, the mean share of slots that generate in a decode step, and `cpu_shares`, CPU time over wall
+    time of the process with the smallest ratio (see `CpuTime`). On CPUs a share far below 1 means that other
+    programs used the machine.
     """
 
     def __init__(self, work: Work, plan: JobPlan, model_dir: Path, directory: Path) -> None:
@@ -88,7 +91,10 @@ class Alone:
         """Measure one phase alone, or both at the same time."""
         if generate:
             await self._ask("begin")
-        actors = {ROLLOUT: self._workers.values() if generate else (), TRAINER: self._trainer.actors if train else ()}
+        actors = {
+            ROLLOUT: self._workers.values() if generate else (),
+            TRAINER: self._trainer.actors if train else (),
+        }
         cpu = [
             CpuTime(self.plan.role(role).threads, await actor.__ray_call__.remote(lambda actor: os.getpid()))
             for role, working in actors.items()
@@ -107,8 +113,8 @@ class Alone:
         self.cpu_shares += () if beside else (cpu_share,)
 
     async def train(self, at_least_s: float = 0.0) -> float:
-        """Train all batches in whole windows, whose steps may differ, for at least so long. Returns the tokens trained per second
-        of the trainer's own time."""
+        """Train all batches in whole windows, whose steps may differ, for at least so long. Returns the
+        tokens trained per second of the trainer's own time."""
         window_steps, began_s = self._training.trigger_parameter_sync_step, time.perf_counter()
         tokens, seconds, is_whole = 0, 0.0, False
         while not is_whole or time.perf_counter() - began_s < at_least_s:
@@ -124,7 +130,9 @@ class Alone:
     async def _ask(self, call: str) -> list[Any]:
         """The answers of all workers to a call."""
         refs = {name: getattr(actor, call).remote() for name, actor in self._workers.items()}
-        return await all_of(answer(ref, executor=name, call=call, limit=self._starts) for name, ref in refs.items())
+        return await all_of(
+            answer(ref, executor=name, call=call, limit=self._starts) for name, ref in refs.items()
+        )
 
 
 def _reserving_nothing(role: str, index: int) -> dict[str, Any]:
@@ -132,10 +140,12 @@ def _reserving_nothing(role: str, index: int) -> dict[str, Any]:
 
 
 class CpuTime:
-    """CPU seconds that a process (by default this one) and its children spend from now on, per core: those of the busiest thread
-    or, if that is more, the busiest process's sum divided by `threads`. (An engine may compute in a child.)
+    """CPU seconds that a process (by default this one) and its children spend from now on, per core: those of
+    the busiest thread or, if that is more, the busiest process's sum divided by `threads`. (An engine may
+    compute in a child.)
 
-    A plain sum would hide that other programs take cores: two threads with half a core each also add up to 1 s per second.
+    A plain sum would hide that other programs take cores: two threads with half a core each also add up to 1
+    s per second.
     """
 
     def __init__(self, threads: int, pid: int | None = None) -> None:
@@ -155,7 +165,9 @@ class CpuTime:
         seconds: dict[int, dict[int, float]] = {}
         for process in (self._process, *self._process.children(recursive=True)):
             with suppress(psutil.Error):  # a child that ends while we look
-                seconds[process.pid] = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+                seconds[process.pid] = {
+                    thread.id: thread.user_time + thread.system_time for thread in process.threads()
+                }
         return seconds
 
 
@@ -173,9 +185,11 @@ class GenerationAlone:
         await self._engine.start()
 
     async def begin(self) -> None:
-        """Fill all slots and generate until `end`. The measurement starts once as many responses have ended as there are slots.
+        """Fill all slots and generate until `end`. The measurement starts once as many responses have ended
+        as there are slots.
 
-        There are `n` more responses than slots: these wait in the engine's own queue, so that no slot is ever free.
+        There are `n` more responses than slots: these wait in the engine's own queue, so that no slot is ever
+        free.
         """
         self._num_ended, num_sources = 0, self._engine.slots + self._work.profile.rollout.n
         self._sources = asyncio.gather(*(self._generate() for _ in range(num_sources)))
@@ -186,7 +200,9 @@ class GenerationAlone:
 
     async def end(self) -> tuple[float, float]:
         """Tokens sampled per second, and the mean share of slots in use: tokens per decode step and slot."""
-        seconds, tokens, steps = (now - before for now, before in zip(self._so_far(), self._before, strict=True))
+        seconds, tokens, steps = (
+            now - before for now, before in zip(self._so_far(), self._before, strict=True)
+        )
         self._raise_failure()
         self._sources.cancel()
         with suppress(asyncio.CancelledError):
@@ -213,14 +229,17 @@ class GenerationAlone:
 
 
 def endless_model(model_dir: Path, directory: Path) -> Path:
-    """A copy of the model (by links) in `directory`, whose end-of-sequence id no token has: responses never end early."""
+    """A copy of the model (by links) in `directory`, whose end-of-sequence id no token has: responses never
+    end early."""
     directory.mkdir(parents=True)
     for path in model_dir.iterdir():
         if path.name != GENERATION_CONFIG:
             (directory / path.name).symlink_to(path.resolve())
     original = model_dir / GENERATION_CONFIG
     content = json.loads(original.read_text(encoding="utf-8")) if original.is_file() else {}
-    (directory / GENERATION_CONFIG).write_text(json.dumps({**content, "eos_token_id": NO_SUCH_TOKEN}), encoding="utf-8")
+    (directory / GENERATION_CONFIG).write_text(
+        json.dumps({**content, "eos_token_id": NO_SUCH_TOKEN}), encoding="utf-8"
+    )
     return directory
 
 
@@ -232,7 +251,11 @@ def made_up_group(work: Work, number: int) -> GroupResult:
         tokens = [*prompt, *itertools.islice(itertools.cycle(prompt), length)]
         logprobs, versions = [0.0] * len(prompt) + [-1.0] * length, [NOT_SAMPLED] * len(prompt) + [0] * length
         end: Any = {"reward": float(index % 2), "finish_reason": "length"}
-        metas.append(TrajectoryMeta(prompt_tokens=len(prompt), response_tokens=length, version_tokens=((0, length),), **end))
+        metas.append(
+            TrajectoryMeta(
+                prompt_tokens=len(prompt), response_tokens=length, version_tokens=((0, length),), **end
+            )
+        )
         trajectories.append(Trajectory(segments=(Segment.of(tokens, logprobs, versions),), **end))
     key = AttemptKey(str(number), 0, 0)
     payload = ray.put(GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(trajectories)))

@@ -1,6 +1,7 @@
 """Calls to actors: each has a time limit, and its error names the actor that failed.
 
-Most calls come from the driver. With `nccl` and `ipc` a rollout worker also asks rank 0 for weights directly (`RayRankZero`).
+Most calls come from the driver. With `nccl` and `ipc` a rollout worker also asks rank 0 for weights directly
+(`RayRankZero`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GUESSES = " Some common causes include"
 OWNER_DIED = "owner has died"
-"""Ray says so although the actor's owner, this process, lives: the raylet is just ending, and the lifeline will see it."""
+"""Ray says so although the actor's owner, this process, lives: the raylet is just ending, and the lifeline
+will see it."""
 ENDS_WITHIN_S, LOOK_EVERY_S = 2.0, 0.1
 DISK_HINT = "`df` there shows the disk; `ray start --object-store-memory` gives the object store more memory"
 RAISED_AT = re.compile(r"\(pid=\d+, ip=([^,)]+)")
@@ -35,8 +37,8 @@ COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The time limit of one call; `seconds` is None if something else bounds the call. `key`: the profile's key that sets it;
-    `key_s`: that key's value, if `seconds` is longer."""
+    """The time limit of one call; `seconds` is None if something else bounds the call. `key`: the profile's
+    key that sets it; `key_s`: that key's value, if `seconds` is longer."""
 
     seconds: float | None
     key: str = ""
@@ -49,9 +51,10 @@ class Limit:
 
 
 STORED_RETURNS = {"RAY_max_direct_call_object_size": "256"}
-"""An environment variable for a local session: a call's return value with more bytes goes to the object store. Ray's default of
-100 KB would send the arrays of short responses through the driver. `ray.put` in the actor is no alternative: its objects are lost
-with the actor's process, return values are not. Nodes of a cluster have their own variables (docs/cluster.md)."""
+"""An environment variable for a local session: a call's return value with more bytes goes to the object
+store. Ray's default of 100 KB would send the arrays of short responses through the driver. `ray.put` in the
+actor is no alternative: its objects are lost with the actor's process, return values are not. Nodes of a
+cluster have their own variables (docs/cluster.md)."""
 
 
 def start_limit(profile: Profile) -> Limit:
@@ -74,11 +77,13 @@ async def answer(
     patient: bool = False,
     host: str = "",
 ) -> Any:
-    """Await an ObjectRef. `since()`: a time on the event loop's clock; the limit counts from it if it is later than the call.
-    `patient`: keep waiting for a while after the gcs_server has died (lifeline.py). `host`: the actor's node, if it is to be named.
+    """Await an ObjectRef. `since()`: a time on the event loop's clock; the limit counts from it if it is
+    later than the call. `patient`: keep waiting for a while after the gcs_server has died (lifeline.py).
+    `host`: the actor's node, if it is to be named.
 
     Raises:
-        ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the actor or its engine
+        ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the
+        actor or its engine
             ended, or time ran out. The remote traceback goes to the log.
         ConfigError, PreflightError, RefusedError: as the actor raised them.
         SessionLost: a daemon of the local session died, or a cluster's head.
@@ -89,7 +94,9 @@ async def answer(
             with session_wait(running, patient=patient):
                 return await (ref if timeout_s is None or since is None else _extended(ref, timeout_s, since))
     except (RayError, TimeoutError) as error:
-        raise await _why_session_ended(error, patient=patient) or _failure(executor, call, limit, error, host) from error
+        raise await _why_session_ended(error, patient=patient) or _failure(
+            executor, call, limit, error, host
+        ) from error
 
 
 async def _why_session_ended(error: Exception, *, patient: bool) -> SessionLost | None:
@@ -103,7 +110,8 @@ async def _why_session_ended(error: Exception, *, patient: bool) -> SessionLost 
 
 
 async def _extended(ref: Any, timeout_s: float, since: Callable[[], float]) -> Any:
-    """Await `ref`. TimeoutError `timeout_s` after the call or after `since()`, which may rise meanwhile: whichever is later."""
+    """Await `ref`. TimeoutError `timeout_s` after the call or after `since()`, which may rise meanwhile:
+    whichever is later."""
     now = asyncio.get_running_loop().time
     pending, began_s = asyncio.ensure_future(ref), now()
     try:
@@ -137,7 +145,10 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
     if isinstance(error, OutOfDiskError):
         raised_at = RAISED_AT.search(str(error))
         node = raised_at[1] if raised_at else ray.util.get_node_ip_address()
-        full = f"node {node} has room for arrays neither in ray's object store nor on the disk that it spills to, during {call}"
+        full = (
+            f"node {node} has room for arrays neither in ray's object store nor on the disk that it "
+            f"spills to, during {call}"
+        )
         return ExecutorFailed(full, hint=DISK_HINT, executor=executor)
     if not isinstance(error, RayTaskError):
         what = "arrays were lost" if isinstance(error, ObjectLostError) else f"its process{where} ended"
@@ -146,7 +157,9 @@ def _failure(executor: str, call: str, limit: Limit, error: Exception, host: str
     if isinstance(cause, ExecutorFailed):
         return ExecutorLost(cause.message, hint=cause.hint, executor=executor)
     if not isinstance(cause, AsyncrlError):
-        return ExecutorFailed(f"{type(cause).__name__}: {str(cause).strip()}".removesuffix(": "), executor=executor)
+        return ExecutorFailed(
+            f"{type(cause).__name__}: {str(cause).strip()}".removesuffix(": "), executor=executor
+        )
     return type(cause)(f"{executor}{where}: {cause.message}", hint=cause.hint)
 
 
@@ -155,15 +168,19 @@ def _died(error: RayError) -> str:
     if isinstance(error, ActorUnavailableError):
         return "it cannot be reached"
     lines = [line.strip() for line in COLORS.sub("", str(error)).splitlines() if line.strip()]
-    reasons = [line for line in lines if "cause" in line.lower() or "exit" in line.lower() or "killed" in line.lower()]
+    reasons = [
+        line
+        for line in lines
+        if "cause" in line.lower() or "exit" in line.lower() or "killed" in line.lower()
+    ]
     return (reasons or lines or [type(error).__name__])[0].partition(GUESSES)[0]
 
 
 class RayRankZero(RankZero):
     """Rank 0 as one rollout worker sees it, by calls to the trainer's first actor.
 
-    Rank 0 limits its own work to `timeout_s`, and a turn to `timeout_s` for each of `workers`. The worker waits longer than
-    that, so that rank 0's own error comes first.
+    Rank 0 limits its own work to `timeout_s`, and a turn to `timeout_s` for each of `workers`. The worker
+    waits longer than that, so that rank 0's own error comes first.
     """
 
     def __init__(self, actor: Any, worker: str, timeout_s: float, workers: int) -> None:

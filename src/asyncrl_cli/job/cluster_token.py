@@ -1,7 +1,8 @@
 """The user's token, for clusters that ask for one.
 
-`ray start --head` turns token authentication on by itself where its user has a token. Ray's clients send that token only with
-RAY_AUTH_MODE=token (or to the address `auto`). So the cluster is asked first, without a token, and gets the token if it wants one.
+`ray start --head` turns token authentication on by itself where its user has a token. Ray's clients send that
+token only with RAY_AUTH_MODE=token (or to the address `auto`). So the cluster is asked first, without a
+token, and gets the token if it wants one.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
 def user_token(address: str) -> str:
-    """The user's token, for a cluster that asks for one. Raises PreflightError if there is none or Ray is set up not to send it."""
+    """The user's token, for a cluster that asks for one. Raises PreflightError if there is none or Ray is set
+    up not to send it."""
     from ray._raylet import AuthenticationTokenLoader
     from ray.exceptions import AuthenticationError
 
     if (mode := os.environ.get(MODE, "token")).lower() != "token":
-        raise PreflightError(f"{address} asks for a token, and {MODE}={mode} keeps it from being sent", hint=f"unset {MODE}")
+        raise PreflightError(
+            f"{address} asks for a token, and {MODE}={mode} keeps it from being sent", hint=f"unset {MODE}"
+        )
     try:
         AuthenticationTokenLoader.instance().reset_cache()
         token = str(AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True))
     except AuthenticationError as error:
-        why = first_line(error).partition(" Note:")[0]  # the note tells to set what is set here when it is needed
+        # the note tells to set what is set here when it is needed
+        why = first_line(error).partition(" Note:")[0]
         raise PreflightError(f"{address} asks for a token: {why}", hint=HINT) from error
     if not token:
         raise PreflightError(f"{address} asks for a token, and this user has none", hint=HINT)
@@ -38,18 +43,21 @@ def user_token(address: str) -> str:
 def token_variables(gcs_address: str) -> dict[str, str]:
     """Variables that make Ray's client send the token, if the GCS at HOST:PORT asks for one.
 
-    Raises PreflightError if there is no token here, or the GCS refuses it: Ray itself would say only that it failed to connect,
-    after 20 s.
+    Raises PreflightError if there is no token here, or the GCS refuses it: Ray itself would say only that it
+    failed to connect, after 20 s.
     """
     if not _asks_for_token(gcs_address, ""):
         return {}
     if _asks_for_token(gcs_address, user_token(gcs_address)):
-        raise PreflightError(f"{gcs_address} refuses access: the token of this user is not that of the cluster", hint=HINT)
+        raise PreflightError(
+            f"{gcs_address} refuses access: the token of this user is not that of the cluster", hint=HINT
+        )
     return {MODE: "token"}
 
 
 def _asks_for_token(gcs_address: str, token: str) -> bool:
-    """Whether the GCS refuses a call with this token ("": without one). False if it does not answer: then Ray's client says why."""
+    """Whether the GCS refuses a call with this token ("": without one). False if it does not answer: then
+    Ray's client says why."""
     import grpc
 
     with grpc.insecure_channel(gcs_address) as channel:

@@ -1,11 +1,12 @@
-"""The critic in its own processes: a scorer that also learns, and whose state is part of the trainer's checkpoints.
+"""The critic in its own processes: a scorer that also learns, and whose state is part of the trainer's
+checkpoints.
 
     group main     start, load, score, learn, snapshot, restore, in the order in which they were called: a `score` after a `learn`
                    uses the updated weights
     group write    writes snapshots to disk while everything else goes on
 
-Who waits for whom: as in scorer_actor.py; for a train step at most trainer.step_timeout_s, for snapshots and files
-checkpoint.timeout_s, as in the trainer.
+Who waits for whom: as in scorer_actor.py; for a train step at most trainer.step_timeout_s, for snapshots and
+files checkpoint.timeout_s, as in the trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from asyncrl_cli.train.balance import RankPlan
 
 
 class CriticActor(ScorerActor):
-    """One process. Its methods mirror `loop.ports.Scorer` and, for its part of a checkpoint, those of `TrainerActor`."""
+    """One process. Its methods mirror `loop.ports.Scorer` and, for its part of a checkpoint, those of
+    `TrainerActor`."""
 
     THREADS = ScorerActor.THREADS | {"write": 1}
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WATCHED_S = 5.0
-"""How long a detached command is watched: anything missing here (an engine, a file, a module) is found by then."""
+"""How long a detached command is watched: anything missing here (an engine, a file, a module) is found by
+then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached:
-    """`exit_code` and `said`: how the command ended, and its output, if it ended within `WATCHED_S`; else None and empty."""
+    """`exit_code` and `said`: how the command ended, and its output, if it ended within `WATCHED_S`; else
+    None and empty."""
 
     pid: int
     exit_code: int | None = None
@@ -22,14 +24,17 @@ class Detached:
 
 
 def detach(arguments: Sequence[str], output: Path) -> Detached:
-    """Start `asyncrl ARGUMENTS` without a terminal. Returns when it has ended, after `WATCHED_S`, or at a Ctrl-C, which the command
-    does not get. Its output goes to the file `output`, which is removed if the command has ended."""
+    """Start `asyncrl ARGUMENTS` without a terminal. Returns when it has ended, after `WATCHED_S`, or at a
+    Ctrl-C, which the command does not get. Its output goes to the file `output`, which is removed if the
+    command has ended."""
     from asyncrl_cli.storage import make_in, remove_if_empty
 
     command = [sys.executable, "-m", "asyncrl_cli", *arguments]
     opened, made_runs_dir = make_in(output.parent, lambda: output.open("w+b"))
     with opened as file:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
         try:
             exit_code = child.wait(WATCHED_S)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):

@@ -18,7 +18,14 @@ from asyncrl_cli.checkpoint.sealed import Checkpoint, sealed_checkpoints, step_o
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.engines.port import continues_kept
 from asyncrl_cli.envs.call_log import RepeatedCalls
-from asyncrl_cli.errors import AsyncrlError, ConfigError, ExecutorFailed, Interrupted, RefusedError, SessionLost
+from asyncrl_cli.errors import (
+    AsyncrlError,
+    ConfigError,
+    ExecutorFailed,
+    Interrupted,
+    RefusedError,
+    SessionLost,
+)
 from asyncrl_cli.job.process import StopRequests, leave, tell
 from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.board import ResumeFrom, World
@@ -42,16 +49,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncrl")
 
 ANOTHER_CHECKPOINT = "take another checkpoint"
-SAME_DATA = "resume with the run's original data: task.source's file as it was then, or the same version of reasoning-gym"
-SAME_EVALS = "later evals could not be compared with earlier ones: restore the files of task.eval_path and eval.sets as they were"
+SAME_DATA = (
+    "resume with the run's original data: task.source's file as it was then, or the same version of "
+    "reasoning-gym"
+)
+SAME_EVALS = (
+    "later evals could not be compared with earlier ones: restore the files of task.eval_path and "
+    "eval.sets as they were"
+)
 
 Crew = tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]
-"""The trainer, the rollout workers, for a resumed run the payloads of the checkpoint's groups, and the scorers."""
+"""The trainer, the rollout workers, for a resumed run the payloads of the checkpoint's groups, and the
+scorers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. `summary` is the last status (what status.json holds); `error` is the failure, if it failed."""
+    """How a run ended. `summary` is the last status (what status.json holds); `error` is the failure, if it
+    failed."""
 
     run_dir: Path
     exit_code: int
@@ -60,16 +75,21 @@ class RunResult:
 
 
 class PromptFeed:
-    """Implements `loop.ports.Feed` on a task's training items: shuffled per epoch, endless, resumable at any point.
+    """Implements `loop.ports.Feed` on a task's training items: shuffled per epoch, endless, resumable at any
+    point.
 
     An epoch's order is a function of (seed, epoch) alone, so the state is a position, not a history:
-    `{"seed", "epoch", "cursor", "num_items", "fingerprint", "evals"}`. The uids consumed so far are the first `cursor` of that
-    order and all items of every earlier epoch. The loop does not stop between epochs: the next prompt is one of the next epoch.
+    `{"seed", "epoch", "cursor", "num_items", "fingerprint", "evals"}`. The uids consumed so far are the first
+    `cursor` of that order and all items of every earlier epoch. The loop does not stop between epochs: the
+    next prompt is one of the next epoch.
 
-    `eval_sets`: the feed does not give these items. Their fingerprints (`evals`) tell a resumed run whether they have changed.
+    `eval_sets`: the feed does not give these items. Their fingerprints (`evals`) tell a resumed run whether
+    they have changed.
     """
 
-    def __init__(self, items: Sequence[Item], *, seed: int, eval_sets: Mapping[str, Sequence[Item]] | None = None) -> None:
+    def __init__(
+        self, items: Sequence[Item], *, seed: int, eval_sets: Mapping[str, Sequence[Item]] | None = None
+    ) -> None:
         if not items:
             raise ValueError("a feed needs at least one item")
         self._items = tuple(items)
@@ -92,10 +112,14 @@ class PromptFeed:
         index = self._index_of.get(uid)
         if index is None:
             raise RefusedError(
-                f"the checkpoint names prompt {uid}, which is not among the {len(self._items)} of the task", hint=SAME_DATA
+                f"the checkpoint names prompt {uid}, which is not among the {len(self._items)} of the task",
+                hint=SAME_DATA,
             )
         if epoch > self._epoch or (epoch == self._epoch and self._order.index(index) >= self._cursor):
-            raise RefusedError(f"the checkpoint names prompt {uid} of epoch {epoch}, which the feed never reached", hint=SAME_DATA)
+            raise RefusedError(
+                f"the checkpoint names prompt {uid} of epoch {epoch}, which the feed never reached",
+                hint=SAME_DATA,
+            )
         return Prompt(uid=uid, epoch=epoch, item=self._items[index])
 
     def state(self) -> dict[str, Any]:
@@ -110,9 +134,18 @@ class PromptFeed:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raises RefusedError if `state` is damaged or belongs to other items or another seed."""
-        for key, kind in {"seed": int, "epoch": int, "cursor": int, "num_items": int, "fingerprint": str}.items():
+        for key, kind in {
+            "seed": int,
+            "epoch": int,
+            "cursor": int,
+            "num_items": int,
+            "fingerprint": str,
+        }.items():
             if type(state.get(key)) is not kind:
-                raise RefusedError(f"the prompt feed's state is damaged: {key} is {state.get(key)!r:.80}", hint=ANOTHER_CHECKPOINT)
+                raise RefusedError(
+                    f"the prompt feed's state is damaged: {key} is {state.get(key)!r:.80}",
+                    hint=ANOTHER_CHECKPOINT,
+                )
         if state["fingerprint"] != self._fingerprint:
             raise RefusedError(
                 f"the checkpoint was made with other prompts: {state['num_items']} items with fingerprint "
@@ -135,14 +168,19 @@ class PromptFeed:
         if before is None:  # older checkpoints have no fingerprints of evals
             return
         if not isinstance(before, Mapping):
-            raise RefusedError(f"the prompt feed's state is damaged: evals is {before!r:.80}", hint=ANOTHER_CHECKPOINT)
+            raise RefusedError(
+                f"the prompt feed's state is damaged: evals is {before!r:.80}", hint=ANOTHER_CHECKPOINT
+            )
         changed = [name for name in before | self._evals if before.get(name) != self._evals.get(name)]
         if changed:
             names = ", ".join(f"eval.sets.{name:.80}" if name else "the eval prompts" for name in changed)
-            raise RefusedError(f"the checkpoint was made with other items for evals: {names} changed", hint=SAME_EVALS)
+            raise RefusedError(
+                f"the checkpoint was made with other items for evals: {names} changed", hint=SAME_EVALS
+            )
 
     def _enter(self, *, epoch: int, cursor: int) -> None:
-        # Sorting by Random.random() and not Random.shuffle: only random() is promised to stay the same in every Python.
+        # Sorting by Random.random() and not Random.shuffle: only random() is promised to stay the same in
+        # every Python.
         rng = Random(f"prompts {self._seed} {epoch}")
         keys = [rng.random() for _ in self._items]
         self._order = sorted(range(len(self._items)), key=keys.__getitem__)
@@ -150,7 +188,12 @@ class PromptFeed:
 
 
 def make_pipeline(
-    profile: Profile, directory: RunDirectory, task: Task, crew: Crew, observers: Observers, checkpoint: Checkpoint | None
+    profile: Profile,
+    directory: RunDirectory,
+    task: Task,
+    crew: Crew,
+    observers: Observers,
+    checkpoint: Checkpoint | None,
 ) -> Pipeline:
     """The loop and everything it works with. `checkpoint`: where a resumed run continues."""
     trainer, workers, payloads, scorers = crew
@@ -169,7 +212,8 @@ def make_pipeline(
         eval_sets=eval_sets,
         observers=[observers],
         checkpoints=store,
-        resume_from=checkpoint and ResumeFrom(loop_state=checkpoint.loop_state, payloads=payloads, continues=continues),
+        resume_from=checkpoint
+        and ResumeFrom(loop_state=checkpoint.loop_state, payloads=payloads, continues=continues),
     )
     pipeline = Pipeline(LoopSettings.of(profile, all_loads_s(profile.weights, len(workers))), world)
     if checkpoint is not None:
@@ -196,10 +240,14 @@ def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observ
 
 
 async def run_to_the_end(
-    pipeline: Pipeline, trainer: RayTrainer, directory: RunDirectory, observers: Observers, requests: StopRequests
+    pipeline: Pipeline,
+    trainer: RayTrainer,
+    directory: RunDirectory,
+    observers: Observers,
+    requests: StopRequests,
 ) -> RunResult:
-    """Run the loop. The first stop request ends it in an orderly way, the second cancels it. Raises CancelledError if the caller's
-    task is cancelled."""
+    """Run the loop. The first stop request ends it in an orderly way, the second cancels it. Raises
+    CancelledError if the caller's task is cancelled."""
     this = asyncio.current_task()
     assert this is not None
     running = asyncio.ensure_future(_loop_and_last_dump(pipeline, trainer))
@@ -218,7 +266,9 @@ async def run_to_the_end(
         if this.cancelling():  # this task itself was cancelled, and not only the loop
             observers.close("stopped")
             raise
-        error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {as_typed(directory.path)}")
+        error = Interrupted(
+            "aborted: the step in progress is lost", hint=f"asyncrl resume {as_typed(directory.path)}"
+        )
     except Exception as failure:
         error = _as_ours(failure, directory)
         if isinstance(error, Interrupted):
@@ -229,7 +279,12 @@ async def run_to_the_end(
         requests.mean(lambda: None)
     phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
     summary = observers.close(phase, str(error) if phase == "failed" else "")
-    return RunResult(run_dir=directory.path, exit_code=0 if error is None else error.exit_code, summary=summary, error=error)
+    return RunResult(
+        run_dir=directory.path,
+        exit_code=0 if error is None else error.exit_code,
+        summary=summary,
+        error=error,
+    )
 
 
 async def _loop_and_last_dump(pipeline: Pipeline, trainer: RayTrainer) -> None:
@@ -257,7 +312,9 @@ def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:
         return AsyncrlError(what, hint="the traceback is in the log")
     if isinstance(failure, SessionLost):
         step = next(map(step_of, sealed_checkpoints(directory.checkpoints)), None)
-        failure.hint = f"`asyncrl resume {run}` continues from " + ("its start" if step is None else f"step {step}")
+        failure.hint = (f"`asyncrl resume {run}` continues from ") + (
+            "its start" if step is None else f"step {step}"
+        )
     elif isinstance(failure, Interrupted):
         failure.hint = failure.hint or f"asyncrl resume {run}"
     elif isinstance(failure, ExecutorFailed):

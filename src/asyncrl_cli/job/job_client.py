@@ -1,5 +1,5 @@
-"""Ray's client of a job server, with what Ray's own lacks: limits on the time and the bytes of every whole answer, and the user's
-token for a server that asks for one.
+"""Ray's client of a job server, with what Ray's own lacks: limits on the time and the bytes of every whole
+answer, and the user's token for a server that asks for one.
 
 Imports Ray, so job_server.py imports it late.
 """
@@ -26,9 +26,12 @@ AUTHORIZATION, UNAUTHORIZED = "authorization", 401
 
 
 class BoundedClient(JobSubmissionClient):
-    """Raises what `requests` and Ray raise, TimeoutError for an answer that takes too long, ValueError for one that is too long."""
+    """Raises what `requests` and Ray raise, TimeoutError for an answer that takes too long, ValueError for
+    one that is too long."""
 
-    def _do_request(self, method: str, endpoint: str, *, data: bytes | None = None, json_data: Any = None, **more: Any) -> Any:
+    def _do_request(
+        self, method: str, endpoint: str, *, data: bytes | None = None, json_data: Any = None, **more: Any
+    ) -> Any:
         body = {**more, "data": data, "json": json_data}
         answer = self._ask(method, endpoint, body)
         if answer.status_code == UNAUTHORIZED and AUTHORIZATION not in self._headers:
@@ -45,17 +48,23 @@ class BoundedClient(JobSubmissionClient):
         answer = requests.Response()
         answer.url = self._address + endpoint
         try:
-            answer.status_code, answer._content = asyncio.run(self._receive(method, answer.url, body, most_s, most_bytes))
+            answer.status_code, answer._content = asyncio.run(
+                self._receive(method, answer.url, body, most_s, most_bytes)
+            )
         except TimeoutError as error:
             raise TimeoutError(f"no whole answer within {most_s:.0f} s") from error
         answer.encoding = "utf-8"
         return answer
 
-    async def _receive(self, method: str, url: str, body: dict[str, Any], most_s: float, most_bytes: int) -> tuple[int, bytes]:
-        """The status and the content of the answer. By aiohttp, whose limit is for the whole answer; that of `requests` begins
-        anew with each byte."""
+    async def _receive(
+        self, method: str, url: str, body: dict[str, Any], most_s: float, most_bytes: int
+    ) -> tuple[int, bytes]:
+        """The status and the content of the answer. By aiohttp, whose limit is for the whole answer; that of
+        `requests` begins anew with each byte."""
         limit, tls = aiohttp.ClientTimeout(total=most_s), self._ssl_context
-        session = aiohttp.ClientSession(cookies=self._cookies, headers=self._headers, timeout=limit, trust_env=True)
+        session = aiohttp.ClientSession(
+            cookies=self._cookies, headers=self._headers, timeout=limit, trust_env=True
+        )
         async with session, session.request(method, url, ssl=True if tls is None else tls, **body) as answer:
             content = bytearray()
             async for part in answer.content.iter_any():

@@ -1,11 +1,12 @@
-"""Submits runs as jobs to the job server of a Ray cluster, and runs commands there, where the files of such a run are.
+"""Submits runs as jobs to the job server of a Ray cluster, and runs commands there, where the files of such a
+run are.
 
     here                                      on the cluster's head
     asyncrl submit ──> JobServer.submit ────> keep what was shipped; exec asyncrl train    a run's driver
     asyncrl status, logs, stop, watch ──────> exec asyncrl status ...                      a short job: we print its output
 
-A run's job has the run's name and directory in its metadata, so it can be found from anywhere. Every answer has limits
-(job_client.py), and a job that is followed is polled while it prints nothing.
+A run's job has the run's name and directory in its metadata, so it can be found from anywhere. Every answer
+has limits (job_client.py), and a job that is followed is polled while it prints nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ FAILED = "FAILED"
 GOES_ON = ("PENDING", "RUNNING")
 """States of a job that has not ended."""
 LONGEST_COMMAND_S = 3600
-"""Time limit on the cluster for a command that follows a run: nobody may be listening any more. Here, `START_S` more."""
+"""Time limit on the cluster for a command that follows a run: nobody may be listening any more. Here,
+`START_S` more."""
 LONGEST_LINE = 16 * 2**20
 TIMED_OUT = 124
 """The exit code of timeout(1)."""
@@ -44,7 +46,8 @@ MARK = "@asyncrl"
 """The line in a job's log after which its own output begins; the lines before are Ray's."""
 COMMAND = "python3 -m asyncrl_cli"
 VARIABLES = {"RAY_JOB_STOP_WAIT_TIME_S": "3600"}
-"""Seconds between SIGTERM and SIGKILL when Ray stops a job (default: 3). The driver itself keeps to `run.stop_grace_s`."""
+"""Seconds between SIGTERM and SIGKILL when Ray stops a job (default: 3). The driver itself keeps to
+`run.stop_grace_s`."""
 RUN_KEY, RUNS_DIR_KEY = "asyncrl_run", "asyncrl_runs_dir"
 """Keys of a job's metadata."""
 Write = Callable[[str], None]
@@ -56,7 +59,8 @@ def new_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A driver to be submitted: `arguments` of asyncrl, the run's name, and the directory of runs on the cluster."""
+    """A driver to be submitted: `arguments` of asyncrl, the run's name, and the directory of runs on the
+    cluster."""
 
     arguments: Sequence[str]
     run: str
@@ -66,9 +70,12 @@ class Job:
 
     @property
     def entrypoint(self) -> str:
-        """A shell command. Ray removes a job's working directory when the job ends, so the files that a resume needs again are
-        copied to a place beside the runs."""
-        command = f"exec {COMMAND} {shlex.join([*self.arguments, '--runs-dir', str(self.runs_dir), '--ui', 'plain'])}"
+        """A shell command. Ray removes a job's working directory when the job ends, so the files that a
+        resume needs again are copied to a place beside the runs."""
+        command = (
+            f"exec {COMMAND} "
+            f"{shlex.join([*self.arguments, '--runs-dir', str(self.runs_dir), '--ui', 'plain'])}"
+        )
         kept = shlex.quote(str(self.runs_dir / ".shipped" / self.id))
         keep = "" if self.cargo is None else f"mkdir -p {kept} && cp -R . {kept} && cd {kept} && "
         return f"echo {MARK}; {keep}{command}"
@@ -79,7 +86,10 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """What `--dry-run` prints."""
-        shipped = self.cargo and {"files": [str(file) for file in self.cargo.files], PROFILE: self.cargo.profile_toml}
+        shipped = self.cargo and {
+            "files": [str(file) for file in self.cargo.files],
+            PROFILE: self.cargo.profile_toml,
+        }
         return {
             "submission_id": self.id,
             "entrypoint": self.entrypoint,
@@ -96,7 +106,8 @@ class JobServer:
         if not is_job_server(address):
             raise ConfigError(
                 f"--address {address}: not the address of a job server",
-                hint="give that of the cluster's dashboard, http://HEAD:8265; behind a firewall `ssh -L 8265:localhost:8265 HEAD`",
+                hint="give that of the cluster's dashboard, http://HEAD:8265; behind a firewall `ssh -L "
+                "8265:localhost:8265 HEAD`",
             )
         self.address = address
         with self._asking():
@@ -120,7 +131,8 @@ class JobServer:
             self._submit(job.entrypoint, job.id, environment, job.metadata)
 
     def started(self, job: str, watched_s: float) -> Any:
-        """Wait until the job runs, for `START_S` at most, then watch it for `watched_s`. Returns Ray's details of it."""
+        """Wait until the job runs, for `START_S` at most, then watch it for `watched_s`. Returns Ray's
+        details of it."""
         until_s = time.monotonic() + START_S
         while (found := self.details(job)).status == "PENDING" and time.monotonic() < until_s:
             time.sleep(0.5)
@@ -137,15 +149,23 @@ class JobServer:
     def runs(self) -> list[Any]:
         """Ray's details of the jobs that are runs, the newest first."""
         with self._asking():
-            jobs = [job for job in self._client.list_jobs() if {RUN_KEY, RUNS_DIR_KEY} <= (job.metadata or {}).keys()]
+            jobs = [
+                job
+                for job in self._client.list_jobs()
+                if {RUN_KEY, RUNS_DIR_KEY} <= (job.metadata or {}).keys()
+            ]
         return sorted(jobs, key=lambda job: job.start_time or 0, reverse=True)
 
     def find(self, run: str | None, otherwise: Path) -> tuple[str, Path]:
-        """Returns a run's name (default: the newest run) and the directory of runs that it is in: `otherwise` if unknown here."""
+        """Returns a run's name (default: the newest run) and the directory of runs that it is in: `otherwise`
+        if unknown here."""
         of_runs = [(job.metadata[RUN_KEY], Path(job.metadata[RUNS_DIR_KEY])) for job in self.runs()]
         found = [(name, place) for name, place in of_runs if run in (None, name)]
         if not found and run is None:
-            raise PreflightError(f"no run was submitted to {self.address}", hint=f"asyncrl submit --address {self.address} -p NAME")
+            raise PreflightError(
+                f"no run was submitted to {self.address}",
+                hint=f"asyncrl submit --address {self.address} -p NAME",
+            )
         return found[0] if found else (str(run), otherwise.absolute())
 
     def failed_job(self, run: str) -> str:
@@ -159,20 +179,31 @@ class JobServer:
         code = self.call(["--version"], said.append)
         there = said[-1].strip() if said else "nothing"
         if code != 0 or there != f"asyncrl {__version__}":
-            why = f"{self.address} has {there}" if code == 0 else f"asyncrl cannot be run at {self.address}: {there}"
-            hint = f"`pip install asyncrl-cli=={__version__}` into the Python that runs `ray start`, on every node"
+            why = (
+                f"{self.address} has {there}"
+                if code == 0
+                else (f"asyncrl cannot be run at {self.address}: {there}")
+            )
+            hint = (
+                f"`pip install asyncrl-cli=={__version__}` into the Python that runs `ray start`, on "
+                "every node"
+            )
             raise PreflightError(f"{why}; this machine has asyncrl {__version__}", hint=hint)
 
     def call(self, arguments: Sequence[str], write: Write, *, columns: int = 100) -> int:
-        """Run `asyncrl ARGUMENTS` on the cluster, hand each line of its output to `write`, and return its exit code."""
+        """Run `asyncrl ARGUMENTS` on the cluster, hand each line of its output to `write`, and return its
+        exit code."""
         entrypoint = f"echo {MARK}; exec timeout {LONGEST_COMMAND_S} {COMMAND} {shlex.join(arguments)}"
         job = new_id()
-        self._submit(entrypoint, job, {"env_vars": {"COLUMNS": str(columns)}}, {"asyncrl_command": arguments[0]})
+        self._submit(
+            entrypoint, job, {"env_vars": {"COLUMNS": str(columns)}}, {"asyncrl_command": arguments[0]}
+        )
         try:
             found = self.started(job, 0.0)
             if found.status == "PENDING":
                 raise PreflightError(
-                    f"{self.address} has not started the command within {START_S:g} s: {first_line(found.message)}"
+                    f"{self.address} has not started the command within {START_S:g} s: "
+                    f"{first_line(found.message)}"
                 )
             return self.follow(job, write, most_s=LONGEST_COMMAND_S + START_S)
         finally:
@@ -180,17 +211,22 @@ class JobServer:
                 self._client.stop_job(job)
                 self._client.delete_job(job)  # only one that has ended leaves the list
 
-    def follow(self, job: str, write: Write, warn: Write | None = None, *, most_s: float | None = None) -> int:
-        """Hand each line of the job's output to `write` until the job ends. Returns its exit code. Raises PreflightError if that
-        takes longer than `most_s`, or if the end of the log cannot be fetched; with `warn` the latter is a warning, for callers to
-        whom the exit code matters more.
+    def follow(
+        self, job: str, write: Write, warn: Write | None = None, *, most_s: float | None = None
+    ) -> int:
+        """Hand each line of the job's output to `write` until the job ends. Returns its exit code. Raises
+        PreflightError if that takes longer than `most_s`, or if the end of the log cannot be fetched; with
+        `warn` the latter is a warning, for callers to whom the exit code matters more.
 
-        Even a log that closes without an error may not have been read to its end: a proxy may have closed it just before."""
+        Even a log that closes without an error may not have been read to its end: a proxy may have closed it
+        just before."""
         write = _without_rays_own(write)
         try:
             num_written = asyncio.run(asyncio.wait_for(self._follow(job, write), most_s))
         except TimeoutError as error:
-            raise PreflightError(f"{self.address} says after {most_s:g} s that the command still runs") from error
+            raise PreflightError(
+                f"{self.address} says after {most_s:g} s that the command still runs"
+            ) from error
         try:
             with self._asking():
                 log = self._client.get_job_logs(job)
@@ -205,13 +241,14 @@ class JobServer:
             return Interrupted.exit_code
         if found.driver_exit_code is None:
             raise PreflightError(
-                f"the job {job} could not be run: {first_line(found.message)}", hint=f"`ray job logs {job}` shows more"
+                f"the job {job} could not be run: {first_line(found.message)}",
+                hint=f"`ray job logs {job}` shows more",
             )
         return int(found.driver_exit_code)
 
     async def _follow(self, job: str, write: Write) -> int:
-        """Write whole lines of the log until the job ends. Returns how many. A log that closes or breaks off while the job goes on
-        (a proxy's time limit, a busy head) is opened again."""
+        """Write whole lines of the log until the job ends. Returns how many. A log that closes or breaks off
+        while the job goes on (a proxy's time limit, a busy head) is opened again."""
         num_written = 0
         while True:
             num_read = 0
@@ -232,8 +269,9 @@ class JobServer:
         return (await asyncio.to_thread(self.details, job)).status in GOES_ON
 
     async def _lines(self, job: str) -> AsyncIterator[str]:
-        """The whole lines of the log, from its beginning until it closes: the server closes the log of an ended job when all of it
-        is sent. The log's chunks may end within a line. PreflightError if it breaks off.
+        """The whole lines of the log, from its beginning until it closes: the server closes the log of an
+        ended job when all of it is sent. The log's chunks may end within a line. PreflightError if it breaks
+        off.
 
         A lost connection may never raise an error, so the job's state is polled meanwhile.
         """
@@ -249,7 +287,9 @@ class JobServer:
                         return
                     *lines, rest = (rest + chunk).split("\n")
                     if len(rest) > LONGEST_LINE:
-                        raise PreflightError(f"the log of job {job} has a line of more than {LONGEST_LINE:,} characters")
+                        raise PreflightError(
+                            f"the log of job {job} has a line of more than {LONGEST_LINE:,} characters"
+                        )
                     for line in lines:
                         yield line
                     coming = asyncio.ensure_future(anext(chunks, None))
@@ -258,10 +298,14 @@ class JobServer:
         finally:
             coming.cancel()
 
-    def _submit(self, entrypoint: str, job: str, runtime_env: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    def _submit(
+        self, entrypoint: str, job: str, runtime_env: Mapping[str, Any], metadata: Mapping[str, str]
+    ) -> None:
         environment = {**runtime_env, "env_vars": {**runtime_env["env_vars"], ADDRESS_VARIABLE: self.address}}
         with self._asking():
-            self._client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=environment, metadata=dict(metadata))
+            self._client.submit_job(
+                entrypoint=entrypoint, submission_id=job, runtime_env=environment, metadata=dict(metadata)
+            )
 
     @contextlib.contextmanager
     def _asking(self) -> Any:
@@ -275,23 +319,32 @@ class JobServer:
         except AuthenticationError as error:
             raise PreflightError(f"{self.address} refuses access: {first_line(error)}", hint=HINT) from error
         except (requests.RequestException, aiohttp.ClientError, OSError) as error:
-            hint = "is the dashboard up there (`ray start --head --dashboard-host 0.0.0.0`, with ray[default])?"
-            raise PreflightError(f"no job server answers at {self.address}: {first_line(error)}", hint=hint) from error
+            hint = (
+                "is the dashboard up there (`ray start --head --dashboard-host 0.0.0.0`, with ray[default])?"
+            )
+            raise PreflightError(
+                f"no job server answers at {self.address}: {first_line(error)}", hint=hint
+            ) from error
         except (RuntimeError, ValueError) as error:
             raise PreflightError(f"the job server at {self.address} fails: {first_line(error)}") from error
-        except (AttributeError, KeyError, TypeError) as error:  # from Ray's client, which takes an answer's form for granted
-            raise PreflightError(f"{self.address} does not answer as a job server of Ray does: {first_line(error)}") from error
+        # from Ray's client, which takes an answer's form for granted
+        except (AttributeError, KeyError, TypeError) as error:
+            raise PreflightError(
+                f"{self.address} does not answer as a job server of Ray does: {first_line(error)}"
+            ) from error
 
 
 def state_of(job: Any) -> str:
-    """The state of a run's job, from Ray's details of it. Ray itself calls a driver that stopped its run "failed"."""
+    """The state of a run's job, from Ray's details of it. Ray itself calls a driver that stopped its run
+    "failed"."""
     if job.driver_exit_code == Interrupted.exit_code:
         return "stopped"
     return "done" if job.status == "SUCCEEDED" else str(job.status).lower()
 
 
 def _without_rays_own(write: Write) -> Write:
-    """Leaves out what Ray writes into a job's log: lines before the mark, and the entrypoint, which may come after it."""
+    """Leaves out what Ray writes into a job's log: lines before the mark, and the entrypoint, which may come
+    after it."""
     is_behind = False
 
     def write_behind(line: str) -> None:

@@ -1,7 +1,9 @@
-"""Watches the processes that a session depends on: when one is gone, every wait for Ray fails within a second.
+"""Watches the processes that a session depends on: when one is gone, every wait for Ray fails within a
+second.
 
-In a local session these are its daemons and the raylet's agents, watched by pid; on a cluster, the head, by connections to its
-gcs_server. Without a gcs_server Ray itself goes on for a minute and then silently ends the driver, in the middle of its work.
+In a local session these are its daemons and the raylet's agents, watched by pid; on a cluster, the head, by
+connections to its gcs_server. Without a gcs_server Ray itself goes on for a minute and then silently ends the
+driver, in the middle of its work.
 
     gcs_server dies   actors and their arrays live on. Waits for a rollout worker fail at once, and the loop ends the run in good
                       order, with a checkpoint. Waits for the trainer fail `CHECKPOINT_S` later.
@@ -10,8 +12,9 @@ gcs_server. Without a gcs_server Ray itself goes on for a minute and then silent
     an agent dies     so does the raylet, within seconds: the same
     reaper dies       no wait fails: another reaper takes its place
 
-At that moment the driver may be blocked in a call to Ray (making an actor, say), and its event loop does not run for up to a
-minute. After `DEAF_S` the watching thread therefore reports the loss itself and ends the process.
+At that moment the driver may be blocked in a call to Ray (making an actor, say), and its event loop does not
+run for up to a minute. After `DEAF_S` the watching thread therefore reports the loss itself and ends the
+process.
 
 A process has one session at a time, because it has one Ray.
 """
@@ -41,7 +44,9 @@ DEAF_S = 8.0
 """How long the event loop may take to react to a daemon's death."""
 HEAD_S, ANSWER_S = 30.0, 2.0
 """How long a head may be silent, and how long one connection to it may take."""
-HINT = "`asyncrl resume` continues a run that had begun; if its machine ran out of memory, `dmesg` there says so"
+HINT = (
+    "`asyncrl resume` continues a run that had begun; if its machine ran out of memory, `dmesg` there says so"
+)
 OUTLIVED = "gcs_server"
 
 Daemons = Mapping[str, Popen[bytes] | psutil.Process]
@@ -52,9 +57,11 @@ _current: Lifeline | None = None
 
 
 class Lifeline:
-    """`watch` polls `ends` in a thread, calls `mend` each time, and cuts the `waits` short when one has ended.
+    """`watch` polls `ends` in a thread, calls `mend` each time, and cuts the `waits` short when one has
+    ended.
 
-    `waits`: the time limits of all current waits, and whether each is patient: can go on without the gcs_server for a while.
+    `waits`: the time limits of all current waits, and whether each is patient: can go on without the
+    gcs_server for a while.
     """
 
     def __init__(self, ends: Ends, mend: Callable[[], None]) -> None:
@@ -68,8 +75,8 @@ class Lifeline:
         self._patience_is_over = False
 
     def error(self, *, patient: bool = False) -> SessionLost | None:
-        """The error that names what ended first, if anything has. `patient`: None while only the gcs_server is dead, for
-        `CHECKPOINT_S` at most."""
+        """The error that names what ended first, if anything has. `patient`: None while only the gcs_server
+        is dead, for `CHECKPOINT_S` at most."""
         dead = {name: how for name, ended in self._ends.items() if (how := ended())}
         self.first = self.first or next(iter(dead.items()), None)
         if self.first is None or (patient and set(dead) == {OUTLIVED} and not self._patience_is_over):
@@ -141,7 +148,9 @@ def how_daemon_ended(name: str, daemon: Popen[bytes] | psutil.Process) -> str:
 
 def lifeline(daemons: Daemons, mend: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Watch a local session."""
-    return _watched(Lifeline({name: partial(how_daemon_ended, name, daemon) for name, daemon in daemons.items()}, mend))
+    return _watched(
+        Lifeline({name: partial(how_daemon_ended, name, daemon) for name, daemon in daemons.items()}, mend)
+    )
 
 
 def head_lifeline(address: str) -> contextlib.AbstractContextManager[None]:
@@ -172,7 +181,8 @@ def lost_session(*, patient: bool = False) -> SessionLost | None:
 
 @contextlib.contextmanager
 def session_wait(limit: asyncio.Timeout, *, patient: bool = False) -> Iterator[None]:
-    """Within the block `limit` also expires when the session is lost. Raises SessionLost if it is lost already."""
+    """Within the block `limit` also expires when the session is lost. Raises SessionLost if it is lost
+    already."""
     if _current is None:
         yield
         return

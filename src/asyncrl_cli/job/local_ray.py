@@ -1,7 +1,9 @@
-"""Starts Ray on this machine alone: two daemons (gcs_server, raylet) on loopback, protected by a token of the session's own.
+"""Starts Ray on this machine alone: two daemons (gcs_server, raylet) on loopback, protected by a token of the
+session's own.
 
-`ray.init()` would also start an autoscaler, a log monitor, an API server and two agents: five more Python processes, some of which
-take the run with them when they end, and four more open ports. So this module starts the node, and `ray.init` connects to it.
+`ray.init()` would also start an autoscaler, a log monitor, an API server and two agents: five more Python
+processes, some of which take the run with them when they end, and four more open ports. So this module starts
+the node, and `ray.init` connects to it.
 
 It uses private modules of Ray (`ray._private`), so pyproject.toml pins Ray's minor version.
 """
@@ -36,13 +38,14 @@ RAY_DIRECTORY, TOKEN = "ray", "token"
 """Names in the session's directory, which has mode 0700: Ray makes its own directory with 0777."""
 DEFAULT_VARIABLES: dict[str, str | None] = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Otherwise Ray prints the errors of calls that nobody awaits any more (cancelled at a run's end) after the summary.
+    # Otherwise Ray prints the errors of calls that nobody awaits any more (cancelled at a run's end) after
+    # the summary.
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 
 PATIENT = {
-    # Whether the daemons live is known from their pids (lifeline.py). Ray's own timeouts are wrong on a busy laptop: at load 16 on
-    # 2 cores it declared its only node dead.
+    # Whether the daemons live is known from their pids (lifeline.py). Ray's own timeouts are wrong on a busy
+    # laptop: at load 16 on 2 cores it declared its only node dead.
     "health_check_failure_threshold": 1_000,
     "health_check_timeout_ms": 60_000,
     "health_check_initial_delay_ms": 60_000,
@@ -58,21 +61,29 @@ PATIENT = {
     "grpc_client_keepalive_timeout_ms": 300_000,
 }
 SYSTEM_CONFIG = PATIENT | {
-    # Ray's default is 15: beside two busy processes on two cores the workers got 5% of a core, and a run took minutes to start.
+    # Ray's default is 15: beside two busy processes on two cores the workers got 5% of a core, and a run took
+    # minutes to start.
     "worker_niceness": 0,
     "enable_metrics_collection": False,
-    # Each of our actors has its own environment variables and so its own process: idle ones made ahead would stay idle.
+    # Each of our actors has its own environment variables and so its own process: idle ones made ahead would
+    # stay idle.
     "prestart_worker_first_driver": False,
     # Nobody reads these events, and without a gcs_server Ray would wait 5 s at the end for them to be taken.
     "task_events_report_interval_ms": 0,
     "task_events_shutdown_flush_timeout_ms": 100,
-    "enable_pipe_based_agent_to_parent_health_check": True,  # gives agents a stdin that closes when the raylet ends
+    # gives agents a stdin that closes when the raylet ends
+    "enable_pipe_based_agent_to_parent_health_check": True,
 }
 AGENT_COMMANDS = "--dashboard_agent_command=", "--runtime_env_agent_command="
 AGENT = "cat"
 NO_AGENT = subprocess.list2cmdline(["sh", "-c", f"exec {AGENT}"])
 AGENTS_TIMEOUT_S = 60.0
-AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port"
+AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
 NOT_IN_USE = -1
 
 
@@ -83,15 +94,21 @@ class LocalNode(Node):
         self._webui_url = ""
 
     def start_raylet(self, *args: Any, **options: Any) -> None:
-        """The raylet needs two agents and their ports, and ends when an agent does. We have no metrics to collect and no runtime
-        environment to build, so each agent is a `cat`, which waits for the raylet's end."""
+        """The raylet needs two agents and their ports, and ends when an agent does. We have no metrics to
+        collect and no runtime environment to build, so each agent is a `cat`, which waits for the raylet's
+        end."""
         for name in AGENT_PORTS:
             persist_port(self._session_dir, self._node_id, name, NOT_IN_USE)
         start = services.start_ray_process
 
         def without_agents(command: Sequence[str], *rest: Any, **more: Any) -> Any:
-            words = [next((key + NO_AGENT for key in AGENT_COMMANDS if word.startswith(key)), word) for word in command]
-            assert sum(word.endswith(NO_AGENT) for word in words) == len(AGENT_COMMANDS), "this Ray starts its raylet otherwise"
+            words = [
+                next((key + NO_AGENT for key in AGENT_COMMANDS if word.startswith(key)), word)
+                for word in command
+            ]
+            assert sum(word.endswith(NO_AGENT) for word in words) == len(AGENT_COMMANDS), (
+                "this Ray starts its raylet otherwise"
+            )
             return start(words, *rest, **more)
 
         with _replaced(services, "start_ray_process", without_agents):
@@ -99,17 +116,21 @@ class LocalNode(Node):
 
 
 @contextlib.contextmanager
-def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_bytes: int) -> Iterator[tuple[str, Daemons]]:
-    """Start a session's daemons for the block. Yields the address to connect to, and the daemons. Raises SessionLost, or what Ray
-    raises, if they do not start."""
+def local_node(
+    directory: Path, *, num_cpus: int, num_gpus: int, object_store_bytes: int
+) -> Iterator[tuple[str, Daemons]]:
+    """Start a session's daemons for the block. Yields the address to connect to, and the daemons. Raises
+    SessionLost, or what Ray raises, if they do not start."""
     (directory / RAY_DIRECTORY).mkdir(mode=0o700)
-    # Calls without this token are refused. Ray's default, one token per user in the home directory, is not touched.
+    # Calls without this token are refused. Ray's default, one token per user in the home directory, is not
+    # touched.
     token = directory / TOKEN
     token.touch(mode=0o600, exist_ok=False)
     token.write_text(secrets.token_hex(32), encoding="ascii")
     # Make torch's gloo and vLLM listen on loopback; by default they take the address of the host's name.
     ours = {
-        # Within a job of another cluster: neither that cluster nor the job's runtime environment is this session's.
+        # Within a job of another cluster: neither that cluster nor the job's runtime environment is this
+        # session's.
         "RAY_ADDRESS": None,
         "RAY_JOB_CONFIG_JSON_ENV_VAR": None,
         "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
@@ -131,14 +152,19 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
         ray_variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_AUTH_TOKEN=None, **ours),
         # With this switch on, Ray replaces the loopback address by the host's, and listens on all interfaces.
         _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
-        # A signal to our whole process group (SLURM's SIGTERM, a terminal's SIGHUP) is ours: the last checkpoint needs them.
+        # A signal to our whole process group (SLURM's SIGTERM, a terminal's SIGHUP) is ours: the last
+        # checkpoint needs them.
         _replaced(services, "ConsolePopen", partial(services.ConsolePopen, start_new_session=True)),
         # Otherwise Ray prints to stdout how its daemons end.
         _replaced(worker, "_worker_logs_enabled", False),
     ):
-        node = LocalNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+        node = LocalNode(
+            parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True
+        )
         try:
-            started: dict[str, subprocess.Popen[bytes]] = {name: infos[0].process for name, infos in node.all_processes.items()}
+            started: dict[str, subprocess.Popen[bytes]] = {
+                name: infos[0].process for name, infos in node.all_processes.items()
+            }
             agents = {f"agent (process {agent.pid})": agent for agent in agents_of(started["raylet"])}
             yield node.address, {**started, **agents}
         finally:
@@ -146,7 +172,8 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
 
 
 def agents_of(raylet: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Wait until the raylet has its agents, and return them. Raises SessionLost if it ends or has none after `AGENTS_TIMEOUT_S`."""
+    """Wait until the raylet has its agents, and return them. Raises SessionLost if it ends or has none after
+    `AGENTS_TIMEOUT_S`."""
     until_s = time.monotonic() + AGENTS_TIMEOUT_S
     while not (how := how_daemon_ended("raylet", raylet)):
         with contextlib.suppress(psutil.NoSuchProcess):  # the raylet, or a child: the next look notices
@@ -154,7 +181,9 @@ def agents_of(raylet: subprocess.Popen[bytes]) -> list[psutil.Process]:
             if len(found) == len(AGENT_COMMANDS):
                 return found
         if time.monotonic() >= until_s:
-            how = f"ray's raylet has not started its {len(AGENT_COMMANDS)} agents within {AGENTS_TIMEOUT_S:g} s"
+            how = (
+                f"ray's raylet has not started its {len(AGENT_COMMANDS)} agents within {AGENTS_TIMEOUT_S:g} s"
+            )
             break
         time.sleep(0.02)
     raise SessionLost(how)
@@ -162,7 +191,8 @@ def agents_of(raylet: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def ray_variables(**ours: str | None) -> Iterator[None]:
-    """Within the block the environment has `ours` (None: unset). Afterwards it is restored, without what Ray has set."""
+    """Within the block the environment has `ours` (None: unset). Afterwards it is restored, without what Ray
+    has set."""
     before = dict(os.environ)
     _set(DEFAULT_VARIABLES | before | ours)
     try:

@@ -1,5 +1,5 @@
-"""Examines a node of a cluster from inside. The class is sent to the nodes by value and imports only the standard library, because
-asyncrl may be missing there, or be another version."""
+"""Examines a node of a cluster from inside. The class is sent to the nodes by value and imports only the
+standard library, because asyncrl may be missing there, or be another version."""
 
 from __future__ import annotations
 
@@ -19,15 +19,22 @@ SOCKET_VARIABLES = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 class Probe:
     """An actor on one node."""
 
-    def look(self, packages: Sequence[str], directory: str, token: str, models: Mapping[str, str]) -> dict[str, Any]:
-        """Fields of `preflight.NodeFacts`. `token`: name and content of a file in `directory`. `models`: directories by keys."""
+    def look(
+        self, packages: Sequence[str], directory: str, token: str, models: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Fields of `preflight.NodeFacts`. `token`: name and content of a file in `directory`. `models`:
+        directories by keys."""
         shared_memory = "/dev/shm"
         return {
             "python": platform.python_version(),
             "versions": {name: self._version(name) for name in packages},
-            "shared_memory_bytes": shutil.disk_usage(shared_memory).free if os.path.isdir(shared_memory) else 0,
+            "shared_memory_bytes": shutil.disk_usage(shared_memory).free
+            if os.path.isdir(shared_memory)
+            else 0,
             "directory_error": self._directory_error(directory, token),
-            "missing_models": tuple(key for key, path in models.items() if not os.path.isfile(os.path.join(path, "config.json"))),
+            "missing_models": tuple(
+                key for key, path in models.items() if not os.path.isfile(os.path.join(path, "config.json"))
+            ),
             "interfaces": tuple(name for _, name in socket.if_nameindex()),
             "own_address": self._own_address(),
             "variables": {name: os.environ[name] for name in SOCKET_VARIABLES if name in os.environ},
@@ -52,19 +59,26 @@ class Probe:
     def fetch(self, name: str, trust_remote_code: bool) -> str:
         """Download a model of the hub, and return its directory. Needs asyncrl."""
         resolve = import_module("asyncrl_cli.models.resolve")
-        return str(resolve.from_hub(name, resolve.HUB_PATTERNS, trust_remote_code=trust_remote_code).absolute())
+        return str(
+            resolve.from_hub(name, resolve.HUB_PATTERNS, trust_remote_code=trust_remote_code).absolute()
+        )
 
     @staticmethod
     def _version(package: str) -> str:
         """ "" if the package is missing. A build for CPUs only may have another name."""
         for name in (package, f"{package}-cpu"):
             with suppress(ImportError):  # PackageNotFoundError is one
-                return str(import_module("asyncrl_cli").__version__) if name == "asyncrl" else metadata.version(name)
+                return (
+                    str(import_module("asyncrl_cli").__version__)
+                    if name == "asyncrl"
+                    else metadata.version(name)
+                )
         return ""
 
     @staticmethod
     def _directory_error(directory: str, token: str) -> str:
-        """Why the directory is not the one that `token` was written to, or cannot be written to; "" if all is well."""
+        """Why the directory is not the one that `token` was written to, or cannot be written to; "" if all is
+        well."""
         path = os.path.join(directory, token)
         try:
             with open(path, encoding="ascii") as file:

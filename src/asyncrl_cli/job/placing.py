@@ -1,4 +1,5 @@
-"""Reserves the bundles of a plan on the cluster: a placement group for each role, within `placement.timeout_s`."""
+"""Reserves the bundles of a plan on the cluster: a placement group for each role, within
+`placement.timeout_s`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl_cli.errors import PreflightError
@@ -36,7 +42,8 @@ Options = Callable[[str, int], dict[str, Any]]
 
 @asynccontextmanager
 async def placed(plan: JobPlan, *, timeout_s: float, say: Say = lambda text: None) -> AsyncIterator[Options]:
-    """Reserve every bundle within `timeout_s` in total. Raises PreflightError otherwise, at once if the cluster is too small.
+    """Reserve every bundle within `timeout_s` in total. Raises PreflightError otherwise, at once if the
+    cluster is too small.
 
     Leaving the block releases the bundles and kills whatever still runs in them.
     """
@@ -44,11 +51,16 @@ async def placed(plan: JobPlan, *, timeout_s: float, say: Say = lambda text: Non
     groups: dict[str, PlacementGroup] = {}
 
     def options(role_name: str, index: int) -> dict[str, Any]:
-        """`num_gpus` is set although the bundle has the GPUs: without it, Ray leaves the actor's CUDA_VISIBLE_DEVICES empty."""
+        """`num_gpus` is set although the bundle has the GPUs: without it, Ray leaves the actor's
+        CUDA_VISIBLE_DEVICES empty."""
         role = plan.role(role_name)
         group, number = groups[role.placement_group], plan.bundle_of(role, index)
         bundle = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
-        return {"num_cpus": role.cpus_per_worker, "num_gpus": role.gpus_per_worker, "scheduling_strategy": bundle}
+        return {
+            "num_cpus": role.cpus_per_worker,
+            "num_gpus": role.gpus_per_worker,
+            "scheduling_strategy": bundle,
+        }
 
     try:
         try:
@@ -83,8 +95,8 @@ async def _telling(plan: JobPlan, timeout_s: float, say: Say) -> AsyncIterator[N
 
 
 async def _reserve(plan: JobPlan, groups: dict[str, PlacementGroup]) -> None:
-    """Create the placement groups in `groups` and wait for them. With disjoint nodes, the rollout's group is requested last, when
-    the nodes of the others, which it must not use, are known."""
+    """Create the placement groups in `groups` and wait for them. With disjoint nodes, the rollout's group is
+    requested last, when the nodes of the others, which it must not use, are known."""
     for name in plan.groups:  # the rollout's is the last
         taken = nodes_of(groups.values()) if plan.disjoint_nodes and name == ROLLOUT else ()
         groups[name] = _create(plan, name, taken)
@@ -101,7 +113,9 @@ def _create(plan: JobPlan, name: str, taken: Collection[str]) -> PlacementGroup:
     selector = dict(spot.labels) | ({NODE_ID: f"!in({','.join(sorted(taken))})"} if taken else {})
     strategy = spot.strategy.upper()
     return placement_group(
-        [each] * len(bundles), strategy=strategy, bundle_label_selector=[selector] * len(bundles) if selector else None
+        [each] * len(bundles),
+        strategy=strategy,
+        bundle_label_selector=[selector] * len(bundles) if selector else None,
     )
 
 
@@ -119,11 +133,16 @@ def used_nodes(plan: JobPlan, options: Options) -> dict[str, str]:
 
 def nodes_of(groups: Collection[PlacementGroup]) -> list[str]:
     """The ids of all nodes on which these groups have bundles. The groups must be ready."""
-    return list(dict.fromkeys(node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()))
+    return list(
+        dict.fromkeys(
+            node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()
+        )
+    )
 
 
 async def _ready(group: PlacementGroup) -> None:
-    """Wait in a thread, because `wait` blocks; for a second at a time, so that the thread ends soon after a timeout."""
+    """Wait in a thread, because `wait` blocks; for a second at a time, so that the thread ends soon after a
+    timeout."""
     while not await asyncio.to_thread(group.wait, 1):
         pass
 
@@ -136,7 +155,11 @@ def _waiting_for(plan: JobPlan, timeout_s: float) -> str:
 
 def _no_room(plan: JobPlan, timeout_s: float) -> PreflightError:
     cluster, free = ray_cluster(), ray_cluster(free=True)
-    instead = "--set placement.timeout_s=... if the autoscaler needs longer" if plan.autoscaler else "wait until other jobs end"
+    instead = (
+        ("--set placement.timeout_s=... if the autoscaler needs longer")
+        if plan.autoscaler
+        else "wait until other jobs end"
+    )
     return PreflightError(
         f"no room within placement.timeout_s = {timeout_s:g} s: {asked(plan)}; "
         f"the cluster has {cluster}; free: {free}:{node_lines(cluster, free)}",
@@ -152,9 +175,15 @@ def ray_cluster(*, free: bool = False) -> ClusterResources:
         has = left.get(node["NodeID"], {}) if free else node["Resources"]
         name, cpus, gpus = node["NodeManagerAddress"], int(has.get("CPU", 0)), int(has.get("GPU", 0))
         # What Ray counts as memory is what the node had free at its start, in two parts.
-        memory = int(node["Resources"].get("memory", 0) + node["Resources"].get("object_store_memory", 0)) or None
+        memory = (
+            int(node["Resources"].get("memory", 0) + node["Resources"].get("object_store_memory", 0)) or None
+        )
         labels = node.get("Labels") or {}
-        nodes.append(NodeResources(name=name, cpus=cpus, gpus=gpus, id=node["NodeID"], memory_bytes=memory, labels=labels))
+        nodes.append(
+            NodeResources(
+                name=name, cpus=cpus, gpus=gpus, id=node["NodeID"], memory_bytes=memory, labels=labels
+            )
+        )
     return ClusterResources(nodes=tuple(nodes))
 
 

@@ -1,6 +1,8 @@
-"""Examines the nodes of a cluster before a run loads anything there: what they have in common with the driver, and what they see.
+"""Examines the nodes of a cluster before a run loads anything there: what they have in common with the
+driver, and what they see.
 
-    probes on all nodes at once ─> NodeFacts of each ─> findings: a line per node, or per problem, each with a remedy
+    probes on all nodes at once ─> NodeFacts of each ─> findings: a line per node, or per problem, each with a
+    remedy
 
 The checks are functions of facts. Nothing here blocks the event loop, and every wait is bounded.
 """
@@ -37,14 +39,16 @@ LOOK_LIMIT, DOWNLOAD_LIMIT = Limit(120.0), Limit(3600.0)
 """A probe's process starts in a second or two, on a busy node much later."""
 REACH_S = 10.0
 MOST_SKEW_S = 5.0
-"""If clocks differ by more, logs of two nodes are hard to read together, and files of one are in the future of the other."""
+"""If clocks differ by more, logs of two nodes are hard to read together, and files of one are in the future
+of the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What a probe found. `error`: why it gave no answer. `ahead_s`: its clock minus the driver's. `directory_error`, `unreached`:
-    why the run's directory cannot be used, or the first node cannot be reached, from there; "" if it can. `not_fetched`: why
-    missing models could not be downloaded there, by key."""
+    """What a probe found. `error`: why it gave no answer. `ahead_s`: its clock minus the driver's.
+    `directory_error`, `unreached`: why the run's directory cannot be used, or the first node cannot be
+    reached, from there; "" if it can. `not_fetched`: why missing models could not be downloaded there, by
+    key."""
 
     address: str
     error: str = ""
@@ -63,8 +67,9 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What every node must have: packages as here, the run's directory, and the models' directories (by key). `downloads`: hub
-    names of models that a node may fetch itself; `builtin`: the keys of models that asyncrl has made."""
+    """What every node must have: packages as here, the run's directory, and the models' directories (by key).
+    `downloads`: hub names of models that a node may fetch itself; `builtin`: the keys of models that asyncrl
+    has made."""
 
     directory: Path
     packages: Sequence[str] = ALIKE
@@ -97,9 +102,12 @@ async def examined(nodes: Mapping[str, str], wanted: Wanted, say: Callable[[str]
 
 
 def cluster_findings(address: str, directory: Path, say: Callable[[str], None]) -> list[Finding]:
-    """Findings about all nodes of a cluster, for runs in `directory` or, if it is missing, in its nearest existing parent."""
+    """Findings about all nodes of a cluster, for runs in `directory` or, if it is missing, in its nearest
+    existing parent."""
     say(f"connecting to {address}")
-    directory = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.is_dir())
+    directory = next(
+        place for place in (directory.absolute(), *directory.absolute().parents) if place.is_dir()
+    )
     with connected(address) as cluster:
         free = ray_cluster(free=True)
         about = Finding("cluster", f"{cluster}:{node_lines(cluster, free)}", True)
@@ -112,7 +120,9 @@ def refuse(found: Sequence[Finding]) -> list[str]:
     if wrong := [finding for finding in found if finding.ok is False]:
         lines = "".join(f"\n  - {finding.what}: {finding.found}" for finding in wrong)
         hint = "\n".join(dict.fromkeys(finding.hint for finding in wrong))
-        raise PreflightError(f"{counted(len(wrong), 'problem')} on the nodes of the cluster:{lines}", hint=hint)
+        raise PreflightError(
+            f"{counted(len(wrong), 'problem')} on the nodes of the cluster:{lines}", hint=hint
+        )
     return [f"{finding.what}: {finding.found} ({finding.hint})" for finding in found if finding.ok is None]
 
 
@@ -121,7 +131,9 @@ def findings(here: NodeFacts, there: Sequence[NodeFacts], wanted: Wanted) -> Ite
     is_apart = len({facts.address for facts in there}) > 1
     for facts in there:
         if facts.error:
-            yield Finding(facts.address, facts.error, False, "`ray status` and the node's raylet.err may say why")
+            yield Finding(
+                facts.address, facts.error, False, "`ray status` and the node's raylet.err may say why"
+            )
             continue
         problems = [
             *_versions(here, facts),
@@ -131,18 +143,26 @@ def findings(here: NodeFacts, there: Sequence[NodeFacts], wanted: Wanted) -> Ite
             *_shared_memory(facts),
         ]
         versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-        fine = f"python {facts.python}, {versions}; {facts.shared_memory_bytes / GIB:.1f} GiB free in /dev/shm"
+        fine = (
+            f"python {facts.python}, {versions}; {facts.shared_memory_bytes / GIB:.1f} GiB free in /dev/shm"
+        )
         yield from problems or [Finding(facts.address, fine, True)]
 
 
 def _versions(here: NodeFacts, there: NodeFacts) -> Iterator[Finding]:
     """Patch versions of Python, and builds of a package (2.13.0+cpu), may differ."""
     pairs = {"python": (_minor(here.python), _minor(there.python))}
-    pairs |= {name: (_public(ours), _public(there.versions.get(name, ""))) for name, ours in here.versions.items() if ours}
+    pairs |= {
+        name: (_public(ours), _public(there.versions.get(name, "")))
+        for name, ours in here.versions.items()
+        if ours
+    }
     for name, (ours, theirs) in pairs.items():
         if ours != theirs:
             fix = f"{name} {ours} in the environment of that node's `ray start`"
-            yield Finding(there.address, f"{name} {theirs or 'is missing'}, and {ours} on the driver's node", False, fix)
+            yield Finding(
+                there.address, f"{name} {theirs or 'is missing'}, and {ours} on the driver's node", False, fix
+            )
 
 
 def _minor(version: str) -> str:
@@ -155,8 +175,13 @@ def _public(version: str) -> str:
 
 def _files(there: NodeFacts, wanted: Wanted) -> Iterator[Finding]:
     if there.directory_error:
-        found = f"it does not see what the driver writes to {wanted.directory}, or cannot write there ({there.directory_error})"
-        yield Finding(there.address, found, False, "--runs-dir on a file system that all nodes mount at the same path")
+        found = (
+            f"it does not see what the driver writes to {wanted.directory}, or cannot write there "
+            f"({there.directory_error})"
+        )
+        yield Finding(
+            there.address, found, False, "--runs-dir on a file system that all nodes mount at the same path"
+        )
     for key in there.missing_models:
         hint = f"a path below a file system that all nodes share: --set {key}=..."
         if key in wanted.downloads:
@@ -166,7 +191,12 @@ def _files(there: NodeFacts, wanted: Wanted) -> Iterator[Finding]:
         yield Finding(there.address, f"{key}: there is no {wanted.models[key]}", False, hint)
     for key, error in there.not_fetched.items():
         why = error.message.removeprefix(f"the probe on {there.address}: model.path: ")
-        yield Finding(there.address, f"{key}: {wanted.downloads[key]} cannot be downloaded there: {why}", False, error.hint)
+        yield Finding(
+            there.address,
+            f"{key}: {wanted.downloads[key]} cannot be downloaded there: {why}",
+            False,
+            error.hint,
+        )
 
 
 def _network(there: NodeFacts, *, is_apart: bool) -> Iterator[Finding]:
@@ -178,10 +208,20 @@ def _network(there: NodeFacts, *, is_apart: bool) -> Iterator[Finding]:
         wants = asked.lstrip("^=").split(",")
         is_there = any(own.startswith(one.split(":")[0]) for one in wants for own in there.interfaces)
         if not asked.startswith("^") and not is_there:
-            yield Finding(there.address, f"{name}={asked}, but there is no such interface", False, f"its interfaces are {known}")
+            yield Finding(
+                there.address,
+                f"{name}={asked}, but there is no such interface",
+                False,
+                f"its interfaces are {known}",
+            )
     if is_apart and there.own_address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in there.variables:
-        found = f"its host name resolves to {there.own_address}: gloo would listen there, where other nodes cannot reach it"
-        yield Finding(there.address, found, False, f"GLOO_SOCKET_IFNAME={known} in the environment of its `ray start`")
+        found = (
+            f"its host name resolves to {there.own_address}: gloo would listen there, where other nodes "
+            "cannot reach it"
+        )
+        yield Finding(
+            there.address, found, False, f"GLOO_SOCKET_IFNAME={known} in the environment of its `ray start`"
+        )
 
 
 def _clock(there: NodeFacts) -> Iterator[Finding]:
@@ -197,12 +237,18 @@ def _clock(there: NodeFacts) -> Iterator[Finding]:
 
 def _shared_memory(there: NodeFacts) -> Iterator[Finding]:
     if there.shared_memory_bytes < LEAST_SHARED_MEMORY_BYTES:
-        found = f"{there.shared_memory_bytes / 2**20:.0f} MiB free in /dev/shm: Ray keeps its objects on disk then"
-        yield Finding(there.address, found, None, "docker run --shm-size=8g, or a memory-backed emptyDir at /dev/shm")
+        found = (
+            f"{there.shared_memory_bytes / 2**20:.0f} MiB free in /dev/shm: Ray keeps its objects on "
+            "disk then"
+        )
+        yield Finding(
+            there.address, found, None, "docker run --shm-size=8g, or a memory-backed emptyDir at /dev/shm"
+        )
 
 
 def ahead_s(asked_s: float, told_s: float, answered_s: float) -> float:
-    """By how much another clock is at least ahead (negative: behind), given its answer between two readings of this one; else 0."""
+    """By how much another clock is at least ahead (negative: behind), given its answer between two readings
+    of this one; else 0."""
     return max(told_s - answered_s, 0.0) or min(told_s - asked_s, 0.0)
 
 
@@ -220,12 +266,21 @@ async def gathered(nodes: Mapping[str, str], wanted: Wanted, say: Callable[[str]
 
 
 async def _facts(
-    probe: Any, address: str, wanted: Wanted, token: str, meeting: tuple[str, int] | None, say: Callable[[str], None]
+    probe: Any,
+    address: str,
+    wanted: Wanted,
+    token: str,
+    meeting: tuple[str, int] | None,
+    say: Callable[[str], None],
 ) -> NodeFacts:
-    """Facts about one node. It downloads the models that it may fetch itself. `meeting`: the first node's address and port."""
+    """Facts about one node. It downloads the models that it may fetch itself. `meeting`: the first node's
+    address and port."""
     directory = str(wanted.directory.absolute())
     try:
-        facts = NodeFacts(address=address, **await _ask(probe.look, address, wanted.packages, directory, token, wanted.models))
+        facts = NodeFacts(
+            address=address,
+            **await _ask(probe.look, address, wanted.packages, directory, token, wanted.models),
+        )
         asked_s = time.time()
         facts = replace(facts, ahead_s=ahead_s(asked_s, await _ask(probe.clock, address), time.time()))
         if meeting is not None:
@@ -236,7 +291,9 @@ async def _facts(
             try:
                 if name := wanted.downloads.get(key):
                     say(f"downloading {name} to {address}")
-                    fetched = await _ask(probe.fetch, address, name, wanted.trust_remote_code, limit=DOWNLOAD_LIMIT)
+                    fetched = await _ask(
+                        probe.fetch, address, name, wanted.trust_remote_code, limit=DOWNLOAD_LIMIT
+                    )
                 if fetched != wanted.models[key]:
                     missing.append(key)
             except PreflightError as error:  # the download failed
@@ -247,7 +304,9 @@ async def _facts(
 
 
 async def _ask(method: Any, address: str, *args: Any, limit: Limit = LOOK_LIMIT) -> Any:
-    return await answer(method.remote(*args), executor=f"the probe on {address}", call="its examination", limit=limit)
+    return await answer(
+        method.remote(*args), executor=f"the probe on {address}", call="its examination", limit=limit
+    )
 
 
 @contextmanager
@@ -256,7 +315,10 @@ def _probes(nodes: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     ray.cloudpickle.register_pickle_by_value(node_probe)
     try:
         on = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
-        made = {node: ray.remote(num_cpus=0)(node_probe.Probe).options(scheduling_strategy=on[node]).remote() for node in nodes}
+        made = {
+            node: ray.remote(num_cpus=0)(node_probe.Probe).options(scheduling_strategy=on[node]).remote()
+            for node in nodes
+        }
     finally:
         ray.cloudpickle.unregister_pickle_by_value(node_probe)
     try:
@@ -268,7 +330,8 @@ def _probes(nodes: Mapping[str, str]) -> Iterator[dict[str, Any]]:
 
 @asynccontextmanager
 async def _token_in(directory: Path) -> AsyncIterator[str]:
-    """A file for the nodes to read, with its name as content. Removed afterwards, with the files that they wrote beside it."""
+    """A file for the nodes to read, with its name as content. Removed afterwards, with the files that they
+    wrote beside it."""
     token = f".preflight-{secrets.token_hex(8)}"
 
     def remove() -> None:

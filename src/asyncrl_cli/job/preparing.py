@@ -1,5 +1,5 @@
-"""Prepares and checks what a run needs before Ray starts: engine, task, model, prompt lengths, and the checkpoint to resume from.
-The slow parts run in a thread that a Ctrl-C does not wait for."""
+"""Prepares and checks what a run needs before Ray starts: engine, task, model, prompt lengths, and the
+checkpoint to resume from. The slow parts run in a thread that a Ctrl-C does not wait for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.loop.groups import GroupsState
 from asyncrl_cli.models.inspection import check_model, check_vocabulary
-from asyncrl_cli.models.resolve import fetched_tokenizer, further_models, is_builtin, model_here, resolve_model
+from asyncrl_cli.models.resolve import (
+    fetched_tokenizer,
+    further_models,
+    is_builtin,
+    model_here,
+    resolve_model,
+)
 from asyncrl_cli.models.tiny import UNTAUGHT, demonstrations_of
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.sinks import check_sinks
@@ -41,8 +47,8 @@ from asyncrl_cli.train.losses import check_loss
 T = TypeVar("T")
 Item = Mapping[str, Any]
 Say = Callable[..., None]
-"""`say(text, done=0, total=0, figures="")`: shows what is being done, its progress (if that can be counted), and its `figures`
-(such as a loss)."""
+"""`say(text, done=0, total=0, figures="")`: shows what is being done, its progress (if that can be counted),
+and its `figures` (such as a loss)."""
 
 
 async def prepare(
@@ -52,11 +58,12 @@ async def prepare(
     resumed: Path | None = None,
     show: Callable[[str], None] = lambda line: None,
 ) -> tuple[Task, Path, dict[str, str]]:
-    """Returns the task, the model's directory and those of `further_models`. Raises ConfigError or PreflightError if the engine,
-    task, models or prompts cannot be used.
+    """Returns the task, the model's directory and those of `further_models`. Raises ConfigError or
+    PreflightError if the engine, task, models or prompts cannot be used.
 
-    With `address` the engine runs on the nodes of that cluster, which this process cannot examine. `resumed`: the directory of
-    the run being resumed, whose reward is not rehearsed again. `show` gets the lines of the rehearsal's table.
+    With `address` the engine runs on the nodes of that cluster, which this process cannot examine. `resumed`:
+    the directory of the run being resumed, whose reward is not rehearsed again. `show` gets the lines of the
+    rehearsal's table.
     """
 
     def load(look: Callable[[], None]) -> Task:
@@ -101,7 +108,8 @@ def expectation(task: Task) -> str:
 
 
 def check_without_making(profile: Profile, address: str | None = None) -> Task:
-    """Raises what `prepare` would raise, as far as this can be checked without making or downloading a model."""
+    """Raises what `prepare` would raise, as far as this can be checked without making or downloading a
+    model."""
     check_surroundings(profile, address)
     task = load_task(profile)
     check_prompts(profile, task, model_here(profile))
@@ -109,9 +117,9 @@ def check_without_making(profile: Profile, address: str | None = None) -> Task:
 
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
-    """Check that the loss and the environment exist and fit, the job fits here (or the cluster answers), the engine is installed,
-    the sinks could start, and a model in a directory is complete. Call it before transformers is imported: broken engine packages
-    may break that import, too."""
+    """Check that the loss and the environment exist and fit, the job fits here (or the cluster answers), the
+    engine is installed, the sinks could start, and a model in a directory is complete. Call it before
+    transformers is imported: broken engine packages may break that import, too."""
     check_loss(profile.algorithm.loss_mode)
     if not profile.task.agent:
         check_environment(environment_of(profile.task))
@@ -126,26 +134,30 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
 
 
 def _check_one_turn(profile: Profile) -> None:
-    """Raises ConfigError if episodes may have several responses, but long responses are punished or a reward model is used."""
+    """Raises ConfigError if episodes may have several responses, but long responses are punished or a reward
+    model is used."""
     buffer, reward_model = profile.algorithm.overlong_buffer_tokens, profile.reward_model.path
     if environment_of(profile.task) == "one-turn" and not profile.task.has_agent:
         return
     if reward_model is not None:
         raise ConfigError(
-            f"reward_model.path = {reward_model}: it judges one response per prompt, but an episode of this task may have several",
+            f"reward_model.path = {reward_model}: it judges one response per prompt, but an episode of this "
+            "task may have several",
             hint="leave it out: the environment's or the agent's own reward may ask a model",
         )
     if buffer is not None:
         raise ConfigError(
-            f"algorithm.overlong_buffer_tokens = {buffer} punishes a response that comes near rollout.max_response_tokens, but an "
+            f"algorithm.overlong_buffer_tokens = {buffer} punishes a response that comes near "
+            "rollout.max_response_tokens, but an "
             "episode of this task may have several responses",
             hint="leave it out; algorithm.mask_truncated leaves out episodes that a limit has cut",
         )
 
 
 def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
-    """Check the prompts' lengths in tokens and, if `model_dir` is known, the model, its tokenizer and the adapters. Without a
-    directory only the built-in model's tokens can be counted: its characters. Opening it would take seconds of imports."""
+    """Check the prompts' lengths in tokens and, if `model_dir` is known, the model, its tokenizer and the
+    adapters. Without a directory only the built-in model's tokens can be counted: its characters. Opening it
+    would take seconds of imports."""
     if is_builtin(profile):
         if profile.model.path != UNTAUGHT:
             demonstrations_of(task)
@@ -165,7 +177,8 @@ def needs_turns(profile: Profile) -> bool:
 
 
 def check_chat(profile: Profile, directory: Path) -> None:
-    """PreflightError if the task needs several turns, or tools, which the chat template of the tokenizer cannot write."""
+    """PreflightError if the task needs several turns, or tools, which the chat template of the tokenizer
+    cannot write."""
     if needs_turns(profile):
         from asyncrl_cli.envs.chat import Chat, stop_tokens_of
 
@@ -176,7 +189,8 @@ def check_chat(profile: Profile, directory: Path) -> None:
 
 
 def check_adapters(profile: Profile, model_dir: Path) -> None:
-    """ConfigError if `lora.target_modules` names a layer that the model lacks, or workers cannot merge adapters into its files."""
+    """ConfigError if `lora.target_modules` names a layer that the model lacks, or workers cannot merge
+    adapters into its files."""
     if profile.lora.target_modules:
         from asyncrl_cli.models.saved_form import skeleton
         from asyncrl_cli.train.lora import chosen
@@ -225,8 +239,9 @@ def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:
 def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequence[Item]], list[int]]) -> None:
     """ConfigError if a prompt has more tokens than `rollout.max_prompt_tokens`.
 
-    A token hardly ever has less than a byte, so only prompts with more bytes than the limit are tokenized. A prompt that slips
-    through (some tokenizers expand text) fails its group later, with an error that names it.
+    A token hardly ever has less than a byte, so only prompts with more bytes than the limit are tokenized. A
+    prompt that slips through (some tokenizers expand text) fails its group later, with an error that names
+    it.
     """
     limit = profile.rollout.max_prompt_tokens
     (around,) = tokens([{"prompt": "x"}])
@@ -244,12 +259,14 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
         others = f" ({num_too_long} prompts are too long)" if num_too_long > 1 else ""
         raise ConfigError(
             f"prompt {uid} has {longest} tokens, rollout.max_prompt_tokens is {limit}{others}",
-            hint=f"--set rollout.max_prompt_tokens={longest}, or leave such prompts out of {profile.task.source}",
+            hint=f"--set rollout.max_prompt_tokens={longest}, or leave such prompts out of "
+            f"{profile.task.source}",
         )
 
 
 def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
-    """Raises RefusedError unless the checkpoint's loop state, observer state and finished groups fit each other and `profile`."""
+    """Raises RefusedError unless the checkpoint's loop state, observer state and finished groups fit each
+    other and `profile`."""
     state = read_state(checkpoint.loop_state, LoopSettings.of(profile))
     if state["step"] != checkpoint.step:
         raise _refused(checkpoint, f"its loop is at step {state['step']}")
@@ -261,18 +278,23 @@ def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
 
 
 def _fit(groups: GroupsState, directory: Path) -> bool:
-    """Whether the arrays are those of the finished groups, of running groups' ended parts, and of their unfinished parts."""
+    """Whether the arrays are those of the finished groups, of running groups' ended parts, and of their
+    unfinished parts."""
     from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
 
     payloads, running = read_payloads(directory), groups["running"]
-    ended = [(entry["key"], part["result"].trajectories) for entry in running for part in entry.get("ended", ())]
+    ended = [
+        (entry["key"], part["result"].trajectories) for entry in running for part in entry.get("ended", ())
+    ]
     whole = [*((entry["result"].key, entry["result"].trajectories) for entry in groups["finished"]), *ended]
     kept = [(entry["key"], entry["kept"]) for entry in running if entry.get("kept")]
     if [(p.uid, p.epoch, p.attempt) for p in payloads] != [key for key, _ in (*whole, *kept)]:
         return False
     if any(len(p.trajectories) != len(metas) for p, (_, metas) in zip(payloads, whole, strict=False)):
         return False
-    so_far = [[sum(len(s.tokens_T) for s in t.segments) for t in p.trajectories] for p in payloads[len(whole) :]]
+    so_far = [
+        [sum(len(s.tokens_T) for s in t.segments) for t in p.trajectories] for p in payloads[len(whole) :]
+    ]
     return all(
         index < len(tokens) and tokens[index] == one.tokens
         for tokens, (_, ones) in zip(so_far, kept, strict=True)
@@ -281,20 +303,28 @@ def _fit(groups: GroupsState, directory: Path) -> bool:
 
 
 def refuse_other_prompts(checkpoint: Checkpoint, task: Task, seed: int) -> None:
-    """Raises RefusedError unless the task still has the same items, also for evals, and the prompts that the checkpoint names."""
+    """Raises RefusedError unless the task still has the same items, also for evals, and the prompts that the
+    checkpoint names."""
     feed = PromptFeed(task.train, seed=seed, eval_sets={"": task.eval, **task.eval_sets})
     groups = checkpoint.loop_state["groups"]
     feed.restore(groups["feed"])
-    for entry in (*groups["running"], *groups["again"], *(finished["try"] for finished in groups["finished"])):
+    for entry in (
+        *groups["running"],
+        *groups["again"],
+        *(finished["try"] for finished in groups["finished"]),
+    ):
         feed.find(*entry["key"][:2])
 
 
 def _refused(checkpoint: Checkpoint, why: str) -> RefusedError:
-    return RefusedError(f"checkpoint {checkpoint.directory} is refused: {why}", hint="take another checkpoint")
+    return RefusedError(
+        f"checkpoint {checkpoint.directory} is refused: {why}", hint="take another checkpoint"
+    )
 
 
 async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:
-    """Run `work(look)` in a thread. If the caller is cancelled, the next `look()` raises Interrupted, which ends the work."""
+    """Run `work(look)` in a thread. If the caller is cancelled, the next `look()` raises Interrupted, which
+    ends the work."""
     answer: Future[T] = Future()
 
     def look() -> None:
@@ -308,6 +338,7 @@ async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:
             except BaseException as error:
                 answer.set_exception(error)
 
-    # Not a thread of the loop's executor: asyncio waits for those at the end, and an import or a download may take long.
+    # Not a thread of the loop's executor: asyncio waits for those at the end, and an import or a download may
+    # take long.
     threading.Thread(target=run, name="preparing", daemon=True).start()
     return await asyncio.wrap_future(answer)

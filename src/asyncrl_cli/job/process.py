@@ -1,4 +1,5 @@
-"""What the driver and the workers do as processes: set-up (log file, compute threads, memory), stop requests, immediate exit."""
+"""What the driver and the workers do as processes: set-up (log file, compute threads, memory), stop requests,
+immediate exit."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ KEPT_BYTES = 2**30
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GC_THRESHOLDS = (200_000, 20, 100)
 NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that machines send: a scheduler before its time limit, Ray's job stop, a closing terminal. Often several come at once."""
+"""Signals that machines send: a scheduler before its time limit, Ray's job stop, a closing terminal. Often
+several come at once."""
 SIGNALS = (signal.SIGINT, *NOTICES)
 INTERRUPTED = 130
 END_S = 30.0
@@ -42,10 +44,12 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 def set_up_process(*, threads: int, log_path: Path | None) -> None:
-    """Call this before torch is imported: OpenMP reads its variables once. `threads` replaces Ray's value, num_cpus."""
+    """Call this before torch is imported: OpenMP reads its variables once. `threads` replaces Ray's value,
+    num_cpus."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # By default OpenMP's threads spin while they wait for one another. Beside a busy process, which keeps one of them off its core,
-    # two threads on two cores were 10 to 60 times slower than with this setting. On idle cores no cost could be measured.
+    # By default OpenMP's threads spin while they wait for one another. Beside a busy process, which keeps one
+    # of them off its core, two threads on two cores were 10 to 60 times slower than with this setting. On idle
+    # cores no cost could be measured.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     keep_freed_memory()
@@ -65,8 +69,9 @@ def set_up_process(*, threads: int, log_path: Path | None) -> None:
 def keep_freed_memory() -> None:
     """With glibc: keep freed memory in the process, up to `KEPT_BYTES`.
 
-    A forward pass on a CPU allocates and frees the same megabytes over and over. By default glibc hands them back to the
-    kernel each time, which then fills them with zeros again, page by page: measured, half of a decode step's time.
+    A forward pass on a CPU allocates and frees the same megabytes over and over. By default glibc hands them
+    back to the kernel each time, which then fills them with zeros again, page by page: measured, half of a
+    decode step's time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -77,18 +82,19 @@ def keep_freed_memory() -> None:
 def collect_garbage_seldom() -> None:
     """For a process that keeps many small objects (a loop's groups) and makes hardly any cycles.
 
-    With Python's default thresholds the collector scans all of them again and again: half of the loop's time per group was spent
-    on that with 32,768 running trajectories, an eighth with a tenth as many.
+    With Python's default thresholds the collector scans all of them again and again: half of the loop's time
+    per group was spent on that with 32,768 running trajectories, an eighth with a tenth as many.
     """
     gc.set_threshold(*GC_THRESHOLDS)
 
 
 @contextmanager
 def no_collection_while_starting() -> Iterator[None]:
-    """Keep Python's garbage collector away while a worker imports libraries and loads its model, and from all of that afterwards.
+    """Keep Python's garbage collector away while a worker imports libraries and loads its model, and from all
+    of that afterwards.
 
-    The objects made then stay for good. Scanning them for garbage again and again took an eighth of the time of importing torch and
-    transformers (a seventh of vLLM's).
+    The objects made then stay for good. Scanning them for garbage again and again took an eighth of the time
+    of importing torch and transformers (a seventh of vLLM's).
     """
     gc.disable()
     try:
@@ -99,10 +105,12 @@ def no_collection_while_starting() -> Iterator[None]:
 
 
 def yield_to_computing() -> None:
-    """On Linux: threads of this process that wake up (for a message or a poll) do not preempt running threads.
+    """On Linux: threads of this process that wake up (for a message or a poll) do not preempt running
+    threads.
 
-    A busy run has as many computing threads as cores, and hundreds of wake-ups per second; each would take a core from a forward
-    pass, and its caches. A process alone on its cores is not slowed down. If the system refuses the setting, nothing changes.
+    A busy run has as many computing threads as cores, and hundreds of wake-ups per second; each would take a
+    core from a forward pass, and its caches. A process alone on its cores is not slowed down. If the system
+    refuses the setting, nothing changes.
     """
     if sys.platform == "linux":
         with suppress(OSError):
@@ -111,7 +119,8 @@ def yield_to_computing() -> None:
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore a full disk: Python would print a traceback for each lost line. Writing the run's other files reports the disk."""
+        """Ignore a full disk: Python would print a traceback for each lost line. Writing the run's other
+        files reports the disk."""
 
 
 @contextmanager
@@ -131,17 +140,19 @@ def logged_to(path: Path) -> Iterator[None]:
 
 
 class StopRequests:
-    """The ways to end a run: Ctrl-C, `asyncrl stop` and a machine's notice (`NOTICES`). What each request does:
+    """The ways to end a run: Ctrl-C, `asyncrl stop` and a machine's notice (`NOTICES`). What each request
+    does:
 
         the run is     first                    second                  third
         starting       cancels the start        out, without waiting
         in its loop    step, checkpoint, end    aborts the loop         out, without waiting
         ending         nothing at once
 
-    Whenever the first request comes, the process is out once the limit of `within` is over. All notices together count as
-    one request; a notice after another request is ignored. "Out" ends the process immediately; the reaper ends its children,
-    and whole checkpoints stay whole. `mean` sets what the next requests do. Until it is called they do `actions`; by default each
-    raises KeyboardInterrupt, as a Ctrl-C does.
+    Whenever the first request comes, the process is out once the limit of `within` is over. All notices
+    together count as one request; a notice after another request is ignored. "Out" ends the process
+    immediately; the reaper ends its children, and whole checkpoints stay whole. `mean` sets what the next
+    requests do. Until it is called they do `actions`; by default each raises KeyboardInterrupt, as a Ctrl-C
+    does.
     """
 
     def __init__(self, *actions: Callable[[], None]) -> None:
@@ -152,9 +163,11 @@ class StopRequests:
         self._limit: threading.Timer | None = None
 
     def mean(self, *actions: Callable[[], None]) -> None:
-        """From now on each request does the next of `actions`; when only the last is left, every further request repeats it.
+        """From now on each request does the next of `actions`; when only the last is left, every further
+        request repeats it.
 
-        A signal calls an action at any point of the main thread: one that concerns the event loop must be handed to the loop.
+        A signal calls an action at any point of the main thread: one that concerns the event loop must be
+        handed to the loop.
         """
         self._actions = list(actions)
 
@@ -173,7 +186,8 @@ class StopRequests:
 
     @contextmanager
     def within(self, limit_s: float) -> Iterator[None]:
-        """Within the block a first request gives the process `limit_s` to end. After that it is out, whatever hangs."""
+        """Within the block a first request gives the process `limit_s` to end. After that it is out, whatever
+        hangs."""
         self._limit_s = limit_s
         try:
             yield
@@ -183,18 +197,27 @@ class StopRequests:
                 self._limit.cancel()
 
     def _give_up(self) -> NoReturn:
-        tell(f"{self._limit_s:g} s after the stop request the run is ended at once; finished checkpoints are kept")
+        tell(
+            f"{self._limit_s:g} s after the stop request the run is ended at once; finished checkpoints are "
+            "kept"
+        )
         leave()
 
     def take_signals(self) -> dict[signal.Signals, Any]:
-        """Make the signals stop requests, and return their previous handlers. A second call changes nothing and returns none.
+        """Make the signals stop requests, and return their previous handlers. A second call changes nothing
+        and returns none.
 
-        A signal that was ignored from the start (SIGHUP under nohup) stays ignored. Python handles signals only in the main thread:
-        a run in another thread is stopped by `asyncrl stop`, or by cancelling its task.
+        A signal that was ignored from the start (SIGHUP under nohup) stays ignored. Python handles signals
+        only in the main thread: a run in another thread is stopped by `asyncrl stop`, or by cancelling its
+        task.
         """
         is_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
-        taken = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, self.request)}
+        taken = {
+            number: handler
+            for number, handler in before.items()
+            if handler not in (signal.SIG_IGN, self.request)
+        }
         for number in taken:
             signal.signal(number, self.request)
         return taken
@@ -210,7 +233,8 @@ class StopRequests:
                 signal.signal(number, handler or signal.SIG_DFL)
 
     async def watch(self, num_requests: Callable[[], int]) -> None:
-        """Poll for requests that come by file (`asyncrl stop`), until cancelled. `num_requests()`: how many there have been."""
+        """Poll for requests that come by file (`asyncrl stop`), until cancelled. `num_requests()`: how many
+        there have been."""
         seen, readable = 0, True
         while True:
             try:
@@ -231,7 +255,8 @@ def _interrupt() -> NoReturn:
 
 @contextmanager
 def blocked(number: signal.Signals) -> Iterator[None]:
-    """Processes started within the block inherit the mask and never get this signal. Our own is delivered after the block."""
+    """Processes started within the block inherit the mask and never get this signal. Our own is delivered
+    after the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -240,13 +265,15 @@ def blocked(number: signal.Signals) -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """Write a line to stderr. Safe in a signal handler: takes no lock that the interrupted thread may hold."""
+    """Write a line to stderr. Safe in a signal handler: takes no lock that the interrupted thread may
+    hold."""
     with suppress(OSError):  # the terminal may be gone
         os.write(2, f"{text}\n".encode())
 
 
 def end_descendants() -> None:
-    """Kill our descendants, so that nothing writes to what we are about to remove. The reaper is spared: it cleans up after us."""
+    """Kill our descendants, so that nothing writes to what we are about to remove. The reaper is spared: it
+    cleans up after us."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if not any(word.endswith("reaper.py") for word in process.cmdline()):
@@ -254,7 +281,8 @@ def end_descendants() -> None:
 
 
 def leave(exit_code: int = INTERRUPTED) -> NoReturn:
-    """End this process now. Python would wait for threads that cannot be interrupted: an import, a download, a stuck terminal."""
+    """End this process now. Python would wait for threads that cannot be interrupted: an import, a download,
+    a stuck terminal."""
     remove_unfinished()
     reaper.say_goodbye()
     with suppress(OSError):

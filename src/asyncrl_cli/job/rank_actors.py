@@ -1,11 +1,12 @@
-"""What the trainer's ranks and a scorer's processes have in common: the actor of one process, and all processes as one executor.
+"""What the trainer's ranks and a scorer's processes have in common: the actor of one process, and all
+processes as one executor.
 
     driver    RayRanks: makes the same calls to every process, in the same order, and collects all answers
     process   RankActor: group `main`, one thread, for joint computation; group `control` for calls that are answered at once
 
-A process gets its share of a train step as arguments of a call (`_shares`, `taken`): its plan, and the columns and parts of the
-plan's groups. Ray delivers the arguments before the call begins: small ones with the call, large ones through the object store. A
-`ray.get` of each would be a call to its owner.
+A process gets its share of a train step as arguments of a call (`_shares`, `taken`): its plan, and the
+columns and parts of the plan's groups. Ray delivers the arguments before the call begins: small ones with the
+call, large ones through the object store. A `ray.get` of each would be a call to its owner.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 class RankActor(ABC):
-    """One process. `THREADS`: per concurrency group. `NEEDS`: the module that `start` needs. `ROLE`, `INPUT`: for its report."""
+    """One process. `THREADS`: per concurrency group. `NEEDS`: the module that `start` needs. `ROLE`, `INPUT`:
+    for its report."""
 
     THREADS: ClassVar[Mapping[str, int]] = {"main": 1, "control": 1}
     NEEDS: str
@@ -65,7 +67,8 @@ class RankActor(ABC):
 
     @ray.method(concurrency_group="control")
     def meeting_point(self) -> str:
-        """An address on this process's node. In a local session it is a file: torch would listen on all interfaces."""
+        """An address on this process's node. In a local session it is a file: torch would listen on all
+        interfaces."""
         host = ray.util.get_node_ip_address()
         if host == LOOPBACK:
             return f"file://{tempfile.mkdtemp(dir=ray._private.worker._global_node.get_session_dir_path())}/ranks"
@@ -81,14 +84,16 @@ class RankActor(ABC):
 
     @ray.method(concurrency_group="main")
     def prepare(self) -> str:
-        """Import what `start` needs, separately because this takes each process a different time. Returns the node's address."""
+        """Import what `start` needs, separately because this takes each process a different time. Returns the
+        node's address."""
         with no_collection_while_starting():
             import_module(self.NEEDS)
         return str(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="main")
     def start(self, init_method: str, nodes: Sequence[str]) -> list[str]:
-        """Join the other processes and load the model. `nodes`: the node of every process. Returns warnings for the user."""
+        """Join the other processes and load the model. `nodes`: the node of every process. Returns warnings
+        for the user."""
         with no_collection_while_starting(), naming_nodes(nodes):
             self._start(init_method)
         logger.info("%r started at %s", self, self._place)
@@ -136,13 +141,16 @@ class RayRanks(ABC):
         """Of the last start, for the user."""
 
     async def prepare(self) -> list[str]:
-        """Wait until every process exists and has imported what it needs; none uses its device yet. Returns their nodes."""
+        """Wait until every process exists and has imported what it needs; none uses its device yet. Returns
+        their nodes."""
         return await self.collective("its imports", "prepare", limit=self._starts)
 
     async def start(self) -> None:
         self._hosts = {}
         nodes = await self.prepare()
-        init_method = await self._answer(self.actors[0].meeting_point.remote(), "its start", limit=self._starts)
+        init_method = await self._answer(
+            self.actors[0].meeting_point.remote(), "its start", limit=self._starts
+        )
         answers = await self.collective("its start", "start", init_method, nodes, limit=self._starts)
         self.warnings = list(dict.fromkeys(chain.from_iterable(answers)))
         self._hosts = {rank: shown_host(node) for rank, node in enumerate(nodes)}
@@ -154,15 +162,23 @@ class RayRanks(ABC):
         await self.collective("its shutdown", "stop", limit=Limit(timeout_s))
 
     async def collective(self, call: str, method: str, *args: Any, limit: Limit | None = None) -> list[Any]:
-        """Call `method` on all processes and return their answers. `call`: its name in errors; `limit`: `weights.timeout_s`."""
-        return await self._answers(call, [getattr(actor, method).remote(*args) for actor in self.actors], limit or self._weights)
+        """Call `method` on all processes and return their answers. `call`: its name in errors; `limit`:
+        `weights.timeout_s`."""
+        return await self._answers(
+            call, [getattr(actor, method).remote(*args) for actor in self.actors], limit or self._weights
+        )
 
-    def _shares(self, batch: TrainBatch, names: Sequence[str]) -> tuple[list[GroupResult], list[RankPlan], list[list[Any]]]:
-        """Returns the batch's groups in training order, each process's plan, and the arguments of its call: the plan, `names`, the
-        handles of each named column for the plan's groups, and the handles of these groups' parts."""
+    def _shares(
+        self, batch: TrainBatch, names: Sequence[str]
+    ) -> tuple[list[GroupResult], list[RankPlan], list[list[Any]]]:
+        """Returns the batch's groups in training order, each process's plan, and the arguments of its call:
+        the plan, `names`, the handles of each named column for the plan's groups, and the handles of these
+        groups' parts."""
         minibatches, seed = self._profile.async_training.require_batches, self._profile.run.seed
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=seed, step=batch.step)
-        plans = plan_train_step(groups, self._profile, ranks=len(self.actors), step=batch.step, window=batch.window)
+        plans = plan_train_step(
+            groups, self._profile, ranks=len(self.actors), step=batch.step, window=batch.window
+        )
         given: list[list[Any]] = []
         for plan in plans:
             own = [groups[index] for index in plan.groups]
@@ -178,8 +194,11 @@ class RayRanks(ABC):
         """Await the answer of a process. By default within `rollout.call_timeout_s`."""
 
 
-def taken(plan: RankPlan, names: Sequence[str], values: Sequence[Any]) -> tuple[dict[int, GroupPayload], Scores]:
-    """Payloads by group and columns by name, from the values of the arguments that follow `names` (`RayRanks._shares`)."""
+def taken(
+    plan: RankPlan, names: Sequence[str], values: Sequence[Any]
+) -> tuple[dict[int, GroupPayload], Scores]:
+    """Payloads by group and columns by name, from the values of the arguments that follow `names`
+    (`RayRanks._shares`)."""
     groups, left = plan.groups, iter(values)
     scores = {name: {group: next(left) for group in groups} for name in names}
     return dict(zip(groups, joined(left), strict=True)), scores

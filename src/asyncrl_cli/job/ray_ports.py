@@ -1,7 +1,7 @@
 """Implements the loop's ports on Ray actors: `RayRolloutWorker` and `RayTrainer`.
 
-Nothing here blocks the driver's event loop, every wait is bounded, and Ray never retries a call: an optimizer step made
-twice would be worse than a failed run.
+Nothing here blocks the driver's event loop, every wait is bounded, and Ray never retries a call: an optimizer
+step made twice would be worse than a failed run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class RayRolloutWorker:
     """`loop.ports.RolloutWorker` on a `RolloutActor`. Parts travel with `progress` (exchange.py)."""
 
     def __init__(self, name: str, make_actor: Callable[[], Any], profile: Profile, workers: int = 1) -> None:
-        """`make_actor()` creates the worker's actor in its bundle, now and at every restart. `workers`: how many the job has."""
+        """`make_actor()` creates the worker's actor in its bundle, now and at every restart. `workers`: how
+        many the job has."""
         weights_s, is_direct = profile.weights.timeout_s, profile.weights.transport in DIRECT_TRANSPORTS
         self.name = name
         self.slots = profile.rollout.slots
@@ -81,7 +82,9 @@ class RayRolloutWorker:
 
     async def so_far(self) -> ports.SoFar:
         head, payloads = self.actor.so_far.remote()
-        told = await answer(head, executor=self.name, call="a report of its responses", limit=Limit(SO_FAR_S), host=self._host)
+        told = await answer(
+            head, executor=self.name, call="a report of its responses", limit=Limit(SO_FAR_S), host=self._host
+        )
         return replace(told, handle=payloads)
 
     async def progress(self, seen: int) -> ports.Progress:
@@ -93,8 +96,9 @@ class RayRolloutWorker:
         return float(await self._answer(ref, f"the transfer of version {published.version}", self._weights))
 
     async def load(self, version: int, interrupt: Interrupt) -> ports.LoadReport:
-        """A drain may take as long as the longest response, so its limit counts from when a response was last seen running. Where
-        rank 0 sends the bytes during the load, the worker's own limits on waiting for rank 0 are shorter than this one."""
+        """A drain may take as long as the longest response, so its limit counts from when a response was last
+        seen running. Where rank 0 sends the bytes during the load, the worker's own limits on waiting for
+        rank 0 are shorter than this one."""
         what, ref = f"the load of version {version} ({interrupt})", self.actor.load.remote(version, interrupt)
         since = partial(self._parts.ran_before_s, version) if interrupt == "drain" else None
         return await self._answer(ref, what, self._load, since)
@@ -114,10 +118,11 @@ class RayRolloutWorker:
         await self._answer(self.actor.resume.remote(), "a resume")
 
     async def restart(self) -> None:
-        """Kill the actor, dead or alive, and start a new one, which gets its bundle once the old actor is gone.
+        """Kill the actor, dead or alive, and start a new one, which gets its bundle once the old actor is
+        gone.
 
-        The engine's processes and the reward process end with the actor that started them. Arrays of ended parts remain: the
-        driver owns their references, and the node's object store has the bytes.
+        The engine's processes and the reward process end with the actor that started them. Arrays of ended
+        parts remain: the driver owns their references, and the node's object store has the bytes.
         """
         ray.kill(self.actor)
         if self._rank_zero is not None:
@@ -129,20 +134,25 @@ class RayRolloutWorker:
             await self.connect(self._rank_zero.actor)
 
     async def _place_again(self) -> None:
-        """Create an actor and wait until it has a process. If the bundle's node is gone, the bundle waits for another node. Until
-        Ray notices, it assigns actors to the old node, where they never run: then create another actor."""
+        """Create an actor and wait until it has a process. If the bundle's node is gone, the bundle waits for
+        another node. Until Ray notices, it assigns actors to the old node, where they never run: then create
+        another actor."""
         limit, now = Limit(self._placing_s, PLACING_KEY), asyncio.get_running_loop().time
         until_s = now() + self._placing_s
         while True:
             self.actor = self._make_actor()
             left = replace(limit, seconds=max(until_s - now(), 0.0))
             try:
-                await answer(self.actor.__ray_ready__.remote(), executor=self.name, call="its process", limit=left)
+                await answer(
+                    self.actor.__ray_ready__.remote(), executor=self.name, call="its process", limit=left
+                )
                 return
             except ExecutorLost as error:
                 if isinstance(error.__cause__, TimeoutError):
                     ray.kill(self.actor)
-                    raise NoRoom(f"no process for it within {limit}", hint=NO_ROOM, executor=self.name) from error
+                    raise NoRoom(
+                        f"no process for it within {limit}", hint=NO_ROOM, executor=self.name
+                    ) from error
                 if GIVEN_TO_A_DEAD_NODE not in str(error.__cause__):
                     raise
             await asyncio.sleep(LOOK_EVERY_S)
@@ -152,13 +162,15 @@ class RayRolloutWorker:
         self._host = shown_host(host)
 
     async def node_is_gone(self) -> bool:
-        """A node is alive if its raylet accepts a connection. (Ray itself needs about 15 s to notice that one is gone.) If Ray does
-        not answer, the node counts as alive."""
+        """A node is alive if its raylet accepts a connection. (Ray itself needs about 15 s to notice that one
+        is gone.) If Ray does not answer, the node counts as alive."""
         try:
             async with timeout(NODE_S):
                 nodes = await asyncio.to_thread(ray.nodes)
         except (RayError, TimeoutError) as error:
-            logger.warning("cannot tell whether the node of %s is gone: %s", self.name, error or "Ray does not answer")
+            logger.warning(
+                "cannot tell whether the node of %s is gone: %s", self.name, error or "Ray does not answer"
+            )
             return False
         node = next((node for node in nodes if node["NodeID"] == self._node), None)
         if node is None:  # it never started
@@ -172,7 +184,8 @@ class RayRolloutWorker:
         return not node["Alive"]
 
     async def connect(self, trainer_actor: Any) -> None:
-        """For `nccl` and `ipc`: connect the worker to the trainer's first actor, which sends it weights; also after restarts."""
+        """For `nccl` and `ipc`: connect the worker to the trainer's first actor, which sends it weights; also
+        after restarts."""
         own_s = self._weights.seconds
         self._rank_zero = RayRankZero(trainer_actor, self.name, own_s, self._num_workers)
         limit = Limit(own_s + DRIVER_MARGIN_S, WEIGHTS_KEY, own_s)
@@ -181,12 +194,17 @@ class RayRolloutWorker:
     async def stop(self, timeout_s: float) -> None:
         await self._answer(self.actor.stop.remote(), "its shutdown", Limit(timeout_s))
 
-    async def _answer(self, ref: Any, call: str, limit: Limit | None = None, since: Callable[[], float] | None = None) -> Any:
+    async def _answer(
+        self, ref: Any, call: str, limit: Limit | None = None, since: Callable[[], float] | None = None
+    ) -> Any:
         """By default within `rollout.call_timeout_s`."""
         try:
-            return await answer(ref, executor=self.name, call=call, limit=limit or self._calls, since=since, host=self._host)
+            return await answer(
+                ref, executor=self.name, call=call, limit=limit or self._calls, since=since, host=self._host
+            )
         except ExecutorLost:
-            if self._rank_zero is not None:  # at once: else rank 0's GPU stays busy sending to the lost worker until a timeout
+            # at once: else rank 0's GPU stays busy sending to the lost worker until a timeout
+            if self._rank_zero is not None:
                 self._rank_zero.actor.leave.remote(self.name)
             raise
 
@@ -194,9 +212,10 @@ class RayRolloutWorker:
 class RayTrainer(RayRanks):
     """`loop.ports.Trainer` on all `TrainerActor` ranks.
 
-    Samples are dumped beside training, one step at a time: each dump first awaits the previous one, so that no failure goes unseen.
-    A failed dump loses its samples, not the step: `warn` is called for the first failure, and all failures are counted. `expected`:
-    the reference answer of a prompt's uid, for the samples.
+    Samples are dumped beside training, one step at a time: each dump first awaits the previous one, so that
+    no failure goes unseen. A failed dump loses its samples, not the step: `warn` is called for the first
+    failure, and all failures are counted. `expected`: the reference answer of a prompt's uid, for the
+    samples.
 
     `critic`: the critic in its own processes, if there is one. Its state is part of the checkpoints.
     """
@@ -213,10 +232,13 @@ class RayTrainer(RayRanks):
         self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
 
     async def train(self, batch: ports.TrainBatch) -> tuple[ports.TrainReport, ExecutorReport]:
-        """Split the step over ranks and mini-batches by metadata; Ray brings each rank the parts and columns of its own groups."""
+        """Split the step over ranks and mini-batches by metadata; Ray brings each rank the parts and columns
+        of its own groups."""
         names = tuple(next(iter(batch.columns.values()), {}))
         groups, plans, given = self._shares(batch, names)
-        is_dumped = is_dump_step(batch.step, self._profile.logging.samples_every_steps, train_steps_of(self._profile))
+        is_dumped = is_dump_step(
+            batch.step, self._profile.logging.samples_every_steps, train_steps_of(self._profile)
+        )
         dump = self._sampled(batch, groups, plans) if is_dumped else None
         ranks = zip(self.actors, given, strict=True)
         refs = [actor.train.remote(batch.step, batch.step_in_window, *own) for actor, own in ranks]
@@ -246,13 +268,17 @@ class RayTrainer(RayRanks):
             self.failed_dumps += 1
             logger.warning("the samples of step %d are lost: %s", step, error)
             if self.failed_dumps == 1:
-                self.warn(f"the samples of step {step} are lost, training goes on: {error} (further failures are only counted)")
+                self.warn(
+                    f"the samples of step {step} are lost, training goes on: {error} (further failures "
+                    "are only counted)"
+                )
 
     def _sampled(
         self, batch: ports.TrainBatch, groups: Sequence[GroupResult], plans: Sequence[RankPlan]
     ) -> Callable[[], Coroutine[Any, Any, None]]:
-        """Choose samples of the step, and have the ranks score them before they train it. Returns a function that dumps them, to be
-        called after the train step: rank 0 writes them beside training, for `weights.timeout_s` at most."""
+        """Choose samples of the step, and have the ranks score them before they train it. Returns a function
+        that dumps them, to be called after the train step: rank 0 writes them beside training, for
+        `weights.timeout_s` at most."""
         logging, sharing = self._profile.logging, self._profile.trainer.sequence_parallel_size
         seed = f"samples {self._profile.run.seed}/{batch.step}"
         sizes = choose_samples([len(group.trajectories) for group in groups], logging.samples_per_step, seed)
@@ -270,7 +296,9 @@ class RayTrainer(RayRanks):
         indices, columns = list(facts), []
         for rank, actor in enumerate(self.actors if logging.samples_per_step else ()):
             own = indices[rank // sharing :: len(self.actors) // sharing]
-            columns.append(actor.logprobs.remote(own, *chain.from_iterable(groups[index].payload for index in own)))
+            columns.append(
+                actor.logprobs.remote(own, *chain.from_iterable(groups[index].payload for index in own))
+            )
 
         async def dump() -> None:
             parts = list(chain.from_iterable(groups[index].payload for index in indices))
@@ -281,7 +309,9 @@ class RayTrainer(RayRanks):
         return dump
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
-        answers = await self.collective(f"the gather of version {version}", "gather", version, sorted(self._wanted))
+        answers = await self.collective(
+            f"the gather of version {version}", "gather", version, sorted(self._wanted)
+        )
         return max(seconds for seconds, _ in answers), answers[0][1]
 
     async def publish(self, version: int) -> ports.Published:
@@ -290,15 +320,22 @@ class RayTrainer(RayRanks):
         manifest, bucket_refs = await self._answer(ref, f"the publish of version {version}")
         refs = self._wanted[version] = HeldRefs(bucket_refs)
         publish_s = time.monotonic() - began_s
-        return ports.Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, refs))
+        return ports.Published(
+            version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, refs)
+        )
 
     async def snapshot(self, step: int) -> None:
         await self._learners(f"the snapshot of step {step}", "snapshot", step)
 
     async def write(self, directory: Path, cut: ports.Cut) -> None:
-        """Write the snapshot of the cut's step beside training: trainer state, the arrays of `cut.payloads` and `cut.kept`, and,
-        within a window, the weights of the last gathered version as they were at the snapshot."""
-        call, target, cut = f"the checkpoint of step {cut.step}", str(directory.absolute()), replace(cut, loop_state={})
+        """Write the snapshot of the cut's step beside training: trainer state, the arrays of `cut.payloads`
+        and `cut.kept`, and, within a window, the weights of the last gathered version as they were at the
+        snapshot."""
+        call, target, cut = (
+            (f"the checkpoint of step {cut.step}"),
+            str(directory.absolute()),
+            replace(cut, loop_state={}),
+        )
         limit = self._checkpoints
         writes = [self.collective(call, "write", target, cut, limit=limit)]
         if self.critic is not None:
@@ -311,10 +348,13 @@ class RayTrainer(RayRanks):
         await self._learners(f"the load of {directory}", "restore", str(directory.absolute()))
 
     async def _learners(self, call: str, method: str, *args: Any) -> list[Any]:
-        """Call everything with state in a checkpoint: the ranks, and a critic in its own processes. Returns the ranks' answers."""
+        """Call everything with state in a checkpoint: the ranks, and a critic in its own processes. Returns
+        the ranks' answers."""
         learners = [self] if self.critic is None else [self, self.critic]
         limit = self._checkpoints
-        of_ranks, *_ = await all_of(learner.collective(call, method, *args, limit=limit) for learner in learners)
+        of_ranks, *_ = await all_of(
+            learner.collective(call, method, *args, limit=limit) for learner in learners
+        )
         return of_ranks
 
     async def stop(self, timeout_s: float) -> None:

@@ -1,14 +1,17 @@
-"""A small process that outlives the driver and ends what the driver has started: even kill -9 leaves nothing behind.
+"""A small process that outlives the driver and ends what the driver has started: even kill -9 leaves nothing
+behind.
 
-Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute (they wait
-for a GCS that is gone), and its files stay in the temporary directory forever. The reaper holds the reading end of a pipe.
-Every second it notes the driver's descendants. When the pipe closes, because the session ended (the driver says goodbye first) or
-the driver died, it gives the descendants `GRACE_S` to end, kills the rest, and removes the directory and Python's shared-memory
-files that they left (vLLM's processes communicate through these; Python's resource tracker, which would remove them, is killed as
-well). If the driver died, the reaper prints an error, which names a Ray daemon only if that ended first: Ray silently ends a driver
-whose raylet is gone.
+Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute
+(they wait for a GCS that is gone), and its files stay in the temporary directory forever. The reaper holds
+the reading end of a pipe. Every second it notes the driver's descendants. When the pipe closes, because the
+session ended (the driver says goodbye first) or the driver died, it gives the descendants `GRACE_S` to end,
+kills the rest, and removes the directory and Python's shared-memory files that they left (vLLM's processes
+communicate through these; Python's resource tracker, which would remove them, is killed as well). If the
+driver died, the reaper prints an error, which names a Ray daemon only if that ended first: Ray silently ends
+a driver whose raylet is gone.
 
-Runs as a script: `python -P reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The class `Reaper` starts it from the driver.
+Runs as a script: `python -P reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The class `Reaper` starts it
+from the driver.
 """
 
 from __future__ import annotations
@@ -35,9 +38,13 @@ END_TIMEOUT_S = 20.0
 GOODBYE = b"."
 """What the driver writes to the pipe at an orderly end: the reaper then prints no error."""
 KILLED = "this run's process was killed and could not report why"
-HINT = "`asyncrl status` says how to resume from the last checkpoint, if there is one; if memory ran out, `dmesg` says so"
+HINT = (
+    "`asyncrl status` says how to resume from the last checkpoint, if there is one; if memory ran out, "
+    "`dmesg` says so"
+)
 DAEMONS = "raylet", "gcs_server"
-"""Ray's daemons, by process name. The kernel kills them when the driver's main thread ends: often before the pipe closes."""
+"""Ray's daemons, by process name. The kernel kills them when the driver's main thread ends: often before the
+pipe closes."""
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 SHARED_MEMORY = "/dev/shm/psm_"
 
@@ -84,7 +91,8 @@ def heard(seconds: float) -> bytes | None:
 
 
 def first_gone(daemons: Mapping[str, psutil.Process], driver_pid: int) -> str:
-    """The name of a daemon that ended before the driver; empty if none did, or if the driver has ended, too."""
+    """The name of a daemon that ended before the driver; empty if none did, or if the driver has ended,
+    too."""
     there = living(daemons.values())
     gone = next((name for name in DAEMONS if name in daemons and daemons[name] not in there), "")
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -94,11 +102,11 @@ def first_gone(daemons: Mapping[str, psutil.Process], driver_pid: int) -> str:
 
 
 def watch(driver_pid: int, spared: Iterable[int] = ()) -> tuple[str, Processes, set[str]]:
-    """Watch until the driver ends. Returns why it ended (empty if it said goodbye), the processes still alive, and all shared
-    memory seen.
+    """Watch until the driver ends. Returns why it ended (empty if it said goodbye), the processes still
+    alive, and all shared memory seen.
 
-    `spared`: pids of processes that the driver started before the session (such as Python's resource tracker). They do not belong
-    to the session, and a driver that continues after its session needs them.
+    `spared`: pids of processes that the driver started before the session (such as Python's resource
+    tracker). They do not belong to the session, and a driver that continues after its session needs them.
     """
     seen: Processes = set()
     memory: set[str] = set()
@@ -118,7 +126,8 @@ def watch(driver_pid: int, spared: Iterable[int] = ()) -> tuple[str, Processes, 
 
 
 def reap(seen: Processes) -> None:
-    """Wait `GRACE_S` for the processes to end by themselves, then kill them and what they started meanwhile."""
+    """Wait `GRACE_S` for the processes to end by themselves, then kill them and what they started
+    meanwhile."""
     kill_s = time.monotonic() + GRACE_S
     while (seen := living(seen)) and time.monotonic() < kill_s + GIVE_UP_S:
         if time.monotonic() >= kill_s:
@@ -141,14 +150,16 @@ def members_of(directory: str, spared: Iterable[int]) -> Processes:
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
-            if process.pid not in spared and process.environ().get(TOKEN_VARIABLE, "").startswith(f"{directory}/"):
+            if process.pid not in spared and process.environ().get(TOKEN_VARIABLE, "").startswith(
+                f"{directory}/"
+            ):
                 found.add(process)
     return living(found)
 
 
 def remove_directory(directory: str, spared: Iterable[int]) -> None:
-    """Remove the session's directory for good. A worker that Ray started after the last look has lost its parents, and would make
-    files there again: it is killed."""
+    """Remove the session's directory for good. A worker that Ray started after the last look has lost its
+    parents, and would make files there again: it is killed."""
     until_s = time.monotonic() + REMOVE_S
     while True:
         members = members_of(directory, spared)
@@ -209,7 +220,9 @@ class Reaper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         global _pipe
-        process = subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+        )
         assert process.stdin is not None
         _pipe = process.stdin.fileno()
         return process

@@ -1,13 +1,15 @@
 """The rollout actor: an engine, a group runner and the rewards in one asyncio process.
 
-    exchange ─> GroupRunner ─> Engine (slots) ─> RewardPool (child processes) ─> (PartResult, GroupPayload) ─> exchange
-    prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
+    exchange ─> GroupRunner ─> Engine (slots) ─> RewardPool (child processes) ─> (PartResult, GroupPayload) ─>
+    exchange prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine
+    itself
 
-Who waits for whom: a part for slots, the engine and rewards; `prefetch` for the transport, in a thread, beside generation; `load`
-for the engine's interrupt (with `drain`: for running trajectories, tools included); `exchange` for a change, one second at most.
+Who waits for whom: a part for slots, the engine and rewards; `prefetch` for the transport, in a thread,
+beside generation; `load` for the engine's interrupt (with `drain`: for running trajectories, tools included);
+`exchange` for a change, one second at most.
 
-Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and `load` fetches them during
-the interrupt; with `nccl` and `ipc`, rank 0 sends them then.
+Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and
+`load` fetches them during the interrupt; with `nccl` and `ipc`, rank 0 sends them then.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ class RolloutActor:
         return self._name
 
     async def start(self) -> tuple[str, str]:
-        """Load the model and start the reward processes, side by side. May take minutes. Returns its node's id and address."""
+        """Load the model and start the reward processes, side by side. May take minutes. Returns its node's
+        id and address."""
         with no_collection_while_starting():
             await self._start()
         logger.info("%s started: %s", self._name, self._place)
@@ -101,11 +104,15 @@ class RolloutActor:
         self._meter = RolloutMeter(self._name, profile.rollout.slots, time.monotonic, self._changes.note)
         self._engine = make_engine(profile, place, self._meter.running)
         self._pool = self._make_pool()
-        self._rewards = MeteredRewards(self._name.replace("rollout", "reward"), self._pool.score, time.monotonic)
+        self._rewards = MeteredRewards(
+            self._name.replace("rollout", "reward"), self._pool.score, time.monotonic
+        )
         await asyncio.gather(self._engine.start(), self._start_pool(), self._start_environments())
         self._places = Places(profile.rollout.slots, hold=profile.rollout.hold_slots)
         whole = await asyncio.to_thread(merging, profile, place)
-        self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1, self._places, whole)
+        self._loader = Loader(
+            self._engine, profile.weights, self._meter, place.version - 1, self._places, whole
+        )
         self._runner = await self._make_runner()
 
     def _make_pool(self) -> RewardPool:
@@ -117,7 +124,9 @@ class RolloutActor:
             timeout_s, block_s = env.episode_timeout_s, env.tool_timeout_s
         name = self._name.replace("rollout", "agent" if task.has_agent else "reward")
         log_path = self._log_path.with_name(f"{name}.log")
-        return RewardPool(self._reward, timeout_s=timeout_s, block_s=block_s, workers=workers, log_path=log_path)
+        return RewardPool(
+            self._reward, timeout_s=timeout_s, block_s=block_s, workers=workers, log_path=log_path
+        )
 
     async def _start_pool(self) -> None:
         if self._reward.kind != "episode":
@@ -125,7 +134,9 @@ class RolloutActor:
 
     async def _start_environments(self) -> None:
         if self._tool_class is not None:
-            self._processes = EnvironmentProcesses(self._tool_class, import_limit_s=import_limit_s(self._profile))
+            self._processes = EnvironmentProcesses(
+                self._tool_class, import_limit_s=import_limit_s(self._profile)
+            )
             try:
                 await self._processes.start()
             except ProcessEnded as why:
@@ -136,7 +147,14 @@ class RolloutActor:
             return partial(find_environment(environment_of(self._profile.task)), self._rewards)
         rewards = None if self._reward.kind == "episode" else self._rewards
         calls = CallLog(self._log_path.with_suffix(SUFFIX))
-        return partial(ToolEnvironment, self._processes, self._tool_class, rewards, calls, self._profile.env.tool_timeout_s)
+        return partial(
+            ToolEnvironment,
+            self._processes,
+            self._tool_class,
+            rewards,
+            calls,
+            self._profile.env.tool_timeout_s,
+        )
 
     async def _make_runner(self) -> Any:
         from asyncrl_cli.envs.chat import load_chat
@@ -154,10 +172,13 @@ class RolloutActor:
             environment = partial(AgentEnvironment, self._gateway, self._rewards)
         else:
             environment = self._environment_maker()
-        return GroupRunner(Means(self._engine, chat, environment, limits, self._places, self._meter.waiting), sampling)
+        return GroupRunner(
+            Means(self._engine, chat, environment, limits, self._places, self._meter.waiting), sampling
+        )
 
     async def _served(self, chat: Chat, sampling: Sampling, limits: Limits) -> Gateway:
-        """A gateway that listens; its address and the admin's key are in a file beside the log, for this user alone."""
+        """A gateway that listens; its address and the admin's key are in a file beside the log, for this user
+        alone."""
         from asyncrl_cli.envs.gateway.admin_routes import admin_routes
         from asyncrl_cli.envs.gateway.server import Gateway
 
@@ -167,7 +188,8 @@ class RolloutActor:
         return gateway
 
     async def connect(self, rank_zero: RayRankZero) -> None:
-        """For `nccl` and `ipc`: connect the engine's processes to the trainer's first actor. Both have started."""
+        """For `nccl` and `ipc`: connect the engine's processes to the trainer's first actor. Both have
+        started."""
         await self._engine.connect(rank_zero)
 
     async def stop(self) -> None:
@@ -178,7 +200,9 @@ class RolloutActor:
         ends = [] if self._processes is None else [self._processes.close()]
         await asyncio.gather(self._pool.close(), self._engine.close(), *ends)
 
-    async def _play(self, request: PartRequest, on_sequence: Callable[[int], None]) -> tuple[PartResult, GroupPayload]:
+    async def _play(
+        self, request: PartRequest, on_sequence: Callable[[int], None]
+    ) -> tuple[PartResult, GroupPayload]:
         (so_far,) = await request.so_far if request.goes_on else (None,)
         return await self._runner.run(request, on_sequence, so_far)
 
@@ -191,11 +215,14 @@ class RolloutActor:
         self._desk.begin(requests)
 
     @ray.method(num_returns=1 + PARTS_PER_ANSWER)
-    async def exchange(self, requests: Sequence[PartRequest], seen: int) -> tuple[Progress | GroupPayload | None, ...]:
-        """New parts in, ended ones and a report out (see exchange.py). Answers when something has changed since `seen`.
+    async def exchange(
+        self, requests: Sequence[PartRequest], seen: int
+    ) -> tuple[Progress | GroupPayload | None, ...]:
+        """New parts in, ended ones and a report out (see exchange.py). Answers when something has changed
+        since `seen`.
 
-        Each part's arrays are a separate Ray object, which the trainer fetches: the driver gets the metadata only. Unused objects
-        are None.
+        Each part's arrays are a separate Ray object, which the trainer fetches: the driver gets the metadata
+        only. Unused objects are None.
         """
         self._desk.begin(requests)
         seen = await self._changes.after(seen)
@@ -248,7 +275,9 @@ class RolloutActor:
             stays=self._engine.take_stays(),
         )
         finished = {key: number for key, number in self._desk.freed_slots.items() if number}
-        return Progress(seen=seen, ended=ended, freed_slots=finished, reports=(report, self._rewards.report()))
+        return Progress(
+            seen=seen, ended=ended, freed_slots=finished, reports=(report, self._rewards.report())
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,12 +290,13 @@ class Received:
 
 
 class Loader:
-    """A rollout worker's side of a weight sync. Versions only rise: it refuses a version that is not newer than the loaded one
-    and any that waits to be loaded.
+    """A rollout worker's side of a weight sync. Versions only rise: it refuses a version that is not newer
+    than the loaded one and any that waits to be loaded.
 
-    `held`: version of the engine's weights; one less if the first load may bring that same version, to verify it. `fingerprint`:
-    of the last version that was loaded; "" before. `places`: a drain waits for the trajectories that have begun there, even if they
-    are waiting for a tool. `whole`: converts the buckets that arrive to the engine's.
+    `held`: version of the engine's weights; one less if the first load may bring that same version, to verify
+    it. `fingerprint`: of the last version that was loaded; "" before. `places`: a drain waits for the
+    trajectories that have begun there, even if they are waiting for a tool. `whole`: converts the buckets
+    that arrive to the engine's.
     """
 
     def __init__(
@@ -289,9 +319,11 @@ class Loader:
         self._received: Received | None = None
 
     async def prefetch(self, manifest: Manifest, refs: Sequence[Any]) -> float:
-        """Fetch, check and copy the buckets in a thread, unless the load is to fetch them. Returns the seconds.
+        """Fetch, check and copy the buckets in a thread, unless the load is to fetch them. Returns the
+        seconds.
 
-        Raises ValueError for a version not newer than what this worker holds or has received, also if a newer one came meanwhile.
+        Raises ValueError for a version not newer than what this worker holds or has received, also if a newer
+        one came meanwhile.
         """
         began_s = time.monotonic()
         self._check_newer(manifest.version)
@@ -301,7 +333,8 @@ class Loader:
         return time.monotonic() - began_s
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
-        """Swap the received weights in. Raises ValueError, with the old version still loaded, if `version` was not received."""
+        """Swap the received weights in. Raises ValueError, with the old version still loaded, if `version`
+        was not received."""
         async with self._places.drained() if interrupt == "drain" else nullcontext():
             return await self._load(version, interrupt)
 
@@ -316,26 +349,40 @@ class Loader:
                 if weights is not None:
                     pause = await engine.load(weights, version, interrupt)
                 else:
-                    pause = await engine.load_in_place(lambda: list(self._arriving(manifest, received.refs)), version, interrupt)
+                    pause = await engine.load_in_place(
+                        lambda: list(self._arriving(manifest, received.refs)), version, interrupt
+                    )
             finally:
                 if self._received is received:
                     self._received = None  # also if it failed: the version may come again
             self.held, self.fingerprint = version, manifest.fingerprint
             if engine.stops_to_score:
-                self._meter.load_begins("keep-kv")  # the probe also freezes the responses that began after a drain
+                # the probe also freezes the responses that began after a drain
+                self._meter.load_begins("keep-kv")
             else:
                 self._meter.load_ended()
             report = self.last_load = LoadReport(
-                version=version, send_s=pause.fetch_s, load_s=pause.load_s, pause_s=pause.pause_s, logprob_abs_diff=None
+                version=version,
+                send_s=pause.fetch_s,
+                load_s=pause.load_s,
+                pause_s=pause.pause_s,
+                logprob_abs_diff=None,
             )
             return await self._probed(report, manifest) if manifest.probe_tokens else report
         finally:
             self._meter.load_ended()
 
     async def _probed(self, report: LoadReport, manifest: Manifest) -> LoadReport:
-        """Add the probes' result to `report`: the engine's logprobs against the trainer's of this version and the previous one."""
-        scores = await self._engine.score([list(tokens) for tokens in manifest.probe_tokens], manifest.temperature)
-        judged = judge(scores.logprobs, manifest.probe_logprobs, manifest.previous_logprobs) if manifest.previous_logprobs else None
+        """Add the probes' result to `report`: the engine's logprobs against the trainer's of this version and
+        the previous one."""
+        scores = await self._engine.score(
+            [list(tokens) for tokens in manifest.probe_tokens], manifest.temperature
+        )
+        judged = (
+            judge(scores.logprobs, manifest.probe_logprobs, manifest.previous_logprobs)
+            if manifest.previous_logprobs
+            else None
+        )
         return replace(
             report,
             pause_s=report.pause_s + scores.pause_s,
@@ -346,7 +393,8 @@ class Loader:
         )
 
     def _receive(self, manifest: Manifest, refs: Sequence[Any]) -> Mapping[str, torch.Tensor] | None:
-        """Runs in a thread. With `weights.overlap` a bucket is copied while the next ones arrive. Returns once all are verified."""
+        """Runs in a thread. With `weights.overlap` a bucket is copied while the next ones arrive. Returns
+        once all are verified."""
         if self._weights.transport in DIRECT_TRANSPORTS:
             from asyncrl_cli.weights.held import AnnouncedWeights
 
@@ -363,5 +411,6 @@ class Loader:
         newest = self.held if self._received is None else max(self.held, self._received.manifest.version)
         if version <= newest:
             raise ValueError(
-                f"version {version} of the weights is not newer than version {newest}, which this worker has already received"
+                f"version {version} of the weights is not newer than version {newest}, which this worker has "
+                "already received"
             )

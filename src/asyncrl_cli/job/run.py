@@ -46,9 +46,11 @@ NEVER_BEGAN = "interrupted while the run was starting: no step was trained"
 
 @dataclass
 class Run:
-    """One run: `result = await Run(profile).run()`. `Run.resume(...)` makes one that continues from a checkpoint.
+    """One run: `result = await Run(profile).run()`. `Run.resume(...)` makes one that continues from a
+    checkpoint.
 
-    `origins`: those of `Loaded`. Without them every value counts as given, also `model.dtype` and the time limits.
+    `origins`: those of `Loaded`. Without them every value counts as given, also `model.dtype` and the time
+    limits.
     """
 
     profile: Profile
@@ -66,9 +68,16 @@ class Run:
 
     @classmethod
     def resume(
-        cls, argument: str, *, runs_dir: Path, sets: Sequence[str] = (), ui: str = "auto", address: str | None = None
+        cls,
+        argument: str,
+        *,
+        runs_dir: Path,
+        sets: Sequence[str] = (),
+        ui: str = "auto",
+        address: str | None = None,
     ) -> Run:
-        """`argument` is a checkpoint, a run directory or a run's name; `sets` change its profile, as far as a resume allows it.
+        """`argument` is a checkpoint, a run directory or a run's name; `sets` change its profile, as far as a
+        resume allows it.
 
         Raises RefusedError for a damaged or foreign checkpoint, ConfigError for wrong `sets`.
         """
@@ -76,10 +85,13 @@ class Run:
         loaded = changed(read_document(checkpoint.directory / "config.resolved.json"), sets)
         refuse_ended(checkpoint, train_steps_of(loaded.profile))
         check_resumable(checkpoint, loaded.profile)
-        return cls(loaded.profile, loaded.origins, loaded.warnings, ui=ui, address=address, checkpoint=checkpoint)
+        return cls(
+            loaded.profile, loaded.origins, loaded.warnings, ui=ui, address=address, checkpoint=checkpoint
+        )
 
     async def run(self) -> RunResult:
-        """Raises `AsyncrlError` for anything that goes wrong before the first step; later failures are in the result.
+        """Raises `AsyncrlError` for anything that goes wrong before the first step; later failures are in the
+        result.
 
         In the main thread SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the run as `StopRequests` describes.
         """
@@ -104,14 +116,17 @@ class Run:
 
     async def _start_and_run(self) -> RunResult:
         async with AsyncExitStack() as stack:
-            stack.push(self._remove_unbegun)  # after Ray has ended: an actor that starts late makes its log's directory
+            # after Ray has ended: an actor that starts late makes its log's directory
+            stack.push(self._remove_unbegun)
             directory = self._directory()
             stack.callback(directory.close)
             attempt_dir = directory.start_attempt()
             stack.enter_context(logged_to(attempt_dir / "driver.log"))
             watching = asyncio.ensure_future(self.requests.watch(directory.stop_requests))
             stack.callback(watching.cancel)
-            self._start = StartStatus(directory.status, RunFacts.of(self.profile, directory.path, directory.attempts))
+            self._start = StartStatus(
+                directory.status, RunFacts.of(self.profile, directory.path, directory.attempts)
+            )
             with Starting(self.ui, tell=self._start) as say:
                 task, crew, warnings = await self._start_everything(stack, directory, attempt_dir, say)
             self._start = None
@@ -120,7 +135,8 @@ class Run:
     async def _start_everything(
         self, stack: AsyncExitStack, directory: RunDirectory, log_dir: Path, say: Starting
     ) -> tuple[Task, Crew, Sequence[str]]:
-        """Start all that the loop needs. Returns the task, the workers and the warnings to show; `stack` ends what was started."""
+        """Start all that the loop needs. Returns the task, the workers and the warnings to show; `stack` ends
+        what was started."""
         if self.address is None:
             self._resolve(device_of(self.profile, local_cluster()))
         profile = self.profile
@@ -137,7 +153,8 @@ class Run:
         for record, code in task.user_code.items():
             keep_record(directory.path, record, code)
             if note := origin(directory.path, record, code):
-                print(neutral(note), file=sys.stderr, flush=True)  # whatever `ui` is: the record may be somebody else's
+                # whatever `ui` is: the record may be somebody else's
+                print(neutral(note), file=sys.stderr, flush=True)
         from asyncrl_cli.job.workers import started_workers
 
         of_nodes: list[str] = []
@@ -158,7 +175,9 @@ class Run:
         started = await stack.enter_async_context(crew)
         return task, started, [*self.warnings, *plan.warnings, *task.notes, *of_nodes]
 
-    async def _to_the_end(self, directory: RunDirectory, task: Task, crew: Crew, warnings: Sequence[str]) -> RunResult:
+    async def _to_the_end(
+        self, directory: RunDirectory, task: Task, crew: Crew, warnings: Sequence[str]
+    ) -> RunResult:
         observers = make_observers(self.profile, directory, self.ui)
         try:
             pipeline = make_pipeline(self.profile, directory, task, crew, observers, self.checkpoint)
@@ -180,7 +199,8 @@ class Run:
         return result
 
     def _resolve(self, device: str) -> None:
-        """Fill in the default of `model.dtype`. A resumed run keeps the dtype that it began with, also on another device."""
+        """Fill in the default of `model.dtype`. A resumed run keeps the dtype that it began with, also on
+        another device."""
         if self.checkpoint is None:
             resolved = for_device(Loaded(profile=self.profile, origins=self.origins), device)
             self.profile, self.origins = resolved.profile, resolved.origins
@@ -189,7 +209,9 @@ class Run:
     def _set_limits(self, plan: JobPlan, model_dir: Path) -> None:
         """Fill in the defaults of time limits. Those of a model of unknown sizes stay as they are."""
         with suppress(ShapeUnknown):
-            resolved = for_job(Loaded(profile=self.profile, origins=self.origins), plan, shape_of_directory(model_dir))
+            resolved = for_job(
+                Loaded(profile=self.profile, origins=self.origins), plan, shape_of_directory(model_dir)
+            )
             self.profile, self.origins = resolved.profile, resolved.origins
 
     def _directory(self) -> RunDirectory:
@@ -206,16 +228,19 @@ class Run:
         return to_toml(self.profile, self.origins), to_document(self.profile, self.origins)
 
     def _leave_the_start(self) -> NoReturn:
-        """The second stop request during the start: wait for nothing. The run directory is removed, as after the first request."""
+        """The second stop request during the start: wait for nothing. The run directory is removed, as after
+        the first request."""
         tell("ended at once: no step was trained")
         leave_soon()  # even if the clean-up below hangs
         end_descendants()
         self._remove_unbegun(None, None, None)
         leave()
 
-    def _remove_unbegun(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Remove the directory of a run that never began: nothing could resume it, and its name would stay taken. If an executor
-        failed, its logs are kept."""
+    def _remove_unbegun(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Remove the directory of a run that never began: nothing could resume it, and its name would stay
+        taken. If an executor failed, its logs are kept."""
         if self._start is not None:
             self._start.take_back()
         if self._unbegun is None:

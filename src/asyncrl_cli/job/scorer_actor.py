@@ -1,12 +1,12 @@
-"""A scorer that runs in its own processes (`ref`, `prox`, `critic`, the reward model): `ScorerActor` is one process, `RayScorer` is
-the loop's view of all of them.
+"""A scorer that runs in its own processes (`ref`, `prox`, `critic`, the reward model): `ScorerActor` is one
+process, `RayScorer` is the loop's view of all of them.
 
     group main     one thread: start, load, score, judge. All processes get the same calls in the same order, except `judge`: one
                    process alone scores an eval's trajectories
     group control  report, meeting_point: answered at once, whatever else runs
 
-Who waits for whom: collectives in `main` wait for the other processes' `main`; the driver waits for each call, at most
-rollout.call_timeout_s (weights.timeout_s for a load).
+Who waits for whom: collectives in `main` wait for the other processes' `main`; the driver waits for each
+call, at most rollout.call_timeout_s (weights.timeout_s for a load).
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ class ScorerActor(RankActor):
         from asyncrl_cli.train.ranks import Ranks
 
         ranks = self._ranks = Ranks(profile, place, rank=self._rank, init_method=init_method)
-        self._scorer = CriticApart(profile, place, ranks) if task == CRITIC else frozen_model(task, profile, place, ranks)
+        self._scorer = (
+            CriticApart(profile, place, ranks)
+            if task == CRITIC
+            else frozen_model(task, profile, place, ranks)
+        )
 
     @ray.method(concurrency_group="main")
     def load(self, manifest: Manifest, bucket_refs: list[Any]) -> None:
@@ -71,8 +75,8 @@ class ScorerActor(RankActor):
 
     @ray.method(concurrency_group="main")
     def score(self, num_tokens: int, items: Sequence[Mapping[str, Any]], *parts: GroupPayload) -> Any:
-        """Returns this process's report, then the column of each group. A group is one or more of `parts`. `num_tokens`: sampled
-        tokens that all processes together score in this call."""
+        """Returns this process's report, then the column of each group. A group is one or more of `parts`.
+        `num_tokens`: sampled tokens that all processes together score in this call."""
         with self._meter.doing(State.BUSY):
             columns = self._scorer.score(joined(parts), items)
             self._meter.add(scored_tokens=num_tokens)
@@ -92,8 +96,9 @@ class ScorerActor(RankActor):
 
 
 class RayScorer(RayRanks):
-    """`loop.ports.Scorer` on all `ScorerActor`s. A column's handle is its ObjectRef. The driver owns it, so it outlives the
-    process that made it, but the column goes straight to the trainer's ranks. (Only rewards come to the driver.)"""
+    """`loop.ports.Scorer` on all `ScorerActor`s. A column's handle is its ObjectRef. The driver owns it, so
+    it outlives the process that made it, but the column goes straight to the trainer's ranks. (Only rewards
+    come to the driver.)"""
 
     def __init__(self, name: str, make_actors: Callable[[], list[Any]], profile: Profile) -> None:
         """`make_actors()` creates the actors of all processes in their bundles, now and at every restart."""
@@ -110,7 +115,9 @@ class RayScorer(RayRanks):
         self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Any], ExecutorReport]:
         """Divide the groups between the processes by their number of tokens, and score them."""
-        lengths = [sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups]
+        lengths = [
+            sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups
+        ]
         shares = split_by_tokens(lengths, len(self.actors))
         num_tokens = sum(group.response_tokens for group in groups)
         reports, columns = [], dict[int, Any]()
@@ -136,18 +143,25 @@ class RayScorer(RayRanks):
         return await self._answer(self.actors[index].judge.remote(items, result.payload), call, index)
 
     async def restart(self) -> None:
-        """Kill all actors, dead or alive, and start new ones, which get their bundles once the old actors are gone."""
+        """Kill all actors, dead or alive, and start new ones, which get their bundles once the old actors are
+        gone."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors = self._make_actors()
         await self.start()
 
     async def _answer(self, ref: Any, call: str, rank: int = 0, limit: Limit | None = None) -> Any:
-        """The limit is `rollout.call_timeout_s` by default. Errors name the whole scorer, which is restarted as a whole. (When
-        a process is lost, the others' collectives fail, and their error may come first.)"""
+        """The limit is `rollout.call_timeout_s` by default. Errors name the whole scorer, which is restarted
+        as a whole. (When a process is lost, the others' collectives fail, and their error may come first.)"""
         try:
             host = self._hosts.get(rank, "")
-            return await answer(ref, executor=self.name, call=f"{call} (process {rank})", limit=limit or self._calls, host=host)
+            return await answer(
+                ref,
+                executor=self.name,
+                call=f"{call} (process {rank})",
+                limit=limit or self._calls,
+                host=host,
+            )
         except ExecutorLost:
             raise
         except ExecutorFailed as error:

@@ -1,10 +1,13 @@
-"""Starts and ends Ray: a private local cluster, or a connection to an existing one by its address. Nothing stays behind.
+"""Starts and ends Ray: a private local cluster, or a connection to an existing one by its address. Nothing
+stays behind.
 
-Signals: `ray.init` replaces the SIGTERM handler; `ray_session` puts the previous one back. A handler of an asyncio loop
-(`loop.add_signal_handler`) is lost in `ray.init`: install it after entering `ray_session`. Others may be installed at any time.
+Signals: `ray.init` replaces the SIGTERM handler; `ray_session` puts the previous one back. A handler of an
+asyncio loop (`loop.add_signal_handler`) is lost in `ray.init`: install it after entering `ray_session`.
+Others may be installed at any time.
 
-Who cleans up: after a normal end or a failure, the end of the `with` block shuts Ray down; after a kill -9 `reaper.py` does,
-within about 5 s. On an existing cluster Ray itself ends the actors of a driver that is gone.
+Who cleans up: after a normal end or a failure, the end of the `with` block shuts Ray down; after a kill -9
+`reaper.py` does, within about 5 s. On an existing cluster Ray itself ends the actors of a driver that is
+gone.
 """
 
 from __future__ import annotations
@@ -34,18 +37,23 @@ from asyncrl_cli.profile.schema import Profile
 
 CONNECT_TIMEOUT_S = 10.0
 LONGEST_DIRECTORY = 36
-"""In characters. Ray makes socket paths below this directory, and the kernel limits a socket's path to 107."""
+"""In characters. Ray makes socket paths below this directory, and the kernel limits a socket's path to
+107."""
 
 
 @contextlib.contextmanager
 def ray_session(
-    profile: Profile, *, address: str | None = None, cluster: ClusterResources | None = None, model_dir: Path | None = None
+    profile: Profile,
+    *,
+    address: str | None = None,
+    cluster: ClusterResources | None = None,
+    model_dir: Path | None = None,
 ) -> Iterator[JobPlan]:
-    """Connect to Ray and yield the plan for its resources. `cluster` replaces this machine's resources (tests use logical GPUs).
-    The object store of a local session has room for the weights of `model_dir`.
+    """Connect to Ray and yield the plan for its resources. `cluster` replaces this machine's resources (tests
+    use logical GPUs). The object store of a local session has room for the weights of `model_dir`.
 
-    Raises ConfigError and PreflightError, where possible before anything is started; PreflightError if Ray does not start
-    or, within `CONNECT_TIMEOUT_S`, does not answer at `address`.
+    Raises ConfigError and PreflightError, where possible before anything is started; PreflightError if Ray
+    does not start or, within `CONNECT_TIMEOUT_S`, does not answer at `address`.
     """
     with contextlib.ExitStack() as stack:
         if address is not None:
@@ -56,7 +64,9 @@ def ray_session(
         else:
             cluster = cluster or local_cluster()
             plan = compile_job(profile, cluster)
-            store_bytes = object_store_bytes(profile, _published_parameters(profile, model_dir) if model_dir else 0)
+            store_bytes = object_store_bytes(
+                profile, _published_parameters(profile, model_dir) if model_dir else 0
+            )
             check_shared_memory(profile, store_bytes)
             _start_here(stack, cluster, plan, store_bytes)
         yield plan
@@ -88,7 +98,8 @@ def _published_parameters(profile: Profile, model_dir: Path) -> int:
 
 
 def check_shared_memory(profile: Profile, store_bytes: int) -> None:
-    """Raises PreflightError if Ray would refuse an object store that /dev/shm cannot hold. (A small one it keeps on disk.)"""
+    """Raises PreflightError if Ray would refuse an object store that /dev/shm cannot hold. (A small one it
+    keeps on disk.)"""
     free = free_shared_memory()
     if free is None or store_bytes <= free:
         return
@@ -97,13 +108,16 @@ def check_shared_memory(profile: Profile, store_bytes: int) -> None:
     if store_bytes > REQUIRE_SHM_SIZE_THRESHOLD:
         gib, dtype = store_bytes / 2**30, profile.model.dtype
         raise PreflightError(
-            f"ray's object store needs {gib:.1f} GiB of shared memory for two versions of the weights in {dtype}, and "
+            f"ray's object store needs {gib:.1f} GiB of shared memory for two versions of the weights in "
+            f"{dtype}, and "
             f"{SHARED_MEMORY} has {free / 2**30:.1f} GiB free",
             hint=f"--set weights.transport=disk, or docker run --shm-size={gib + 1:.0f}g",
         )
 
 
-def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, plan: JobPlan, store_bytes: int) -> None:
+def _start_here(
+    stack: contextlib.ExitStack, cluster: ClusterResources, plan: JobPlan, store_bytes: int
+) -> None:
     """Start the daemons and connect to them. They end with `stack`, and with this process."""
     base = tempfile.gettempdir()
     short_base = base if len(base) + 16 <= LONGEST_DIRECTORY else "/tmp"
@@ -121,13 +135,15 @@ def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, plan: Jo
         stack.enter_context(_connection(address=address, _skip_env_hook=True))
     except Exception as error:  # Ray raises bare Exceptions when it fails to start
         raise PreflightError(
-            f"ray did not start on this machine: {error}", hint="`df /dev/shm /tmp` and `ulimit -n` may tell why"
+            f"ray did not start on this machine: {error}",
+            hint="`df /dev/shm /tmp` and `ulimit -n` may tell why",
         ) from error
 
 
 @contextlib.contextmanager
 def _connection(**options: Any) -> Iterator[None]:
-    """This process's connection to Ray: `ray.init` without its output and with our SIGTERM handler, `ray.shutdown` in the end."""
+    """This process's connection to Ray: `ray.init` without its output and with our SIGTERM handler,
+    `ray.shutdown` in the end."""
     import ray
 
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it logs at every start
@@ -151,19 +167,23 @@ def is_job_server(address: str) -> bool:
 
 
 def check_reachable(address: str) -> None:
-    """Try a plain TCP connection before Ray does: Ray spends minutes on a dead address. Raises ConfigError or PreflightError."""
+    """Try a plain TCP connection before Ray does: Ray spends minutes on a dead address. Raises ConfigError or
+    PreflightError."""
     if "://" in address:
         raise ConfigError(
             f"--address {address}: asyncrl's driver must run inside the cluster",
             hint=f"asyncrl submit --address {address} --profile NAME makes it a job there"
             if is_job_server(address)
-            else "give HOST:PORT of the cluster's GCS (usually port 6379), or `auto` on one of its nodes; or `asyncrl submit`",
+            else "give HOST:PORT of the cluster's GCS (usually port 6379), or `auto` on one of its nodes; or "
+            "`asyncrl submit`",
         )
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"--address {address}: not HOST:PORT", hint="for example --address 10.0.0.1:6379, or auto")
+        raise ConfigError(
+            f"--address {address}: not HOST:PORT", hint="for example --address 10.0.0.1:6379, or auto"
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
             return

@@ -1,4 +1,5 @@
-"""What a submitted run ships to its cluster: files from the working directory, and the profile as it was resolved here.
+"""What a submitted run ships to its cluster: files from the working directory, and the profile as it was
+resolved here.
 
     asyncrl-job.toml         every value that a file, the environment or an option has set; paths of shipped files are relative
     my_rewards.py            the module of `task.reward = "my_rewards:score"`, if it is in the working directory, or beside the
@@ -6,7 +7,8 @@
     my_package/...           likewise the whole package, for a module inside a package
     data/train.parquet       what a pattern of `run.ship` matches
 
-The profile's chain of files is not shipped: the files may be anywhere, and they lack the environment's values.
+The profile's chain of files is not shipped: the files may be anywhere, and they lack the environment's
+values.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class Cargo:
 
 
 def cargo_of(loaded: Loaded, root: Path) -> Cargo:
-    """What a run of this profile needs from the directory `root`. Raises ConfigError if a pattern of `run.ship` matches nothing, or
-    points outside `root`."""
+    """What a run of this profile needs from the directory `root`. Raises ConfigError if a pattern of
+    `run.ship` matches nothing, or points outside `root`."""
     profile, notes = loaded.profile, []
     place = Path(profile.task.import_path or root)
     if place == root:  # the job works there
@@ -99,11 +101,14 @@ def _module_files(root: Path, place: Path, module: str) -> Iterator[Path]:
 def _matching(root: Path, pattern: str) -> list[Path]:
     parts = PurePosixPath(pattern).parts
     if not parts or pattern.startswith("/") or ".." in parts:
-        raise ConfigError(f'run.ship names "{pattern}", which is not within {root}', hint="submit from a parent directory")
+        raise ConfigError(
+            f'run.ship names "{pattern}", which is not within {root}', hint="submit from a parent directory"
+        )
     found = list(_files(root, f"{pattern}/**/*" if (root / pattern).is_dir() else pattern))
     if not found:
         raise ConfigError(
-            f'run.ship names "{pattern}", but no file in {root} matches', hint='ship = ["data/*.parquet", "helpers.py"]'
+            f'run.ship names "{pattern}", but no file in {root} matches',
+            hint='ship = ["data/*.parquet", "helpers.py"]',
         )
     return found
 

@@ -6,8 +6,8 @@
     group direct   rank 0: sends weights to a rollout worker that asks for them (`nccl`, `ipc`), beside training
     group control  report, meeting_point, free_address, leave: answered at once, whatever else runs
 
-Who waits for whom: collectives in `main` for the other ranks' `main`; `direct` for the vLLM processes of the calling worker, for
-`weights.timeout_s` at most, and in a `turn` for the workers before it.
+Who waits for whom: collectives in `main` for the other ranks' `main`; `direct` for the vLLM processes of the
+calling worker, for `weights.timeout_s` at most, and in a `turn` for the workers before it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from asyncrl_cli.weights.versions import Manifest
 
 WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
-"""In the run's directory: versions on their way to the workers, if `weights.transport` is `disk`; versions that are kept."""
+"""In the run's directory: versions on their way to the workers, if `weights.transport` is `disk`; versions
+that are kept."""
 
 
 class TrainerActor(RankActor):
@@ -54,10 +55,17 @@ class TrainerActor(RankActor):
     ROLE, INPUT = "trainer", "groups"
 
     def __init__(
-        self, rank: int, profile: Profile, place: Place, run_dir: Path, probe_items: Sequence[Item] = (), *, log_path: Path
+        self,
+        rank: int,
+        profile: Profile,
+        place: Place,
+        run_dir: Path,
+        probe_items: Sequence[Item] = (),
+        *,
+        log_path: Path,
     ) -> None:
-        """`run_dir`: the directory for versions that are kept or that travel as files. `probe_items`: their prompts are the
-        probes' text."""
+        """`run_dir`: the directory for versions that are kept or that travel as files. `probe_items`: their
+        prompts are the probes' text."""
         super().__init__("trainer", rank, profile, place, log_path)
         self._run_dir = run_dir
         self._probe_items = probe_items
@@ -80,7 +88,8 @@ class TrainerActor(RankActor):
         if self._trainer.model.attention == "sdpa" or self._trainer.ranks.device.type != "cuda":
             return []
         return [
-            "the trainer attends by the model's own function (eager), not by sdpa: slow on a GPU, with all scores in memory "
+            "the trainer attends by the model's own function (eager), not by sdpa: slow on a GPU, with all "
+            "scores in memory "
             "and padded rows; the log of trainer-0 says why"
         ]
 
@@ -98,13 +107,18 @@ class TrainerActor(RankActor):
         began_s = time.monotonic()
         with self._meter.doing(State.BUSY):
             payloads, scores = taken(plan, names, given)
-            report = self._trainer.train(step_in_window=step_in_window, plan=plan, payloads=payloads, scores=scores)
-        self._meter.add(busy_s=time.monotonic() - began_s, trained_tokens=report.tokens, gauges={"step": step})
+            report = self._trainer.train(
+                step_in_window=step_in_window, plan=plan, payloads=payloads, scores=scores
+            )
+        self._meter.add(
+            busy_s=time.monotonic() - began_s, trained_tokens=report.tokens, gauges={"step": step}
+        )
         return report, self._meter.report()
 
     @ray.method(concurrency_group="main")
     def gather(self, version: int, wanted: Sequence[int] = ()) -> tuple[float, ExecutorReport]:
-        """Gather this version's weights. Returns the seconds, and this rank's report to save the loop another call.
+        """Gather this version's weights. Returns the seconds, and this rank's report to save the loop another
+        call.
 
         `wanted`: older versions that a worker may still ask for; rank 0 drops all others.
         """
@@ -119,19 +133,23 @@ class TrainerActor(RankActor):
 
     @ray.method(concurrency_group="publish")
     def publish(self, version: int) -> tuple[Manifest, list[Any]]:
-        """Rank 0: send the gathered buckets. Returns the manifest and the refs by which workers get the buckets."""
+        """Rank 0: send the gathered buckets. Returns the manifest and the refs by which workers get the
+        buckets."""
         from asyncrl_cli.weights.disk import keep_version
 
         manifest, buckets = self._trainer.published(version)
         refs = self._sending.sent(manifest, buckets)
         if num_kept := self._profile.weights.keep_versions:
             with telling_storage():
-                keep_version(self._run_dir / VERSIONS_DIR, manifest, buckets, Path(self._place.model_dir), num_kept)
+                keep_version(
+                    self._run_dir / VERSIONS_DIR, manifest, buckets, Path(self._place.model_dir), num_kept
+                )
         return manifest, refs
 
     @ray.method(concurrency_group="direct")
     def direct(self, call: str, worker: str, *args: Any) -> Any:
-        """Rank 0: call `join`, `turn`, `broadcast` or `export` of the engine's `EngineKind.rank_zero_end` for `worker`."""
+        """Rank 0: call `join`, `turn`, `broadcast` or `export` of the engine's `EngineKind.rank_zero_end` for
+        `worker`."""
         return getattr(self._end, call)(worker, *args)
 
     @ray.method(concurrency_group="control")
@@ -166,7 +184,8 @@ class TrainerActor(RankActor):
 
     @ray.method(concurrency_group="main")
     def logprobs(self, indices: Sequence[int], *parts: GroupPayload) -> Column:
-        """Logprobs of these groups' sampled tokens under the current weights. A collective: a rank has its own groups, or none."""
+        """Logprobs of these groups' sampled tokens under the current weights. A collective: a rank has its
+        own groups, or none."""
         with self._meter.doing(State.BUSY, "samples to be scored"):
             return self._trainer.model.column(dict(zip(indices, joined(parts), strict=True)))
 
@@ -182,17 +201,27 @@ class TrainerActor(RankActor):
     ) -> None:
         """Rank 0: write trajectories of a train step as text lines, beside training.
 
-        `facts`: what the driver knows of each chosen group, by its index in the step, in the order of `part_refs`: fields of
-        `SampledGroup`. `of`: the logprobs that the ranks have computed, if any.
+        `facts`: what the driver knows of each chosen group, by its index in the step, in the order of
+        `part_refs`: fields of `SampledGroup`. `of`: the logprobs that the ranks have computed, if any.
         """
-        payloads, known = joined(ray.get(part_refs)), {index: arrays for column in of for index, arrays in column.items()}
+        payloads, known = (
+            joined(ray.get(part_refs)),
+            {index: arrays for column in of for index, arrays in column.items()},
+        )
         groups = [
             SampledGroup(payload=payload, logprobs=known.get(index), **own)
             for payload, (index, own) in zip(payloads, facts.items(), strict=True)
         ]
         max_bytes = self._profile.logging.samples_max_mb * MIB
         with telling_storage():
-            dump_samples(Path(directory), step, groups, window=window, decode=self._tokenizer.decode, max_bytes=max_bytes)
+            dump_samples(
+                Path(directory),
+                step,
+                groups,
+                window=window,
+                decode=self._tokenizer.decode,
+                max_bytes=max_bytes,
+            )
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -4,8 +4,8 @@
                                     | send 0   | send 1   | send 2 |    (a thread)        publish: waits for the rest
     no overlap    gather | bucket 0 | bucket 1 | bucket 2 | probes |                      publish: send 0, send 1, send 2
 
-Either way the same buckets arrive, in the same order. `object-store` keeps buckets as Ray objects, `disk` as files; `nccl` and
-`ipc` leave them on rank 0 (weights/held.py).
+Either way the same buckets arrive, in the same order. `object-store` keeps buckets as Ray objects, `disk` as
+files; `nccl` and `ipc` leave them on rank 0 (weights/held.py).
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ GETS_AHEAD = 2
 
 
 class ObjectStoreSender(Sender):
-    """Sends buckets as Ray objects. The driver keeps them alive by their refs, until no worker can want the version any more."""
+    """Sends buckets as Ray objects. The driver keeps them alive by their refs, until no worker can want the
+    version any more."""
 
     def put(self, bucket: Bucket) -> Any:
         return ray.put(bucket)
 
 
 class HeldRefs(list[Any]):
-    """A version's refs in the driver. While this list lives a worker may want the version, and the next gather keeps it."""
+    """A version's refs in the driver. While this list lives a worker may want the version, and the next
+    gather keeps it."""
 
 
 class Sending:
     """Rank 0: gives each gathered bucket its fingerprint and hands it to the transport's `sender`.
 
-    The sender is called in the order begin, put ..., finish, all in one thread. If a send fails, the publish of its version
-    raises the error.
+    The sender is called in the order begin, put ..., finish, all in one thread. If a send fails, the publish
+    of its version raises the error.
     """
 
     def __init__(self, sender: Sender, *, overlap: bool) -> None:
@@ -61,20 +63,25 @@ class Sending:
     def of(self, version: int, wanted: Collection[int] = ()) -> OnFull:
         """The function that gather calls with each bucket of `version` it has filled, in order.
 
-        Drops a version that was begun and never published (a run that stops), and all older versions except `wanted`.
+        Drops a version that was begun and never published (a run that stops), and all older versions except
+        `wanted`.
         """
         sends = [self._thread.submit(self._sender.keep, wanted)]
         self._begun = {version: sends}
         if not self._overlap:
             return lambda packing, index: None
-        return lambda packing, index: sends.append(self._thread.submit(self._seal_and_put, version, packing, index))
+        return lambda packing, index: sends.append(
+            self._thread.submit(self._seal_and_put, version, packing, index)
+        )
 
     def sent(self, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Any]:
         """The refs of the version's `buckets`, in order. Without overlap the buckets are sent here."""
         refs = [one.result() for one in self._begun.pop(manifest.version, [])][1:]  # the first is `keep`
         if not refs:
             return self._thread.submit(send, self._sender, manifest, buckets).result()
-        assert len(refs) == len(buckets), f"{len(refs)} of {len(buckets)} buckets of version {manifest.version} were sent"
+        assert len(refs) == len(buckets), (
+            f"{len(refs)} of {len(buckets)} buckets of version {manifest.version} were sent"
+        )
         self._thread.submit(self._sender.finish, manifest).result()
         return refs
 
@@ -85,8 +92,8 @@ class Sending:
 
 
 def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
-    """The buckets in the order in which they were sent, each verified. Blocks, so call it in a thread. Buckets from the object
-    store are memory-mapped, not copied.
+    """The buckets in the order in which they were sent, each verified. Blocks, so call it in a thread.
+    Buckets from the object store are memory-mapped, not copied.
 
     Raises DamagedWeights: at a damaged bucket, or at the end if some are missing.
     """
@@ -97,7 +104,8 @@ def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
 
 
 def merging(profile: Profile, place: Place) -> Whole:
-    """How a receiver converts the buckets that arrive: with `lora.sync = "adapter"` it makes whole weights of them."""
+    """How a receiver converts the buckets that arrive: with `lora.sync = "adapter"` it makes whole weights of
+    them."""
     if profile.lora.sync == "merged":
         return iter
     from asyncrl_cli.weights.adapters import BaseFiles
@@ -106,7 +114,8 @@ def merging(profile: Profile, place: Place) -> Whole:
 
 
 def _in_order(gets: ThreadPoolExecutor, refs: Sequence[Any]) -> Iterator[Bucket]:
-    """The next fetch begins when a bucket is taken, so that a slow consumer has at most GETS_AHEAD buckets waiting."""
+    """The next fetch begins when a bucket is taken, so that a slow consumer has at most GETS_AHEAD buckets
+    waiting."""
     submits = (gets.submit(_get, ref) for ref in refs)
     ahead = deque(islice(submits, GETS_AHEAD))
     while ahead:
@@ -120,7 +129,9 @@ def _get(ref: Any) -> Bucket:
 
 
 def clear(weights_dir: Path) -> None:
-    """Remove the weight files that this attempt, or an earlier killed one, has left. May take long: call it in a thread."""
+    """Remove the weight files that this attempt, or an earlier killed one, has left. May take long: call it
+    in a thread."""
     shutil.rmtree(weights_dir, ignore_errors=True)
     if weights_dir.exists():
-        shutil.rmtree(weights_dir, ignore_errors=True)  # rank 0, which was just killed, renamed something after it was listed
+        # rank 0, which was just killed, renamed something after it was listed
+        shutil.rmtree(weights_dir, ignore_errors=True)

@@ -34,7 +34,8 @@ from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.tool_class import ToolClass
 
 STOP_TIMEOUT_S = 1.0
-"""A kill after that loses nothing of value: checkpoints and publishes were awaited. A second Ctrl-C must end a run in 5 s."""
+"""A kill after that loses nothing of value: checkpoints and publishes were awaited. A second Ctrl-C must end
+a run in 5 s."""
 
 
 @asynccontextmanager
@@ -53,12 +54,13 @@ async def started_workers(
     progress: Say = lambda text: None,
     warn: Say = lambda text: None,
 ) -> AsyncIterator[tuple[RayTrainer, list[RayRolloutWorker], list[Any], list[RayScorer]]]:
-    """Start all trainer ranks, rollout workers and scorers. Yields, when all are ready: trainer, workers, handles of the
-    checkpoint's groups, scorers.
+    """Start all trainer ranks, rollout workers and scorers. Yields, when all are ready: trainer, workers,
+    handles of the checkpoint's groups, scorers.
 
-    Workers hold the weights of `model_dir` until the loop has published a version. `further`: what `further_models` found.
-    `log_dir`: where each actor writes `<name>.log`. `probe_items`: the probes are pieces of their prompts. `warn` gets warnings of
-    nodes and of the trainer. Leaving the block ends the actors and releases the bundles, within about `STOP_TIMEOUT_S`.
+    Workers hold the weights of `model_dir` until the loop has published a version. `further`: what
+    `further_models` found. `log_dir`: where each actor writes `<name>.log`. `probe_items`: the probes are
+    pieces of their prompts. `warn` gets warnings of nodes and of the trainer. Leaving the block ends the
+    actors and releases the bundles, within about `STOP_TIMEOUT_S`.
 
     Raises:
         PreflightError: no room for the plan within `placement.timeout_s`, or a node that cannot be used.
@@ -68,36 +70,52 @@ async def started_workers(
     progress("placing the job")
     async with placed(plan, timeout_s=profile.placement.timeout_s, say=progress) as options:
         if not is_local_session():
-            found = await examined(used_nodes(plan, options), Wanted.of(profile, model_dir, further, run_dir), progress)
+            found = await examined(
+                used_nodes(plan, options), Wanted.of(profile, model_dir, further, run_dir), progress
+            )
             for warning in refuse(found):
                 warn(warning)
         await asyncio.to_thread(clear, run_dir / WEIGHTS_DIR)
         is_direct = profile.weights.transport in DIRECT_TRANSPORTS
         place = place_of(plan, ROLLOUT, model_dir, checkpoint.version if checkpoint else 0)
-        trainer = make_trainer(plan, profile, model_dir, further, options, probe_items, run_dir=run_dir, log_dir=log_dir)
+        trainer = make_trainer(
+            plan, profile, model_dir, further, options, probe_items, run_dir=run_dir, log_dir=log_dir
+        )
         makers = makers_of(plan, ROLLOUT, RolloutActor, options, log_dir)
         workers: list[RayRolloutWorker] = []
-        scorers = [make_scorer(task, plan, profile, model_dir, further, options, log_dir) for task in plan.scorers]
+        scorers = [
+            make_scorer(task, plan, profile, model_dir, further, options, log_dir) for task in plan.scorers
+        ]
         trainer.critic = next((scorer for scorer in scorers if isinstance(scorer, RayCritic)), None)
         try:
             progress(f"starting {plan}")
             if plan.shares_gpus:
-                await trainer.prepare()  # each rank has its GPU before a worker is given the rest of one (RANK_SHARE)
+                # each rank has its GPU before a worker is given the rest of one (RANK_SHARE)
+                await trainer.prepare()
             workers += [
-                RayRolloutWorker(name, partial(make, profile, place, reward, tool_class), profile, place.workers)
+                RayRolloutWorker(
+                    name, partial(make, profile, place, reward, tool_class), profile, place.workers
+                )
                 for name, make in makers.items()
             ]
-            # vLLM counts what others take of a GPU while it measures as its own, so the trainer takes none before vLLM is ready.
+            # vLLM counts what others take of a GPU while it measures as its own, so the trainer takes none
+            # before vLLM is ready.
             turns = [workers, [trainer, *scorers]] if plan.shares_gpus else [[trainer, *workers, *scorers]]
             for executors in turns:
                 await all_of(_started(executor, progress) for executor in executors)
             if is_direct:
-                for worker in workers:  # one by one: making an NCCL group changes rank 0's environment for a moment
+                # one by one: making an NCCL group changes rank 0's environment for a moment
+                for worker in workers:
                     progress(f"connecting {worker.name} to trainer-0 for weights")
                     await worker.connect(trainer.actors[0])
             for warning in trainer.warnings:
                 warn(warning)
-            yield trainer, workers, await _restored(trainer, checkpoint, progress) if checkpoint else [], scorers
+            yield (
+                trainer,
+                workers,
+                await _restored(trainer, checkpoint, progress) if checkpoint else [],
+                scorers,
+            )
         finally:
             await _stop(trainer, workers, scorers)
             await asyncio.to_thread(clear, run_dir / WEIGHTS_DIR)
@@ -124,7 +142,13 @@ def make_trainer(
 
 
 def make_scorer(
-    task: str, plan: JobPlan, profile: Profile, model_dir: Path, further: Mapping[str, str], options: Options, log_dir: Path
+    task: str,
+    plan: JobPlan,
+    profile: Profile,
+    model_dir: Path,
+    further: Mapping[str, str],
+    options: Options,
+    log_dir: Path,
 ) -> RayScorer:
     """A scorer with the actors of its processes, not yet started."""
     place = replace(place_of(plan, task, model_dir), **further)
@@ -136,7 +160,8 @@ def make_scorer(
 def makers_of(
     plan: JobPlan, role: str, actor: type, options: Options, log_dir: Path, **settings: Any
 ) -> dict[str, Callable[..., Any]]:
-    """By worker name, a function that creates its actor in its bundle, with its own log. `settings` are for `ray.remote`."""
+    """By worker name, a function that creates its actor in its bundle, with its own log. `settings` are for
+    `ray.remote`."""
     actor_class = ray.remote(max_restarts=0, max_task_retries=0, **settings)(actor)
     makers = {}
     for index in range(plan.role(role).workers):
@@ -152,20 +177,29 @@ async def _started(executor: RayRanks | RayRolloutWorker, say: Say) -> None:
 
 
 async def _restored(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) -> list[Any]:
-    """Load the trainer's state. Returns handles of the arrays, in the order of the file. The loop publishes the checkpoint's
-    version."""
+    """Load the trainer's state. Returns handles of the arrays, in the order of the file. The loop publishes
+    the checkpoint's version."""
     progress(f"restoring {checkpoint.directory.name}")
     await trainer.restore(checkpoint.directory)
     payloads = await asyncio.to_thread(read_payloads, checkpoint.directory)
-    first_kept = len(payloads) - sum(bool(entry.get("kept")) for entry in checkpoint.loop_state["groups"]["running"])
-    return [(ray.put([payload] if index >= first_kept else payload),) for index, payload in enumerate(payloads)]
+    first_kept = len(payloads) - sum(
+        bool(entry.get("kept")) for entry in checkpoint.loop_state["groups"]["running"]
+    )
+    return [
+        (ray.put([payload] if index >= first_kept else payload),) for index, payload in enumerate(payloads)
+    ]
 
 
-async def _stop(trainer: RayTrainer, workers: Sequence[RayRolloutWorker], scorers: Sequence[RayScorer]) -> None:
-    """Ask all actors to stop, wait `STOP_TIMEOUT_S` in total, then kill them. Does not raise for an actor that is already dead."""
+async def _stop(
+    trainer: RayTrainer, workers: Sequence[RayRolloutWorker], scorers: Sequence[RayScorer]
+) -> None:
+    """Ask all actors to stop, wait `STOP_TIMEOUT_S` in total, then kill them. Does not raise for an actor
+    that is already dead."""
     stops = [executor.stop(STOP_TIMEOUT_S) for executor in (trainer, *workers, *scorers)]
     outcomes = await asyncio.gather(*stops, return_exceptions=True)
-    for actor in chain(trainer.actors, (worker.actor for worker in workers), *(scorer.actors for scorer in scorers)):
+    for actor in chain(
+        trainer.actors, (worker.actor for worker in workers), *(scorer.actors for scorer in scorers)
+    ):
         ray.kill(actor)
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, AsyncrlError):

@@ -1,1 +1,2 @@
-"""The asynchronous RL loop: admission, ledger, batching, sync. Knows no hardware: Ray, torch and engines are behind ports."""
+"""The asynchronous RL loop: admission, ledger, batching, sync. Knows no hardware: Ray, torch and engines are
+behind ports."""

@@ -6,26 +6,30 @@ Three rules have to agree before a group starts:
     window      running + finished + taken_in_window < floor((1 + eta) * W)    bounds the work ahead
     deadlines   every untaken group can still be taken in time                 bounds staleness, strictly
 
-A group's deadline is the last version in which it may be trained: the oldest version of the workers that generate its responses,
-plus `max_staleness`. With `takes_left` groups still to be taken in this window and W in each later one, a set of untaken groups
-can be taken in time, earliest deadline first, if and only if for every d >= 0
+A group's deadline is the last version in which it may be trained: the oldest version of the workers that
+generate its responses, plus `max_staleness`. With `takes_left` groups still to be taken in this window and W
+in each later one, a set of untaken groups can be taken in time, earliest deadline first, if and only if for
+every d >= 0
 
     number of untaken groups with a deadline <= version + d   <=   takes_left + d * W        (*)
 
-Admission checks (*) with the candidate added; a take checks (*) with the taken group removed. Both are needed: if only takes were
-checked, admission could start groups that cannot all be taken in time, and the trainer would wait forever.
+Admission checks (*) with the candidate added; a take checks (*) with the taken group removed. Both are
+needed: if only takes were checked, admission could start groups that cannot all be taken in time, and the
+trainer would wait forever.
 
-Beyond (*), a group that would start on a lagging worker waits for that worker's load, which gives it one more window, if either
+Beyond (*), a group that would start on a lagging worker waits for that worker's load, which gives it one more
+window, if either
 
     rushed      it would be due in the current window, or
     short       weights travel fast (`fleet.Travel`), so few slots idle until they arrive
 
-Responses whose worker has died are placed before any new group, on workers with weights new enough for their group's deadline.
-They already have their place in the window and in (*).
+Responses whose worker has died are placed before any new group, on workers with weights new enough for their
+group's deadline. They already have their place in the window and in (*).
 
-Worked example: W = 2, version 5, nothing taken. Untaken deadlines are [5, 6, 6]. A finished group with deadline 6 may be
-taken: [5, 6] remain, with one group due now and one take left. A second group with deadline 6 may not: [5] would remain, due now
-with no take left. So the trainer waits for the urgent group, and only for that one.
+Worked example: W = 2, version 5, nothing taken. Untaken deadlines are [5, 6, 6]. A finished group with
+deadline 6 may be taken: [5, 6] remain, with one group due now and one take left. A second group with deadline
+6 may not: [5] would remain, due now with no take left. So the trainer waits for the urgent group, and only
+for that one.
 """
 
 from __future__ import annotations
@@ -63,10 +67,12 @@ def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int
 
 
 class Admission:
-    """Decides from the fleet (where there is room) and the ledger (what is under way), and updates both. Nothing here waits.
+    """Decides from the fleet (where there is room) and the ledger (what is under way), and updates both.
+    Nothing here waits.
 
-    If `async_training.on_stale` is not "wait", inequality (*) is off, and `publish` returns the late groups. In colocate mode no
-    group starts before all workers hold the newest version: otherwise the first worker to load would get all groups.
+    If `async_training.on_stale` is not "wait", inequality (*) is off, and `publish` returns the late groups.
+    In colocate mode no group starts before all workers hold the newest version: otherwise the first worker to
+    load would get all groups.
     """
 
     def __init__(self, settings: LoopSettings, workers: Iterable[WorkerSlots]) -> None:
@@ -76,7 +82,8 @@ class Admission:
         self.workers = self.fleet.by_name
         self.ledger = Ledger()
         self.unplaced: dict[AttemptKey, Attempt] = {}
-        """The running groups with responses to be placed again, after a worker's death or a resume, in order of admission."""
+        """The running groups with responses to be placed again, after a worker's death or a resume, in order
+        of admission."""
         self.version = 0
         self.taken_in_window = 0
         self.stopping = False
@@ -117,7 +124,8 @@ class Admission:
         return self._choose()[0] is not None
 
     def choose(self) -> Placement | None:
-        """Where the next responses start: those of the first group in `unplaced`, else those of a new group. None if closed."""
+        """Where the next responses start: those of the first group in `unplaced`, else those of a new group.
+        None if closed."""
         return self._choose()[0]
 
     def first_lost(self) -> Attempt | None:
@@ -146,8 +154,8 @@ class Admission:
         return version + self._max_staleness
 
     def slots_freed(self, worker: str, counts: Mapping[PartKey, int]) -> None:
-        """Free the slots of responses that need none now. A count falls when responses continue after a tool: these may exceed the
-        worker's slots, and then queue."""
+        """Free the slots of responses that need none now. A count falls when responses continue after a tool:
+        these may exceed the worker's slots, and then queue."""
         slots = self.workers[worker]
         changed, slots.told = counts.items() ^ slots.told.items(), counts
         for key in {key for key, _ in changed} & slots.unfinished.keys():
@@ -171,17 +179,20 @@ class Admission:
         self.unplaced = {key: attempt for key, attempt in self.ledger.running.items() if attempt.unplaced}
 
     def leave(self, attempt: Attempt, to: Stage, reason: str = "") -> None:
-        """A running group finishes, or a running or finished group ends untrained, which frees its place in the window."""
+        """A running group finishes, or a running or finished group ends untrained, which frees its place in
+        the window."""
         for part in attempt.running_parts():
             self.workers[part.worker].release(part.key)
         self.unplaced.pop(attempt.key, None)
         self.ledger.move(attempt, to, reason)
 
     def takeable(self, num_groups: int, *, unscored: bool = False) -> list[Attempt]:
-        """Up to `num_groups` finished groups that may be taken together in this window, in finish order where (*) allows.
+        """Up to `num_groups` finished groups that may be taken together in this window, in finish order where
+        (*) allows.
 
-        A group that lacks a scorer's column is left out, as if it were still running, unless `unscored`. One pass is enough: a take
-        never increases the slack of (*) at any deadline, so a refused deadline stays refused.
+        A group that lacks a scorer's column is left out, as if it were still running, unless `unscored`. One
+        pass is enough: a take never increases the slack of (*) at any deadline, so a refused deadline stays
+        refused.
         """
         takes_left, chosen = self.takes_left, list[Attempt]()
         if takes_left <= 0:
@@ -211,13 +222,16 @@ class Admission:
         assert self.taken_in_window <= self.window_size
 
     def publish(self) -> list[Attempt]:
-        """Raise the version and begin a window. Returns the untaken groups whose deadline has passed (none under "wait")."""
+        """Raise the version and begin a window. Returns the untaken groups whose deadline has passed (none
+        under "wait")."""
         self.version += 1
         self.taken_in_window = 0
         self.fleet.weights_set_out()
         untaken = [*self.ledger.finished.values(), *self.ledger.running.values()]
         late = [attempt for attempt in untaken if attempt.deadline < self.version]
-        assert not (late and self._on_stale == "wait"), f"passed the staleness bound: {[attempt.key for attempt in late]}"
+        assert not (late and self._on_stale == "wait"), (
+            f"passed the staleness bound: {[attempt.key for attempt in late]}"
+        )
         return late
 
     def _place(self, attempt: Attempt, placement: Placement) -> list[Part]:
@@ -225,19 +239,25 @@ class Admission:
         for name, num_responses in placement.responses.items():
             worker = self.workers[name]
             free_slots = max(0, worker.slots - worker.used)
-            part = attempt.place(num_responses, name, worker.version, free_slots=free_slots, mixes=self._mixes)
+            part = attempt.place(
+                num_responses, name, worker.version, free_slots=free_slots, mixes=self._mixes
+            )
             worker.set_unfinished(part.key, num_responses)
             placed.append(part)
         return placed
 
     def _should_wait(self, version: int, deadline: int) -> bool:
-        """Whether `version` lags and a group should rather start after the load of a newer one, which makes it due a window later.
+        """Whether `version` lags and a group should rather start after the load of a newer one, which makes
+        it due a window later.
 
-        At the end of the window in which a group is due, the trainer waits for its longest response. A group that starts now uses
-        up one window of its slack, unless it ends before the new weights arrive. Where weights travel for long, most groups do.
+        At the end of the window in which a group is due, the trainer waits for its longest response. A group
+        that starts now uses up one window of its slack, unless it ends before the new weights arrive. Where
+        weights travel for long, most groups do.
         """
         lags = version < self.version
-        return self._on_stale != "accept" and lags and (deadline <= self.version or self.fleet.travel.is_short)
+        return (
+            self._on_stale != "accept" and lags and (deadline <= self.version or self.fleet.travel.is_short)
+        )
 
     def _in_time(self, untaken: Mapping[int, int], takes_left: int) -> bool:
         if self._on_stale != "wait":
@@ -274,7 +294,8 @@ class Admission:
         return Closed.WINDOW if untaken_groups + self.taken_in_window >= self.budget else Closed.OPEN
 
     def _may_start(self, placement: Placement) -> bool:
-        """Whether a new group with this placement can be trained in time beside all others. (Older weights are no better.)"""
+        """Whether a new group with this placement can be trained in time beside all others. (Older weights
+        are no better.)"""
         untaken, deadline = self.ledger.deadlines.copy(), self.deadline_from(placement.version)
         untaken[deadline] += 1
         return not self._should_wait(placement.version, deadline) and self._in_time(untaken, self.takes_left)

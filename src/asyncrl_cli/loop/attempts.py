@@ -6,8 +6,9 @@
                   +--> dropped <----+    for good: failed, stale, equal rewards
                   +--> requeued <---+    ends this attempt; the prompt starts again as a new one
 
-While an attempt runs, each of its n responses is in a part or waits to be placed again. A part is a set of responses of one attempt
-that were placed on one worker together. The attempt ends when every part has its result and no response waits.
+While an attempt runs, each of its n responses is in a part or waits to be placed again. A part is a set of
+responses of one attempt that were placed on one worker together. The attempt ends when every part has its
+result and no response waits.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class AttemptKey(NamedTuple):
 
 
 class PartKey(NamedTuple):
-    """Names a part: its attempt, and its number in the order in which the attempt's parts were placed. Numbers are never reused."""
+    """Names a part: its attempt, and its number in the order in which the attempt's parts were placed.
+    Numbers are never reused."""
 
     attempt: AttemptKey
     number: Count
@@ -57,7 +59,8 @@ class PartKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One dataset item. `item`: `prompt` (text), `answer`, `metadata` (any picklable values): what engine and verifier need."""
+    """One dataset item. `item`: `prompt` (text), `answer`, `metadata` (any picklable values): what engine and
+    verifier need."""
 
     uid: str
     epoch: int
@@ -65,8 +68,8 @@ class Prompt:
 
 
 class Kept(NamedTuple):
-    """A response of a running group in a checkpoint: sampled tokens per version, ascending by version. A resumed run continues the
-    response or, if `is_whole`, only computes its reward."""
+    """A response of a running group in a checkpoint: sampled tokens per version, ascending by version. A
+    resumed run continues the response or, if `is_whole`, only computes its reward."""
 
     version_tokens: Annotated[tuple[tuple[Count, Count], ...], Len(1)]
     is_whole: bool = False
@@ -80,13 +83,15 @@ class Kept(NamedTuple):
         return self.version_tokens[0][0]
 
     def goes_on(self, version: int, *, mixes: bool, at_once: bool) -> bool:
-        """Whether it may continue with weights of `version`. `mixes`: a response may have tokens of several versions. `at_once`: it
-        gets a slot now. A load could overtake it in a queue, because a drain waits only for running responses."""
+        """Whether it may continue with weights of `version`. `mixes`: a response may have tokens of several
+        versions. `at_once`: it gets a slot now. A load could overtake it in a queue, because a drain waits
+        only for running responses."""
         return self.is_whole or mixes or (at_once and self.version_tokens[-1][0] == version)
 
 
 class Failure(NamedTuple):
-    """Why a trajectory has no reward: a `kind`, which metrics count (`envs.port.EpisodeFailed`), and a text for people."""
+    """Why a trajectory has no reward: a `kind`, which metrics count (`envs.port.EpisodeFailed`), and a text
+    for people."""
 
     kind: str
     text: str
@@ -96,10 +101,11 @@ class Failure(NamedTuple):
 class TrajectoryMeta:
     """What the driver knows of a trajectory: enough for advantages, balancing and every metric.
 
-    Checkpoints hold it unchanged. `version_tokens` counts sampled tokens per version, ascending by version: `((3, 17), (4, 5))`.
-    `model_score`: the reward model's score, if there is one; `reward` includes it times its weight; not in checkpoints.
-    `num_turns`: answers of the model; `num_forks`: contexts that the chat template rewrote; `tool_s`: time spent waiting for the
-    environment between turns; `facts`: the environment's own figures.
+    Checkpoints hold it unchanged. `version_tokens` counts sampled tokens per version, ascending by version:
+    `((3, 17), (4, 5))`. `model_score`: the reward model's score, if there is one; `reward` includes it times
+    its weight; not in checkpoints. `num_turns`: answers of the model; `num_forks`: contexts that the chat
+    template rewrote; `tool_s`: time spent waiting for the environment between turns; `facts`: the
+    environment's own figures.
     """
 
     prompt_tokens: Count
@@ -161,7 +167,8 @@ class PartResult(_Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult(_Result):
-    """A finished group: the results of its parts, end to end. `payload` is a tuple of the parts' payloads, in the same order."""
+    """A finished group: the results of its parts, end to end. `payload` is a tuple of the parts' payloads, in
+    the same order."""
 
     key: AttemptKey
 
@@ -178,8 +185,9 @@ class GroupResult(_Result):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Part:
-    """Responses of one attempt that were placed on one worker together. `goes_on`: the kept tokens that they continue from, by
-    index. `version`: the oldest version that their tokens may have, kept ones included. `result`: None until the part has ended."""
+    """Responses of one attempt that were placed on one worker together. `goes_on`: the kept tokens that they
+    continue from, by index. `version`: the oldest version that their tokens may have, kept ones included.
+    `result`: None until the part has ended."""
 
     key: PartKey
     indices: tuple[int, ...]
@@ -193,12 +201,13 @@ class Part:
 class Attempt:
     """All that the loop knows about one try. Only the ledger changes its stage and its deadline.
 
-    `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may be trained. `parts`:
-    by number; a part that was lost with its worker is removed. `unplaced`: indices of the responses that have to be placed: all at
-    the start, later those of lost parts, and in a resumed run those that had not ended. `kept`: what unplaced responses continue
-    from, by index; `so_far` is the handle of those tokens. `result` is set from the stage `finished` on. `columns`: handles of what
-    scorers have computed for it since, by scorer (for `reward`, the scores themselves). Checkpoints hold neither columns nor the
-    parts of a finished group.
+    `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may
+    be trained. `parts`: by number; a part that was lost with its worker is removed. `unplaced`: indices of
+    the responses that have to be placed: all at the start, later those of lost parts, and in a resumed run
+    those that had not ended. `kept`: what unplaced responses continue from, by index; `so_far` is the handle
+    of those tokens. `result` is set from the stage `finished` on. `columns`: handles of what scorers have
+    computed for it since, by scorer (for `reward`, the scores themselves). Checkpoints hold neither columns
+    nor the parts of a finished group.
     """
 
     prompt: Prompt
@@ -218,16 +227,24 @@ class Attempt:
     def __post_init__(self) -> None:
         self.key = AttemptKey(self.prompt.uid, self.prompt.epoch, self.number)
 
-    def place(self, num_responses: int, worker: str, version: int, *, free_slots: int, mixes: bool = True) -> Part:
-        """Make a part of the first unplaced responses. They continue from their kept tokens where `Kept.goes_on` allows it. The
-        first `free_slots` of them start at once."""
+    def place(
+        self, num_responses: int, worker: str, version: int, *, free_slots: int, mixes: bool = True
+    ) -> Part:
+        """Make a part of the first unplaced responses. They continue from their kept tokens where
+        `Kept.goes_on` allows it. The first `free_slots` of them start at once."""
         indices, self.unplaced = self.unplaced[:num_responses], self.unplaced[num_responses:]
         kept = {index: self.kept.pop(index) for index in indices if index in self.kept}
         start = indices[:free_slots]
-        goes_on = {index: one for index, one in kept.items() if one.goes_on(version, mixes=mixes, at_once=index in start)}
+        goes_on = {
+            index: one
+            for index, one in kept.items()
+            if one.goes_on(version, mixes=mixes, at_once=index in start)
+        }
         oldest = min([version, *(so_far.oldest for so_far in goes_on.values())])
         key = PartKey(self.key, self.num_parts)
-        part = self.parts[key.number] = Part(key=key, indices=indices, worker=worker, version=oldest, goes_on=goes_on)
+        part = self.parts[key.number] = Part(
+            key=key, indices=indices, worker=worker, version=oldest, goes_on=goes_on
+        )
         self.num_parts += 1
         return part
 
@@ -242,9 +259,12 @@ class Attempt:
         return [part.result for part in self.parts.values() if part.result is not None]
 
     def ended_tokens(self) -> int:
-        """The tokens of the group (before it has finished: of its ended parts), plus the tokens kept for unplaced responses."""
+        """The tokens of the group (before it has finished: of its ended parts), plus the tokens kept for
+        unplaced responses."""
         ended = [self.result] if self.result is not None else self.ended_parts()
-        return sum(part.response_tokens for part in ended) + sum(so_far.tokens for so_far in self.kept.values())
+        return sum(part.response_tokens for part in ended) + sum(
+            so_far.tokens for so_far in self.kept.values()
+        )
 
     def next(self, *, requeues: int) -> Attempt:
         """The prompt's next try."""

@@ -14,14 +14,16 @@ SIGNALS = (
         "correction/effective_ratio",
         "warn_effective_ratio",
         "below",
-        "few tokens carry most of the gradient; lower async_training.staleness_threshold or trainer.lr, or cut the weights with "
+        "few tokens carry most of the gradient; lower async_training.staleness_threshold or trainer.lr, or "
+        "cut the weights with "
         "algorithm.rollout_is_threshold = 2.0",
     ),
     (
         "correction/kl",
         "warn_kl",
         "above",
-        "the policy is far from the one that sampled its data; lower async_training.staleness_threshold or trainer.lr, and see "
+        "the policy is far from the one that sampled its data; lower async_training.staleness_threshold or "
+        "trainer.lr, and see "
         "algorithm.rollout_is and rollout_rs",
     ),
     (
@@ -33,9 +35,11 @@ SIGNALS = (
 )
 """(metric, key of its limit in [algorithm], the side of the limit that causes a warning, advice)."""
 MEAN_STEPS = 5
-"""A signal is the mean over this many train steps that measured it: a single step may leave its band by chance."""
+"""A signal is the mean over this many train steps that measured it: a single step may leave its band by
+chance."""
 FLAT_STEPS = 5
-"""Train steps in a row with one and the same reward everywhere. With few and small groups, fewer steps may be chance."""
+"""Train steps in a row with one and the same reward everywhere. With few and small groups, fewer steps may be
+chance."""
 
 
 class Bands:
@@ -52,12 +56,14 @@ class Bands:
         self._num_flat = self._num_flat + 1 if len(set(rewards)) == 1 else 0
         if self._num_flat == FLAT_STEPS:
             yield (
-                f"all trajectories of the last {FLAT_STEPS} train steps have the reward {next(iter(rewards)):g}, which teaches "
+                f"all trajectories of the last {FLAT_STEPS} train steps have the reward "
+                f"{next(iter(rewards)):g}, which teaches "
                 "nothing; `asyncrl samples RUN` shows the responses"
             )
 
     def left(self, figures: Mapping[str, Any]) -> Iterator[str]:
-        """A warning for each signal that leaves its band with this step's figures. Signals that were not measured do not change."""
+        """A warning for each signal that leaves its band with this step's figures. Signals that were not
+        measured do not change."""
         for name, key, side, advice in SIGNALS:
             if (figure := figures.get(name)) is None:
                 continue
@@ -68,5 +74,8 @@ class Bands:
             mean = fmean(recent)
             is_outside = mean < limit if side == "below" else mean > limit
             if is_outside and name not in self._outside:
-                yield f"{name} = {mean:.3g}, the mean of {MEAN_STEPS} steps, is {side} algorithm.{key} = {limit:g}: {advice}"
+                yield (
+                    f"{name} = {mean:.3g}, the mean of {MEAN_STEPS} steps, is {side} algorithm.{key} = "
+                    f"{limit:g}: {advice}"
+                )
             (self._outside.add if is_outside else self._outside.discard)(name)

@@ -26,8 +26,9 @@ from asyncrl_cli.profile.sharing import CRITIC, REWARD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeFrom:
-    """What a checkpoint holds for the loop: its state, and the payload handles in the order that `Groups.restore` expects.
-    `continues`: whether the engine can continue responses that had not ended; else they start again."""
+    """What a checkpoint holds for the loop: its state, and the payload handles in the order that
+    `Groups.restore` expects. `continues`: whether the engine can continue responses that had not ended; else
+    they start again."""
 
     loop_state: Mapping[str, Any]
     payloads: Sequence[Any]
@@ -58,7 +59,10 @@ class Board:
         self.scorers, self.checkpoints = world.scorers, world.checkpoints
         by_name = {scorer.name: scorer for scorer in world.scorers}
         self.critic = by_name.get(CRITIC)
-        slots = [WorkerSlots(name=worker.name, slots=worker.slots, version=-1, loading=True) for worker in world.workers]
+        slots = [
+            WorkerSlots(name=worker.name, slots=worker.slots, version=-1, loading=True)
+            for worker in world.workers
+        ]
         self.changes = Changes()
         self.reports = ReportBook()
         self.admission = Admission(settings, slots)
@@ -66,7 +70,9 @@ class Board:
         self.ledger = self.admission.ledger
         self.groups = Groups(settings, self.admission, world.feed, self.event)
         self.sync = WeightSync(slots)
-        self.evaluator = Evaluator(world.eval_sets, settings.profile, self.changes, self.event, by_name.get(REWARD))
+        self.evaluator = Evaluator(
+            world.eval_sets, settings.profile, self.changes, self.event, by_name.get(REWARD)
+        )
         self.feed_clock = StateClock("feed", "feed", "", self.now_s)
         self.step = 0
         self.time_before_s = -self.now_s()
@@ -78,11 +84,13 @@ class Board:
         self.failure: AsyncrlError | None = None
         self.restarts = 0
         self.restarting: dict[str, str] = {}
-        """Workers and scorers without a process, by name, and the number of the restart under way: "1 of 3"."""
+        """Workers and scorers without a process, by name, and the number of the restart under way: "1 of
+        3"."""
         self.away: dict[str, str] = {}
         """Workers that the run continues without, by name, and why."""
         self.trainer_call: tuple[State, str] | None = None
-        """What the loop has asked the trainer to do, as a state and its reason; None while it asks for nothing."""
+        """What the loop has asked the trainer to do, as a state and its reason; None while it asks for
+        nothing."""
         self.is_lent = False
         """Colocate: the trainer has the resources, or they are being handed over."""
 
@@ -122,10 +130,14 @@ class Board:
         for observer in self.observers:
             observer.step(record)
 
-    async def guarded(self, work: Callable[[], Awaitable[None]], on_lost: Callable[[ExecutorLost], None] | None = None) -> None:
-        """Run a part of the loop. An AsyncrlError stops the run in good order, unless `on_lost` handles it as an executor's loss.
+    async def guarded(
+        self, work: Callable[[], Awaitable[None]], on_lost: Callable[[ExecutorLost], None] | None = None
+    ) -> None:
+        """Run a part of the loop. An AsyncrlError stops the run in good order, unless `on_lost` handles it as
+        an executor's loss.
 
-        `work` is a function that is called only here, so a task that is cancelled before it begins leaves no unawaited coroutine.
+        `work` is a function that is called only here, so a task that is cancelled before it begins leaves no
+        unawaited coroutine.
         """
         try:
             await work()
@@ -139,7 +151,8 @@ class Board:
                 self.stop(found)
 
     def stop(self, failure: AsyncrlError | None = None) -> None:
-        """Close admission and let the trainer finish its step. The first `failure` given becomes the run's."""
+        """Close admission and let the trainer finish its step. The first `failure` given becomes the
+        run's."""
         if failure is not None and self.failure is None:
             self.failure = failure
             self.event("failed", error=str(failure))

@@ -1,8 +1,8 @@
-"""Snapshots of the run, and the causes of its waits in words: why admission is closed, why a worker lacks the newest weights, and
-which groups the trainer waits for.
+"""Snapshots of the run, and the causes of its waits in words: why admission is closed, why a worker lacks the
+newest weights, and which groups the trainer waits for.
 
-Admission knows only the rule that closes it (`Closed`). The cause is whatever some executor is doing at that moment. These
-functions find it in the same state that the loop acts on.
+Admission knows only the rule that closes it (`Closed`). The cause is whatever some executor is doing at that
+moment. These functions find it in the same state that the loop acts on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _SHOWN_WORKERS = 2
 
 
 def snapshot(board: Board) -> Snapshot:
-    """The run now. Executors report late, or not at all during a long step. So where the loop itself knows what an executor does
-    and waits for, that replaces what was reported. Times in states are always the executor's own."""
+    """The run now. Executors report late, or not at all during a long step. So where the loop itself knows
+    what an executor does and waits for, that replaces what was reported. Times in states are always the
+    executor's own."""
     admission, running_eval, has_ended = board.admission, board.evaluator.running, board.phase in ENDED
     closed, cause = closing(board)
     return Snapshot(
@@ -54,10 +55,16 @@ def _as_known(board: Board, report: ExecutorReport, closed: str) -> ExecutorRepo
         return replace(report, state=state, waiting_for=why)
     if report.role == "feed":
         wait = admission_wait(board)
-        return replace(report, state=State.BLOCKED if wait else State.BUSY, waiting_for=wait and f"admission: {wait}")
+        return replace(
+            report, state=State.BLOCKED if wait else State.BUSY, waiting_for=wait and f"admission: {wait}"
+        )
     if report.role == "scorer":
         gauges = report.gauges | {"waiting_groups": float(len(board.groups.unscored(report.name)))}
-        missing = board.changes.named().get(report.name, "") if report.state is State.STARVED else report.waiting_for
+        missing = (
+            board.changes.named().get(report.name, "")
+            if report.state is State.STARVED
+            else report.waiting_for
+        )
         return replace(report, waiting_for=missing, gauges=gauges)
     if report.role == "rollout" and report.state is State.STARVED and closed:
         return replace(report, waiting_for=f"admission: {closed}")
@@ -67,7 +74,8 @@ def _as_known(board: Board, report: ExecutorReport, closed: str) -> ExecutorRepo
 def closing(board: Board) -> tuple[str, str]:
     """The rule that keeps admission closed, and its present cause in words; both "" if admission is open.
 
-    The rule is `Admission.closed()`, except that it is "restart" if no worker has a process (admission counts those as loading).
+    The rule is `Admission.closed()`, except that it is "restart" if no worker has a process (admission counts
+    those as loading).
     """
     admission = board.admission
     closed = admission.closed()
@@ -79,14 +87,18 @@ def closing(board: Board) -> tuple[str, str]:
         case Closed.END:
             cause = "every group of the run has started"
         case Closed.WINDOW:
-            cause = f"all {admission.budget} groups of the window have started, version {admission.version + 1} opens the next"
+            cause = (
+                f"all {admission.budget} groups of the window have started, version "
+                f"{admission.version + 1} opens the next"
+            )
         case Closed.LOADING:
             cause = _some(lags(board))
         case Closed.SLOTS:
             asleep = [worker for worker in admission.workers.values() if worker.loading]
             cause = _some([_slots_in_use(board), *lags(board, asleep)])
         case Closed.DEADLINES:
-            # Only lagging workers can be the cause: on workers with the newest weights the window's budget closes first.
+            # Only lagging workers can be the cause: on workers with the newest weights the window's budget
+            # closes first.
             cause = _some(lags(board, admission.refused()))
     return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value, cause
 
@@ -103,9 +115,15 @@ def groups_wait(board: Board) -> str:
     finished, running = len(ledger.finished), len(ledger.running)
     takeable = ""
     if finished >= needed:
-        takeable = f" (only {len(board.admission.takeable(needed))} takeable before groups that are due earlier)"
-    tools = _some(f"{name} {waits}" for name, report in board.reports.latest.items() if (waits := _tools(report)))
-    return _with_admission(board, f"{needed} takeable groups: {finished} finished{takeable}, {running} running", tools)
+        takeable = (
+            f" (only {len(board.admission.takeable(needed))} takeable before groups that are due earlier)"
+        )
+    tools = _some(
+        f"{name} {waits}" for name, report in board.reports.latest.items() if (waits := _tools(report))
+    )
+    return _with_admission(
+        board, f"{needed} takeable groups: {finished} finished{takeable}, {running} running", tools
+    )
 
 
 def scores_wait(board: Board) -> str:
@@ -113,21 +131,30 @@ def scores_wait(board: Board) -> str:
     needed, finished = board.schedule.step_groups, len(board.ledger.finished)
     queues = {scorer.name: len(board.groups.unscored(scorer.name)) for scorer in board.scorers}
     restarts = {name: f", which is being restarted ({number})" for name, number in board.restarting.items()}
-    waits = _some(f"{queue} wait for {name}{restarts.get(name, '')}" for name, queue in queues.items() if queue)
-    return f"{needed} scored groups: {len(board.admission.takeable(needed))} takeable; of {finished} finished, {waits}"
+    waits = _some(
+        f"{queue} wait for {name}{restarts.get(name, '')}" for name, queue in queues.items() if queue
+    )
+    return (
+        f"{needed} scored groups: {len(board.admission.takeable(needed))} takeable; of {finished} "
+        f"finished, {waits}"
+    )
 
 
 def window_wait(board: Board) -> str:
-    """Colocate: what the trainer waits for before it gets the resources: first the window's groups, then evals and loads."""
+    """Colocate: what the trainer waits for before it gets the resources: first the window's groups, then
+    evals and loads."""
     ledger, needed = board.ledger, board.admission.window_size
     finished = len(ledger.finished)
     if finished < needed:
-        return _with_admission(board, f"the whole window: {finished} of {needed} groups finished, {len(ledger.running)} running")
+        return _with_admission(
+            board, f"the whole window: {finished} of {needed} groups finished, {len(ledger.running)} running"
+        )
     return _some([*eval_holds(board), *lags(board)])
 
 
 def lags(board: Board, workers: Iterable[WorkerSlots] | None = None) -> list[str]:
-    """Why `workers` (default: all that are present) cannot generate with the newest weights. Those that can are left out."""
+    """Why `workers` (default: all that are present) cannot generate with the newest weights. Those that can
+    are left out."""
     asked = board.admission.fleet.present() if workers is None else workers
     return [lag for worker in asked if (lag := _lag(board, worker))]
 
@@ -138,7 +165,9 @@ def _lag(board: Board, worker: WorkerSlots) -> str:
     if worker.away:
         return f"{name} is away"
     if worker.down:
-        return f"{name} is being restarted" + (f" ({board.restarting[name]})" if name in board.restarting else "")
+        return f"{name} is being restarted" + (
+            f" ({board.restarting[name]})" if name in board.restarting else ""
+        )
     if begun is not None and not worker.received:
         return f"{name} is receiving version {begun}"
     if begun is not None and board.settings.interrupt == "drain" and (left := _unfinished(board, worker)):
@@ -155,9 +184,14 @@ def _lag(board: Board, worker: WorkerSlots) -> str:
 
 
 def _unfinished(board: Board, worker: WorkerSlots) -> str:
-    """The responses that a drain waits for, and what these wait for if none of them runs; "" if there are none."""
+    """The responses that a drain waits for, and what these wait for if none of them runs; "" if there are
+    none."""
     report = board.reports.latest.get(worker.name)
-    without_slot = 0 if report is None or board.profile.rollout.hold_slots else report.gauges.get("waiting_trajectories", 0)
+    without_slot = (
+        0
+        if report is None or board.profile.rollout.hold_slots
+        else report.gauges.get("waiting_trajectories", 0)
+    )
     left = worker.unfinished_sequences + int(without_slot)
     tools = _tools(report)
     return (f"{left} responses" + (f" ({tools})" if tools else "")) if left else ""
@@ -169,7 +203,8 @@ def _tools(report: ExecutorReport | None) -> str:
 
 
 def older_loads(board: Board) -> str:
-    """What the trainer waits for before it may publish one more version: what each worker with an unfinished load is doing."""
+    """What the trainer waits for before it may publish one more version: what each worker with an unfinished
+    load is doing."""
     begun = [worker for worker in board.admission.workers.values() if worker.begun is not None]
     return f"workers to finish older loads: {', '.join(lags(board, begun))}"
 
@@ -195,14 +230,24 @@ def _slots_in_use(board: Board) -> str:
     evals = sum(worker.eval_sequences for worker in up)
     running = board.evaluator.running
     by_eval = f", {evals} by the eval of version {running.version}" if running is not None and evals else ""
-    in_use, queued = sum(min(worker.used, worker.slots) for worker in up), sum(max(0, worker.used - worker.slots) for worker in up)
-    return f"{in_use} of {sum(worker.slots for worker in up)} in use" + (f", {queued} sequences queued" if queued else "") + by_eval
+    in_use, queued = (
+        sum(min(worker.used, worker.slots) for worker in up),
+        sum(max(0, worker.used - worker.slots) for worker in up),
+    )
+    return (
+        (f"{in_use} of {sum(worker.slots for worker in up)} in use")
+        + (f", {queued} sequences queued" if queued else "")
+        + by_eval
+    )
 
 
 def _with_admission(board: Board, *texts: str) -> str:
-    """`texts`, then the rule that keeps admission closed (the feed's wait names its cause), then the workers that an eval holds."""
+    """`texts`, then the rule that keeps admission closed (the feed's wait names its cause), then the workers
+    that an eval holds."""
     closed = closing(board)[0]
-    return "; ".join(filter(None, [*texts, closed and f"admission waits: {closed}", _some(eval_holds(board))]))
+    return "; ".join(
+        filter(None, [*texts, closed and f"admission waits: {closed}", _some(eval_holds(board))])
+    )
 
 
 def _some(reasons: Iterable[str]) -> str:

@@ -31,18 +31,23 @@ class Change(Enum):
 class Changes:
     """Wakes the tasks that wait for the run's state to change, and knows what each one waits for.
 
-    `progress` counts real progress (a sequence, a step, a load), so that a watchdog can tell waiting from a stall.
+    `progress` counts real progress (a sequence, a step, a load), so that a watchdog can tell waiting from a
+    stall.
     """
 
     def __init__(self) -> None:
         self.waits: dict[str, str | Callable[[], str]] = {}
         self.progress = 0
         """Rises with every `notify`, and with every worker's report that shows new tokens."""
-        self._sleepers: dict[Change, dict[asyncio.Future[None], Callable[[], Any]]] = {change: {} for change in Change}
-        """By kind of change: the future that each waiting task sleeps on, and the task's condition; oldest wait first."""
+        self._sleepers: dict[Change, dict[asyncio.Future[None], Callable[[], Any]]] = {
+            change: {} for change in Change
+        }
+        """By kind of change: the future that each waiting task sleeps on, and the task's condition; oldest
+        wait first."""
 
     def notify(self, changed: Change = Change.RUN) -> None:
-        """The state has changed: wake the tasks whose condition depends on this kind of change and now holds, oldest wait first."""
+        """The state has changed: wake the tasks whose condition depends on this kind of change and now holds,
+        oldest wait first."""
         self.progress += 1
         for sleeper, condition in list(self._sleepers[changed].items()):
             if not sleeper.done() and condition():
@@ -56,10 +61,11 @@ class Changes:
         concerned: tuple[Change, ...] = tuple(Change),
         still_s: float | None = None,
     ) -> T:
-        """Wait until `condition()` is true, and return its value. Checks it after every `notify` of `Change.RUN` or of a kind in
-        `concerned`.
+        """Wait until `condition()` is true, and return its value. Checks it after every `notify` of
+        `Change.RUN` or of a kind in `concerned`.
 
-        `who` and `what` name the wait. Raises StallError if nothing in the whole run moves for `still_s` seconds.
+        `who` and `what` name the wait. Raises StallError if nothing in the whole run moves for `still_s`
+        seconds.
         """
         while not (found := condition()):
             progress = self.progress
@@ -70,7 +76,9 @@ class Changes:
             except TimeoutError:
                 if self.progress == progress:
                     waits = what if isinstance(what, str) else what()
-                    message = f"nothing has moved for {still_s:g} s, and the {who.split()[0]} waits for {waits}"
+                    message = (
+                        f"nothing has moved for {still_s:g} s, and the {who.split()[0]} waits for {waits}"
+                    )
                     raise StallError(message) from None
         return found
 

@@ -1,11 +1,12 @@
 """Checkpoints of the loop: a cut between an optimizer step and the next take, written beside training.
 
-First the trainer's state is copied to the host, which stalls training. Then the workers report the tokens of their running
-responses, the loop's state is frozen in one turn of the event loop, and a background task writes it all. There is one write at a
-time: the next cut waits for it. If a response begins or ends between a worker's report and the freeze, the loop's own state counts.
+First the trainer's state is copied to the host, which stalls training. Then the workers report the tokens of
+their running responses, the loop's state is frozen in one turn of the event loop, and a background task
+writes it all. There is one write at a time: the next cut waits for it. If a response begins or ends between a
+worker's report and the freeze, the loop's own state counts.
 
-What can be derived is not written. Undamaged files may still hold a state that no loop has written, so a resume refuses
-contradictions that could break it hours later.
+What can be derived is not written. Undamaged files may still hold a state that no loop has written, so a
+resume refuses contradictions that could break it hours later.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class LoopState(TypedDict):
     schema_version: Literal[2]
     step: Count
     window: NotRequired[WindowState]
-    """Earlier states lack it. It follows from the step, except in a run that was extended after a last window of fewer steps."""
+    """Earlier states lack it. It follows from the step, except in a run that was extended after a last window
+    of fewer steps."""
     time_s: float
     groups: GroupsState
     running_tokens: Count
@@ -66,8 +68,8 @@ class Checkpointer:
         self._writing: asyncio.Task[None] | None = None
 
     async def cut(self, record: StepRecord | None = None) -> None:
-        """Freeze a checkpoint and begin to write it, unless this step already has one. Nothing may be in training. `record`: of the
-        step, if the observers do not have it yet."""
+        """Freeze a checkpoint and begin to write it, unless this step already has one. Nothing may be in
+        training. `record`: of the step, if the observers do not have it yet."""
         board = self._board
         if board.checkpoints is None or board.last_cut == board.step:
             return
@@ -77,12 +79,18 @@ class Checkpointer:
             so_far = await self._so_far()
         cut = freeze(board, so_far, record)
         board.last_cut = board.step
-        self._writing = self._tasks.create_task(self._write(board.checkpoints, cut), name=f"checkpoint {board.step}")
+        self._writing = self._tasks.create_task(
+            self._write(board.checkpoints, cut), name=f"checkpoint {board.step}"
+        )
 
     async def _so_far(self) -> list[SoFar]:
         """The tokens of the running responses so far, from every worker that answers."""
         workers = self._board.admission.workers
-        asked = [worker for worker in self._board.workers if workers[worker.name].unfinished and not workers[worker.name].down]
+        asked = [
+            worker
+            for worker in self._board.workers
+            if workers[worker.name].unfinished and not workers[worker.name].down
+        ]
         with self._board.changes.waiting("trainer (checkpoint)", "what running responses have so far"):
             return await asyncio.gather(*map(self._so_far_of, asked))
 
@@ -93,14 +101,19 @@ class Checkpointer:
         except AsyncrlError as error:
             if board.failure is None:  # else the run already has its cause, perhaps this very error
                 why = error.cause if isinstance(error, ExecutorFailed) else error
-                board.warn(f"the running responses of {worker.name} are not in the checkpoint of step {board.step}: {why}")
+                board.warn(
+                    f"the running responses of {worker.name} are not in the checkpoint of step "
+                    f"{board.step}: {why}"
+                )
             return SoFar(rest_tokens=board.reports.running_tokens(worker.name))
 
     async def finish(self) -> None:
         """Wait for the write in progress, if any; the port's own timeout bounds it."""
         board = self._board
         if self._writing is not None:
-            with board.changes.waiting("trainer (checkpoint)", f"the checkpoint of step {board.last_cut} to be written"):
+            with board.changes.waiting(
+                "trainer (checkpoint)", f"the checkpoint of step {board.last_cut} to be written"
+            ):
                 await self._writing
 
     async def _write(self, writer: CheckpointWriter, cut: Cut) -> None:
@@ -110,7 +123,8 @@ class Checkpointer:
 
 
 def freeze(board: Board, so_far: Sequence[SoFar] = (), record: StepRecord | None = None) -> Cut:
-    """The loop's state as JSON, and the handles of the arrays that belong to it. Nothing may be in training."""
+    """The loop's state as JSON, and the handles of the arrays that belong to it. Nothing may be in
+    training."""
     assert not board.ledger.training, "a cut lies between two train steps"
     # `record` has them: its line comes later, and the next run's first line must not have them again.
     evals_ended: list[Any] = [asdict(summary) for summary in board.evaluator.ended] if record is None else []
@@ -140,7 +154,8 @@ def freeze(board: Board, so_far: Sequence[SoFar] = (), record: StepRecord | None
 
 
 def thaw(board: Board, resumed: ResumeFrom) -> None:
-    """Restore what `freeze` saved. Raises RefusedError for a state that `freeze` cannot have saved under these settings."""
+    """Restore what `freeze` saved. Raises RefusedError for a state that `freeze` cannot have saved under
+    these settings."""
     state = read_state(resumed.loop_state, board.settings)
     board.step = board.last_cut = state["step"]
     board.time_before_s = state["time_s"] - board.now_s()
@@ -172,12 +187,15 @@ def read_state(content: Mapping[str, Any], settings: LoopSettings) -> LoopState:
     except ValueError as error:
         wrong = str(error)
     if wrong is not None:
-        raise RefusedError(f"the checkpoint's loop state is malformed: {wrong}", hint="take another checkpoint")
+        raise RefusedError(
+            f"the checkpoint's loop state is malformed: {wrong}", hint="take another checkpoint"
+        )
     return state
 
 
 def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
-    """Contradictions to the settings or the step. A cut lies between two train steps, so trained groups follow from the step."""
+    """Contradictions to the settings or the step. A cut lies between two train steps, so trained groups
+    follow from the step."""
     step, groups, schedule = state["step"], state["groups"], settings.schedule
     version, taken = _window(state, settings)
     if step > schedule.train_steps:
@@ -212,7 +230,11 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
 def _window(state: LoopState, settings: LoopSettings) -> tuple[int, int]:
     """The version, and how many groups its window has taken."""
     window = state.get("window")
-    return settings.window_after(state["step"]) if window is None else (window["version"], window["taken_groups"])
+    return (
+        settings.window_after(state["step"])
+        if window is None
+        else (window["version"], window["taken_groups"])
+    )
 
 
 def _wrong_prompts(groups: GroupsState) -> Iterator[str]:
@@ -225,7 +247,11 @@ def _wrong_prompts(groups: GroupsState) -> Iterator[str]:
 
 def _wrong_running(entry: RunningState, version: int, settings: LoopSettings) -> Iterator[str]:
     """What would keep a running group from continuing."""
-    ended, kept, prompt = entry.get("ended", []), entry.get("kept", {}), f"running prompt {entry['key'].uid:.40}"
+    ended, kept, prompt = (
+        entry.get("ended", []),
+        entry.get("kept", {}),
+        (f"running prompt {entry['key'].uid:.40}"),
+    )
     indices = [*chain.from_iterable(part["indices"] for part in ended), *kept]
     all_indices = set(range(settings.profile.rollout.n))
     has_all_ended = all_indices <= set(chain.from_iterable(part["indices"] for part in ended))
@@ -237,7 +263,9 @@ def _wrong_running(entry: RunningState, version: int, settings: LoopSettings) ->
     if numbers and numbers[-1] >= entry.get("num_parts", 0):
         yield f"{prompt} has {entry.get('num_parts')} parts, and one has the number {numbers[-1]}"
     yield from _wrong_versions(prompt, kept.values(), version)
-    oldest = min([version, *(so_far.oldest for so_far in kept.values()), *(part["version"] for part in ended)])
+    oldest = min(
+        [version, *(so_far.oldest for so_far in kept.values()), *(part["version"] for part in ended)]
+    )
     bound = settings.schedule.max_staleness
     if (deadline := entry.get("deadline", version + bound)) > oldest + bound:
         yield f"the deadline of {prompt} is {deadline}, with tokens of version {oldest}"

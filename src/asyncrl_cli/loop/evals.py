@@ -1,9 +1,9 @@
 """Evals: each scores one version on the eval sets' prompts, on the workers that hold that version.
 
-A worker that has loaded a version whose eval is due works on the eval until no tries are left; its next load waits until then.
-Evals take slots but no window budget. If a worker's process dies, its tries go back into the queue. If it was the last one on the
-eval, another worker that holds the version goes on with it, or the next version that a worker loads is scored instead. Each set has
-its own result: mean@n and best@N.
+A worker that has loaded a version whose eval is due works on the eval until no tries are left; its next load
+waits until then. Evals take slots but no window budget. If a worker's process dies, its tries go back into
+the queue. If it was the last one on the eval, another worker that holds the version goes on with it, or the
+next version that a worker loads is scored instead. Each set has its own result: mean@n and best@N.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.profile.schema import Profile
 
 _CALLS_IN_FLIGHT = 4
-"""Concurrent eval calls per worker. Each takes an eighth of the worker's slots (a quarter when nothing else will run), so that the
-longest responses of one call do not leave the eval's whole share of the slots empty."""
+"""Concurrent eval calls per worker. Each takes an eighth of the worker's slots (a quarter when nothing else
+will run), so that the longest responses of one call do not leave the eval's whole share of the slots
+empty."""
 
 
 class Evaluator:
@@ -40,9 +41,15 @@ class Evaluator:
         event: Callable[..., None],
         judge: Scorer | None = None,
     ) -> None:
-        """Call inside the running event loop. `event(name, **fields)` notifies the observers; `judge` is the reward model."""
+        """Call inside the running event loop. `event(name, **fields)` notifies the observers; `judge` is the
+        reward model."""
         samples = range(profile.eval.samples_per_prompt)
-        self.tries = [EvalTry(item, name, sample) for name, items in sets.items() for item in items for sample in samples]
+        self.tries = [
+            EvalTry(item, name, sample)
+            for name, items in sets.items()
+            for item in items
+            for sample in samples
+        ]
         self.last_version: int | None = None
         self.running: _Eval | None = None
         self.ended: list[EvalSummary] = []
@@ -63,8 +70,13 @@ class Evaluator:
 
     @property
     def held_s(self) -> dict[str, float]:
-        """For each worker of the running eval: the seconds for which the eval has held it. Its next load waits."""
-        return {} if self.running is None else {name: self._now() - since_s for name, since_s in self.running.helpers.items()}
+        """For each worker of the running eval: the seconds for which the eval has held it. Its next load
+        waits."""
+        return (
+            {}
+            if self.running is None
+            else {name: self._now() - since_s for name, since_s in self.running.helpers.items()}
+        )
 
     @property
     def active_s(self) -> float:
@@ -79,11 +91,16 @@ class Evaluator:
 
     def is_left_to(self, slots: WorkerSlots) -> bool:
         """Whether the worker holds the version of an eval that was left by its last worker."""
-        return self.running is None and self._left is not None and self._left.version == slots.version and not slots.loading
+        return (
+            self.running is None
+            and self._left is not None
+            and self._left.version == slots.version
+            and not slots.loading
+        )
 
     async def work(self, worker: RolloutWorker, slots: WorkerSlots, *, is_last: bool) -> None:
-        """Start, join or take over the eval of `slots.version`, if it is due. A worker's sync loop calls this after each load, and
-        when `is_left_to` says so."""
+        """Start, join or take over the eval of `slots.version`, if it is due. A worker's sync loop calls this
+        after each load, and when `is_left_to` says so."""
         if self.running is None and (self.is_left_to(slots) or self.due(slots.version, is_last)):
             self._begin(slots.version)
         current = self.running
@@ -93,7 +110,8 @@ class Evaluator:
         current.helpers[worker.name] = self._now()
         try:
             async with asyncio.timeout_at(current.started_s + self._profile.eval.timeout_s):
-                while current.queue and not current.timed_out:  # a lost worker may put tries back after the last call has begun
+                # a lost worker may put tries back after the last call has begun
+                while current.queue and not current.timed_out:
                     async with asyncio.TaskGroup() as calls:
                         for _ in range(_CALLS_IN_FLIGHT):
                             calls.create_task(self._score(current, worker, slots, chunk))
@@ -117,10 +135,12 @@ class Evaluator:
         self._version_before, self.last_version = self.last_version, version
 
     def worker_lost(self) -> int | None:
-        """Call when a worker's process is gone and its eval calls have ended, which puts their tries back into the queue.
+        """Call when a worker's process is gone and its eval calls have ended, which puts their tries back
+        into the queue.
 
-        If no other worker works on the eval, it is due again: the next worker that holds its version goes on with it, unless a
-        worker begins that of a newer version first. Returns the version of an eval that was left, else None.
+        If no other worker works on the eval, it is due again: the next worker that holds its version goes on
+        with it, unless a worker begins that of a newer version first. Returns the version of an eval that was
+        left, else None.
         """
         current = self.running
         if current is None or current.helpers:
@@ -134,36 +154,53 @@ class Evaluator:
         while current.queue and not current.timed_out:
             tries = tuple(current.queue.popleft() for _ in range(min(chunk, len(current.queue))))
             slots.change_evals(len(tries))
-            request, outcomes = EvalRequest(version=current.version, tries=tries, seed=self._profile.run.seed), None
+            request, outcomes = (
+                EvalRequest(version=current.version, tries=tries, seed=self._profile.run.seed),
+                None,
+            )
             try:
                 try:
                     result = await worker.evaluate(request)
                 finally:
                     slots.change_evals(-len(tries))
                     self._changes.notify(Change.SLOTS)
-                outcomes = result.outcomes if self._judge is None else await self._judged(self._judge, tries, result)
+                outcomes = (
+                    result.outcomes if self._judge is None else await self._judged(self._judge, tries, result)
+                )
             finally:
                 if outcomes is None:
                     current.queue.extendleft(reversed(tries))
             current.ended += zip(tries, outcomes, strict=True)
 
     async def _judged(self, judge: Scorer, tries: Sequence[EvalTry], result: EvalResult) -> list[EvalOutcome]:
-        """The outcomes, with the reward model's scores added. If the reward model is lost meanwhile, these trajectories count as
-        failed; scorers.py restarts it or stops the run."""
-        played = [(entry.item, meta) for entry, meta in zip(tries, result.outcomes, strict=True) if not isinstance(meta, Failure)]
+        """The outcomes, with the reward model's scores added. If the reward model is lost meanwhile, these
+        trajectories count as failed; scorers.py restarts it or stops the run."""
+        played = [
+            (entry.item, meta)
+            for entry, meta in zip(tries, result.outcomes, strict=True)
+            if not isinstance(meta, Failure)
+        ]
         try:
             scores = iter(await judge.judge(result, [item for item, _ in played]) if played else ())
         except ExecutorLost as error:
-            return [meta if isinstance(meta, Failure) else Failure("reward", str(error)) for meta in result.outcomes]
+            return [
+                meta if isinstance(meta, Failure) else Failure("reward", str(error))
+                for meta in result.outcomes
+            ]
         weight = self._profile.reward_model.weight
-        return [meta if isinstance(meta, Failure) else meta.judged(next(scores), weight) for meta in result.outcomes]
+        return [
+            meta if isinstance(meta, Failure) else meta.judged(next(scores), weight)
+            for meta in result.outcomes
+        ]
 
     def _end(self, current: _Eval) -> None:
         self._ended_s = self.active_s
         self.running = None
         if current.timed_out:
             limit = f"eval.timeout_s = {self._profile.eval.timeout_s:g}"
-            self._event("warning", message=f"the eval of version {current.version} gave no result within {limit}")
+            self._event(
+                "warning", message=f"the eval of version {current.version} gave no result within {limit}"
+            )
         else:
             for name in dict.fromkeys(entry.eval_set for entry in self.tries):
                 self._tell(current, name)
@@ -176,7 +213,11 @@ class Evaluator:
         summary = summary_of(ended, version=current.version, eval_s=self._now() - current.started_s)
         if summary is None:
             what = f"the eval of version {current.version}" + (f" on {name}" if name else "")
-            self._event("warning", message=f"{what} scored no prompt; the last failure: {failures[-1].text or failures[-1].kind}")
+            self._event(
+                "warning",
+                message=f"{what} scored no prompt; the last failure: "
+                f"{failures[-1].text or failures[-1].kind}",
+            )
             return
         self.ended.append(summary)
         fields: dict[str, Any] = {"eval_set": name} if name else {}
@@ -184,7 +225,11 @@ class Evaluator:
             fields["failures"] = dict(Counter(failure.kind for failure in failures))
         if summary.interval is not None:
             fields["reward_low"], fields["reward_high"] = summary.interval
-        scored = {"eval_s": summary.eval_s, "reward_mean": summary.reward_mean, "num_prompts": summary.num_prompts}
+        scored = {
+            "eval_s": summary.eval_s,
+            "reward_mean": summary.reward_mean,
+            "num_prompts": summary.num_prompts,
+        }
         by_prompt = {"prompts": summary.prompts, "rewards": summary.rewards}
         self._event("eval", version=current.version, **scored, **fields, **by_prompt)
 
@@ -206,7 +251,9 @@ class _Eval:
         return f"version {self.version}: {len(self.ended)} of {self.num_tries} trajectories"
 
 
-def summary_of(ended: Sequence[tuple[EvalTry, EvalOutcome]], *, version: int, eval_s: float) -> EvalSummary | None:
+def summary_of(
+    ended: Sequence[tuple[EvalTry, EvalOutcome]], *, version: int, eval_s: float
+) -> EvalSummary | None:
     """Summarise the trajectories of one set; None if none of them has a score."""
     scored = [(entry, outcome) for entry, outcome in ended if isinstance(outcome, TrajectoryMeta)]
     if not scored:
@@ -233,7 +280,8 @@ def summary_of(ended: Sequence[tuple[EvalTry, EvalOutcome]], *, version: int, ev
 
 
 def _best(rewards: Sequence[Sequence[float]], samples: int) -> Iterator[tuple[int, float]]:
-    """(N, best@N) for N = 2, 4, ... below `samples`, and for `samples` itself. A prompt counts only if it has N scored samples."""
+    """(N, best@N) for N = 2, 4, ... below `samples`, and for `samples` itself. A prompt counts only if it has
+    N scored samples."""
     sizes = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
     for size in [*sizes, samples] if samples > 1 else ():
         if enough := [best_of(own, size) for own in rewards if len(own) >= size]:
@@ -243,9 +291,10 @@ def _best(rewards: Sequence[Sequence[float]], samples: int) -> Iterator[tuple[in
 def best_of(rewards: Sequence[float], size: int) -> float:
     """The expected best of `size` samples of a prompt: an unbiased estimate from at least as many samples.
 
-    It is the exact mean of the best over all choices of `size` different samples. For rewards of 0 and 1 it is the estimator of
-    pass@k (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1). verl draws 1,000 times with replacement
-    instead, so one sample may count twice: its best@N is lower on average.
+    It is the exact mean of the best over all choices of `size` different samples. For rewards of 0 and 1 it
+    is the estimator of pass@k (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation
+    1). verl draws 1,000 times with replacement instead, so one sample may count twice: its best@N is lower on
+    average.
     """
     ways = comb(len(rewards), size)
     return sum(reward * (comb(rank, size - 1) / ways) for rank, reward in enumerate(sorted(rewards)))

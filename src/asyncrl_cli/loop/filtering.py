@@ -1,9 +1,10 @@
 """Which groups are not worth training, and when there are so many of them that the run should end.
 
-DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups whose trajectories all have the same reward are not trained.
-Their advantages would be 0 under every estimator that compares a response with its group. Such a group is dropped when it
-finishes, which frees its place in the window: another prompt starts there, under all rules of admission. The filter compares the
-task's reward (verl's `filter_groups.metric = "acc"`), without the penalty of `algorithm.overlong_buffer_tokens`.
+DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups whose trajectories all have the same reward
+are not trained. Their advantages would be 0 under every estimator that compares a response with its group.
+Such a group is dropped when it finishes, which frees its place in the window: another prompt starts there,
+under all rules of admission. The filter compares the task's reward (verl's `filter_groups.metric = "acc"`),
+without the penalty of `algorithm.overlong_buffer_tokens`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _FROM_TRAJECTORIES = 64
 
 
 class FailuresLimit:
-    """`task.max_failed_ratio`. A resumed run counts from zero: what made trajectories fail may have been mended."""
+    """`task.max_failed_ratio`. A resumed run counts from zero: what made trajectories fail may have been
+    mended."""
 
     def __init__(self, max_failed_ratio: float) -> None:
         self._most = max_failed_ratio
@@ -37,15 +39,18 @@ class FailuresLimit:
         """Raises AsyncrlError if too many trajectories have failed."""
         if self._trajectories >= _FROM_TRAJECTORIES and self._failed > self._most * self._trajectories:
             raise AsyncrlError(
-                f"{self._failed} of {self._trajectories} trajectories failed, more than task.max_failed_ratio = {self._most} "
+                f"{self._failed} of {self._trajectories} trajectories failed, more than "
+                f"task.max_failed_ratio = {self._most} "
                 f"allows; the last one: {self._last}",
-                hint="fix the reward, environment or agent (the run's log has every failure) and resume, or resume with a higher "
+                hint="fix the reward, environment or agent (the run's log has every failure) and resume, or "
+                "resume with a higher "
                 "task.max_failed_ratio",
             )
 
 
 class GroupFilter:
-    """Judges finished groups. `rewards`: the common reward of each group dropped since the last train step."""
+    """Judges finished groups. `rewards`: the common reward of each group dropped since the last train
+    step."""
 
     def __init__(self, settings: LoopSettings) -> None:
         algorithm = settings.profile.algorithm
@@ -72,8 +77,11 @@ class GroupFilter:
         most = self._num_batches * self._step_groups
         if self._in_a_row > most:
             raise AsyncrlError(
-                f"each of the last {self._in_a_row} groups had equal rewards (the last one: {self._last:g}), more than "
-                f"algorithm.max_num_gen_batches = {self._num_batches} times R = {self._step_groups}: nothing is left to train",
-                hint="start a run with prompts that the model solves now and then (too easy and too hard ones give equal rewards) "
+                f"each of the last {self._in_a_row} groups had equal rewards (the last one: {self._last:g}), "
+                "more than "
+                f"algorithm.max_num_gen_batches = {self._num_batches} times R = {self._step_groups}: nothing "
+                "is left to train",
+                hint="start a run with prompts that the model solves now and then (too easy and too hard "
+                "ones give equal rewards) "
                 "or a larger rollout.n, or resume with a higher algorithm.max_num_gen_batches",
             )

@@ -1,5 +1,5 @@
-"""What the loop knows about each rollout worker (its sequence slots, its weights, the version on its way to it), and where the next
-responses would be placed.
+"""What the loop knows about each rollout worker (its sequence slots, its weights, the version on its way to
+it), and where the next responses would be placed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from asyncrl_cli.loop.attempts import PartKey
 _TRAVEL_KEPT = 0.8
 """The weight of all workers' last loads once every worker has had one more load."""
 Room = tuple[int, int, int]
-"""How many units there is room for: in slots if no worker were loading; in slots now; in slots and queues now. A unit is placed as
-a whole: one response or one group. (A plain tuple, because every change makes one.)"""
+"""How many units there is room for: in slots if no worker were loading; in slots now; in slots and queues
+now. A unit is placed as a whole: one response or one group. (A plain tuple, because every change makes
+one.)"""
 
 
 class Placement(NamedTuple):
-    """How many responses would start on each worker, and the oldest version that one of these workers holds."""
+    """How many responses would start on each worker, and the oldest version that one of these workers
+    holds."""
 
     responses: Mapping[str, int]
     version: int
@@ -29,12 +31,13 @@ class Placement(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerSlots:
-    """One worker. `unfinished` counts the responses of each running part that need a slot; evals take slots too. `told`: the
-    worker's last report of those that need none.
+    """One worker. `unfinished` counts the responses of each running part that need a slot; evals take slots
+    too. `told`: the worker's last report of those that need none.
 
-    `version`: the published version that it holds, -1 for none; `begun`: the version that it is receiving or loading; `received`:
-    whether that one has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room; `away`:
-    it is down and the run does not wait for it. `room` and `rank` are kept up to date by `fleet`, which learns of every change.
+    `version`: the published version that it holds, -1 for none; `begun`: the version that it is receiving or
+    loading; `received`: whether that one has arrived. `loading`: nothing may start on it now; `down`: its
+    process is gone, so it has no room; `away`: it is down and the run does not wait for it. `room` and `rank`
+    are kept up to date by `fleet`, which learns of every change.
     """
 
     name: str
@@ -74,7 +77,8 @@ class WorkerSlots:
         self.fleet.update(self)
 
     def begin_prefetch(self, version: int) -> None:
-        """The version is about to be sent to the worker, which meanwhile keeps generating if it already holds weights."""
+        """The version is about to be sent to the worker, which meanwhile keeps generating if it already holds
+        weights."""
         self.begun = version
         if not self.loading:
             self.fleet.travel.set_out(self.name, self.unfinished)
@@ -95,21 +99,26 @@ class WorkerSlots:
         self.fleet.travel.lost(self.name)
 
     def set_down(self, is_down: bool) -> None:
-        """The worker's process is gone or, if false, was replaced by a new one, which loads before anything starts on it."""
+        """The worker's process is gone or, if false, was replaced by a new one, which loads before anything
+        starts on it."""
         self.down, self.loading, self.away = is_down, True, False
         self.fleet.update(self)
 
 
 class Travel:
-    """How long new weights are on their way to the workers, in the one unit that admission knows: responses that end meanwhile.
+    """How long new weights are on their way to the workers, in the one unit that admission knows: responses
+    that end meanwhile.
 
-        version rises or prefetch begins ──set_out──> published, sent (the worker keeps generating) ──arrived──> loaded
+        version rises or prefetch begins ──set_out──> published, sent (the worker keeps generating)
+        ──arrived──> loaded
 
-    `set_out` records what runs on the worker; `arrived` counts how much of it has ended since. Travel is short if fewer than half
-    of the responses that ran when the weights set out have ended. All loads count together; older ones weigh less.
+    `set_out` records what runs on the worker; `arrived` counts how much of it has ended since. Travel is
+    short if fewer than half of the responses that ran when the weights set out have ended. All loads count
+    together; older ones weigh less.
 
-    Worked example: two workers have 4 and 6 responses running when version 3 sets out for them; when it arrives, 1 and 2
-    have ended: 3 of 10, so travel is short. Had nothing run, it would not be: responses that end within a window need no slack.
+    Worked example: two workers have 4 and 6 responses running when version 3 sets out for them; when it
+    arrives, 1 and 2 have ended: 3 of 10, so travel is short. Had nothing run, it would not be: responses that
+    end within a window need no slack.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -117,7 +126,8 @@ class Travel:
         self._ran_before: dict[str, dict[PartKey, int]] = {}
         self._ran = self._ended = 0.0
         self.is_short = True
-        """Whether weights arrive before half of the running responses have ended. True until the first arrival shows otherwise."""
+        """Whether weights arrive before half of the running responses have ended. True until the first
+        arrival shows otherwise."""
 
     def set_out(self, worker: str, unfinished: Mapping[PartKey, int]) -> None:
         """A version sets out for the worker, unless one is already on its way there."""
@@ -143,7 +153,8 @@ class Travel:
 class Fleet:
     """All workers, and where the next responses would be placed.
 
-    Sums of room and ranks of workers are updated at every change, so a placement costs hardly more with more workers.
+    Sums of room and ranks of workers are updated at every change, so a placement costs hardly more with more
+    workers.
     """
 
     def __init__(self, workers: Iterable[WorkerSlots], *, unit: int, queue_sequences: int) -> None:
@@ -161,15 +172,24 @@ class Fleet:
             self.update(worker)
 
     def update(self, worker: WorkerSlots) -> None:
-        """Update sums and ranks. Call it after a change of the worker's sequences or process, and when a load begins or ends."""
-        free, unit, awake = worker.slots - worker.unfinished_sequences - worker.eval_sequences, self._unit, not worker.loading
+        """Update sums and ranks. Call it after a change of the worker's sequences or process, and when a load
+        begins or ends."""
+        free, unit, awake = (
+            worker.slots - worker.unfinished_sequences - worker.eval_sequences,
+            self._unit,
+            not worker.loading,
+        )
         up = free // unit if free > 0 and not worker.down else 0
         slots = up if awake else 0
         queue = (free + self._queue_sequences) // unit if awake and free + self._queue_sequences > 0 else 0
         up_before, slots_before, queue_before = worker.room
         all_up, all_slots, all_queue = self._room
         worker.room = up, slots, queue
-        self._room = all_up + up - up_before, all_slots + slots - slots_before, all_queue + queue - queue_before
+        self._room = (
+            all_up + up - up_before,
+            all_slots + slots - slots_before,
+            all_queue + queue - queue_before,
+        )
         self._rank(worker, (-worker.version, -free) if queue else None)
 
     def _rank(self, worker: WorkerSlots, rank: tuple[int, int] | None) -> None:
@@ -185,7 +205,8 @@ class Fleet:
         worker.rank = rank
 
     def weights_set_out(self) -> None:
-        """A new version exists. From now on it is on its way to every worker that is not loading an older one."""
+        """A new version exists. From now on it is on its way to every worker that is not loading an older
+        one."""
         for worker in self.by_name.values():
             if not worker.loading:
                 self.travel.set_out(worker.name, worker.unfinished)
@@ -211,10 +232,12 @@ class Fleet:
         return all(worker.version == version and not worker.loading for worker in self.present())
 
     def placement(self, num_responses: int, at_least: int = -1) -> Placement | None:
-        """Where that many responses would be placed, on workers of version `at_least` or newer; None if there is no room.
+        """Where that many responses would be placed, on workers of version `at_least` or newer; None if there
+        is no room.
 
-        Each unit goes to the newest weights; among those to the most room, then to the first worker. Room means free slots. Room
-        in queues counts only if the free slots of all workers, including loading ones, are too few.
+        Each unit goes to the newest weights; among those to the most room, then to the first worker. Room
+        means free slots. Room in queues counts only if the free slots of all workers, including loading ones,
+        are too few.
         """
         needed = -(-num_responses // self._unit)
         up, in_slots, in_queues = self._room
@@ -231,12 +254,15 @@ class Fleet:
         return None
 
     def _best(self, needed: int, queue: int, at_least: int) -> list[tuple[int, int, int, str]]:
-        """At most `needed` workers that have room for a unit, best first: (-version, -room in sequences, place, name). A placement
-        needs no more, because its units reach the workers in this order."""
+        """At most `needed` workers that have room for a unit, best first: (-version, -room in sequences,
+        place, name). A placement needs no more, because its units reach the workers in this order."""
         best: list[tuple[int, int, int, str]] = []
         for version, free in sorted(self._ranks):
             if queue - free >= self._unit and -version >= at_least:
-                best += [(version, free - queue, *place) for place in sorted(self._ranks[version, free])[: needed - len(best)]]
+                best += [
+                    (version, free - queue, *place)
+                    for place in sorted(self._ranks[version, free])[: needed - len(best)]
+                ]
             if len(best) == needed:
                 break
         return best

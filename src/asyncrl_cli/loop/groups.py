@@ -1,4 +1,5 @@
-"""Every group of the run, from its prompt to its train step: one method per transition, and each transition is one event.
+"""Every group of the run, from its prompt to its train step: one method per transition, and each transition
+is one event.
 
 The only writer of `Admission` and its ledger. No I/O, no waiting.
 """
@@ -41,8 +42,8 @@ class EndedState(TypedDict):
 
 
 class RunningState(TryState):
-    """A running group. `kept`: by index, the responses that continue from the tokens that they had. Checkpoints up to 2026-11 have
-    none of the keys below: their groups start again."""
+    """A running group. `kept`: by index, the responses that continue from the tokens that they had.
+    Checkpoints up to 2026-11 have none of the keys below: their groups start again."""
 
     deadline: NotRequired[Count]
     num_parts: NotRequired[Count]
@@ -67,7 +68,9 @@ class GroupsState(TypedDict):
 
 
 class Groups:
-    def __init__(self, settings: LoopSettings, admission: Admission, feed: Feed, event: Callable[..., None]) -> None:
+    def __init__(
+        self, settings: LoopSettings, admission: Admission, feed: Feed, event: Callable[..., None]
+    ) -> None:
         """`event(stage, key=key, **fields)` notifies the run's observers."""
         self.admission = admission
         self.ledger = admission.ledger
@@ -78,14 +81,16 @@ class Groups:
         self.failures: Counter[str] = Counter()
         """Failed trajectories so far, by kind."""
         self.is_learning = False
-        """A separate critic is still learning from the groups that were taken last. It scores no others until then."""
+        """A separate critic is still learning from the groups that were taken last. It scores no others until
+        then."""
         self._profile, self._step_groups = settings.profile, settings.schedule.step_groups
         self._feed = feed
         self._event = event
         self._again: deque[Attempt] = deque()
 
     def start(self) -> list[tuple[str, PartRequest]]:
-        """Admit the next prompt, or place again what was lost with a worker. Returns (worker, request) pairs, none if closed."""
+        """Admit the next prompt, or place again what was lost with a worker. Returns (worker, request) pairs,
+        none if closed."""
         placement = self.admission.choose()
         if placement is None:
             return []
@@ -99,7 +104,9 @@ class Groups:
             self._tell(attempt, **told)
         item, seed = attempt.prompt.item, self._seed(attempt.key)
         request = partial(PartRequest, item=item, seed=seed, so_far=attempt.so_far)
-        return [(part.worker, request(key=part.key, indices=part.indices, goes_on=part.goes_on)) for part in parts]
+        return [
+            (part.worker, request(key=part.key, indices=part.indices, goes_on=part.goes_on)) for part in parts
+        ]
 
     def _place_again(self, attempt: Attempt, placement: Placement, told: Mapping[str, Any]) -> list[Part]:
         before = attempt.ended_tokens()
@@ -107,21 +114,32 @@ class Groups:
         kept_tokens = sum(so_far.tokens for part in parts for so_far in part.goes_on.values())
         self.tokens_discarded += before - attempt.ended_tokens() - kept_tokens
         indices = sorted(index for part in parts for index in part.indices)
-        self._event("replaced", key=attempt.key, **told, indices=indices, **({"kept_tokens": kept_tokens} if kept_tokens else {}))
+        self._event(
+            "replaced",
+            key=attempt.key,
+            **told,
+            indices=indices,
+            **({"kept_tokens": kept_tokens} if kept_tokens else {}),
+        )
         return parts
 
     def parts_ended(self, results: Sequence[PartResult]) -> bool:
-        """Record a worker's results. Returns true if a group has ended with them. The tokens of groups that were given up in the
-        meantime count as discarded. `check_limits` says whether too many have failed."""
+        """Record a worker's results. Returns true if a group has ended with them. The tokens of groups that
+        were given up in the meantime count as discarded. `check_limits` says whether too many have failed."""
         attempts = [attempt for result in results if (attempt := self._end_part(result)) is not None]
-        whole = [attempt for attempt in dict.fromkeys(attempts) if not (attempt.unplaced or attempt.running_parts())]
+        whole = [
+            attempt
+            for attempt in dict.fromkeys(attempts)
+            if not (attempt.unplaced or attempt.running_parts())
+        ]
         for attempt in whole:
             self._end_running(attempt)
         return bool(whole)
 
     def check_limits(self) -> None:
-        """Raises AsyncrlError if too many trajectories have failed or too many groups were left out. Call it when the results that
-        have arrived are recorded, and not in between: a checkpoint must not hold a group that has ended and still runs."""
+        """Raises AsyncrlError if too many trajectories have failed or too many groups were left out. Call it
+        when the results that have arrived are recorded, and not in between: a checkpoint must not hold a
+        group that has ended and still runs."""
         self._failures_limit.check()
         self.filter.check()
 
@@ -143,7 +161,13 @@ class Groups:
         self._failures_limit.count(result)
         too_few = len(result.trajectories) < least_trajectories(self._profile)
         is_rewarded = REWARD not in self.admission.scorers
-        if reason := "failed" if too_few else REASON if is_rewarded and self.filter.leaves_out(result) else "":
+        if (
+            reason := "failed"
+            if too_few
+            else REASON
+            if is_rewarded and self.filter.leaves_out(result)
+            else ""
+        ):
             self._drop(attempt, reason, result.response_tokens)
             return
         attempt.result = result
@@ -156,7 +180,8 @@ class Groups:
         self._end(attempt, Stage.DROPPED, reason)
 
     def takeable(self, num_groups: int, *, unscored: bool = False) -> bool:
-        """Whether `num_groups` can be taken now or, with `unscored`, could be if every finished group were scored."""
+        """Whether `num_groups` can be taken now or, with `unscored`, could be if every finished group were
+        scored."""
         enough = len(self.ledger.finished) >= num_groups
         return enough and len(self.admission.takeable(num_groups, unscored=unscored)) == num_groups
 
@@ -165,10 +190,12 @@ class Groups:
         return bool(self.unscored(scorer)) and not (scorer == CRITIC and self.is_learning)
 
     def unscored(self, scorer: str) -> list[Attempt]:
-        """The finished groups without that scorer's column: first those that could be taken now, then the others, in finish order.
+        """The finished groups without that scorer's column: first those that could be taken now, then the
+        others, in finish order.
 
-        `prox` scores with the weights that the window begins with, so only the groups that this window can still take count. The
-        critic changes with every train step, so only the groups that the next step takes count.
+        `prox` scores with the weights that the window begins with, so only the groups that this window can
+        still take count. The critic changes with every train step, so only the groups that the next step
+        takes count.
         """
         if scorer in (PROX, CRITIC):
             most = self.admission.takes_left if scorer == PROX else self._step_groups
@@ -181,7 +208,8 @@ class Groups:
         return sorted(missing, key=lambda attempt: attempt not in first)
 
     def scored(self, scorer: str, columns: Mapping[AttemptKey, Any]) -> None:
-        """Record a scorer's columns, except for groups that were given up meanwhile. A group may be dropped for its new rewards."""
+        """Record a scorer's columns, except for groups that were given up meanwhile. A group may be dropped
+        for its new rewards."""
         for key, column in columns.items():
             if (attempt := self.ledger.finished.get(key)) is None:
                 continue
@@ -198,14 +226,18 @@ class Groups:
     def columns(self) -> dict[AttemptKey, Mapping[str, Any]]:
         """What scorers have computed for the sampled tokens of the groups in training, by scorer."""
         names = [name for name in self.admission.scorers if name != REWARD]
-        return {key: {name: attempt.columns[name] for name in names} for key, attempt in self.ledger.training.items()}
+        return {
+            key: {name: attempt.columns[name] for name in names}
+            for key, attempt in self.ledger.training.items()
+        }
 
     def _rewarded(self, attempt: Attempt) -> GroupResult:
         """The group, with the reward model's scores (if there is one) added to its rewards."""
         result, weight = attempt.outcome(), self._profile.reward_model.weight
         scores = attempt.columns.get(REWARD, (None,) * len(result.trajectories))
         trajectories = tuple(
-            meta if score is None else meta.judged(score, weight) for meta, score in zip(result.trajectories, scores, strict=True)
+            meta if score is None else meta.judged(score, weight)
+            for meta, score in zip(result.trajectories, scores, strict=True)
         )
         return replace(result, trajectories=trajectories)
 
@@ -228,25 +260,29 @@ class Groups:
             self._tell(attempt, tokens=tokens)
 
     def publish(self) -> list[tuple[str, AttemptKey]]:
-        """Raise the version, and give up groups past their deadline if `on_stale` says so. Returns (worker, group) to abort."""
+        """Raise the version, and give up groups past their deadline if `on_stale` says so. Returns (worker,
+        group) to abort."""
         late, training = self.admission.publish(), self._profile.async_training
         self.columns_lost(PROX)  # the next window begins with newer weights
         if training.on_stale not in ("drop", "requeue"):
             return []
-        aborts = dict.fromkeys((part.worker, attempt.key) for attempt in late for part in attempt.running_parts())
+        aborts = dict.fromkeys(
+            (part.worker, attempt.key) for attempt in late for part in attempt.running_parts()
+        )
         exhausted = [attempt for attempt in late if attempt.requeues >= training.max_requeues]
         for attempt in late:
             self._give_up(attempt)
         if exhausted and (training.on_stale, training.on_exhausted) == ("requeue", "fail"):
             raise AsyncrlError(
-                f"prompt {exhausted[0].prompt.uid} was requeued {training.max_requeues} times for staleness and was stale again",
+                f"prompt {exhausted[0].prompt.uid} was requeued {training.max_requeues} times for staleness "
+                "and was stale again",
                 hint='raise async_training.max_staleness, or set async_training.on_exhausted = "drop"',
             )
         return list(aborts)
 
     def state(self, kept: Mapping[PartKey, Mapping[int, Kept]]) -> GroupsState:
-        """Everything as JSON, except payloads, the prompts' items and what follows from the run's step. `kept`: what the running
-        parts had a moment ago."""
+        """Everything as JSON, except payloads, the prompts' items and what follows from the run's step.
+        `kept`: what the running parts had a moment ago."""
         return {
             "tokens_discarded": self.tokens_discarded,
             "tokens_trained": self.tokens_trained,
@@ -259,14 +295,18 @@ class Groups:
         }
 
     def payloads(self) -> tuple[tuple[Any, ...], ...]:
-        """The handles of all arrays held here, in the order of `state`: each finished group's parts, then each ended part."""
+        """The handles of all arrays held here, in the order of `state`: each finished group's parts, then
+        each ended part."""
         finished = [attempt.outcome().payload for attempt in self.ledger.finished.values()]
-        ended = [(part.payload,) for attempt in self.ledger.running.values() for part in attempt.ended_parts()]
+        ended = [
+            (part.payload,) for attempt in self.ledger.running.values() for part in attempt.ended_parts()
+        ]
         return (*finished, *ended)
 
     def restore(self, state: GroupsState, payloads: Iterable[tuple[Any, ...]], lost_tokens: int) -> None:
-        """Continue from `state`. What ran at the cut is placed again, as if all workers had been lost. Responses continue from
-        their kept tokens; `lost_tokens` count as discarded. `payloads`: those of `Groups.payloads`, then those of kept groups."""
+        """Continue from `state`. What ran at the cut is placed again, as if all workers had been lost.
+        Responses continue from their kept tokens; `lost_tokens` count as discarded. `payloads`: those of
+        `Groups.payloads`, then those of kept groups."""
         self.tokens_discarded = state["tokens_discarded"] + lost_tokens
         self.tokens_trained = state["tokens_trained"]
         self.failures = Counter(state.get("failures", {}))
@@ -287,11 +327,14 @@ class Groups:
         """After `restore`: the kept responses that had not ended start again."""
         for attempt in self.ledger.running.values():
             whole = {index: kept for index, kept in attempt.kept.items() if kept.is_whole}
-            self.tokens_discarded += sum(kept.tokens for index, kept in attempt.kept.items() if index not in whole)
+            self.tokens_discarded += sum(
+                kept.tokens for index, kept in attempt.kept.items() if index not in whole
+            )
             attempt.kept = whole
 
     def arrays_lost(self, worker: str) -> None:
-        """The worker's node is gone, and with it the arrays of parts that had ended there. Their responses are generated again."""
+        """The worker's node is gone, and with it the arrays of parts that had ended there. Their responses
+        are generated again."""
         for attempt in [*self.ledger.finished.values()]:
             if any(part.worker == worker for part in attempt.parts.values()):
                 self.tokens_discarded += attempt.ended_tokens()
@@ -307,7 +350,8 @@ class Groups:
     def _give_up(self, attempt: Attempt) -> None:
         """A group has passed its deadline: requeue its prompt, or drop it for good.
 
-        A prompt that fails the run is requeued as well: the failed run's last checkpoint must not hold a late group.
+        A prompt that fails the run is requeued as well: the failed run's last checkpoint must not hold a late
+        group.
         """
         training = self._profile.async_training
         self.tokens_discarded += attempt.ended_tokens()
@@ -337,7 +381,9 @@ class Groups:
         for entry in state.get("ended", ()):
             (payload,), key = next(handles), entry["result"].key
             result = replace(entry["result"], payload=payload)
-            attempt.parts[key.number] = Part(key=key, indices=entry["indices"], worker="", version=entry["version"], result=result)
+            attempt.parts[key.number] = Part(
+                key=key, indices=entry["indices"], worker="", version=entry["version"], result=result
+            )
         attempt.num_parts, attempt.kept = state.get("num_parts", 0), dict(state.get("kept", {}))
         ended = {index for part in attempt.parts.values() for index in part.indices}
         attempt.unplaced = tuple(index for index in range(self._profile.rollout.n) if index not in ended)
@@ -345,7 +391,9 @@ class Groups:
 
     def _decode(self, state: TryState) -> Attempt:
         key = state["key"]
-        return Attempt(prompt=self._feed.find(key.uid, key.epoch), number=key.attempt, requeues=state["requeues"])
+        return Attempt(
+            prompt=self._feed.find(key.uid, key.epoch), number=key.attempt, requeues=state["requeues"]
+        )
 
 
 def _encode(attempt: Attempt) -> TryState:
@@ -356,7 +404,11 @@ def _encode_running(attempt: Attempt, kept: Mapping[PartKey, Mapping[int, Kept]]
     """`kept` has what running parts had; a part that began later has nothing yet."""
     running = [kept.get(part.key, {}) for part in attempt.running_parts()]
     ended: list[Any] = [
-        {"indices": part.indices, "version": part.version, "result": asdict(replace(part.result, payload=None))}
+        {
+            "indices": part.indices,
+            "version": part.version,
+            "result": asdict(replace(part.result, payload=None)),
+        }
         for part in attempt.parts.values()
         if part.result is not None
     ]

@@ -1,8 +1,9 @@
-"""95% confidence intervals of eval rewards, over prompts: the samples of a prompt resemble each other, so only their mean counts.
+"""95% confidence intervals of eval rewards, over prompts: the samples of a prompt resemble each other, so
+only their mean counts.
 
-The textbook interval, mean +- z * s / sqrt(n), fails for few prompts: four rewards of 0 would prove a mean of exactly 0. The
-formulas here add a few pseudo-observations at the ends of the range, which keeps the coverage near 95% from about eight prompts
-on. The range is 0 to 1, and wider if a reward lies outside.
+The textbook interval, mean +- z * s / sqrt(n), fails for few prompts: four rewards of 0 would prove a mean of
+exactly 0. The formulas here add a few pseudo-observations at the ends of the range, which keeps the coverage
+near 95% from about eight prompts on. The range is 0 to 1, and wider if a reward lies outside.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A difference of two mean rewards over `num_prompts`. `paired`: computed from both rewards of each prompt."""
+    """A difference of two mean rewards over `num_prompts`. `paired`: computed from both rewards of each
+    prompt."""
 
     mean: float
     interval: Interval
@@ -38,8 +40,8 @@ class Change:
 
     @property
     def enough_prompts(self) -> int | None:
-        """With this many prompts a true difference of this size would be clear in 80% of all evals. None if this one is clear, or
-        without a difference."""
+        """With this many prompts a true difference of this size would be clear in 80% of all evals. None if
+        this one is clear, or without a difference."""
         if self.is_clear or abs(self.mean) < 1e-9:
             return None
         half_width = (self.interval.high - self.interval.low) / 2
@@ -54,8 +56,9 @@ def reward_range(rewards: Iterable[float]) -> Interval:
 def mean_interval(rewards: Sequence[float]) -> Interval:
     """For the mean over prompts like those in `rewards`, one reward per prompt.
 
-    z^2 / 2 (1.9) prompts are added at each end of the range. For rewards of 0 and 1 this is the interval of Agresti and Coull
-    (1998, Approximate is better than "exact" for interval estimation of binomial proportions, The American Statistician 52).
+    z^2 / 2 (1.9) prompts are added at each end of the range. For rewards of 0 and 1 this is the interval of
+    Agresti and Coull (1998, Approximate is better than "exact" for interval estimation of binomial
+    proportions, The American Statistician 52).
     """
     ends, added = reward_range(rewards), Z * Z / 2
     num = len(rewards) + 2 * added
@@ -68,9 +71,10 @@ def mean_interval(rewards: Sequence[float]) -> Interval:
 def paired_change(before: Sequence[float], after: Sequence[float]) -> Change:
     """For the mean difference `after - before` of the same prompts, in the same order.
 
-    Two prompts are added: one without a difference, and one that counts half as the largest rise and half as the largest fall. For
-    rewards of 0 and 1 this is the interval of Agresti and Min (2005, Simple improved confidence intervals for comparing matched
-    proportions, Statistics in Medicine 24), who add 0.5 to each cell of the table of both outcomes.
+    Two prompts are added: one without a difference, and one that counts half as the largest rise and half as
+    the largest fall. For rewards of 0 and 1 this is the interval of Agresti and Min (2005, Simple improved
+    confidence intervals for comparing matched proportions, Statistics in Medicine 24), who add 0.5 to each
+    cell of the table of both outcomes.
     """
     ends = reward_range([*before, *after])
     span = ends.high - ends.low
@@ -80,14 +84,20 @@ def paired_change(before: Sequence[float], after: Sequence[float]) -> Change:
     squares = sum(difference * difference for difference in differences) + span * span
     half_width = Z * sqrt(max(squares / num - mean * mean, 0.0) / num)
     interval = Interval(max(mean - half_width, -span), min(mean + half_width, span))
-    return Change(mean=sum(differences) / len(differences), interval=interval, num_prompts=len(differences), paired=True)
+    return Change(
+        mean=sum(differences) / len(differences), interval=interval, num_prompts=len(differences), paired=True
+    )
 
 
-def unpaired_change(before: tuple[float, Interval], after: tuple[float, Interval], num_prompts: int) -> Change:
-    """For the difference of two means of which only (mean, interval) are known. `num_prompts`: the smaller of both numbers.
+def unpaired_change(
+    before: tuple[float, Interval], after: tuple[float, Interval], num_prompts: int
+) -> Change:
+    """For the difference of two means of which only (mean, interval) are known. `num_prompts`: the smaller of
+    both numbers.
 
-    The distances of each mean from the ends of its interval are added as squares (Newcombe 1998, Interval estimation for the
-    difference between independent proportions, Statistics in Medicine 17, method 10). For the same prompts it is too wide.
+    The distances of each mean from the ends of its interval are added as squares (Newcombe 1998, Interval
+    estimation for the difference between independent proportions, Statistics in Medicine 17, method 10). For
+    the same prompts it is too wide.
     """
     (old, old_interval), (new, new_interval) = before, after
     low = new - old - hypot(new - new_interval.low, old_interval.high - old)

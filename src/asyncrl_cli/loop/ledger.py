@@ -1,7 +1,7 @@
 """The ledger of all attempts of a run.
 
-Every attempt is in exactly one stage, and nothing is ever lost: at every transition `admitted_total` equals the sum over the
-six stages.
+Every attempt is in exactly one stage, and nothing is ever lost: at every transition `admitted_total` equals
+the sum over the six stages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class LedgerState(TypedDict):
 
 
 class Ledger:
-    """Live attempts by stage, in order of arrival. Ended attempts are kept as totals only, with reasons for the untrained ones."""
+    """Live attempts by stage, in order of arrival. Ended attempts are kept as totals only, with reasons for
+    the untrained ones."""
 
     def __init__(self) -> None:
         self.admitted_total = 0
@@ -41,10 +42,16 @@ class Ledger:
         self.training: dict[AttemptKey, Attempt] = {}
         self.deadlines: Counter[int] = Counter()
         """The number of untaken attempts per deadline."""
-        self._live = {Stage.RUNNING: self.running, Stage.FINISHED: self.finished, Stage.TRAINING: self.training}
+        self._live = {
+            Stage.RUNNING: self.running,
+            Stage.FINISHED: self.finished,
+            Stage.TRAINING: self.training,
+        }
 
     def admit(self, attempt: Attempt) -> None:
-        assert not any(attempt.key in attempts for attempts in self._live.values()), f"{attempt.key} was admitted twice"
+        assert not any(attempt.key in attempts for attempts in self._live.values()), (
+            f"{attempt.key} was admitted twice"
+        )
         self.admitted_total += 1
         self._enter(attempt, Stage.RUNNING)
         self.check()
@@ -66,7 +73,9 @@ class Ledger:
 
     def set_deadline(self, attempt: Attempt, deadline: int) -> None:
         """Raise the deadline of a running attempt, whose responses with the oldest weights were lost."""
-        assert deadline >= attempt.deadline, f"{attempt.key}: the deadline {attempt.deadline} cannot fall to {deadline}"
+        assert deadline >= attempt.deadline, (
+            f"{attempt.key}: the deadline {attempt.deadline} cannot fall to {deadline}"
+        )
         self._count_deadline(attempt, -1)
         attempt.deadline = deadline
         self._count_deadline(attempt, +1)
@@ -74,14 +83,20 @@ class Ledger:
     def totals(self) -> dict[str, int]:
         """`admitted_total` and the six stages, under their metric names."""
         live = {stage: len(attempts) for stage, attempts in self._live.items()}
-        return {"admitted_total": self.admitted_total} | {stage.value: live.get(stage, 0) + self.ended[stage] for stage in Stage}
+        return {"admitted_total": self.admitted_total} | {
+            stage.value: live.get(stage, 0) + self.ended[stage] for stage in Stage
+        }
 
     def check(self) -> None:
         counted = sum(map(len, self._live.values())) + self.ended.total()
         assert self.admitted_total == counted, f"admitted {self.admitted_total}, accounted for {counted}"
 
     def state(self) -> LedgerState:
-        return {"admitted_total": self.admitted_total, "ended": dict(self.ended), "reasons": dict(self.reasons)}
+        return {
+            "admitted_total": self.admitted_total,
+            "ended": dict(self.ended),
+            "reasons": dict(self.reasons),
+        }
 
     def restore(self, state: LedgerState, live: Iterable[Attempt]) -> None:
         """`live`: the attempts that had not ended, each in its stage."""

@@ -1,4 +1,5 @@
-"""Meters of executors, real or simulated. Each integrates times in states and running sequences in the executor's own process."""
+"""Meters of executors, real or simulated. Each integrates times in states and running sequences in the
+executor's own process."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from asyncrl_cli.profile.schema import Interrupt
 DEBOUNCE_S = 0.1
 POLL_S = 1.0
 MAX_STAYS = 10_000
-"""At most this many untaken stays are kept, the newest: a driver that does not ask must not fill the worker's memory."""
+"""At most this many untaken stays are kept, the newest: a driver that does not ask must not fill the worker's
+memory."""
 
 
 class RolloutMeter:
@@ -29,7 +31,9 @@ class RolloutMeter:
     paused              colocate: the trainer has the resources
     """
 
-    def __init__(self, name: str, slots: int, now: Callable[[], float], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, slots: int, now: Callable[[], float], on_change: Callable[[], None]
+    ) -> None:
         self._clock = StateClock(name, "rollout", "prompts", now)
         self._clock.gauges["slots"] = slots
         self._now = now
@@ -49,7 +53,8 @@ class RolloutMeter:
         self._settle()
 
     def waiting(self, trajectory: str, for_what: str) -> None:
-        """The trajectory has ended a turn and waits for `for_what`, such as a tool; "" when it no longer waits."""
+        """The trajectory has ended a turn and waits for `for_what`, such as a tool; "" when it no longer
+        waits."""
         self._advance()
         if for_what:
             self._waiting[trajectory] = (for_what, self._now())
@@ -88,7 +93,8 @@ class RolloutMeter:
         gauges: Mapping[str, float] | None = None,
         stays: tuple[Stay, ...] = (),
     ) -> ExecutorReport:
-        """The worker's report. `sums` and `gauges`: further figures of the engine, by name. `stays`: those of its sequences."""
+        """The worker's report. `sums` and `gauges`: further figures of the engine, by name. `stays`: those of
+        its sequences."""
         self._advance()
         if self._waiting:
             self._settle()  # the text says how long it has waited
@@ -104,7 +110,8 @@ class RolloutMeter:
         return self._clock.report(stays)
 
     def _advance(self) -> None:
-        """Add the time since the last change to the sums. Call it before a change: the time counts under the old state."""
+        """Add the time since the last change to the sums. Call it before a change: the time counts under the
+        old state."""
         now_s = self._now()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         is_busy = self._clock.state is State.BUSY
@@ -119,7 +126,9 @@ class RolloutMeter:
         before = self._clock.state
         if self._is_paused:
             self._clock.enter(State.PAUSED, "trainer")
-        elif self._interrupt is not None and (self._interrupt != "drain" or not (self._running or self._waiting)):
+        elif self._interrupt is not None and (
+            self._interrupt != "drain" or not (self._running or self._waiting)
+        ):
             self._clock.enter(State.LOADING, "weights")
         elif self._running:
             draining = "running sequences before a load" if self._interrupt == "drain" else ""
@@ -139,7 +148,8 @@ class RolloutMeter:
 
 
 class SlotStays:
-    """Records the stays of an engine's sequences. Slots are numbered from 0; a sequence gets the lowest free one."""
+    """Records the stays of an engine's sequences. Slots are numbered from 0; a sequence gets the lowest free
+    one."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -172,9 +182,12 @@ class SlotStays:
 
 
 class MeteredRewards:
-    """Wraps `score` with a state clock: busy while at least one reward is being computed. Passes errors through."""
+    """Wraps `score` with a state clock: busy while at least one reward is being computed. Passes errors
+    through."""
 
-    def __init__(self, name: str, score: Callable[[Any, str], Awaitable[float]], now: Callable[[], float]) -> None:
+    def __init__(
+        self, name: str, score: Callable[[Any, str], Awaitable[float]], now: Callable[[], float]
+    ) -> None:
         self._score = score
         self._pending = 0
         self._clock = StateClock(name, "reward", "responses", now)
@@ -197,8 +210,8 @@ class MeteredRewards:
 
 
 class CallMeter:
-    """How the trainer or a scorer spends its time. During a call it is in that call's state; between calls it is starved and waits
-    for `input`. Thread-safe: calls and reports may come from two threads."""
+    """How the trainer or a scorer spends its time. During a call it is in that call's state; between calls it
+    is starved and waits for `input`. Thread-safe: calls and reports may come from two threads."""
 
     def __init__(self, name: str, role: str, input: str, now: Callable[[], float]) -> None:
         self._clock = StateClock(name, role, input, now)
@@ -227,8 +240,8 @@ class CallMeter:
 
 
 class LongPoll:
-    """Counts changes, and answers a poll at the next change: no earlier than `rest_s` after the last answer, no later than `poll_s`
-    after the poll began. One caller at a time."""
+    """Counts changes, and answers a poll at the next change: no earlier than `rest_s` after the last answer,
+    no later than `poll_s` after the poll began. One caller at a time."""
 
     def __init__(self, rest_s: float = DEBOUNCE_S, poll_s: float = POLL_S) -> None:
         self.count = 0
@@ -240,14 +253,16 @@ class LongPoll:
         self._sleeper: asyncio.Future[None] | None = None
 
     def note(self, *, is_urgent: bool = False) -> None:
-        """Count a change. An urgent one ends the rest at once: no further change is expected soon that could share the answer."""
+        """Count a change. An urgent one ends the rest at once: no further change is expected soon that could
+        share the answer."""
         self.count += 1
         self._is_urgent |= is_urgent
         if is_urgent or not self._is_resting:
             self._wake()
 
     async def after(self, seen: int) -> int:
-        """Wait for a change since `seen` or for the end of the poll, then for the end of the rest. Returns the count."""
+        """Wait for a change since `seen` or for the end of the poll, then for the end of the rest. Returns
+        the count."""
         loop = asyncio.get_running_loop()
         if self.count == seen:
             await self._sleep(self._poll_s, is_rest=False)
@@ -258,7 +273,8 @@ class LongPoll:
         return self.count
 
     async def _sleep(self, at_most_s: float, *, is_rest: bool) -> None:
-        """Sleep until a change is noted, for at most `at_most_s` seconds. Only an urgent change ends a rest."""
+        """Sleep until a change is noted, for at most `at_most_s` seconds. Only an urgent change ends a
+        rest."""
         loop = asyncio.get_running_loop()
         self._is_resting, self._sleeper = is_rest, loop.create_future()
         timer = loop.call_later(at_most_s, self._wake)

@@ -36,13 +36,15 @@
     checkpoint         a cut                 the writer                             disk, checkpoint.timeout_s
     tick               -                     one second                             the clock
 
-Why there is no deadlock: training waits for groups and loads. Groups run on workers whatever training does. Admission is
-closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window (reopened by training's publish, which
-needs only groups that are already admitted: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a
-load, which waits for a publish and, under `drain`, for running groups). Responses of a failed worker are placed before any new
-group. They need slots on workers whose weights are as new as those of the rest of the group; every load adds such slots. A failed
-worker is restarted (worker_tasks.py) while it has restarts left. After that its failure stops the run in good order, unless the
-run can continue without it (`rollout.min_workers`). A failed trainer or separate critic fails the run at once.
+Why there is no deadlock: training waits for groups and loads. Groups run on workers whatever training does.
+Admission is closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window
+(reopened by training's publish, which needs only groups that are already admitted: `takeable_in_time` keeps
+room for every one of them), or by deadlines (reopened by a load, which waits for a publish and, under
+`drain`, for running groups). Responses of a failed worker are placed before any new group. They need slots on
+workers whose weights are as new as those of the rest of the group; every load adds such slots. A failed
+worker is restarted (worker_tasks.py) while it has restarts left. After that its failure stops the run in good
+order, unless the run can continue without it (`rollout.min_workers`). A failed trainer or separate critic
+fails the run at once.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class Pipeline:
             thaw(self.board, world.resume_from)
 
     async def run(self) -> None:
-        """Run to the end. Raises `Interrupted` after a stop, the failed executor's own error, or `StallError`."""
+        """Run to the end. Raises `Interrupted` after a stop, the failed executor's own error, or
+        `StallError`."""
         board = self.board
         board.reports.began_s = board.now_s()
         try:
@@ -86,13 +89,21 @@ class Pipeline:
             raise board.failure
         self._end("stopped" if board.stopping else "done")
         if board.stopping:
-            raise Interrupted(f"stopped after step {board.step} of {self.board.settings.schedule.train_steps}")
+            raise Interrupted(
+                f"stopped after step {board.step} of {self.board.settings.schedule.train_steps}"
+            )
 
     async def _run_tasks(self) -> None:
         board = self.board
         async with asyncio.TaskGroup() as tasks:
-            watching = [tasks.create_task(self._tick(), name="tick"), tasks.create_task(self._follow_trainer(), name="reports")]
-            rollouts, scorers = Rollouts(board, tasks), [ScorerTasks(board, scorer, tasks) for scorer in board.scorers]
+            watching = [
+                tasks.create_task(self._tick(), name="tick"),
+                tasks.create_task(self._follow_trainer(), name="reports"),
+            ]
+            rollouts, scorers = (
+                Rollouts(board, tasks),
+                [ScorerTasks(board, scorer, tasks) for scorer in board.scorers],
+            )
             for scorer in scorers:
                 scorer.begin()
             await Training(board, tasks, rollouts, Checkpointer(board, tasks)).run()
@@ -111,21 +122,27 @@ class Pipeline:
         self.board.tick(snapshot(self.board))
 
     async def _follow_trainer(self) -> None:
-        """Fetch the trainer's report once a second, beside `_tick`: a trainer that hangs must not block the watchdog."""
+        """Fetch the trainer's report once a second, beside `_tick`: a trainer that hangs must not block the
+        watchdog."""
         board = self.board
         while True:
             board.reports.add(await board.trainer.report(), board.now_s())
             await asyncio.sleep(_TICK_S)
 
     async def _tick(self) -> None:
-        """Once a second: send the observers a snapshot, and stop the run if nothing has moved for too long."""
+        """Once a second: send the observers a snapshot, and stop the run if nothing has moved for too
+        long."""
         board, settings = self.board, self.board.settings
         progress, moved_s, stop_s = -1, board.now_s(), None
         while True:
             board.reports.add(board.feed_clock.report(), board.now_s())
             board.reports.advance_lost(board.now_s())
             board.tick(snapshot(board))
-            is_busy = "trainer" not in board.changes.waits or not board.admission.fleet.is_whole() or bool(board.restarting)
+            is_busy = (
+                "trainer" not in board.changes.waits
+                or not board.admission.fleet.is_whole()
+                or bool(board.restarting)
+            )
             if board.changes.progress != progress or is_busy:
                 progress, moved_s = board.changes.progress, board.now_s()
             if board.now_s() - moved_s > settings.stall_timeout_s:
@@ -134,7 +151,9 @@ class Pipeline:
                 stop_s = stop_s if stop_s is not None else board.now_s()
                 if board.now_s() - stop_s > (grace_s := board.profile.run.stop_grace_s):
                     hint = "resume from the last checkpoint; a larger run.stop_grace_s gives a stop more time"
-                    raise board.failure or StallError(f"the stop took longer than run.stop_grace_s = {grace_s:g}", hint=hint)
+                    raise board.failure or StallError(
+                        f"the stop took longer than run.stop_grace_s = {grace_s:g}", hint=hint
+                    )
             await asyncio.sleep(_TICK_S)
 
     def _stall(self) -> StallError:
@@ -143,6 +162,7 @@ class Pipeline:
         waits = [f"{who} waits for {what}" for who, what in board.changes.named().items()]
         states = [f"{name} is {report.state}" for name, report in board.reports.latest.items()]
         return StallError(
-            f"nothing moved for run.stall_timeout_s = {self.board.settings.stall_timeout_s:g}: {'; '.join(waits + states)}",
+            f"nothing moved for run.stall_timeout_s = {self.board.settings.stall_timeout_s:g}: "
+            f"{'; '.join(waits + states)}",
             hint="the run's log has the last messages of each executor",
         )

@@ -2,8 +2,9 @@
 
 Adapters implement the Protocols: `job/` on Ray actors, `simulate/` on a virtual clock. Every call may raise
 `ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. (`evaluate` and the
-drain of a `load` have none, because they take as long as the responses: `progress` shows whether the worker still works.)
-Values are small: token payloads stay behind the opaque `payload` / `handle` fields, which the loop passes on and never opens.
+drain of a `load` have none, because they take as long as the responses: `progress` shows whether the worker
+still works.) Values are small: token payloads stay behind the opaque `payload` / `handle` fields, which the
+loop passes on and never opens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, Kept, PartKey, PartResult, Prompt, TrajectoryMeta
+from asyncrl_cli.loop.attempts import (
+    AttemptKey,
+    Failure,
+    GroupResult,
+    Kept,
+    PartKey,
+    PartResult,
+    Prompt,
+    TrajectoryMeta,
+)
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Value
 from asyncrl_cli.profile.schema import Interrupt
@@ -25,8 +35,9 @@ LoadVerdict = Literal["loaded", "not loaded", "unclear"]
 class PartRequest:
     """Generate and reward some responses of a group. `indices` are their places in the group, ascending.
 
-    `seed` is the group's: response i uses the i-th number that it yields, so its sampling does not depend on where it runs.
-    `goes_on`: in a resumed group, what each response continues from, by index; `so_far` is the handle of those tokens.
+    `seed` is the group's: response i uses the i-th number that it yields, so its sampling does not depend on
+    where it runs. `goes_on`: in a resumed group, what each response continues from, by index; `so_far` is the
+    handle of those tokens.
     """
 
     key: PartKey
@@ -38,7 +49,8 @@ class PartRequest:
 
 
 class EvalTry(NamedTuple):
-    """One trajectory of an eval: sample `sample` of an item. `eval_set`: a name in `eval.sets`, or "" for the held-out split."""
+    """One trajectory of an eval: sample `sample` of an item. `eval_set`: a name in `eval.sets`, or "" for the
+    held-out split."""
 
     item: Mapping[str, Any]
     eval_set: str = ""
@@ -59,7 +71,8 @@ EvalOutcome = TrajectoryMeta | Failure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """`outcomes`: one per try of the request, in order. `payload`: handle of the tokens of the tries that have not failed."""
+    """`outcomes`: one per try of the request, in order. `payload`: handle of the tokens of the tries that
+    have not failed."""
 
     outcomes: tuple[EvalOutcome, ...]
     payload: Any = field(default=None, compare=False)
@@ -69,9 +82,9 @@ class EvalResult:
 class Progress:
     """What changed on a worker. Pass `seen` to the next call.
 
-    `freed_slots`: how many responses of each running part need no slot now, because they have ended or (`rollout.hold_slots =
-    false`) wait for their environment; parts with no such response are left out. `ended`: the results of parts that have ended;
-    each result is returned once.
+    `freed_slots`: how many responses of each running part need no slot now, because they have ended or
+    (`rollout.hold_slots = false`) wait for their environment; parts with no such response are left out.
+    `ended`: the results of parts that have ended; each result is returned once.
     """
 
     seen: int
@@ -82,8 +95,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoFar:
-    """What the running parts of a worker have generated so far. `kept`: the responses that a resumed run can continue, by part and
-    index; `handle`: the handle of their tokens. `rest_tokens`: the number of tokens of all others, which would start again."""
+    """What the running parts of a worker have generated so far. `kept`: the responses that a resumed run can
+    continue, by part and index; `handle`: the handle of their tokens. `rest_tokens`: the number of tokens of
+    all others, which would start again."""
 
     kept: Mapping[PartKey, Mapping[int, Kept]] = field(default_factory=dict)
     rest_tokens: int = 0
@@ -92,7 +106,8 @@ class SoFar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """One version's weights, ready to be sent. `handle` is the transport's (Ray object refs and a manifest)."""
+    """One version's weights, ready to be sent. `handle` is the transport's (Ray object refs and a
+    manifest)."""
 
     version: int
     num_bytes: int
@@ -102,10 +117,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """One worker's load. `pause_s`: how long no sequence ran; `send_s`: the part of it in which weights were fetched (0 with a
-    second buffer, which is filled beforehand); `logprob_abs_diff` and its median: trainer against worker on the probe sequences,
-    if scored; `verdict` and `loaded_share`: where the worker's logprobs lie between the previous version's and this one's, if both
-    are known (weights/versions.py)."""
+    """One worker's load. `pause_s`: how long no sequence ran; `send_s`: the part of it in which weights were
+    fetched (0 with a second buffer, which is filled beforehand); `logprob_abs_diff` and its median: trainer
+    against worker on the probe sequences, if scored; `verdict` and `loaded_share`: where the worker's
+    logprobs lie between the previous version's and this one's, if both are known (weights/versions.py)."""
 
     version: int
     send_s: float
@@ -119,8 +134,8 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The R groups of one train step, in take order. `window` is the number of the window that trains them. `columns`: per group,
-    the handles of what scorers have computed for it, by scorer."""
+    """The R groups of one train step, in take order. `window` is the number of the window that trains them.
+    `columns`: per group, the handles of what scorers have computed for it, by scorer."""
 
     step: int
     window: int
@@ -131,12 +146,14 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a train step reports. Seconds are the trainer's, or one rank's: `train_s`, and `column_s` for the columns that were
-    computed before training, by name (`old_logprob`, `ref`, `values`). `tokens` (sampled tokens trained, including those of skipped
-    steps) and `metrics` cover all ranks; `metrics` are typed and finite, and go into the step's line unchanged.
+    """What a train step reports. Seconds are the trainer's, or one rank's: `train_s`, and `column_s` for the
+    columns that were computed before training, by name (`old_logprob`, `ref`, `values`). `tokens` (sampled
+    tokens trained, including those of skipped steps) and `metrics` cover all ranks; `metrics` are typed and
+    finite, and go into the step's line unchanged.
 
-    `skipped_steps`: how many of its optimizer steps were skipped because the gradient was not finite; metrics that this spoils are
-    absent. `skipped_in_a_row`: how many of the run's latest optimizer steps were skipped without a break, across train steps."""
+    `skipped_steps`: how many of its optimizer steps were skipped because the gradient was not finite; metrics
+    that this spoils are absent. `skipped_in_a_row`: how many of the run's latest optimizer steps were skipped
+    without a break, across train steps."""
 
     train_s: float
     tokens: int
@@ -153,30 +170,34 @@ class RolloutWorker(Protocol):
     slots: int
 
     def submit(self, request: PartRequest) -> None:
-        """Start a part and return at once. The part runs through any number of weight loads; `progress` returns its result. If the
-        worker has failed, `progress` raises the error."""
+        """Start a part and return at once. The part runs through any number of weight loads; `progress`
+        returns its result. If the worker has failed, `progress` raises the error."""
 
     async def so_far(self) -> SoFar:
         """Return what the running parts have generated, for a checkpoint. Answers within seconds or fails."""
 
     async def abort(self, key: AttemptKey) -> None:
-        """Stop all parts of a group. `progress` soon returns their results, without trajectories. Unknown keys are ignored."""
+        """Stop all parts of a group. `progress` soon returns their results, without trajectories. Unknown
+        keys are ignored."""
 
     async def progress(self, seen: int) -> Progress:
-        """Return when something changed since `seen` (at most every 100 ms), or after one second at the latest.
+        """Return when something changed since `seen` (at most every 100 ms), or after one second at the
+        latest.
 
-        The loop always has one of these calls in flight, so an adapter may send requests and results of parts along with it.
+        The loop always has one of these calls in flight, so an adapter may send requests and results of parts
+        along with it.
         """
 
     async def prefetch(self, published: Published) -> float:
         """Receive and check the buckets into the second buffer while generation goes on. Returns seconds.
 
-        Refuses a version that is not newer than the one that the worker holds or has received. Without a second buffer
-        (`weights.dual_buffer = false`) the buckets are only noted, and `load` fetches them.
+        Refuses a version that is not newer than the one that the worker holds or has received. Without a
+        second buffer (`weights.dual_buffer = false`) the buckets are only noted, and `load` fetches them.
         """
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
-        """Interrupt, copy the prefetched weights in, resume, score the probes. If it fails, the old version stays."""
+        """Interrupt, copy the prefetched weights in, resume, score the probes. If it fails, the old version
+        stays."""
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         """Generate and reward the request's tries, beside the running groups."""
@@ -191,48 +212,57 @@ class RolloutWorker(Protocol):
         """Colocate: take the resources back."""
 
     async def node_is_gone(self) -> bool:
-        """After the loss of this worker: whether its node is gone too, and with it the arrays of all parts that had ended there."""
+        """After the loss of this worker: whether its node is gone too, and with it the arrays of all parts
+        that had ended there."""
 
     async def restart(self) -> None:
-        """End this worker for good and start another in its place: same name and slots, nothing running, nothing paused.
+        """End this worker for good and start another in its place: same name and slots, nothing running,
+        nothing paused.
 
-        Calls to the old worker fail. The new one holds initial weights, which the loop replaces before it asks for anything else.
-        Raises NoRoom if the cluster has no place for it; the call may be repeated later.
+        Calls to the old worker fail. The new one holds initial weights, which the loop replaces before it
+        asks for anything else. Raises NoRoom if the cluster has no place for it; the call may be repeated
+        later.
         """
 
 
 class Scorer(Protocol):
-    """All processes of one scorer as one. While other groups are trained, it computes its column: a number for every sampled token
-    of finished groups (`reward`: for every trajectory). `load`, `judge` and `learn` are each called on one kind of scorer only.
+    """All processes of one scorer as one. While other groups are trained, it computes its column: a number
+    for every sampled token of finished groups (`reward`: for every trajectory). `load`, `judge` and `learn`
+    are each called on one kind of scorer only.
 
-    A critic is never restarted: what it has learned is saved in the trainer's checkpoints only, and is lost with its process.
+    A critic is never restarted: what it has learned is saved in the trainer's checkpoints only, and is lost
+    with its process.
 
-    `name` names both executor and column: `ref`, `prox`, `critic`, `reward`. `call_tokens`: how many tokens of prompts and
-    responses fill one call.
+    `name` names both executor and column: `ref`, `prox`, `critic`, `reward`. `call_tokens`: how many tokens
+    of prompts and responses fill one call.
     """
 
     name: str
     call_tokens: int
 
     async def load(self, published: Published) -> None:
-        """`prox` only: load a version's weights and score with them from now on. (Those of `ref` and `reward` never change.)"""
+        """`prox` only: load a version's weights and score with them from now on. (Those of `ref` and `reward`
+        never change.)"""
 
     async def score(
         self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Any], ExecutorReport]:
-        """Return handles of the groups' columns, in order; `reward` returns the scores themselves, a tuple per group. `items`: the
-        groups' prompts."""
+        """Return handles of the groups' columns, in order; `reward` returns the scores themselves, a tuple
+        per group. `items`: the groups' prompts."""
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-        """`reward` only: score the trajectories of an eval that have not failed, in order. `items`: their prompts."""
+        """`reward` only: score the trajectories of an eval that have not failed, in order. `items`: their
+        prompts."""
 
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
-        """`critic` only: make its optimizer steps on the groups that the trainer trains. Later scores use the updated critic."""
+        """`critic` only: make its optimizer steps on the groups that the trainer trains. Later scores use the
+        updated critic."""
 
     async def report(self) -> ExecutorReport: ...
 
     async def restart(self) -> None:
-        """End this scorer's processes for good and start others in their place. Calls to the old ones fail."""
+        """End this scorer's processes for good and start others in their place. Calls to the old ones
+        fail."""
 
 
 class Trainer(Protocol):
@@ -242,7 +272,8 @@ class Trainer(Protocol):
         """`require_batches` optimizer steps on the groups of one train step."""
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
-        """Copy the full parameters into host buckets as `version` and score the probes; stalls training. Returns its seconds."""
+        """Copy the full parameters into host buckets as `version` and score the probes; stalls training.
+        Returns its seconds."""
 
     async def publish(self, version: int) -> Published:
         """Hand out the gathered buckets; runs beside training."""
@@ -259,17 +290,19 @@ class Feed(Protocol):
     def next(self) -> Prompt: ...
 
     def find(self, uid: str, epoch: int) -> Prompt:
-        """Return a prompt that `next` returned earlier, in this run or the one it resumes. RefusedError for an unknown uid."""
+        """Return a prompt that `next` returned earlier, in this run or the one it resumes. RefusedError for
+        an unknown uid."""
 
     def state(self) -> dict[str, Any]:
-        """The feed's position as JSON: `restore` continues after exactly the prompts that `next` has returned."""
+        """The feed's position as JSON: `restore` continues after exactly the prompts that `next` has
+        returned."""
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class CheckpointWriter(Protocol):
-    """Writes a cut and the trainer's snapshot of that step as a directory. The loop makes one call at a time, beside training; a
-    failed write raises."""
+    """Writes a cut and the trainer's snapshot of that step as a directory. The loop makes one call at a time,
+    beside training; a failed write raises."""
 
     async def write(self, cut: Cut) -> Path: ...
 
@@ -278,9 +311,10 @@ class CheckpointWriter(Protocol):
 class Cut:
     """The run between an optimizer step and the next take, frozen in one turn of the event loop.
 
-    `loop_state` is JSON, with all that the driver knows of the untrained groups. Handles are pinned until written. `payloads`:
-    those of each finished group's parts, then those of each ended part of a running group, in the same order. `kept`: the running
-    groups with responses that a resumed run continues; the tokens of these are among those of `so_far`.
+    `loop_state` is JSON, with all that the driver knows of the untrained groups. Handles are pinned until
+    written. `payloads`: those of each finished group's parts, then those of each ended part of a running
+    group, in the same order. `kept`: the running groups with responses that a resumed run continues; the
+    tokens of these are among those of `so_far`.
     """
 
     step: int

@@ -23,9 +23,10 @@ class _Process(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class _Executor:
-    """`report` is the newest, with the sums of `base` added: what earlier processes counted, minus what should not count. `spans`
-    and `stays` have not been taken yet and are on the driver's clock, which is `offset_s` ahead of the executor's. Time before
-    `from_s` does not count: the run or the present process was starting."""
+    """`report` is the newest, with the sums of `base` added: what earlier processes counted, minus what
+    should not count. `spans` and `stays` have not been taken yet and are on the driver's clock, which is
+    `offset_s` ahead of the executor's. Time before `from_s` does not count: the run or the present process
+    was starting."""
 
     report: ExecutorReport
     worker: str
@@ -38,8 +39,9 @@ class _Executor:
     is_restarted: bool = False
 
     def begin(self, report: ExecutorReport, arrived_s: float) -> None:
-        """Prepare for the first report of a process. That of the run's first process has all spans so far, unless it has overtaken
-        an earlier report. Of a restarted one, reports of the start may be lost, and their spans with them; the sums have all."""
+        """Prepare for the first report of a process. That of the run's first process has all spans so far,
+        unless it has overtaken an earlier report. Of a restarted one, reports of the start may be lost, and
+        their spans with them; the sums have all."""
         self.process, self.offset_s = _Process.UP, arrived_s - report.now_s
         if self.is_restarted:
             early_s = max(0.0, self.from_s - (arrived_s - sum(report.state_s.values())))
@@ -49,9 +51,12 @@ class _Executor:
         self.base = base if base.state_s else None
 
     def overtaken(self, report: ExecutorReport) -> None:
-        """Record a report that a later one has overtaken. The later one includes its sums, but not its spans and stays."""
+        """Record a report that a later one has overtaken. The later one includes its sums, but not its spans
+        and stays."""
         if not self.is_restarted:
-            nothing = replace(self.report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in self.report.sums else {})
+            nothing = replace(
+                self.report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in self.report.sums else {}
+            )
             base = self._without_start(self.base or nothing, report)
             self.base = base if base.state_s else None
             self.report = self._without_start(self.report, report)
@@ -78,7 +83,8 @@ class _Executor:
         """Keep the report's spans and stays."""
         self.spans += _moved(report.spans, self.offset_s, self.from_s)
         self.stays += [
-            stay._replace(start_s=stay.start_s + self.offset_s, end_s=stay.end_s + self.offset_s) for stay in report.stays
+            stay._replace(start_s=stay.start_s + self.offset_s, end_s=stay.end_s + self.offset_s)
+            for stay in report.stays
         ]
 
     def fail_until(self, now_s: float) -> None:
@@ -97,13 +103,14 @@ class _Executor:
 class ReportBook:
     """Collects reports, and hands out spans up to the latest time that the reports of all executors cover.
 
-    Executors have their own clocks. A report made at `now_s` arrives later, so `arrival - now_s` bounds the difference of the
-    clocks from above; the smallest one seen so far is the best estimate (Cristian's algorithm, one way).
+    Executors have their own clocks. A report made at `now_s` arrives later, so `arrival - now_s` bounds the
+    difference of the clocks from above; the smallest one seen so far is the best estimate (Cristian's
+    algorithm, one way).
 
     Executors start before the loop and wait for each other, so their time before `began_s` does not count.
 
-    A restarted process counts from zero. Here an executor's sums continue and never fall: what the old process counted, plus the
-    time without a process (state `failed`, idle), plus what the new one counts.
+    A restarted process counts from zero. Here an executor's sums continue and never fall: what the old
+    process counted, plus the time without a process (state `failed`, idle), plus what the new one counts.
     """
 
     def __init__(self, began_s: float = float("-inf")) -> None:
@@ -115,11 +122,14 @@ class ReportBook:
         return {name: executor.report for name, executor in self._executors.items()}
 
     def add(self, report: ExecutorReport, arrived_s: float, worker: str = "") -> bool:
-        """Record a report of an executor in the process of `worker`. True if it has made tokens since its last report."""
+        """Record a report of an executor in the process of `worker`. True if it has made tokens since its
+        last report."""
         executor = self._executors.get(report.name)
         if executor is None:
             nothing = replace(report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in report.sums else {})
-            executor = self._executors[report.name] = _Executor(report=nothing, worker=worker, from_s=self.began_s)
+            executor = self._executors[report.name] = _Executor(
+                report=nothing, worker=worker, from_s=self.began_s
+            )
         previous = executor.report
         if executor.process is _Process.NEW:
             executor.begin(report, arrived_s)
@@ -130,12 +140,15 @@ class ReportBook:
         return _has_made_tokens(previous, executor.report)
 
     def lost(self, worker: str, now_s: float) -> int:
-        """The worker's process is gone: its executors count as failed from now on. Returns the tokens of what ran there."""
+        """The worker's process is gone: its executors count as failed from now on. Returns the tokens of what
+        ran there."""
         running_tokens = self.running_tokens(worker)
         for executor in self._of(worker):
             report = executor.report
             gauges = {gauge: amount if gauge == "slots" else 0.0 for gauge, amount in report.gauges.items()}
-            executor.report = replace(report, state=State.FAILED, waiting_for=WAITS_FOR_RESTART, spans=(), gauges=gauges)
+            executor.report = replace(
+                report, state=State.FAILED, waiting_for=WAITS_FOR_RESTART, spans=(), gauges=gauges
+            )
             executor.process = _Process.LOST
         self.advance_lost(now_s)
         return running_tokens
@@ -163,16 +176,21 @@ class ReportBook:
             executor.report = replace(executor.report, state=state, waiting_for="")
 
     def take_spans(self) -> dict[str, tuple[Span, ...]]:
-        """Spans up to the latest time that the reports of all executors cover. Later ones are kept for the next call."""
+        """Spans up to the latest time that the reports of all executors cover. Later ones are kept for the
+        next call."""
         if not self._executors:
             return {}
         until_s = min(executor.report.now_s + executor.offset_s for executor in self._executors.values())
         taken: dict[str, tuple[Span, ...]] = {}
         for name, executor in self._executors.items():
             early = [span for span in executor.spans if span.start_s < until_s]
-            taken[name] = tuple(span if span.end_s <= until_s else replace(span, end_s=until_s) for span in early)
+            taken[name] = tuple(
+                span if span.end_s <= until_s else replace(span, end_s=until_s) for span in early
+            )
             late = [span for span in executor.spans if span.end_s > until_s]
-            executor.spans = [span if span.start_s >= until_s else replace(span, start_s=until_s) for span in late]
+            executor.spans = [
+                span if span.start_s >= until_s else replace(span, start_s=until_s) for span in late
+            ]
         return taken
 
     def take_stays(self) -> dict[str, tuple[Stay, ...]]:
@@ -187,7 +205,8 @@ class ReportBook:
 
 
 def _plus(report: ExecutorReport, state: State, seconds: float, *, is_idle: bool = True) -> ExecutorReport:
-    """`report` with more time in `state`. Executors that count idle time count it as idle too, if `is_idle`."""
+    """`report` with more time in `state`. Executors that count idle time count it as idle too, if
+    `is_idle`."""
     sums = _sum({"idle_s": seconds}, report.sums) if is_idle and "idle_s" in report.sums else report.sums
     return replace(report, state_s=_sum({state: seconds}, report.state_s), sums=sums)
 
@@ -210,4 +229,6 @@ def _sum(few: Mapping[K, float], many: Mapping[K, float]) -> dict[K, float]:
 
 def _has_made_tokens(previous: ExecutorReport, report: ExecutorReport) -> bool:
     """Only sums of tokens are compared: sums of seconds also grow while the executor waits."""
-    return any(amount != previous.sums.get(name) for name, amount in report.sums.items() if name.endswith("_tokens"))
+    return any(
+        amount != previous.sums.get(name) for name, amount in report.sums.items() if name.endswith("_tokens")
+    )

@@ -1,10 +1,12 @@
 """The tasks that wait for an executor whose process can be replaced, and its restarts.
 
-    failed ──> down: tasks that wait for it are cancelled, what it had is taken back ──> restart ──> its tasks begin again
+    failed ──> down: tasks that wait for it are cancelled, what it had is taken back ──> restart ──> its tasks
+    begin again
 
-Any number of calls that fail at once count as one failure: the first one makes the executor `down`, and while it is down, further
-failures are ignored. If no restart is left, the failure stops the run in good order (`Board.stop`), unless the run can go on with
-the other workers: then the executor is away. If it is away for lack of room, the loop asks for it every `LOOK_EVERY_S` seconds.
+Any number of calls that fail at once count as one failure: the first one makes the executor `down`, and while
+it is down, further failures are ignored. If no restart is left, the failure stops the run in good order
+(`Board.stop`), unless the run can go on with the other workers: then the executor is away. If it is away for
+lack of room, the loop asks for it every `LOOK_EVERY_S` seconds.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class RestartableTasks(ABC):
             task.cancel()
 
     def _lost(self, error: ExecutorLost) -> None:
-        """A call failed. Restart the executor if a restart is left; else let it be away, or stop the run with that error."""
+        """A call failed. Restart the executor if a restart is left; else let it be away, or stop the run with
+        that error."""
         board, name = self._board, self._executor.name
         if self.is_down:
             return
@@ -100,7 +103,9 @@ class RestartableTasks(ABC):
         left, allowed = self._restarts_left, board.profile.rollout.max_restarts
         board.restarting[name] = f"{allowed - left} of {allowed}"
         board.event("lost", worker=name, error=str(error), restarts_left=left)
-        board.warn(f"{str(error).rstrip('.')}; restarting it ({allowed - left} of {RESTARTS_KEY} = {allowed})")
+        board.warn(
+            f"{str(error).rstrip('.')}; restarting it ({allowed - left} of {RESTARTS_KEY} = {allowed})"
+        )
 
     def _go_away(self, error: ExecutorFailed, why: str) -> None:
         board, name = self._board, self._executor.name
@@ -112,7 +117,8 @@ class RestartableTasks(ABC):
         board.changes.notify()
 
     async def _restart(self, ending: list[asyncio.Task[None]]) -> None:
-        """Replace a lost process. Waits for its cancelled tasks, which end at once, then for a new start, bounded by the port."""
+        """Replace a lost process. Waits for its cancelled tasks, which end at once, then for a new start,
+        bounded by the port."""
         board, name = self._board, self._executor.name
         if ending:
             await asyncio.wait(ending)
@@ -124,13 +130,16 @@ class RestartableTasks(ABC):
         board.restarting.pop(name, None)
         board.away.pop(name, None)
         board.reports.returned(name, board.now_s())
-        board.event("restarted", worker=name, restart_s=board.now_s() - began_s, restarts_left=self._restarts_left)
+        board.event(
+            "restarted", worker=name, restart_s=board.now_s() - began_s, restarts_left=self._restarts_left
+        )
         self.begin()
         board.changes.notify()
 
     async def _replace(self) -> bool:
-        """Start a new process. A failed start is retried while restarts are left; one that found no room, for as long as the run
-        can do without the executor. Returns false at a stop, or if the executor stays away."""
+        """Start a new process. A failed start is retried while restarts are left; one that found no room, for
+        as long as the run can do without the executor. Returns false at a stop, or if the executor stays
+        away."""
         board, who = self._board, f"{self._executor.name} (restart)"
         while True:
             lender = "the trainer to give the resources back"

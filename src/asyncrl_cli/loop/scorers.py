@@ -1,11 +1,11 @@
-"""The scorers of a run. While other groups are trained, each scorer computes a column for every finished group, in the order in
-which groups can be taken.
+"""The scorers of a run. While other groups are trained, each scorer computes a column for every finished
+group, in the order in which groups can be taken.
 
     finished ──> [unscored] ──score──> takeable ──> training
 
-A group stays `finished` in the ledger while it is scored, and takes skip it as if it were still running. The rules on slots,
-window and deadlines (admission.py) know nothing of scorers. Checkpoints hold no columns: if a scorer dies before its groups are
-taken, or a run resumes with finished groups, these are scored again.
+A group stays `finished` in the ledger while it is scored, and takes skip it as if it were still running. The
+rules on slots, window and deadlines (admission.py) know nothing of scorers. Checkpoints hold no columns: if a
+scorer dies before its groups are taken, or a run resumes with finished groups, these are scored again.
 
     ref      logprobs of the reference policy. They never change.
     reward   scores of the reward model. They never change, and are added to the rewards when the group is taken.
@@ -14,10 +14,11 @@ taken, or a run resumes with finished groups, these are scored again.
     critic   values of the critic after all earlier train steps. It learns from a step while the policy is trained on it; then it
              scores the groups that the next step takes. A column is valid until the next take only.
 
-The state of a critic exists only in its process: its loss fails the run at once, as a trainer's does; resume from a checkpoint.
+The state of a critic exists only in its process: its loss fails the run at once, as a trainer's does; resume
+from a checkpoint.
 
-A call has enough groups to fill the scorer, so that a slow scorer is used well. It has no more than a train step needs, because
-the trainer may be waiting for those. There is one call at a time.
+A call has enough groups to fill the scorer, so that a slow scorer is used well. It has no more than a train
+step needs, because the trainer may be waiting for those. There is one call at a time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class ScorerTasks(RestartableTasks):
         super()._lost(error)
 
     def _lose(self) -> None:
-        """Its columns may be lost with its node, so their groups are scored again. Rewards are held by value, and stay."""
+        """Its columns may be lost with its node, so their groups are scored again. Rewards are held by value,
+        and stay."""
         self._held = -1
         if self.scorer.name != REWARD:
             self._board.groups.columns_lost(self.scorer.name)
@@ -63,12 +65,17 @@ class ScorerTasks(RestartableTasks):
     async def _score(self) -> None:
         board, name = self._board, self.scorer.name
         while True:
-            await board.changes.until(lambda: board.groups.may_score(name), name, "finished groups", (Change.GROUPS,))
+            await board.changes.until(
+                lambda: board.groups.may_score(name), name, "finished groups", (Change.GROUPS,)
+            )
             if name == PROX and self._held != board.version:
                 await self._load_window()
                 continue
             age, attempts = self._age(), self._next_call()
-            groups, items = [attempt.outcome() for attempt in attempts], [attempt.prompt.item for attempt in attempts]
+            groups, items = (
+                [attempt.outcome() for attempt in attempts],
+                [attempt.prompt.item for attempt in attempts],
+            )
             with board.changes.waiting(name, f"the columns of {len(groups)} groups"):
                 columns, report = await self.scorer.score(groups, items)
             if age == self._age():
@@ -100,10 +107,13 @@ class ScorerTasks(RestartableTasks):
         self._held = newest.version
 
     def _next_call(self) -> list[Attempt]:
-        """The first unscored groups: as many as fill the scorer, at least one, at most as many as a train step takes."""
+        """The first unscored groups: as many as fill the scorer, at least one, at most as many as a train
+        step takes."""
         chosen, tokens, num_groups = list[Attempt](), 0, self._board.schedule.step_groups
         for attempt in self._board.groups.unscored(self.scorer.name)[:num_groups]:
-            tokens += sum(meta.prompt_tokens + meta.response_tokens for meta in attempt.outcome().trajectories)
+            tokens += sum(
+                meta.prompt_tokens + meta.response_tokens for meta in attempt.outcome().trajectories
+            )
             if chosen and tokens > self.scorer.call_tokens:
                 break
             chosen.append(attempt)

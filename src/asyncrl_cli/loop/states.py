@@ -1,4 +1,5 @@
-"""Where time goes: how long an executor is in each state, integrated where it runs, and the parts of a train step."""
+"""Where time goes: how long an executor is in each state, integrated where it runs, and the parts of a train
+step."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class State(StrEnum):
     STARVED = "starved"
     BUSY = "busy"
     WAITING = "waiting for tools"
-    """Rollout workers only: nothing runs, because all trajectories wait for their environments between turns."""
+    """Rollout workers only: nothing runs, because all trajectories wait for their environments between
+    turns."""
     BLOCKED = "blocked"
     LOADING = "loading"
     SYNCING = "syncing"
@@ -37,8 +39,8 @@ class Span:
 
 
 class Stay(NamedTuple):
-    """A sequence's time in a slot of an engine, in seconds of the executor's own clock. A trajectory with several turns has one
-    stay per turn. Recorded if `logging.trace_sequences` is set."""
+    """A sequence's time in a slot of an engine, in seconds of the executor's own clock. A trajectory with
+    several turns has one stay per turn. Recorded if `logging.trace_sequences` is set."""
 
     slot: int
     sequence: str
@@ -48,13 +50,14 @@ class Stay(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorReport:
-    """An executor's report on itself. All sums are cumulative since the executor started, so a lost report loses nothing.
+    """An executor's report on itself. All sums are cumulative since the executor started, so a lost report
+    loses nothing.
 
-    `now_s` is the executor's clock when the report was made; the driver uses it to map spans to its own clock.
-    `spans` are those that ended since the previous report, plus the current one up to `now_s`.
-    `sums` are role-specific cumulative figures, e.g. `running_sequence_s`, `idle_s`, `sampled_tokens`, `trained_tokens`.
-    `gauges` are momentary figures, e.g. `running_sequences`, `slots`, `version`.
-    `stays` are those that ended since the previous report, if they are recorded.
+    `now_s` is the executor's clock when the report was made; the driver uses it to map spans to its own
+    clock. `spans` are those that ended since the previous report, plus the current one up to `now_s`. `sums`
+    are role-specific cumulative figures, e.g. `running_sequence_s`, `idle_s`, `sampled_tokens`,
+    `trained_tokens`. `gauges` are momentary figures, e.g. `running_sequences`, `slots`, `version`. `stays`
+    are those that ended since the previous report, if they are recorded.
     """
 
     name: str
@@ -120,7 +123,8 @@ class StateClock:
 
 
 class StepTimes:
-    """Divides the time of a train step into parts. `eval_s()` returns the seconds for which evals have run so far."""
+    """Divides the time of a train step into parts. `eval_s()` returns the seconds for which evals have run so
+    far."""
 
     def __init__(self, now: Callable[[], float], eval_s: Callable[[], float]) -> None:
         self._now = now

@@ -1,4 +1,5 @@
-"""The training side of the loop: wait for groups, take and train them, publish (rollouts.py), checkpoint, record every step."""
+"""The training side of the loop: wait for groups, take and train them, publish (rollouts.py), checkpoint,
+record every step."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from asyncrl_cli.loop.watching import StepRecord
 
 
 class Training:
-    def __init__(self, board: Board, tasks: asyncio.TaskGroup, rollouts: Rollouts, checkpointer: Checkpointer) -> None:
+    def __init__(
+        self, board: Board, tasks: asyncio.TaskGroup, rollouts: Rollouts, checkpointer: Checkpointer
+    ) -> None:
         self._board = board
         self._tasks = tasks
         self._learning: asyncio.Task[TrainReport] | None = None
@@ -34,7 +37,8 @@ class Training:
         self._bands = Bands(board.profile.algorithm)
 
     async def run(self) -> None:
-        """Train until the last step or a stop. Returns once the weights are published and every checkpoint is written."""
+        """Train until the last step or a stop. Returns once the weights are published and every checkpoint is
+        written."""
         board, train_steps = self._board, self._board.schedule.train_steps
         await self._publishing.first()
         board.phase = "running"
@@ -54,10 +58,16 @@ class Training:
 
     async def _next_groups(self) -> tuple[GroupResult, ...] | None:
         """Wait for R takeable groups and take them; None on a stop."""
-        board, may_take, num_groups = self._board, (Change.GROUPS, Change.LOADED), self._board.schedule.step_groups
+        board, may_take, num_groups = (
+            self._board,
+            (Change.GROUPS, Change.LOADED),
+            self._board.schedule.step_groups,
+        )
         while True:
             with self._times.waiting("wait_data"):
-                await board.changes.until(lambda: board.stopping or self._may_take(), "trainer", self._missing, may_take)
+                await board.changes.until(
+                    lambda: board.stopping or self._may_take(), "trainer", self._missing, may_take
+                )
             if board.scorers:
                 await self._scored()
             if board.stopping or not board.scorers or board.groups.takeable(num_groups):
@@ -71,7 +81,8 @@ class Training:
         return groups
 
     async def _scored(self) -> None:
-        """Wait until R groups with every scorer's column can be taken, or until dropped groups leave fewer than R finished."""
+        """Wait until R groups with every scorer's column can be taken, or until dropped groups leave fewer
+        than R finished."""
         board, num_groups = self._board, self._board.schedule.step_groups
 
         def ended() -> bool:
@@ -104,10 +115,17 @@ class Training:
     def _warn_of_stale(self, groups: Sequence[GroupResult]) -> None:
         """on_stale = "accept" lets groups exceed the staleness bound. Warn of it once per window."""
         board, bound = self._board, self._board.schedule.max_staleness
-        stale = [group for group in groups if min(meta.oldest for meta in group.trajectories) < board.version - bound]
+        stale = [
+            group
+            for group in groups
+            if min(meta.oldest for meta in group.trajectories) < board.version - bound
+        ]
         if stale and self._warned_in != board.version:
             self._warned_in = board.version
-            message = f"{len(stale)} of {len(groups)} groups of step {board.step + 1} are older than max_staleness = {bound}"
+            message = (
+                f"{len(stale)} of {len(groups)} groups of step {board.step + 1} are older than "
+                f"max_staleness = {bound}"
+            )
             board.warn(message)
 
     async def _train(self, groups: tuple[GroupResult, ...]) -> TrainReport:
@@ -120,7 +138,9 @@ class Training:
             columns=board.groups.columns(),
         )
         if board.critic is not None:
-            self._learning = self._tasks.create_task(self._learn(board.critic, batch), name=f"the critic in step {batch.step}")
+            self._learning = self._tasks.create_task(
+                self._learn(board.critic, batch), name=f"the critic in step {batch.step}"
+            )
         with board.calling_trainer(State.BUSY):
             report, executor_report = await board.trainer.train(batch)
         board.step += 1
@@ -137,7 +157,8 @@ class Training:
         return report
 
     async def _learn(self, critic: Scorer, batch: TrainBatch) -> TrainReport:
-        """Let the separate critic learn beside the policy. Only then does it score the groups of the next step."""
+        """Let the separate critic learn beside the policy. Only then does it score the groups of the next
+        step."""
         board = self._board
         with board.changes.waiting(f"{critic.name} (learning)", f"what it learns in step {batch.step}"):
             report, executor_report = await critic.learn(batch)
@@ -151,32 +172,41 @@ class Training:
         if self._learning is None:
             return report
         board, name = self._board, "trainer (critic)"
-        with self._times.waiting("wait_scores"), board.changes.waiting(name, f"the critic to learn from step {board.step}"):
+        with (
+            self._times.waiting("wait_scores"),
+            board.changes.waiting(name, f"the critic to learn from step {board.step}"),
+        ):
             learned = await self._learning
         self._warn_of_skipped(learned, "critic", "critic.lr")
         return replace(report, metrics={**report.metrics, **learned.metrics})
 
     def _warn_of_skipped(self, report: TrainReport, who: str, rate_key: str) -> None:
-        """An optimizer step without a finite gradient leaves weights and optimizer as they were. Its groups still count as trained:
-        they were consumed, and training them again would very likely fail the same way."""
+        """An optimizer step without a finite gradient leaves weights and optimizer as they were. Its groups
+        still count as trained: they were consumed, and training them again would very likely fail the same
+        way."""
         board, limit = self._board, self._board.profile.trainer.max_skipped_steps
         if report.skipped_steps:
-            skipped = f"{report.skipped_steps} optimizer step{'s' if report.skipped_steps > 1 else ''} of step {board.step} skipped"
+            skipped = (
+                f"{report.skipped_steps} optimizer step{'s' if report.skipped_steps > 1 else ''} of "
+                f"step {board.step} skipped"
+            )
             board.warn(f"{who}: {skipped}: the gradient is not finite ({report.skipped_in_a_row} in a row)")
         if report.skipped_in_a_row > limit:
             board.stop(
                 AsyncrlError(
                     f"{who}: the last {report.skipped_in_a_row} optimizer steps had no finite gradient, "
                     f"trainer.max_skipped_steps is {limit}; the weights are those of the step before",
-                    hint=f"resume with a lower {rate_key}, or look at correction/ratio_max and at the samples of these steps",
+                    hint=f"resume with a lower {rate_key}, or look at correction/ratio_max and at the "
+                    "samples of these steps",
                 )
             )
 
     async def _close_step(self, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
         """Publish if a window ends, write the step's line, then write a checkpoint if one is due.
 
-        In this order the checkpoint's counters include this step; the stall that it causes is part of the next step's time. The
-        last step's line has the final eval. Its checkpoint does not wait for that: it is written meanwhile.
+        In this order the checkpoint's counters include this step; the stall that it causes is part of the
+        next step's time. The last step's line has the final eval. Its checkpoint does not wait for that: it
+        is written meanwhile.
         """
         board, window, step_in_window = self._board, self._board.version, self._step_in_window - 1
         if board.admission.takes_left == 0:
@@ -203,7 +233,9 @@ class Training:
         with self._times.spending("checkpoint"):
             await self._checkpointer.cut(record)
 
-    def _record(self, window: int, step_in_window: int, groups: tuple[GroupResult, ...], report: TrainReport) -> StepRecord:
+    def _record(
+        self, window: int, step_in_window: int, groups: tuple[GroupResult, ...], report: TrainReport
+    ) -> StepRecord:
         """The step so far, without spans and stays."""
         board = self._board
         return StepRecord(

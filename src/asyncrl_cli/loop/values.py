@@ -1,7 +1,7 @@
 """Measured values, each with its own way to merge, so that no code guesses a reduction from a metric's name.
 
-A value is measured in one train step. `merge` combines it with the next step's, over a window or over the run. A metrics line
-shows `value`; None means that nothing was measured, and the line leaves the key out.
+A value is measured in one train step. `merge` combines it with the next step's, over a window or over the
+run. A metrics line shows `value`; None means that nothing was measured, and the line leaves the key out.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Sum(_Added):
 
 @dataclass(frozen=True, slots=True)
 class Ratio(_Added):
-    """`part / whole`: means (sum over weight), rates (amount over seconds), shares. Absent while `whole` is 0."""
+    """`part / whole`: means (sum over weight), rates (amount over seconds), shares. Absent while `whole` is
+    0."""
 
     part: float
     whole: float
@@ -89,7 +90,8 @@ class Spread(_Added):
 
 @dataclass(frozen=True, slots=True)
 class Overlap(_Added):
-    """The time in which both sides are busy, as a share of the shorter busy time. Absent while one side was never busy."""
+    """The time in which both sides are busy, as a share of the shorter busy time. Absent while one side was
+    never busy."""
 
     both_s: float
     trainer_s: float
@@ -117,7 +119,8 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """The distribution within one step. With m entries, a share i / (m - 1) of the step's values is at or below entry i."""
+    """The distribution within one step. With m entries, a share i / (m - 1) of the step's values is at or
+    below entry i."""
 
     points: tuple[int, ...]
 
@@ -134,11 +137,14 @@ class Quantiles:
         return later if later.points else self
 
 
-KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Last, Sum, Max, Ratio, Spread, Overlap, Histogram, Quantiles)}
+KINDS: Mapping[str, type[Any]] = {
+    kind.__name__: kind for kind in (Last, Sum, Max, Ratio, Spread, Overlap, Histogram, Quantiles)
+}
 
 
 def merge_into(totals: dict[str, Value], values: Mapping[str, Value]) -> None:
-    """Merge `values` into `totals`, key by key. Replaces a total of another kind (from a checkpoint that does not fit)."""
+    """Merge `values` into `totals`, key by key. Replaces a total of another kind (from a checkpoint that does
+    not fit)."""
     for key, value in values.items():
         totals[key] = totals[key].merge(value) if type(totals.get(key)) is type(value) else value
 

@@ -1,4 +1,5 @@
-"""What the loop tells its observers: events as they happen, a record per train step, a snapshot per second."""
+"""What the loop tells its observers: events as they happen, a record per train step, a snapshot per
+second."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ ENDED = ("done", "failed", "stopped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One line of events.jsonl. `name` is a ledger stage or one of: replaced, scored, published, loaded, checkpointed, failed,
-    resumed, warning, eval, lost, away, restarted, tools_again. `fields` are further JSON values."""
+    """One line of events.jsonl. `name` is a ledger stage or one of: replaced, scored, published, loaded,
+    checkpointed, failed, resumed, warning, eval, lost, away, restarted, tools_again. `fields` are further
+    JSON values."""
 
     time_s: float
     name: str
@@ -33,11 +35,12 @@ class Event:
 class EvalSummary:
     """The result of one eval on one set ("" is the held-out split). Checkpoints hold it unchanged.
 
-    `reward_mean`: mean over prompts of the mean of their scored samples, verl's `mean@n`; `best`: (N, mean over prompts of the best
-    of N samples) for N = 2, 4, ... `num_prompts`: those with a scored sample. `num_failed`: samples without a score, which no
-    mean includes. `truncated_ratio`: share of the scored samples that did not end by themselves. `eval_s`: for all sets together.
-    `rewards`: the mean reward of each prompt of the set in the order of uids, None for one without a scored sample; `prompts`: a
-    digest of the uids. Results with the same digest can be compared prompt by prompt.
+    `reward_mean`: mean over prompts of the mean of their scored samples, verl's `mean@n`; `best`: (N, mean
+    over prompts of the best of N samples) for N = 2, 4, ... `num_prompts`: those with a scored sample.
+    `num_failed`: samples without a score, which no mean includes. `truncated_ratio`: share of the scored
+    samples that did not end by themselves. `eval_s`: for all sets together. `rewards`: the mean reward of
+    each prompt of the set in the order of uids, None for one without a scored sample; `prompts`: a digest of
+    the uids. Results with the same digest can be compared prompt by prompt.
     """
 
     version: Count
@@ -55,7 +58,8 @@ class EvalSummary:
 
     @property
     def interval(self) -> Interval | None:
-        """The 95% interval of `reward_mean`; None in a checkpoint of a version that did not keep `rewards`."""
+        """The 95% interval of `reward_mean`; None in a checkpoint of a version that did not keep
+        `rewards`."""
         known = [reward for reward in self.rewards if reward is not None]
         return mean_interval(known) if known else None
 
@@ -64,13 +68,14 @@ class EvalSummary:
 class StepRecord:
     """All facts of one train step, from which observers make metrics (docs/metrics.md).
 
-    `window`: the version that the window began with; `step_in_window`: how many train steps it had before this one.
-    `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other; also, if they took time, wait_scores,
-    and ref and values (columns that the trainer computed). `reports`: the newest report of each executor, by name. `spans`: those
-    of *all* reports since the previous step, by executor, already mapped to the driver's clock; the same for `stays`, if they are
-    recorded. `ended_s` is on the driver's clock. `sync`: `WeightSync.summary`. `filtered`: the reward of each group dropped for
-    equal rewards since the previous step; None if the filter is off.
-    `restarts` and `failures` (of trajectories, by kind) count from the beginning of the run.
+    `window`: the version that the window began with; `step_in_window`: how many train steps it had before
+    this one. `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other; also, if
+    they took time, wait_scores, and ref and values (columns that the trainer computed). `reports`: the newest
+    report of each executor, by name. `spans`: those of *all* reports since the previous step, by executor,
+    already mapped to the driver's clock; the same for `stays`, if they are recorded. `ended_s` is on the
+    driver's clock. `sync`: `WeightSync.summary`. `filtered`: the reward of each group dropped for equal
+    rewards since the previous step; None if the filter is off. `restarts` and `failures` (of trajectories, by
+    kind) count from the beginning of the run.
     """
 
     step: int
@@ -96,14 +101,15 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The run right now, made once a second: all that `status.json` and the screen need beside the last metrics line.
+    """The run right now, made once a second: all that `status.json` and the screen need beside the last
+    metrics line.
 
-    `phase`: starting, running, evaluating, stopping, done, stopped, failed. `admission`: why nothing more is admitted
-    ("" if open): stopping, end, window, restart, loading, slots, deadlines; `admission_cause`: the cause, in words.
-    `window_taken`, `window_groups` (W) and `window_budget` are numbers of groups. `reports`: states and waits as the loop knows
-    them now (causes.py). `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
-    process at the moment, by name, with "1 of 3" (the first of the three restarts that each worker may have) or with the reason why
-    the run continues without it.
+    `phase`: starting, running, evaluating, stopping, done, stopped, failed. `admission`: why nothing more is
+    admitted ("" if open): stopping, end, window, restart, loading, slots, deadlines; `admission_cause`: the
+    cause, in words. `window_taken`, `window_groups` (W) and `window_budget` are numbers of groups. `reports`:
+    states and waits as the loop knows them now (causes.py). `worker_versions`: by worker name, -1 for none
+    yet. `restarting`: workers that have no process at the moment, by name, with "1 of 3" (the first of the
+    three restarts that each worker may have) or with the reason why the run continues without it.
     """
 
     phase: str
@@ -124,7 +130,8 @@ class Snapshot:
 
 
 class Observer:
-    """Watches the run. Its methods run in the event loop, so they must return at once. Subclasses override what they need."""
+    """Watches the run. Its methods run in the event loop, so they must return at once. Subclasses override
+    what they need."""
 
     def event(self, event: Event) -> None:
         """Something has happened."""
@@ -136,8 +143,8 @@ class Observer:
         """Another second has passed."""
 
     def state(self, record: StepRecord | None = None) -> dict[str, Any]:
-        """State for the checkpoint, as JSON. `restore` continues from it. `record`: what is known of a step whose record comes
-        later; the state should count it."""
+        """State for the checkpoint, as JSON. `restore` continues from it. `record`: what is known of a step
+        whose record comes later; the state should count it."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""The versions on their way to the rollout workers. A version is sent while a worker generates, and loaded worker by worker.
+"""The versions on their way to the rollout workers. A version is sent while a worker generates, and loaded
+worker by worker.
 
     trainer --gather--> publish --offer--> [newest] --prefetch--> worker's second buffer --load--> worker generates
 
-At most two published versions exist: the one being loaded and the newest. A newer version replaces one that no
-worker has begun to receive; once workers have begun two, the next gather waits (`WeightSync.room`).
+At most two published versions exist: the one being loaded and the newest. A newer version replaces one that
+no worker has begun to receive; once workers have begun two, the next gather waits (`WeightSync.room`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ class WeightSync:
     def __init__(self, workers: Collection[WorkerSlots]) -> None:
         self.newest: Published | None = None
         self.withdrawn = -1
-        """The last version that was published but given up for a newer one before every worker had begun it."""
+        """The last version that was published but given up for a newer one before every worker had begun
+        it."""
         self.summary: dict[str, float | int | None] = {}
-        """The last version that every worker has loaded or skipped, with maxima over the workers that loaded it. `bytes`: sent to
-        each. `gather_s`: None if the version came from a checkpoint. `loaded_share`: the one farthest from 1. `unclear_loads`: the
-        number of loads whose probes could not tell the version from the previous one. Empty before the first such version."""
+        """The last version that every worker has loaded or skipped, with maxima over the workers that loaded
+        it. `bytes`: sent to each. `gather_s`: None if the version came from a checkpoint. `loaded_share`: the
+        one farthest from 1. `unclear_loads`: the number of loads whose probes could not tell the version from
+        the previous one. Empty before the first such version."""
         self._summarised = -1
         self._workers = workers
         self._costs: dict[int, tuple[float | None, int | None]] = {}
@@ -42,8 +45,8 @@ class WeightSync:
         return len(set(self.begun.values())) < 2
 
     def reserve(self) -> None:
-        """Call before a newer version is gathered. While an older version is being loaded, withdraw the one in between, unless a
-        worker has begun it: there would be three versions."""
+        """Call before a newer version is gathered. While an older version is being loaded, withdraw the one
+        in between, unless a worker has begun it: there would be three versions."""
         begun = self.begun.values()
         if begun and self.newest is not None and self.newest.version not in begun:
             self.withdrawn, self.newest = self.newest.version, None
@@ -54,8 +57,8 @@ class WeightSync:
         self._costs[published.version] = gather_s, published.num_bytes or None
 
     def wanted(self, worker: WorkerSlots) -> Published | None:
-        """The version that the worker should begin now, if any. After a restart it loads the newest version again (its handle
-        is kept here), or waits for the one that is about to be offered (`reserve`)."""
+        """The version that the worker should begin now, if any. After a restart it loads the newest version
+        again (its handle is kept here), or waits for the one that is about to be offered (`reserve`)."""
         return self.newest if self.newest is not None and self.newest.version > worker.version else None
 
     def loaded(self, report: LoadReport) -> None:
@@ -70,7 +73,9 @@ class WeightSync:
         self._summarised, reports = version, self._reports[version]
         gather_s, num_bytes = self._costs.get(version, (None, None))
         means = [report.logprob_abs_diff for report in reports if report.logprob_abs_diff is not None]
-        medians = [report.logprob_abs_diff_median for report in reports if report.logprob_abs_diff_median is not None]
+        medians = [
+            report.logprob_abs_diff_median for report in reports if report.logprob_abs_diff_median is not None
+        ]
         shares = [report.loaded_share for report in reports if report.loaded_share is not None]
         verdicts = [report.verdict for report in reports if report.verdict is not None]
         self.summary = {

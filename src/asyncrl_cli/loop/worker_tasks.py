@@ -1,13 +1,17 @@
-"""The tasks that wait for one rollout worker: for its progress (with its results), its loads of weights and its restarts.
+"""The tasks that wait for one rollout worker: for its progress (with its results), its loads of weights and
+its restarts.
 
-If the worker fails, it is restarted, or the run stops in good order (`Board.stop`): the trainer finishes its step and checkpoints.
+If the worker fails, it is restarted, or the run stops in good order (`Board.stop`): the trainer finishes its
+step and checkpoints.
 
-    failed ──> down: nothing is placed on it, tasks that wait for it are cancelled ──> its responses and eval tries go elsewhere
-        ──> (colocate: the trainer gives the resources back) ──> restart ──> load of the newest version ──> responses
+    failed ──> down: nothing is placed on it, tasks that wait for it are cancelled ──> its responses and eval
+    tries go elsewhere
+        ──> (colocate: the trainer gives the resources back) ──> restart ──> load of the newest version ──>
+        responses
 
-restarting.py has what is the same for every executor. Nothing is trained twice, because the calls to the old process are cancelled
-before its responses start again; parts whose results had arrived by then keep them. Nothing starts on the new process before it has
-loaded weights: until then the worker is `loading`.
+restarting.py has what is the same for every executor. Nothing is trained twice, because the calls to the old
+process are cancelled before its responses start again; parts whose results had arrived by then keep them.
+Nothing starts on the new process before it has loaded weights: until then the worker is `loading`.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ class WorkerTasks(RestartableTasks):
         self.spawn(self._keep_in_sync, f"sync of {self.worker.name}")
 
     async def _follow(self) -> None:
-        """Record results, free the slots of ended sequences, collect reports, and detect a worker that is stuck.
+        """Record results, free the slots of ended sequences, collect reports, and detect a worker that is
+        stuck.
 
         Engine and rewards have no other time limit.
         """
@@ -58,7 +63,8 @@ class WorkerTasks(RestartableTasks):
                 raise self._stands_still()
 
     def _take_in(self, progress: Progress) -> bool:
-        """Free slots, then record results. True if there is more room now. Too many failures stop the run, but not these tasks."""
+        """Free slots, then record results. True if there is more room now. Too many failures stop the run,
+        but not these tasks."""
         board, room, has_ended = self._board, self.slots.room, False
         board.admission.slots_freed(self.worker.name, progress.freed_slots)
         try:
@@ -74,12 +80,16 @@ class WorkerTasks(RestartableTasks):
         return freed
 
     def _may_rest(self, progress: Progress) -> bool:
-        """Whether it is fine that no token was made: nothing runs, or it waits for rewards or tools, or a load has frozen it. Each
-        of these has its own time limit."""
+        """Whether it is fine that no token was made: nothing runs, or it waits for rewards or tools, or a
+        load has frozen it. Each of these has its own time limit."""
         is_frozen = self.slots.loading and self._board.settings.interrupt != "drain"
-        is_scoring = any(report.role == "reward" and report.state is State.BUSY for report in progress.reports)
+        is_scoring = any(
+            report.role == "reward" and report.state is State.BUSY for report in progress.reports
+        )
         has_tools = any(report.state is State.WAITING for report in progress.reports)
-        return is_frozen or is_scoring or has_tools or not (self.slots.unfinished or self.slots.eval_sequences)
+        return (
+            is_frozen or is_scoring or has_tools or not (self.slots.unfinished or self.slots.eval_sequences)
+        )
 
     def _stands_still(self) -> ExecutorLost:
         slots, limit_s = self.slots, self._board.profile.rollout.call_timeout_s
@@ -95,15 +105,16 @@ class WorkerTasks(RestartableTasks):
         for report in progress.reports:
             if count := report.sums.get("preemptions"):
                 self._board.warn(
-                    f"{report.name} preempted {count:g} sequences: its KV cache is too small for its slots, and work is done "
+                    f"{report.name} preempted {count:g} sequences: its KV cache is too small for its slots, "
+                    "and work is done "
                     "twice; lower rollout.slots or give the cache more memory"
                 )
                 return True
         return False
 
     async def _keep_in_sync(self) -> None:
-        """For each published version: prefetch it beside generation, load it, and run its eval if one is due. Evals that a lost
-        worker has left come first: those of the version that this worker holds."""
+        """For each published version: prefetch it beside generation, load it, and run its eval if one is due.
+        Evals that a lost worker has left come first: those of the version that this worker holds."""
         board, slots, who = self._board, self.slots, f"{self.worker.name} (weights)"
         wanted = partial(board.sync.wanted, slots)
 
@@ -111,13 +122,17 @@ class WorkerTasks(RestartableTasks):
             return not board.stopping and board.evaluator.is_left_to(slots)
 
         while True:
-            await board.changes.until(lambda: takes_over() or wanted(), who, "a new version from the trainer", (Change.PUBLISHED,))
+            await board.changes.until(
+                lambda: takes_over() or wanted(), who, "a new version from the trainer", (Change.PUBLISHED,)
+            )
             if not takes_over() and (published := wanted()) is not None:
                 with board.changes.waiting(who, f"prefetch and load of version {published.version}"):
                     await self._load(published)
             if not board.stopping:
                 with board.changes.waiting(who, f"the eval of version {slots.version} to end"):
-                    await board.evaluator.work(self.worker, slots, is_last=board.admission.is_last(slots.version))
+                    await board.evaluator.work(
+                        self.worker, slots, is_last=board.admission.is_last(slots.version)
+                    )
             board.changes.notify(Change.LOADED)
 
     async def _load(self, published: Published) -> None:
@@ -135,14 +150,18 @@ class WorkerTasks(RestartableTasks):
         board.changes.notify(Change.LOADED)
 
     def _doubt(self, report: LoadReport) -> str:
-        """Why the probes suggest that the worker does not compute with the loaded version; "" if they do not."""
+        """Why the probes suggest that the worker does not compute with the loaded version; "" if they do
+        not."""
         diff, limit = report.logprob_abs_diff_median, self._board.settings.max_logprob_diff
         if diff is not None and not diff <= limit:
             return f"median logprob difference {diff:.2e}, above weights.max_logprob_diff = {limit:g}"
         if report.verdict != "not loaded":
             return ""
         share = f"{report.loaded_share:.0%}"
-        return f"its logprobs moved only {share} of the way from the previous version's to the new one's (docs/weights.md)"
+        return (
+            f"its logprobs moved only {share} of the way from the previous version's to the new one's "
+            "(docs/weights.md)"
+        )
 
     def _set_down(self, is_down: bool) -> None:
         super()._set_down(is_down)
@@ -151,7 +170,10 @@ class WorkerTasks(RestartableTasks):
     def _can_be_away(self) -> bool:
         """Other workers that are being restarted count: they will come back, or ask this themselves."""
         least, workers = self._board.profile.rollout.min_workers, self._board.admission.workers.values()
-        return least is not None and sum(not worker.away for worker in workers if worker is not self.slots) >= least
+        return (
+            least is not None
+            and sum(not worker.away for worker in workers if worker is not self.slots) >= least
+        )
 
     def _go_away(self, error: ExecutorFailed, why: str) -> None:
         self.slots.away = True
@@ -170,13 +192,15 @@ class WorkerTasks(RestartableTasks):
         await super()._restart(ending)
 
     def _give_back(self) -> None:
-        """Let other workers score the eval tries of the lost process. Its responses were taken back earlier (`_lose`)."""
+        """Let other workers score the eval tries of the lost process. Its responses were taken back earlier
+        (`_lose`)."""
         board, name = self._board, self.worker.name
         self.slots.forget_weights()
         version = board.evaluator.worker_lost()
         if version is not None:
             board.warn(
-                f"the eval of version {version} was interrupted by the loss of {name}: another worker with that version goes "
+                f"the eval of version {version} was interrupted by the loss of {name}: another worker with "
+                "that version goes "
                 "on with it, or the next version is scored instead"
             )
         board.changes.notify()

@@ -1,4 +1,5 @@
-"""Provides a run's initial model: from a directory, from the hub, or `builtin:tiny`, which is built and trained here.
+"""Provides a run's initial model: from a directory, from the hub, or `builtin:tiny`, which is built and
+trained here.
 
 resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with config, weights and tokenizer
     resolve.py                                   decides which of the three it is; builtin:tiny is built once, then cached

@@ -1,10 +1,12 @@
-"""Chooses the attention function for the trainer and the transformers engine: `sdpa` if it equals the model's own (`eager`).
+"""Chooses the attention function for the trainer and the transformers engine: `sdpa` if it equals the model's
+own (`eager`).
 
-In transformers every model has its own attention function, `eager`, which implements everything the model defines. torch's `sdpa`
-is faster, but silently ignores features that it lacks: a soft-cap (Gemma-2), sinks (gpt-oss), and so on. No list says which
-models need which features, so the two are compared before anything is sampled or trained. First, one forward pass compares each
-layer's own function with sdpa on the same tensors (`_Comparison`). Then the whole model's logprobs of the same tokens are compared
-(or its hidden states, if it has no head).
+In transformers every model has its own attention function, `eager`, which implements everything the model
+defines. torch's `sdpa` is faster, but silently ignores features that it lacks: a soft-cap (Gemma-2), sinks
+(gpt-oss), and so on. No list says which models need which features, so the two are compared before anything
+is sampled or trained. First, one forward pass compares each layer's own function with sdpa on the same
+tensors (`_Comparison`). Then the whole model's logprobs of the same tokens are compared (or its hidden
+states, if it has no head).
 
 Legend: B = sequences, T = tokens, V = vocabulary.
 """
@@ -27,29 +29,40 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
 COMPARISON = "asyncrl_comparison"
 SAMPLE_BT = (2, 32)
 LARGEST_LOGIT = 300.0
-"""Attention is also compared with logits scaled up to this size: small weights give logits too small for a soft-cap to show."""
+"""Attention is also compared with logits scaled up to this size: small weights give logits too small for a
+soft-cap to show."""
 MAX_LAYER_DIFF = {torch.float32: 0.01, torch.bfloat16: 0.02}
-"""Norm of the largest difference of a layer, relative to that of the values. With the largest logits, rounding to TF32 causes 0.002
-(a GPU may do that in float32), to bfloat16 0.002; a soft-cap of 50 causes 0.07, sinks 0.2."""
+"""Norm of the largest difference of a layer, relative to that of the values. With the largest logits,
+rounding to TF32 causes 0.002 (a GPU may do that in float32), to bfloat16 0.002; a soft-cap of 50 causes 0.07,
+sinks 0.2."""
 MAX_OUTCOME_DIFF = {torch.float32: 0.02, torch.bfloat16: 0.25}
-"""The same of the whole model's outcome, relative to its spread. In bfloat16, `eager` itself rounds logits to a 256th."""
+"""The same of the whole model's outcome, relative to its spread. In bfloat16, `eager` itself rounds logits to
+a 256th."""
 
 logger = logging.getLogger(__name__)
 
 
 def own_attention(module: torch.nn.Module) -> AttentionFunction | None:
-    """The eager attention function from the Python module that defines this layer; None if there is none to exchange."""
+    """The eager attention function from the Python module that defines this layer; None if there is none to
+    exchange."""
     modules = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
-    return next((module.eager_attention_forward for module in modules if hasattr(module, "eager_attention_forward")), None)
+    return next(
+        (module.eager_attention_forward for module in modules if hasattr(module, "eager_attention_forward")),
+        None,
+    )
 
 
 def takes_attention(model: PreTrainedModel) -> bool:
-    """Whether the model gets its attention from transformers' AttentionInterface (older models such as Bloom do not)."""
-    return any(own_attention(module) is not None for module in model.modules() if hasattr(module, "layer_idx"))
+    """Whether the model gets its attention from transformers' AttentionInterface (older models such as Bloom
+    do not)."""
+    return any(
+        own_attention(module) is not None for module in model.modules() if hasattr(module, "layer_idx")
+    )
 
 
 def choose_attention(model: PreTrainedModel) -> Attention:
-    """Set the model's attention to `sdpa` if that computes the same as the model's own attention, else to `eager`.
+    """Set the model's attention to `sdpa` if that computes the same as the model's own attention, else to
+    `eager`.
 
     The model's parameters must not be sharded, and it must be in eval mode.
     """
@@ -70,7 +83,9 @@ def _why_eager(model: PreTrainedModel) -> str:
     if not all(part._supports_sdpa for part in model.modules() if isinstance(part, PreTrainedModel)):
         return "transformers says that it does not support sdpa"
     vocab_size = int(model.config.get_text_config().vocab_size)
-    sample_BT = torch.randint(vocab_size, SAMPLE_BT, generator=torch.Generator().manual_seed(0)).to(model.device)
+    sample_BT = torch.randint(vocab_size, SAMPLE_BT, generator=torch.Generator().manual_seed(0)).to(
+        model.device
+    )
     comparison = _Comparison()
     AttentionInterface.register(COMPARISON, comparison.attend)
     AttentionMaskInterface.register(COMPARISON, eager_mask)
@@ -80,10 +95,18 @@ def _why_eager(model: PreTrainedModel) -> str:
     layer, limit = comparison.largest_diff, MAX_LAYER_DIFF[comparison.dtype]
     if not layer < limit:
         return f"sdpa differs from it by {layer:.2g} in a layer, relatively (at most {limit:g})"
-    whole, limit = _relative(_outcome(model, sample_BT, "sdpa"), own, own - own.mean()), MAX_OUTCOME_DIFF[comparison.dtype]
+    whole, limit = (
+        _relative(_outcome(model, sample_BT, "sdpa"), own, own - own.mean()),
+        MAX_OUTCOME_DIFF[comparison.dtype],
+    )
     if not whole < limit:
         return f"with sdpa the model's outcome differs by {whole:.2g}, relatively (at most {limit:g})"
-    logger.info("%s: sdpa differs from its own attention by %.2g, its outcome by %.2g", model.config.model_type, layer, whole)
+    logger.info(
+        "%s: sdpa differs from its own attention by %.2g, its outcome by %.2g",
+        model.config.model_type,
+        layer,
+        whole,
+    )
     return ""
 
 
@@ -93,7 +116,8 @@ def _relative(found: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) 
 
 
 def _outcome(model: PreTrainedModel, sample_BT: torch.Tensor, implementation: str) -> torch.Tensor:
-    """Logprobs of the sample's tokens; for a decoder without head its hidden states, scaled to a mean size of 1."""
+    """Logprobs of the sample's tokens; for a decoder without head its hidden states, scaled to a mean size of
+    1."""
     model.set_attn_implementation(implementation)
     result = model(input_ids=sample_BT, use_cache=False)
     if "logits" in result:
@@ -103,8 +127,9 @@ def _outcome(model: PreTrainedModel, sample_BT: torch.Tensor, implementation: st
 
 
 class _Comparison:
-    """An attention function for transformers that returns the layer's own result and records how far sdpa's differs from it: sdpa
-    in the model's dtype, by the kernel that will be used, and the layer's own function in float32, on the same values."""
+    """An attention function for transformers that returns the layer's own result and records how far sdpa's
+    differs from it: sdpa in the model's dtype, by the kernel that will be used, and the layer's own function
+    in float32, on the same values."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -126,7 +151,9 @@ class _Comparison:
         self.dtype = query.dtype
         exact = {name: _float32(value) for name, value in kwargs.items()}
         for asked in (query, _sharpened(query.float(), key.float(), kwargs.get("scaling")).to(query.dtype)):
-            theirs = own(module, asked.float(), key.float(), value.float(), _float32(attention_mask), **exact)[0]
+            theirs = own(
+                module, asked.float(), key.float(), value.float(), _float32(attention_mask), **exact
+            )[0]
             sdpas = sdpa_attention_forward(module, asked, key, value, attention_mask, **kwargs)[0].float()
             self.largest_diff = max(self.largest_diff, _relative(sdpas, theirs, theirs))
         return own(module, query, key, value, attention_mask, **kwargs)

@@ -1,7 +1,8 @@
 """`model.chat_template`: another chat template for a model, in a directory of links to the model's files.
 
-`builtin:tools` lets a model whose own template knows no tools be offered tools. It turns tools, calls and results into text of
-ordinary messages, in the form of Hermes and Qwen, and leaves the rest to the model's own template:
+`builtin:tools` lets a model whose own template knows no tools be offered tools. It turns tools, calls and
+results into text of ordinary messages, in the form of Hermes and Qwen, and leaves the rest to the model's own
+template:
 
     tools              described before the system message, or before the first user message
     assistant's calls  <tool_call>{"name": ..., "arguments": {...}}</tool_call>
@@ -67,17 +68,26 @@ WITH_TOOLS = """{%- set rewritten = namespace(messages=[], results="", about="")
 
 
 def with_template(directory: Path, chosen: str | None, cache: Path) -> Path:
-    """The model's directory, or one in `cache` that has the template `chosen` (TOOLS or a file) and links to the model's files.
+    """The model's directory, or one in `cache` that has the template `chosen` (TOOLS or a file) and links to
+    the model's files.
 
     Raises ConfigError or PreflightError, which name the key.
     """
     if chosen is None:
         return directory
-    settings = load_json(directory / SETTINGS, dict[str, Any], error=PreflightError) if (directory / SETTINGS).exists() else {}
+    settings = (
+        load_json(directory / SETTINGS, dict[str, Any], error=PreflightError)
+        if (directory / SETTINGS).exists()
+        else {}
+    )
     template = WITH_TOOLS + _own_template(directory, settings) if chosen == TOOLS else _read(chosen)
     # The template that reads answers belongs to the replaced one.
-    kept = {key: value for key, value in settings.items() if key not in ("chat_template", "response_template")}
-    files = sorted(path for path in directory.iterdir() if path.name not in REPLACED and not path.name.startswith("."))
+    kept = {
+        key: value for key, value in settings.items() if key not in ("chat_template", "response_template")
+    }
+    files = sorted(
+        path for path in directory.iterdir() if path.name not in REPLACED and not path.name.startswith(".")
+    )
     content = json.dumps([str(directory), [path.name for path in files], kept, template], sort_keys=True)
     made = cache / f"templated-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     if made.is_dir():
@@ -91,7 +101,9 @@ def with_template(directory: Path, chosen: str | None, cache: Path) -> Path:
     except OSError as error:
         if not made.is_dir():  # else another run has made it meanwhile
             why = f"model.cache_dir: {cache} cannot be written: {reason(error)}"
-            raise PreflightError(why, hint="set model.cache_dir to a directory that you can write to") from error
+            raise PreflightError(
+                why, hint="set model.cache_dir to a directory that you can write to"
+            ) from error
     return made
 
 
@@ -101,14 +113,19 @@ def _own_template(directory: Path, settings: dict[str, Any]) -> str:
         return read_text(directory / TEMPLATE, max_bytes=MIB)
     found = settings.get("chat_template")
     if isinstance(found, list):  # several with names
-        found = next((one.get("template") for one in found if isinstance(one, dict) and one.get("name") == "default"), None)
+        found = next(
+            (one.get("template") for one in found if isinstance(one, dict) and one.get("name") == "default"),
+            None,
+        )
     return found if isinstance(found, str) else CHATML
 
 
 def _read(chosen: str) -> str:
     path = expand(chosen)
     if chosen.startswith("builtin:"):
-        raise ConfigError(f'model.chat_template: there is no "{chosen:.80}"', hint=f'"{TOOLS}", or the path of a Jinja file')
+        raise ConfigError(
+            f'model.chat_template: there is no "{chosen:.80}"', hint=f'"{TOOLS}", or the path of a Jinja file'
+        )
     try:
         return read_text(path, max_bytes=MIB)
     except FileNotFoundError:

@@ -1,4 +1,5 @@
-"""Checks, before anything starts, that trainer and engine can open a model: files, class, positions, vocabulary, shapes."""
+"""Checks, before anything starts, that trainer and engine can open a model: files, class, positions,
+vocabulary, shapes."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def check_model_directory(directory: Path) -> None:
 
 
 def check_config(directory: Path) -> None:
-    """Raises PreflightError if config.json cannot describe a model, or describes one with too many layers to open."""
+    """Raises PreflightError if config.json cannot describe a model, or describes one with too many layers to
+    open."""
     if not _read_json(directory / "config.json", _Config).get("model_type"):
         raise refused(f"{directory}/config.json names no model_type", "save the model with save_pretrained")
 
@@ -101,8 +103,8 @@ def _read_json(path: Path, kind: type[T]) -> T:
 def check_model(profile: Profile, directory: Path) -> int:
     """Check class, positions and shapes; returns the vocabulary size.
 
-    Raises PreflightError if the model cannot be opened, ConfigError if prompt and response may exceed its positions, or if its
-    attention heads do not divide by `trainer.sequence_parallel_size`.
+    Raises PreflightError if the model cannot be opened, ConfigError if prompt and response may exceed its
+    positions, or if its attention heads do not divide by `trainer.sequence_parallel_size`.
     """
     from asyncrl_cli.models.saved_form import skeleton
 
@@ -110,7 +112,11 @@ def check_model(profile: Profile, directory: Path) -> int:
     try:
         model = skeleton(directory, trust_remote_code=profile.model.trust_remote_code)
     except Exception as error:  # the library raises anything for an unsuitable configuration
-        hint = "asyncrl trains causal language models that this version of transformers supports, saved with save_pretrained"
+        hint = (
+            "asyncrl trains causal language models that this version of transformers supports, saved "
+            "with "
+            "save_pretrained"
+        )
         raise refused(f"{directory} cannot be opened: {first_line(error)}", hint) from error
     config = model.config.get_text_config()
     check_positions(profile, positions_of(config))
@@ -120,20 +126,28 @@ def check_model(profile: Profile, directory: Path) -> int:
 
 
 def _check_class(directory: Path, *, trust_remote_code: bool) -> None:
-    """Raises PreflightError unless config.json describes a causal language model that transformers supports, of plausible sizes."""
+    """Raises PreflightError unless config.json describes a causal language model that transformers supports,
+    of plausible sizes."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, __version__
 
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(
+            config, "auto_map", {}
+        )
         sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
     except Exception as error:  # transformers raises anything for malformed values
-        why = f"{directory}/config.json cannot be read as a configuration by transformers {__version__}: {first_line(error)}"
+        why = (
+            f"{directory}/config.json cannot be read as a configuration by transformers {__version__}: "
+            f"{first_line(error)}"
+        )
         raise refused(why) from error
     if not known:
         why = f'{directory} is a model of type "{config.model_type}", which is not a causal language model'
         raise refused(why, "asyncrl trains models that AutoModelForCausalLM opens")
-    wrong = [f"{name} = {size}" for name, size in sizes.items() if isinstance(size, int) and not 1 <= size <= MOST]
+    wrong = [
+        f"{name} = {size}" for name, size in sizes.items() if isinstance(size, int) and not 1 <= size <= MOST
+    ]
     if wrong:
         raise refused(f"{directory}/config.json: {wrong[0]:.100}")
 
@@ -146,37 +160,46 @@ def check_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> None:
 
 
 def check_positions(profile: Profile, positions: int | None) -> None:
-    """Raises ConfigError if a sequence may have more tokens than the model has `positions`; None means no limit."""
+    """Raises ConfigError if a sequence may have more tokens than the model has `positions`; None means no
+    limit."""
     longest, given = max_context_tokens(profile), profile.env.max_context_tokens is not None
     if positions is not None and longest > positions:
         key = "env.max_context_tokens" if given else "rollout.max_prompt_tokens + rollout.max_response_tokens"
         less = max(1, positions - profile.rollout.max_prompt_tokens)
         raise ConfigError(
             f"{key} = {longest}, but the model has {positions} positions",
-            hint=f"--set env.max_context_tokens={positions}" if given else f"--set rollout.max_response_tokens={less}",
+            hint=f"--set env.max_context_tokens={positions}"
+            if given
+            else f"--set rollout.max_response_tokens={less}",
         )
 
 
 def check_heads(config: Any, sequence_size: int) -> None:
-    """Raises ConfigError unless the attention heads divide by the ranks of a sequence (`trainer.sequence_parallel_size`)."""
+    """Raises ConfigError unless the attention heads divide by the ranks of a sequence
+    (`trainer.sequence_parallel_size`)."""
     heads = getattr(config, "num_attention_heads", 1)
     if heads % sequence_size:
         raise ConfigError(
-            f"trainer.sequence_parallel_size = {sequence_size} does not divide the model's {heads} attention heads",
+            f"trainer.sequence_parallel_size = {sequence_size} does not divide the model's {heads} attention "
+            "heads",
             hint=f"--set trainer.sequence_parallel_size={math.gcd(sequence_size, heads)}",
         )
 
 
 def positions_of(config: Any) -> int | None:
-    """The model's number of positions; None if there is no limit, or if rope scaling (YaRN and the like) extends it."""
+    """The model's number of positions; None if there is no limit, or if rope scaling (YaRN and the like)
+    extends it."""
     rope = getattr(config, "rope_parameters", None) or {}
     positions = getattr(config, "max_position_embeddings", None)
-    is_plain = rope.get("rope_type", "default") == "default" and not any(isinstance(entry, dict) for entry in rope.values())
+    is_plain = rope.get("rope_type", "default") == "default" and not any(
+        isinstance(entry, dict) for entry in rope.values()
+    )
     return int(positions) if positions and is_plain else None
 
 
 def _check_shapes(directory: Path, model: PreTrainedModel) -> None:
-    """Raises PreflightError if a tensor's shape in a file differs from the model's: the file is from a model of another size."""
+    """Raises PreflightError if a tensor's shape in a file differs from the model's: the file is from a model
+    of another size."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for path in sorted(directory.glob("*.safetensors")):
         for name, found in tensor_shapes(path).items():

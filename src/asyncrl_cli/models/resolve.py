@@ -1,6 +1,8 @@
-"""Resolves `model.path` to a local Hugging Face directory: an existing one, a snapshot from the hub, or builtin:tiny.
+"""Resolves `model.path` to a local Hugging Face directory: an existing one, a snapshot from the hub, or
+builtin:tiny.
 
-builtin:tiny is built once and cached. Its directory is named by a hash of all inputs, and is either complete or absent.
+builtin:tiny is built once and cached. Its directory is named by a hash of all inputs, and is either complete
+or absent.
 """
 
 from __future__ import annotations
@@ -43,7 +45,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BUILTIN, REWARD_MODEL = "builtin:", "reward_model"
-TOKENIZER_PATTERNS = ["*token*", "*vocab*", "merges.txt", "*.model", "*.jinja", "config.json", "generation_config.json", "*.py"]
+TOKENIZER_PATTERNS = [
+    "*token*",
+    "*vocab*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "config.json",
+    "generation_config.json",
+    "*.py",
+]
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 RECIPE_VERSION = 3
 """Increase this when a code change makes the same inputs give another model."""
@@ -51,7 +62,8 @@ RECIPE_VERSION = 3
 DESCRIPTION = "asyncrl-recipe.json"
 PHASE = "warm start"
 SHOWN_LOSSES = 20
-"""The displayed loss is a mean over this many steps, because batches of short texts have lower losses than those of long ones."""
+"""The displayed loss is a mean over this many steps, because batches of short texts have lower losses than
+those of long ones."""
 
 Progress = Callable[[str, int, int, str], None]
 """Called with (name of the phase, steps done, total steps, text to show beside them)."""
@@ -65,12 +77,18 @@ def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda
     if not is_builtin(profile):
         return _pretrained(profile)
     model_here(profile)  # raises for an unknown built-in model
-    return built_untaught(profile) if profile.model.path == UNTAUGHT else built_tiny(profile, task, progress=progress)
+    return (
+        built_untaught(profile)
+        if profile.model.path == UNTAUGHT
+        else built_tiny(profile, task, progress=progress)
+    )
 
 
 def _pretrained(profile: Profile) -> Path:
     if (directory := model_here(profile)) is None:
-        directory = from_hub(profile.model.path, HUB_PATTERNS, trust_remote_code=profile.model.trust_remote_code)
+        directory = from_hub(
+            profile.model.path, HUB_PATTERNS, trust_remote_code=profile.model.trust_remote_code
+        )
         check_model_directory(directory)
         directory = _templated(profile, directory)
     return directory
@@ -94,23 +112,27 @@ def fetched_tokenizer(profile: Profile) -> Path:
 
 
 def further_models(profile: Profile, model_dir: Path) -> dict[str, str]:
-    """Directories of the reference, the critic and the reward model, if the run has them, by their names in `Place`. A model whose
-    path is not set in the profile uses the policy's directory, `model_dir`.
+    """Directories of the reference, the critic and the reward model, if the run has them, by their names in
+    `Place`. A model whose path is not set in the profile uses the policy's directory, `model_dir`.
 
-    Raises PreflightError if one is missing or incomplete, or lacks some of the policy's tokens. Only a reward model, which has its
-    own tokenizer, may lack them.
+    Raises PreflightError if one is missing or incomplete, or lacks some of the policy's tokens. Only a reward
+    model, which has its own tokenizer, may lack them.
     """
     algorithm, rewards = profile.algorithm, profile.reward_model.path is not None
     wanted = {"ref": algorithm.has_reference, "critic": algorithm.has_critic, REWARD_MODEL: rewards}
     sections = [section for section, is_wanted in wanted.items() if is_wanted]
-    return {f"{section}_dir": str(_further_model(profile, section, model_dir).absolute()) for section in sections}
+    return {
+        f"{section}_dir": str(_further_model(profile, section, model_dir).absolute()) for section in sections
+    }
 
 
 def _further_model(profile: Profile, section: str, model_dir: Path) -> Path:
     path, key = getattr(profile, section).path, f"{section}.path"
     if path is None:
         return model_dir
-    other = profile.model_copy(update={"model": profile.model.model_copy(update={"path": path, "chat_template": None})})
+    other = profile.model_copy(
+        update={"model": profile.model.model_copy(update={"path": path, "chat_template": None})}
+    )
     try:
         if is_builtin(other):
             then = "" if section == REWARD_MODEL else " to use the run's initial model"
@@ -118,7 +140,9 @@ def _further_model(profile: Profile, section: str, model_dir: Path) -> Path:
         directory = _pretrained(other)
         own, theirs = map(_vocabulary, (model_dir, directory))
         if own > theirs and section != REWARD_MODEL:
-            raise refused(f"{directory} has {theirs} tokens, the policy {own}", "use a model of the policy's family")
+            raise refused(
+                f"{directory} has {theirs} tokens, the policy {own}", "use a model of the policy's family"
+            )
     except PreflightError as error:
         raise PreflightError(error.message.replace("model.path", key, 1), hint=error.hint) from error
     return directory
@@ -134,11 +158,15 @@ def is_builtin(profile: Profile) -> bool:
 
 
 def model_here(profile: Profile) -> Path | None:
-    """The directory that `model.path` names; None if it has to be made or fetched. Raises as `resolve_model` does."""
+    """The directory that `model.path` names; None if it has to be made or fetched. Raises as `resolve_model`
+    does."""
     path = profile.model.path
     if is_builtin(profile):
         if path not in (TAUGHT, UNTAUGHT):
-            raise ConfigError(f'model.path: there is no "{path}"', hint=f'the built-in models are "{TAUGHT}" and "{UNTAUGHT}"')
+            raise ConfigError(
+                f'model.path: there is no "{path}"',
+                hint=f'the built-in models are "{TAUGHT}" and "{UNTAUGHT}"',
+            )
         check_positions(profile, MAX_POSITIONS)
         return None
     local = expand(path)
@@ -163,7 +191,8 @@ def is_on_hub(path: str) -> bool:
 
 
 def fetch_config(profile: Profile) -> None:
-    """Download the config.json of a model on the hub (a few kB), for `shape_of`. Does nothing for other models.
+    """Download the config.json of a model on the hub (a few kB), for `shape_of`. Does nothing for other
+    models.
 
     Raises PreflightError if the hub has no such model or cannot be reached.
     """
@@ -173,7 +202,8 @@ def fetch_config(profile: Profile) -> None:
 
 
 def from_hub(name: str, patterns: Sequence[str], *, trust_remote_code: bool) -> Path:
-    """A local snapshot of these files of a model on the hub; code files only if they may be run. Raises PreflightError."""
+    """A local snapshot of these files of a model on the hub; code files only if they may be run. Raises
+    PreflightError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -191,7 +221,8 @@ def from_hub(name: str, patterns: Sequence[str], *, trust_remote_code: bool) -> 
 
 
 def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
-    """The directory of this profile's warm-started model, built unless it is in the cache. `progress` is called in either case."""
+    """The directory of this profile's warm-started model, built unless it is in the cache. `progress` is
+    called in either case."""
     recipe, seed = Recipe(steps=profile.model.warm_start_steps), profile.run.seed
     num_lessons = recipe.steps * recipe.batch_size
     lessons = make_lessons(task, num=num_lessons, label_noise=profile.model.warm_start_label_noise, seed=seed)
@@ -200,7 +231,8 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
     if (directory / DESCRIPTION).is_file():
         progress(f"cached model {directory}", 0, 0, "")
         return directory
-    from asyncrl_cli.models.warm_start import warm_start  # imported late: a cached model needs no torch, which takes seconds
+    # imported late: a cached model needs no torch, which takes seconds
+    from asyncrl_cli.models.warm_start import warm_start
 
     tokenizer, taught = _written(task, lessons)
     model = tiny_model(len(tokenizer), seed=seed)
@@ -214,10 +246,15 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
 
 
 def built_untaught(profile: Profile) -> Path:
-    """The directory of a model of builtin:tiny's size with random weights and the tokenizer for conversations, made unless cached.
-    Its responses are noise, but it works with any task, so a task can be tried without a network."""
+    """The directory of a model of builtin:tiny's size with random weights and the tokenizer for
+    conversations, made unless cached. Its responses are noise, but it works with any task, so a task can be
+    tried without a network."""
     seed, tokenizer = profile.run.seed, chat_tokenizer(())
-    description = {"config": tiny_sizes(len(tokenizer)), "seed": seed, "chat_template": CHAT_TEMPLATE} | _versions()
+    description = {
+        "config": tiny_sizes(len(tokenizer)),
+        "seed": seed,
+        "chat_template": CHAT_TEMPLATE,
+    } | _versions()
     directory = _cache_directory(profile) / f"untaught-{_digest(description)[:16]}"
     if not (directory / DESCRIPTION).is_file():
         _save(directory, tiny_model(len(tokenizer), seed=seed), tokenizer, description)
@@ -242,7 +279,8 @@ def _written(task: Course, lessons: Sequence[Lesson]) -> tuple[Any, list[Taught]
 
 
 def _describe(recipe: Recipe, task: Course, lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
-    """Everything that the weights depend on, including library versions: another torch may draw other random numbers."""
+    """Everything that the weights depend on, including library versions: another torch may draw other random
+    numbers."""
     chat: dict[str, Any] = {} if task.words is None else {"words": task.words, "chat_template": CHAT_TEMPLATE}
     characters = characters_of(task, lessons) if task.words is None else CHARACTERS
     return {
@@ -266,7 +304,8 @@ def _digest(content: Any) -> str:
 
 
 def _save(directory: Path, model: PreTrainedModel, tokenizer: Any, description: Mapping[str, Any]) -> None:
-    """Write the model to the cache. Raises PreflightError, which names the key `model.cache_dir`, if that fails."""
+    """Write the model to the cache. Raises PreflightError, which names the key `model.cache_dir`, if that
+    fails."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -274,7 +313,9 @@ def _save(directory: Path, model: PreTrainedModel, tokenizer: Any, description: 
         with appearing_directory(directory) as working, naming(working):
             model.save_pretrained(working)
             tokenizer.save_pretrained(working)
-            (working / DESCRIPTION).write_text(json.dumps(description, indent=1, default=str), encoding="utf-8")
+            (working / DESCRIPTION).write_text(
+                json.dumps(description, indent=1, default=str), encoding="utf-8"
+            )
     except OSError as error:
         if (directory / DESCRIPTION).is_file():  # another run built the same model meanwhile: keep its copy
             return

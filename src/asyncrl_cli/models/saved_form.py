@@ -1,7 +1,9 @@
-"""Converts a model's tensors between memory and its files: transformers joins or renames some in memory, such as experts.
+"""Converts a model's tensors between memory and its files: transformers joins or renames some in memory, such
+as experts.
 
-Published weights have the names and shapes of the files, because other programs (vLLM's loaders) expect them. The conversions are
-those of transformers' `save_pretrained` and `from_pretrained`. None spans several layers, so layers can be converted one by one.
+Published weights have the names and shapes of the files, because other programs (vLLM's loaders) expect them.
+The conversions are those of transformers' `save_pretrained` and `from_pretrained`. None spans several layers,
+so layers can be converted one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def skeleton(model_dir: Path | str, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The model that a configuration describes, on the meta device: tensors with names and shapes, but without memory."""
+    """The model that a configuration describes, on the meta device: tensors with names and shapes, but
+    without memory."""
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -35,10 +38,12 @@ def persistent_buffers(model: torch.nn.Module) -> Tensors:
 
 
 class SavedForm:
-    """Conversions for one model. `converts`: whether its files differ from memory; if not, tensors pass through unchanged."""
+    """Conversions for one model. `converts`: whether its files differ from memory; if not, tensors pass
+    through unchanged."""
 
     def __init__(self, empty: PreTrainedModel) -> None:
-        """`empty`: the model's `skeleton`. (A loaded model would convert to the form of the files that it was loaded from.)"""
+        """`empty`: the model's `skeleton`. (A loaded model would convert to the form of the files that it was
+        loaded from.)"""
         empty.tie_weights()
         self._empty = empty
         mapping = get_model_conversion_mapping(empty, add_legacy=False)
@@ -49,18 +54,23 @@ class SavedForm:
         return dict(revert_weight_conversion(self._empty, dict(tensors))) if self.converts else dict(tensors)
 
     def to_memory(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Convert all of a model's tensors from the form of the files, to all their names in memory. Converted tensors are float32
-        copies, because transformers changes the default dtype of the whole process while it loads another dtype."""
+        """Convert all of a model's tensors from the form of the files, to all their names in memory.
+        Converted tensors are float32 copies, because transformers changes the default dtype of the whole
+        process while it loads another dtype."""
         if not self.converts:
             return dict(tensors)
         config = deepcopy(self._empty.config)
-        model = type(self._empty).from_pretrained(None, config=config, state_dict=dict(tensors), dtype=torch.float32)
+        model = type(self._empty).from_pretrained(
+            None, config=config, state_dict=dict(tensors), dtype=torch.float32
+        )
         return dict(model.state_dict())
 
     @property
     def memory(self) -> Tensors:
         """Parameters and persistent buffers by their names in memory, tied ones once, as meta tensors."""
-        return {name: parameter.detach() for name, parameter in self._empty.named_parameters()} | persistent_buffers(self._empty)
+        return {
+            name: parameter.detach() for name, parameter in self._empty.named_parameters()
+        } | persistent_buffers(self._empty)
 
     @property
     def required(self) -> Tensors:
@@ -69,13 +79,16 @@ class SavedForm:
 
     @property
     def known(self) -> Tensors:
-        """The tensors that a version may contain, under their names in files: tied ones under all names, and buffers."""
+        """The tensors that a version may contain, under their names in files: tied ones under all names, and
+        buffers."""
         return self.to_files(self._empty.state_dict())
 
     def check(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Raises ValueError unless `weights` has every parameter (tied ones once or more), nothing unknown, and the same shapes.
+        """Raises ValueError unless `weights` has every parameter (tied ones once or more), nothing unknown,
+        and the same shapes.
 
-        Dtypes may differ (copying casts them), but a tensor must be floating point on both sides or on neither.
+        Dtypes may differ (copying casts them), but a tensor must be floating point on both sides or on
+        neither.
         """
         known = self.known
         mine = [name for name in weights if name in known]
@@ -83,7 +96,11 @@ class SavedForm:
             "missing": sorted(self.required.keys() - weights.keys()),
             "unknown": sorted(weights.keys() - known.keys()),
             "wrong shape": [name for name in mine if weights[name].shape != known[name].shape],
-            "wrong dtype": [name for name in mine if weights[name].is_floating_point() != known[name].is_floating_point()],
+            "wrong dtype": [
+                name for name in mine if weights[name].is_floating_point() != known[name].is_floating_point()
+            ],
         }
         if problems := [f"{what} {first_names(names)}" for what, names in found.items() if names]:
-            raise ValueError(f"weights of version {version} do not fit the engine's model: {'; '.join(problems)}")
+            raise ValueError(
+                f"weights of version {version} do not fit the engine's model: {'; '.join(problems)}"
+            )

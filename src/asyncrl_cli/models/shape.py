@@ -1,7 +1,8 @@
-"""A model's sizes, read from its config.json and the headers of its weights, without torch and without the network.
+"""A model's sizes, read from its config.json and the headers of its weights, without torch and without the
+network.
 
-Parameters of a decoder of the llama family (h hidden, i intermediate, a = heads * head_dim, j = key-value heads * head_dim,
-V vocabulary):
+Parameters of a decoder of the llama family (h hidden, i intermediate, a = heads * head_dim, j = key-value
+heads * head_dim, V vocabulary):
 
     layer   q h*a, k h*j, v h*j, o a*h, gate h*i, up h*i, down i*h, two norms of h (some families add biases or q/k norms)
     root    embedding V*h, last norm h, and a head V*h unless it is tied to the embedding
@@ -24,12 +25,14 @@ from asyncrl_cli.profile.fields import MOST
 from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types whose parameters can be computed from the configuration. For others they are counted in the weight files."""
+"""Model types whose parameters can be computed from the configuration. For others they are counted in the
+weight files."""
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 """Matches a tensor's name up to the number of its layer."""
 QWEN3_HEAD_DIM = 128
 TINY_VOCABULARY = 64
-"""Enough for the characters of most tasks and three special tokens. The real size is known only once the task has been read."""
+"""Enough for the characters of most tasks and three special tokens. The real size is known only once the task
+has been read."""
 
 
 class ShapeUnknown(Exception):
@@ -38,7 +41,8 @@ class ShapeUnknown(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """`layer_parameters` counts the largest layer, `root_parameters` all that is outside the layers (embedding, last norm, head).
+    """`layer_parameters` counts the largest layer, `root_parameters` all that is outside the layers
+    (embedding, last norm, head).
 
     `remarks`: the assumptions made, for users.
     """
@@ -64,10 +68,13 @@ class ModelShape:
 
 
 def shape_of(path: str) -> ModelShape:
-    """Sizes of a profile's `model.path`. Raises ShapeUnknown if that needs the network, or the files do not say."""
+    """Sizes of a profile's `model.path`. Raises ShapeUnknown if that needs the network, or the files do not
+    say."""
     if path in (TAUGHT, UNTAUGHT):
         remark = f"{path} with {TINY_VOCABULARY} characters: the task may have more"
-        return shape_of_config({"model_type": "qwen3", "vocab_size": TINY_VOCABULARY, **TINY}, remarks=(remark,))
+        return shape_of_config(
+            {"model_type": "qwen3", "vocab_size": TINY_VOCABULARY, **TINY}, remarks=(remark,)
+        )
     directory = expand(path)
     if not directory.is_dir():
         directory = _cached_on_disk(path)
@@ -144,11 +151,14 @@ def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
         raise ShapeUnknown(error.message) from None
     counts = {name: prod(shape) for shapes in files for name, shape in shapes.items()}
     if not counts:
-        raise ShapeUnknown(f"{directory}: a {kind} model without safetensors files, so its parameters cannot be counted")
+        raise ShapeUnknown(
+            f"{directory}: a {kind} model without safetensors files, so its parameters cannot be counted"
+        )
     layers: Counter[str] = Counter()
     for name, count in counts.items():
         if found := LAYER.search(name):
-            layers[name[: found.end()]] += count  # by the whole path: a second tower also numbers layers from 0
+            # by the whole path: a second tower also numbers layers from 0
+            layers[name[: found.end()]] += count
     return ModelShape(
         model_type=kind,
         **_sizes(config),
@@ -161,7 +171,8 @@ def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes in a safetensors file by tensor name. Reads only the header, and checks the file's length against it.
+    """Shapes in a safetensors file by tensor name. Reads only the header, and checks the file's length
+    against it.
 
     Raises PreflightError if the file is damaged.
     """
@@ -172,7 +183,9 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="numpy") as weights:
             return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError, UnsafeFile) as error:
-        raise PreflightError(f"model.path: {path} is damaged: {error}", hint="copy or download it again") from error
+        raise PreflightError(
+            f"model.path: {path} is damaged: {error}", hint="copy or download it again"
+        ) from error
 
 
 def _cached_on_disk(name: str) -> Path:
@@ -183,8 +196,13 @@ def _cached_on_disk(name: str) -> Path:
     try:
         cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError:  # not a valid hub name
-        raise ShapeUnknown(f"directory {name} does not exist, and the estimate needs its config.json") from None
+        raise ShapeUnknown(
+            f"directory {name} does not exist, and the estimate needs its config.json"
+        ) from None
     if not isinstance(cached, str):
-        why = f"{name} is not on this machine, and the estimate needs its config.json; `asyncrl plan --ask-hub` downloads it"
+        why = (
+            f"{name} is not on this machine, and the estimate needs its config.json; `asyncrl plan "
+            "--ask-hub` downloads it"
+        )
         raise ShapeUnknown(why)
     return Path(cached).parent

@@ -1,8 +1,9 @@
-"""builtin:tiny before training: a small Qwen3, a tokenizer whose tokens are single characters, and the lessons it learns from.
+"""builtin:tiny before training: a small Qwen3, a tokenizer whose tokens are single characters, and the
+lessons it learns from.
 
-A lesson is a prompt of the training split with a response. A given share of the responses contains a mistake, which leaves RL room
-to improve. A model taught without mistakes would start near the maximum reward, and an untaught one at 0, where no reward tells a
-good response from a bad one.
+A lesson is a prompt of the training split with a response. A given share of the responses contains a mistake,
+which leaves RL room to improve. A model taught without mistakes would start near the maximum reward, and an
+untaught one at 0, where no reward tells a good response from a bad one.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ TINY: dict[str, Any] = {
 def tiny_tokenizer(
     characters: Iterable[str], *, special: Sequence[str] = SPECIAL_TOKENS, words: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character, in the order given, after the `special` ones, and one for each of `words`. It adds
-    no special tokens to a text; decoding gives the text back unchanged."""
+    """A tokenizer with one token per character, in the order given, after the `special` ones, and one for
+    each of `words`. It adds no special tokens to a text; decoding gives the text back unchanged."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +58,9 @@ def tiny_tokenizer(
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special if token not in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in special if token not in SPECIAL_TOKENS]
+    )
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -75,7 +78,8 @@ def tiny_sizes(vocab_size: int) -> dict[str, Any]:
         "vocab_size": -(-vocab_size // 64) * 64,
         **TINY,
         "max_position_embeddings": MAX_POSITIONS,
-        # Texts are short: with the usual theta of 10,000, most of a head's dimensions would hardly rotate within a text.
+        # Texts are short: with the usual theta of 10,000, most of a head's dimensions would hardly rotate
+        # within a text.
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
         "bos_token_id": None,
         "eos_token_id": SPECIAL_TOKENS.index(EOS),
@@ -85,7 +89,8 @@ def tiny_sizes(vocab_size: int) -> dict[str, Any]:
 
 
 def tiny_model(vocab_size: int, *, seed: int) -> Qwen3ForCausalLM:
-    """0.75 M parameters at 64 tokens, random in float32 from `seed`; the caller's random state stays as it was."""
+    """0.75 M parameters at 64 tokens, random in float32 from `seed`; the caller's random state stays as it
+    was."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -97,8 +102,9 @@ def tiny_model(vocab_size: int, *, seed: int) -> Qwen3ForCausalLM:
 class Course(Protocol):
     """A task as a source of lessons: the prompts of both splits, and functions that write responses to them.
 
-    `demonstration` writes a correct response to an item, `flawed_demonstration` one with a mistake; None if the task has none. If
-    `words` is not None they write conversations, and each of these texts gets its own token.
+    `demonstration` writes a correct response to an item, `flawed_demonstration` one with a mistake; None if
+    the task has none. If `words` is not None they write conversations, and each of these texts gets its own
+    token.
     """
 
     name: str
@@ -121,7 +127,8 @@ class Recipe:
     grad_clip: float = 1.0
     lr_warmup_steps: int = 20
     bucket_batches: int = 32
-    """This many batches of lessons at a time are sorted by length, then cut into batches: else padding would triple the work."""
+    """This many batches of lessons at a time are sorted by length, then cut into batches: else padding would
+    triple the work."""
 
 
 Taught = tuple[list[int], list[int]]
@@ -138,7 +145,8 @@ def demonstrations_of(task: Course) -> tuple[Demonstrate, Demonstrate]:
     if task.demonstration is None or task.flawed_demonstration is None:
         raise ConfigError(
             f'model.path = "builtin:tiny" learns from demonstrations, and {task.name} provides none',
-            hint=f'set model.path = "{UNTAUGHT}" (random weights, for trying a task out), or the path of a pretrained model; '
+            hint=f'set model.path = "{UNTAUGHT}" (random weights, for trying a task out), or the path of a '
+            "pretrained model; "
             f"{TAUGHT} learns reasoning-gym:number_sorting, builtin:calculator and builtin:guess",
         )
     return task.demonstration, task.flawed_demonstration
@@ -164,7 +172,10 @@ def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> li
 def taught_response(tokenizer: PreTrainedTokenizerFast, lesson: Lesson) -> Taught:
     """The response and its end-of-sequence token are learned; the prompt is only input."""
     assert isinstance(lesson.response, str)
-    prompt, response = tokenizer.encode(lesson.prompt), [*tokenizer.encode(lesson.response), tokenizer.eos_token_id]
+    prompt, response = (
+        tokenizer.encode(lesson.prompt),
+        [*tokenizer.encode(lesson.response), tokenizer.eos_token_id],
+    )
     return prompt + response, [IGNORED] * len(prompt) + response
 
 

@@ -1,11 +1,13 @@
 """Supervised warm start: a model learns from demonstrations to answer prompts, in a few hundred steps.
 
-Matrices inside the layers are trained by Muon and the rest by AdamW. With Muon the model learns to copy earlier text, which every
-worked answer needs, in about half the steps that AdamW alone takes. The loss is plain next-token cross entropy on tokens with
-labels. The warm start is not part of the RL run: its optimizer states are not kept.
+Matrices inside the layers are trained by Muon and the rest by AdamW. With Muon the model learns to copy
+earlier text, which every worked answer needs, in about half the steps that AdamW alone takes. The loss is
+plain next-token cross entropy on tokens with labels. The warm start is not part of the RL run: its optimizer
+states are not kept.
 
-Muon is momentum with an orthogonalised direction (Jordan et al., 2024). torch.optim.Muon orthogonalises in bfloat16. CPUs without
-bfloat16 instructions emulate it, seven times slower and with results that differ from other CPUs. Here it is done in float32.
+Muon is momentum with an orthogonalised direction (Jordan et al., 2024). torch.optim.Muon orthogonalises in
+bfloat16. CPUs without bfloat16 instructions emulate it, seven times slower and with results that differ from
+other CPUs. Here it is done in float32.
 """
 
 from __future__ import annotations
@@ -34,12 +36,15 @@ def warm_start(
     seed: int,
     progress: Callable[[Sequence[float]], None] = lambda losses: None,
 ) -> list[float]:
-    """Teach `model` in place; returns each step's loss (nats per learned token). Needs steps * batch_size lessons.
+    """Teach `model` in place; returns each step's loss (nats per learned token). Needs steps * batch_size
+    lessons.
 
     `progress` is called after each step with the losses so far.
     """
     if len(lessons) < recipe.steps * recipe.batch_size:
-        raise ValueError(f"{recipe.steps} steps of {recipe.batch_size} lessons need more than the {len(lessons)} given")
+        raise ValueError(
+            f"{recipe.steps} steps of {recipe.batch_size} lessons need more than the {len(lessons)} given"
+        )
     optimizers = _optimizers(model, recipe)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     peaks = [group["lr"] for group in groups]
@@ -63,8 +68,9 @@ def warm_start(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one thread. With matrices this small, a second thread saves a tenth of the time on idle cores, but takes ten
-    times as long beside one busy process, because threads spin while they wait. How they wait is fixed when torch is loaded."""
+    """Compute with one thread. With matrices this small, a second thread saves a tenth of the time on idle
+    cores, but takes ten times as long beside one busy process, because threads spin while they wait. How they
+    wait is fixed when torch is loaded."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -84,7 +90,8 @@ def _optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Opti
 
 
 def _schedule(step: int, recipe: Recipe) -> float:
-    """Linear warm-up times a half cosine that ends at zero, so that RL does not start from the noise of large last steps."""
+    """Linear warm-up times a half cosine that ends at zero, so that RL does not start from the noise of large
+    last steps."""
     warmup = min(1.0, (step + 1) / recipe.lr_warmup_steps)
     return warmup * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
 
@@ -94,14 +101,17 @@ def _batches(lessons: Sequence[Taught], recipe: Recipe, rng: Random) -> Iterator
     size = recipe.batch_size
     wanted = lessons[: recipe.steps * size]
     for start in range(0, len(wanted), size * recipe.bucket_batches):
-        bucket = sorted(wanted[start : start + size * recipe.bucket_batches], key=lambda lesson: len(lesson[0]))
+        bucket = sorted(
+            wanted[start : start + size * recipe.bucket_batches], key=lambda lesson: len(lesson[0])
+        )
         batches = [bucket[first : first + size] for first in range(0, len(bucket), size)]
         rng.shuffle(batches)
         yield from batches
 
 
 def _loss(model: PreTrainedModel, batch: Sequence[Taught]) -> torch.Tensor:
-    """Mean cross entropy of the tokens with labels. Padding is on the right, so causal attention needs no mask."""
+    """Mean cross entropy of the tokens with labels. Padding is on the right, so causal attention needs no
+    mask."""
     width = max(len(tokens) for tokens, _ in batch)
     tokens_BT = torch.zeros(len(batch), width, dtype=torch.long)
     labels_BT = torch.full((len(batch), width), IGNORED)
@@ -115,7 +125,8 @@ def _loss(model: PreTrainedModel, batch: Sequence[Taught]) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised Nesterov momentum. A tall matrix's step is multiplied by sqrt(rows / columns). No weight decay."""
+    """Orthogonalised Nesterov momentum. A tall matrix's step is multiplied by sqrt(rows / columns). No weight
+    decay."""
 
     def __init__(self, matrices: Iterable[torch.Tensor], *, lr: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum})
@@ -131,7 +142,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Approximates U V^T of the matrix's singular value decomposition: singular values end up between 0.7 and 1.2."""
+    """Approximates U V^T of the matrix's singular value decomposition: singular values end up between 0.7 and
+    1.2."""
     a, b, c = NEWTON_SCHULZ
     x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = x / x.norm().clamp(min=SMALLEST_NORM)

@@ -1,4 +1,5 @@
-"""A sink whose service may be slow: only the sink's own thread calls it, so that the loop never waits for a network or a disk."""
+"""A sink whose service may be slow: only the sink's own thread calls it, so that the loop never waits for a
+network or a disk."""
 
 from __future__ import annotations
 
@@ -20,15 +21,17 @@ QUEUED_LINES = 10_000
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
 EARLY_CLOSE_TIMEOUT_S = 3.0
-"""For a run that was stopped or has failed: someone may wait at the terminal, and metrics.jsonl has every line."""
+"""For a run that was stopped or has failed: someone may wait at the terminal, and metrics.jsonl has every
+line."""
 
 
 class Background(Sink):
-    """Gives every line of metrics.jsonl to `write`, in order. A subclass has `service`, its name for people, and `otherwise`, a
-    hint for when it does not start; `open`, `write` and `finish` are called in the sink's thread.
+    """Gives every line of metrics.jsonl to `write`, in order. A subclass has `service`, its name for people,
+    and `otherwise`, a hint for when it does not start; `open`, `write` and `finish` are called in the sink's
+    thread.
 
-    Construct it before the loop starts: it waits (at most a minute) for the service to start, and raises PreflightError if it does
-    not. A service that fails later gets no more lines, and the run goes on.
+    Construct it before the loop starts: it waits (at most a minute) for the service to start, and raises
+    PreflightError if it does not. A service that fails later gets no more lines, and the run goes on.
     """
 
     service: str
@@ -67,8 +70,8 @@ class Background(Sink):
             self._dropped += 1
 
     def end(self, status: Mapping[str, Any]) -> None:
-        """Let the thread finish, at the same time as those of the other sinks. They share one time limit, which is short unless the
-        run is `done`."""
+        """Let the thread finish, at the same time as those of the other sinks. They share one time limit,
+        which is short unless the run is `done`."""
         self._last = status
         self._limit_s = CLOSE_TIMEOUT_S if status.get("phase") == "done" else EARLY_CLOSE_TIMEOUT_S
         self._until_s = time.monotonic() + self._limit_s

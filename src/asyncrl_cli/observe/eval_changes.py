@@ -13,12 +13,16 @@ Point = Mapping[str, Any]
 
 
 def interval_of(point: Point) -> Interval | None:
-    return Interval(point["reward_low"], point["reward_high"]) if {"reward_low", "reward_high"} <= point.keys() else None
+    return (
+        Interval(point["reward_low"], point["reward_high"])
+        if {"reward_low", "reward_high"} <= point.keys()
+        else None
+    )
 
 
 def change_of(before: Point, after: Point) -> Change | None:
-    """The change of the mean reward: over the prompts that have a reward in both, if both evals had the same prompts. None if an
-    interval is missing."""
+    """The change of the mean reward: over the prompts that have a reward in both, if both evals had the same
+    prompts. None if an interval is missing."""
     if "rewards" in before and "rewards" in after and before["prompts"] == after["prompts"]:
         both = zip(before["rewards"], after["rewards"], strict=False)  # as many, unless a file is damaged
         if pairs := [(old, new) for old, new in both if old is not None and new is not None]:

@@ -1,6 +1,7 @@
 """Figures for people, as plain text: durations, counts, shares and sparklines.
 
-Also the texts that the screen, the plain lines and `asyncrl status` share: events, the ledger, the summary of an ended run.
+Also the texts that the screen, the plain lines and `asyncrl status` share: events, the ledger, the summary of
+an ended run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def clock(seconds: object) -> str:
 
 
 def _written(value: object, form: str) -> str:
-    """`-` for an absent value, never 0. Values that are not finite ("nan", "inf") are strings in JSON and are shown as such."""
+    """`-` for an absent value, never 0. Values that are not finite ("nan", "inf") are strings in JSON and are
+    shown as such."""
     if not is_number(value):
         return NOTHING if value is None else str(value)
     return format(value, form if abs(value) < MOST_SHOWN else ".3g")
@@ -66,8 +68,11 @@ def evenly(items: Sequence[T], most: int) -> Sequence[T]:
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
-def sparkline(values: Sequence[Any], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """At most the last `width` values, scaled to `low` ... `high` (default: their own extremes). Non-finite values are skipped."""
+def sparkline(
+    values: Sequence[Any], width: int, *, low: float | None = None, high: float | None = None
+) -> str:
+    """At most the last `width` values, scaled to `low` ... `high` (default: their own extremes). Non-finite
+    values are skipped."""
     shown = [value for value in list(values)[-width:] if is_number(value)]
     if not shown or width <= 0:
         return ""
@@ -105,8 +110,14 @@ def event_text(event: Mapping[str, Any]) -> str | None:
 
 
 def step_text(status: Mapping[str, Any]) -> str:
-    """One line with the figures that the screen shows first, under the same labels and over the same period."""
-    progress, steps, use, staleness = status["progress"], status["periods"]["steps"], status["utilization"], status["staleness"]
+    """One line with the figures that the screen shows first, under the same labels and over the same
+    period."""
+    progress, steps, use, staleness = (
+        status["progress"],
+        status["periods"]["steps"],
+        status["utilization"],
+        status["staleness"],
+    )
     using = status["periods"]["utilization"]
     parts = [
         f"step {progress['step']}/{progress['train_steps']} v{progress['version']}",
@@ -125,22 +136,38 @@ def line_text(line: Mapping[str, Any]) -> str:
     """A train step's metrics as one line of the driver's log."""
     ages = f"{number(line.get('staleness/mean'))}/{line.get('staleness/max', NOTHING)}"
     return (
-        f"step {line['step']}  v{line['version']}  reward {number(line.get('reward/mean'), 3)}  staleness {ages}  "
-        f"trainer idle {share(line.get('trainer/idle_ratio'))}  rollouter idle {share(line.get('rollouter/idle_ratio'))}  "
+        f"step {line['step']}  v{line['version']}  reward {number(line.get('reward/mean'), 3)}  staleness "
+        f"{ages}  "
+        f"trainer idle {share(line.get('trainer/idle_ratio'))}  rollouter idle "
+        f"{share(line.get('rollouter/idle_ratio'))}  "
         f"{duration(line.get('timing/step_s'))}"
     )
 
 
 def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(label, figures) rows for the whole run, with the screen's labels. Rows without a measured value are left out."""
+    """(label, figures) rows for the whole run, with the screen's labels. Rows without a measured value are
+    left out."""
     progress, totals = status["progress"], status["totals"]
-    steps = f"{progress['step']} of {progress['train_steps']} steps, {count(progress['groups_trained'])} groups"
+    steps = (
+        f"{progress['step']} of {progress['train_steps']} steps, {count(progress['groups_trained'])} groups"
+    )
     phase = "stopped on request" if status["phase"] == "stopped" else status["phase"]
     rows = [
         ("run", f"{status['name']}: {phase} ({status['profile']})"),
-        ("trained", f"{steps}, {count(progress.get('tokens_trained'))} tokens in {clock(progress['time_s'])}"),
-        *((f"eval {name}".strip(), _evals(points)) for name, points in by_set(status["eval"]["history"]).items()),
-        ("whole run", ", ".join(f"{what} {form(totals.get(key))}" for key, (what, form) in LEADING.items()) if totals else ""),
+        (
+            "trained",
+            f"{steps}, {count(progress.get('tokens_trained'))} tokens in {clock(progress['time_s'])}",
+        ),
+        *(
+            (f"eval {name}".strip(), _evals(points))
+            for name, points in by_set(status["eval"]["history"]).items()
+        ),
+        (
+            "whole run",
+            ", ".join(f"{what} {form(totals.get(key))}" for key, (what, form) in LEADING.items())
+            if totals
+            else "",
+        ),
         ("staleness", _staleness(status)),
         ("ledger", ledger_line(status["ledger"])),
         ("checkpoint", str(status["checkpoint"])),
@@ -166,7 +193,10 @@ def by_set(history: list[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]
 
 def _warnings(status: Mapping[str, Any]) -> str:
     """How many there were, and the newest of them."""
-    known = [f"{clock(warning['time_s'])} {warning['text']}" for warning in status.get("warnings", [])[-SHOWN_WARNINGS:]]
+    known = [
+        f"{clock(warning['time_s'])} {warning['text']}"
+        for warning in status.get("warnings", [])[-SHOWN_WARNINGS:]
+    ]
     more = status["num_warnings"] - len(known)
     told = "; ".join([*known, f"{more} more, in the log"] if known and more > 0 else known)
     return f"{status['num_warnings']}: {told}".removesuffix(": ") if status["num_warnings"] else ""
@@ -196,7 +226,8 @@ def _staleness(status: Mapping[str, Any]) -> str:
     if "staleness/mean" not in totals:
         return ""
     return (
-        f"mean {number(totals['staleness/mean'])}, max {totals.get('staleness/max')} of {status['max_staleness']} allowed; "
+        f"mean {number(totals['staleness/mean'])}, max {totals.get('staleness/max')} of "
+        f"{status['max_staleness']} allowed; "
         f"partial {share(totals.get('fully_async/partial/partial_ratio'))}, "
         f"max span {totals.get('fully_async/partial/max_partial_span', NOTHING)}"
     )

@@ -1,4 +1,5 @@
-"""The types of the lines in metrics.jsonl, events.jsonl, timeline.jsonl and samples, for reading them back. Numbers are bounded."""
+"""The types of the lines in metrics.jsonl, events.jsonl, timeline.jsonl and samples, for reading them back.
+Numbers are bounded."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ class SampledSpan(TypedDict):
 
 
 class SampleLine(TypedDict, extra_items=Any):
-    """The keys of a dumped trajectory (samples.py) that are read back. Numbers of a run that diverges may be NaN or infinite."""
+    """The keys of a dumped trajectory (samples.py) that are read back. Numbers of a run that diverges may be
+    NaN or infinite."""
 
     step: Count
     window: Count

@@ -1,8 +1,9 @@
-"""Reads a run's metrics.jsonl, events.jsonl, timeline.jsonl and samples back, derives figures from a line of metrics, and adds
-lines up.
+"""Reads a run's metrics.jsonl, events.jsonl, timeline.jsonl and samples back, derives figures from a line of
+metrics, and adds lines up.
 
-Anything may stand in these files. A line is parsed once, as the type of its file (line_types.py); the code that uses it checks
-nothing again. A line that does not fit is left out, and counted in a `Damage`, for the user to be told.
+Anything may stand in these files. A line is parsed once, as the type of its file (line_types.py); the code
+that uses it checks nothing again. A line that does not fit is left out, and counted in a `Damage`, for the
+user to be told.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def _note(path: Path, lines: Mapping[int, str]) -> str:
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """All lines of metrics.jsonl, for figures that need every line. Raises ConfigError as `lines_of`, and for a damaged line."""
+    """All lines of metrics.jsonl, for figures that need every line. Raises ConfigError as `lines_of`, and for
+    a damaged line."""
     lines = list(metrics_of(path, damage := Damage()))
     for note in damage.notes:
         raise ConfigError(note, hint="use another run")
@@ -71,12 +73,13 @@ def metrics_of(path: Path, damage: Damage) -> Iterator[Line]:
 
 
 def lines_of(path: Path, kind: Any, damage: Damage, wanted: Callable[[bytes], bool] = bool) -> Iterator[Any]:
-    """The lines that are `wanted`, parsed as `kind`; none if there is no file. Malformed lines are counted in `damage`, but not the
-    last one if it is incomplete: its writer was killed, or is writing it.
+    """The lines that are `wanted`, parsed as `kind`; none if there is no file. Malformed lines are counted in
+    `damage`, but not the last one if it is incomplete: its writer was killed, or is writing it.
 
     Raises ConfigError if the file cannot be read.
     """
-    wrong: tuple[int, str] | None = None  # number and fault of a malformed line, until it is known not to be the last one
+    # number and fault of a malformed line, until it is known not to be the last one
+    wrong: tuple[int, str] | None = None
     with _readable(path):
         for number, line in enumerate(read_lines(path), start=1):
             if wrong:
@@ -119,8 +122,8 @@ def _ends_amid_a_line(path: Path) -> bool:
 
 
 def joined_timeline(lines: Iterable[TimelineLine]) -> tuple[Spans, Counts]:
-    """A run's spans and counts of running sequences, by executor, in order of time. A span that was split over two lines is
-    joined."""
+    """A run's spans and counts of running sequences, by executor, in order of time. A span that was split
+    over two lines is joined."""
     spans: Spans = {}
     running: Counts = {}
     for line in lines:
@@ -142,7 +145,11 @@ def add_span(spans: list[RecordedSpan], state: str, start_s: float, end_s: float
 
 
 def _finite(line: Line) -> Line:
-    return {key: value for key, value in line.items() if isinstance(value, list) == (key in LISTS) and _is_usable(value)}
+    return {
+        key: value
+        for key, value in line.items()
+        if isinstance(value, list) == (key in LISTS) and _is_usable(value)
+    }
 
 
 def _is_usable(value: Any) -> bool:
@@ -167,8 +174,8 @@ def sampled_tokens(line: Line) -> float:
 
 
 class Totals:
-    """Means (weighted as in docs/metrics.md), maxima, first and last values of `lines` of metrics and of those that `of` passes on.
-    `parts_s`: seconds of each `timing/<part>_s`."""
+    """Means (weighted as in docs/metrics.md), maxima, first and last values of `lines` of metrics and of
+    those that `of` passes on. `parts_s`: seconds of each `timing/<part>_s`."""
 
     def __init__(self, lines: Iterable[Line] = ()) -> None:
         self.steps = 0

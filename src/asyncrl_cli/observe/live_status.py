@@ -1,8 +1,9 @@
 """The run at a glance, as one JSON object: what `status.json`, the screen and `asyncrl status` show.
 
-Lines, events and snapshots go in; `picture` comes out. `periods` says which time the figures cover (see metrics.py):
-`periods.utilization` holds for `utilization` and the executors' `state_s`, `periods.steps` for `staleness`, `partial` and `timing`
-(means per step). States, waits, gauges, admission and the ledger are those of this moment; `reward` and `sync` are the last step's.
+Lines, events and snapshots go in; `picture` comes out. `periods` says which time the figures cover (see
+metrics.py): `periods.utilization` holds for `utilization` and the executors' `state_s`, `periods.steps` for
+`staleness`, `partial` and `timing` (means per step). States, waits, gauges, admission and the ledger are
+those of this moment; `reward` and `sync` are the last step's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ WARNINGS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts that do not change during an attempt. `step_groups` is R, `window_groups` is W = K * R (docs/admission.md)."""
+    """Facts that do not change during an attempt. `step_groups` is R, `window_groups` is W = K * R
+    (docs/admission.md)."""
 
     name: str
     profile: str
@@ -62,7 +64,10 @@ class RunFacts:
             trigger_parameter_sync_step=training.trigger_parameter_sync_step,
             on_stale=training.on_stale,
             attempt=attempt,
-            **{key: schedule[key] for key in ("mode", "train_steps", "step_groups", "window_groups", "max_staleness")},
+            **{
+                key: schedule[key]
+                for key in ("mode", "train_steps", "step_groups", "window_groups", "max_staleness")
+            },
         )
 
 
@@ -87,7 +92,13 @@ class LiveStatus:
         self._snapshot: Snapshot | None = None
         self._began_s = 0.0
         self._pace: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS)
-        self._lasting: LiveState = {"rewards": [], "slots": [], "evals": [], "num_warnings": 0, "eval_s": None}
+        self._lasting: LiveState = {
+            "rewards": [],
+            "slots": [],
+            "evals": [],
+            "num_warnings": 0,
+            "eval_s": None,
+        }
         self._notes: deque[dict[str, Any]] = deque(maxlen=NOTES)
         self._warnings: deque[dict[str, Any]] = deque(maxlen=WARNINGS)
 
@@ -95,7 +106,10 @@ class LiveStatus:
         """A train step has ended. `StepMetrics` must have been updated with it before."""
         self._line = line
         self._pace.append((line["time_s"], line["step"]))
-        for history, key in ((self._lasting["rewards"], "reward/mean"), (self._lasting["slots"], "rollouter/slot_utilization")):
+        for history, key in (
+            (self._lasting["rewards"], "reward/mean"),
+            (self._lasting["slots"], "rollouter/slot_utilization"),
+        ):
             if key in line:
                 history.append(line[key])
                 del history[:-HISTORY]
@@ -118,12 +132,15 @@ class LiveStatus:
         kept = ("version", "reward_mean", "reward_low", "reward_high", "num_prompts", "eval_set")
         ended = {key: event[key] for key in kept if key in event}
         same = [point for point in self._lasting["evals"] if point.get("eval_set") == ended.get("eval_set")]
-        for point in [point for point in same if point["version"] == ended["version"]] or same[: max(0, len(same) + 1 - HISTORY)]:
+        for point in [point for point in same if point["version"] == ended["version"]] or same[
+            : max(0, len(same) + 1 - HISTORY)
+        ]:
             self._lasting["evals"].remove(point)
         self._lasting["evals"].append(cast("EvalPoint", ended))
 
     def recall(self, evals: Iterable[Mapping[str, Any]]) -> None:
-        """After a resume: all evals of the run that still hold. The checkpoint lacks those that ended after it."""
+        """After a resume: all evals of the run that still hold. The checkpoint lacks those that ended after
+        it."""
         self._lasting["evals"] = []
         for event in evals:
             self._eval(event)
@@ -163,14 +180,22 @@ class LiveStatus:
             "admission": _admission(snapshot) if snapshot else {},
             "periods": {"utilization": using and using.to_json(), "steps": steps and steps.to_json()},
             "executors": _executors(snapshot, using) if snapshot else [],
-            "utilization": self._utilization(using) | {"slot_history": [round(share, 4) for share in lasting["slots"]]},
+            "utilization": self._utilization(using)
+            | {"slot_history": [round(share, 4) for share in lasting["slots"]]},
             "staleness": _under("staleness/", of_steps) | {"bound": self._facts.max_staleness},
             "partial": _under(PARTIAL, of_steps),
             **({"env": env} if (env := _under("env/", of_steps)) else {}),
-            **({"filtered_ratio": of_steps["trainer/filtered_ratio"]} if "trainer/filtered_ratio" in of_steps else {}),
-            "versions": {name: held for name, held in snapshot.worker_versions.items() if held >= 0} if snapshot else {},
+            **(
+                {"filtered_ratio": of_steps["trainer/filtered_ratio"]}
+                if "trainer/filtered_ratio" in of_steps
+                else {}
+            ),
+            "versions": {name: held for name, held in snapshot.worker_versions.items() if held >= 0}
+            if snapshot
+            else {},
             "restarting": dict(snapshot.restarting) if snapshot else {},
-            "reward": _under("reward/", self._line) | {"history": [round(reward, 4) for reward in lasting["rewards"]]},
+            "reward": _under("reward/", self._line)
+            | {"history": [round(reward, 4) for reward in lasting["rewards"]]},
             "eval": {"running": snapshot.eval_running if snapshot else "", "history": lasting["evals"]},
             "sync": _under("sync/", self._line),
             "timing": {part: seconds / steps.steps for part, seconds in timing.items()} if steps else {},
@@ -188,7 +213,11 @@ class LiveStatus:
         ended_s, step = self._pace[-1] if self._pace else (0.0, 0)
         time_s, version, groups_trained = ended_s, self._line.get("version", 0), 0
         if snapshot is not None:
-            step, time_s, version = max(step, snapshot.step), max(time_s, snapshot.time_s), max(version, snapshot.version)
+            step, time_s, version = (
+                max(step, snapshot.step),
+                max(time_s, snapshot.time_s),
+                max(version, snapshot.version),
+            )
             groups_trained = snapshot.ledger["trained"]
         progress: dict[str, Any] = {
             "step": step,
@@ -202,15 +231,20 @@ class LiveStatus:
         if "tokens_trained" in self._line:
             progress["tokens_trained"] = self._line["tokens_trained"]
         if (step_s := self._step_s()) is not None:
-            progress |= {"step_s": step_s, "eta_s": self._left_s(facts.train_steps - step, step_s, time_s - ended_s)}
+            progress |= {
+                "step_s": step_s,
+                "eta_s": self._left_s(facts.train_steps - step, step_s, time_s - ended_s),
+            }
         return progress
 
     def _left_s(self, steps_left: int, step_s: float, since_s: float) -> float:
-        """Estimated seconds for the remaining steps and the last eval. `since_s`: since the last step ended."""
+        """Estimated seconds for the remaining steps and the last eval. `since_s`: since the last step
+        ended."""
         eval_s = self._lasting.get("eval_s") or 0.0
         if not steps_left:
             return max(0.0, eval_s - since_s)
-        # Count at most one mean step of the current one: a step that takes longer (a restart) must not reduce the time left.
+        # Count at most one mean step of the current one: a step that takes longer (a restart) must not reduce
+        # the time left.
         return max(0.0, steps_left * step_s - min(since_s, step_s)) + eval_s
 
     def _step_s(self) -> float | None:
@@ -221,7 +255,8 @@ class LiveStatus:
         return (last_s - first_s) / (last - first)
 
     def _using(self, steps: Period | None) -> Period | None:
-        """The period of the utilization figures: `steps`, or the current step once it has taken longer than these together."""
+        """The period of the utilization figures: `steps`, or the current step once it has taken longer than
+        these together."""
         snapshot = self._snapshot
         if snapshot is None or self._phase in ENDED:
             return steps
@@ -233,10 +268,19 @@ class LiveStatus:
     def _utilization(self, using: Period | None) -> dict[str, Any]:
         figures = using.figures if using else {}
         reports = list(self._snapshot.reports.values()) if self._snapshot else []
-        scorers = [f"{report.name}/{figure}" for report in reports if report.role == SCORER for figure in SCORER_FIGURES]
-        known: dict[str, Any] = {name.replace("/", "_"): figures[name] for name in (*LEADING, *scorers) if name in figures}
+        scorers = [
+            f"{report.name}/{figure}"
+            for report in reports
+            if report.role == SCORER
+            for figure in SCORER_FIGURES
+        ]
+        known: dict[str, Any] = {
+            name.replace("/", "_"): figures[name] for name in (*LEADING, *scorers) if name in figures
+        }
         gauges = ("running_sequences", "slots")
-        totals = {name: [report.gauges[name] for report in reports if name in report.gauges] for name in gauges}
+        totals = {
+            name: [report.gauges[name] for report in reports if name in report.gauges] for name in gauges
+        }
         return known | {name: sum(amounts) for name, amounts in totals.items() if amounts}
 
 
@@ -254,11 +298,17 @@ def _executors(snapshot: Snapshot, using: Period | None) -> list[dict[str, Any]]
             "role": report.role,
             "state": report.state.value,
             "waiting_for": report.waiting_for,
-            # After a restart, time counted for both the old and the new process is subtracted again: clamp at 0.
-            "state_s": {state: max(0.0, round(s, 3)) for state, s in _under(f"{STATES}{report.name}/", figures).items()},
+            # After a restart, time counted for both the old and the new process is subtracted again: clamp at
+            # 0.
+            "state_s": {
+                state: max(0.0, round(s, 3))
+                for state, s in _under(f"{STATES}{report.name}/", figures).items()
+            },
             "gauges": dict(report.gauges),
         }
-        for report in sorted(snapshot.reports.values(), key=lambda report: (FLOW.index(report.role), report.name))
+        for report in sorted(
+            snapshot.reports.values(), key=lambda report: (FLOW.index(report.role), report.name)
+        )
     ]
 
 

@@ -11,7 +11,8 @@ from importlib.resources import files
 
 @cache
 def meanings() -> Mapping[str, str]:
-    """Names of metrics (several with blanks between them, patterns as in the file) -> what they mean, in the file's order."""
+    """Names of metrics (several with blanks between them, patterns as in the file) -> what they mean, in the
+    file's order."""
     return tomllib.loads(files("asyncrl_cli.observe").joinpath("meanings.toml").read_text(encoding="utf-8"))
 
 
@@ -22,7 +23,9 @@ def meaning_of(metric: str) -> str | None:
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    return [(re.compile("|".join(map(_pattern, names.split()))), meaning) for names, meaning in meanings().items()]
+    return [
+        (re.compile("|".join(map(_pattern, names.split()))), meaning) for names, meaning in meanings().items()
+    ]
 
 
 def _pattern(name: str) -> str:

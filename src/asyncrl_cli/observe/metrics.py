@@ -33,7 +33,8 @@ RECENT_STEPS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Period:
-    """Merged figures of `steps` whole train steps (0: of a part of one), from `from_s` to `to_s` of the run's time."""
+    """Merged figures of `steps` whole train steps (0: of a part of one), from `from_s` to `to_s` of the run's
+    time."""
 
     words: str
     from_s: float
@@ -55,7 +56,8 @@ class MetricsState(TypedDict):
 
 
 class StepMetrics:
-    """Turns step records into lines and merges their values over steps. `started_s`: the driver's clock at time 0 of the run."""
+    """Turns step records into lines and merges their values over steps. `started_s`: the driver's clock at
+    time 0 of the run."""
 
     def __init__(self, *, trigger_parameter_sync_step: int, started_s: float) -> None:
         self._run: dict[str, Value] = {}
@@ -93,8 +95,8 @@ class StepMetrics:
         return _without_states(shown(self._run))
 
     def recent(self) -> Period | None:
-        """The last steps of this attempt. Cached until the next step ends: a status is made every second, and merging every
-        executor's values takes time."""
+        """The last steps of this attempt. Cached until the next step ends: a status is made every second, and
+        merging every executor's values takes time."""
         if self._recent is None and self._steps:
             joined: dict[str, Value] = {}
             for _, _, values in self._steps:
@@ -112,19 +114,27 @@ class StepMetrics:
         words = f"whole run, {figures['step']} steps, {clock(to_s)}"
         return Period(words=words, from_s=0.0, to_s=to_s, steps=figures["step"], figures=figures)
 
-    def step_so_far(self, reports: Mapping[str, ExecutorReport], from_s: float, time_s: float) -> Period | None:
-        """The current step, begun at `from_s`, without values only known at a step's end; None if nothing was measured."""
+    def step_so_far(
+        self, reports: Mapping[str, ExecutorReport], from_s: float, time_s: float
+    ) -> Period | None:
+        """The current step, begun at `from_s`, without values only known at a step's end; None if nothing was
+        measured."""
         values = utilization(stretches(self._reports, reports))
         values.pop("trainer/tokens_per_s", None)
         words = f"this step so far, {_lasted(time_s - from_s)}"
-        return Period(words=words, from_s=from_s, to_s=time_s, steps=0, figures=shown(values)) if values else None
+        return (
+            Period(words=words, from_s=from_s, to_s=time_s, steps=0, figures=shown(values))
+            if values
+            else None
+        )
 
     def state(self) -> MetricsState:
         in_window, run = to_json(self._in_window), to_json(self._run)
         return {"time_s": self._time_s, "window": self._window, "in_window": in_window, "run": run}
 
     def restore(self, state: MetricsState) -> None:
-        """Continue after the line at which `state` was taken. After a resume the executors' integrals start at 0 again."""
+        """Continue after the line at which `state` was taken. After a resume the executors' integrals start
+        at 0 again."""
         self.ahead_s += state["time_s"] - self._time_s
         self._time_s = state["time_s"]
         self._window = state["window"]

@@ -1,9 +1,10 @@
-"""The loop's one Observer: it computes metrics and status once and hands them to all sinks (files, screen, W&B).
+"""The loop's one Observer: it computes metrics and status once and hands them to all sinks (files, screen,
+W&B).
 
 loop --StepRecord--> StepMetrics --line--+
                      timeline ----spans--+
-loop --Event-------> JSON ---------event-+--> sinks: metrics.jsonl, events.jsonl, timeline.jsonl, status.json, screen, W&B
-loop --Snapshot----> LiveStatus --status-+
+loop --Event-------> JSON ---------event-+--> sinks: metrics.jsonl, events.jsonl, timeline.jsonl, status.json,
+screen, W&B loop --Snapshot----> LiveStatus --status-+
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class ObserversState(TypedDict):
 class Observers(Observer):
     """Feeds the sinks. A sink that fails is dropped with a warning: watching must never end a run.
 
-    `clock` is the driver's clock (default: the event loop's). Time 0 of a new run is when this object is created. `further` returns
-    the events that follow from an event of the loop.
+    `clock` is the driver's clock (default: the event loop's). Time 0 of a new run is when this object is
+    created. `further` returns the events that follow from an event of the loop.
     """
 
     def __init__(
@@ -64,14 +65,20 @@ class Observers(Observer):
         self._sinks = list(sinks)
         self._left_out: list[Sink] = []
         self._further = further
-        self.metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=self._clock())
+        self.metrics = StepMetrics(
+            trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=self._clock()
+        )
         self.live = LiveStatus(facts, self.metrics)
         self._each("status", self.live.picture())
 
     def event(self, event: Event) -> None:
         self._align(event.time_s)
         key = {} if event.key is None else {"group": str(event.key), **event.key._asdict()}
-        where = {name: value for name, value in (("version", event.version), ("step", event.step)) if value is not None}
+        where = {
+            name: value
+            for name, value in (("version", event.version), ("step", event.step))
+            if value is not None
+        }
         line = {"time_s": event.time_s, "event": event.name, **key, **where, **event.fields}
         self._tell(line)
         for more in self._further(line):
@@ -107,12 +114,14 @@ class Observers(Observer):
         self.live.restore(known["live"])
 
     def close(self, phase: str, error: str = "") -> dict[str, Any]:
-        """The run has ended with `phase` `done`, `stopped` or `failed`. Closes the sinks and returns the last status."""
+        """The run has ended with `phase` `done`, `stopped` or `failed`. Closes the sinks and returns the last
+        status."""
         self.live.phase(phase, error)
         status = self.live.picture()
         self._each("end", status)
         self._each("close", status)
-        for sink in self._left_out:  # try again: a full disk may have room now that a failed checkpoint was removed
+        # try again: a full disk may have room now that a failed checkpoint was removed
+        for sink in self._left_out:
             with contextlib.suppress(OSError):
                 sink.close(status)
         self._sinks, self._left_out = [], []
@@ -137,7 +146,10 @@ class Observers(Observer):
             except OSError as error:
                 self._sinks.remove(sink)
                 self._left_out.append(sink)
-                self.warning(f"{type(sink).__name__} is disabled for the rest of the run: {storage_error(error).message}")
+                self.warning(
+                    f"{type(sink).__name__} is disabled for the rest of the run: "
+                    f"{storage_error(error).message}"
+                )
 
 
 def read_state(content: Mapping[str, Any]) -> ObserversState:
@@ -147,13 +159,15 @@ def read_state(content: Mapping[str, Any]) -> ObserversState:
         for values in (state["metrics"]["in_window"], state["metrics"]["run"]):
             from_json(values)
     except (TypeError, ValueError) as error:
-        raise RefusedError(f"the checkpoint's figures are malformed: {error}", hint="take another checkpoint") from None
+        raise RefusedError(
+            f"the checkpoint's figures are malformed: {error}", hint="take another checkpoint"
+        ) from None
     return state
 
 
 class Sink:
-    """Writes or shows what `Observers` computes. A subclass overrides the methods it needs. They are called on the event loop and
-    must return at once."""
+    """Writes or shows what `Observers` computes. A subclass overrides the methods it needs. They are called
+    on the event loop and must return at once."""
 
     def line(self, line: Mapping[str, Any]) -> None:
         """The metrics of a train step."""
@@ -175,7 +189,8 @@ class Sink:
 
 
 class LineFile(Sink):
-    """A file of JSON lines, each flushed to the system at once: a killed process leaves at most one incomplete line."""
+    """A file of JSON lines, each flushed to the system at once: a killed process leaves at most one
+    incomplete line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -208,7 +223,8 @@ class MetricsFile(StepFile):
 
 
 class EventsFile(LineFile):
-    """events.jsonl: lines are never removed. After a crash, `resumed` says from which step the run continues."""
+    """events.jsonl: lines are never removed. After a crash, `resumed` says from which step the run
+    continues."""
 
     event = LineFile.append
 
@@ -216,11 +232,13 @@ class EventsFile(LineFile):
 class TimelineFile(StepFile):
     """timeline.jsonl: what every executor did when, on the run's time axis (`time_s`).
 
-        {"step": 7, "spans": {"trainer": [["starved", 11.2, 11.9], ...]}, "running": {"rollout-0": [[12.1, 64], ...]}}
+        {"step": 7, "spans": {"trainer": [["starved", 11.2, 11.9], ...]}, "running": {"rollout-0": [[12.1,
+        64], ...]}}
 
-    A step's line holds what was reported since the previous line. Once a second `running` gets (time, running sequences) and, if it
-    has changed, `waits` gets (time, what the executor waits for). With `logging.trace_sequences` there is `slots`, too: (slot,
-    sequence, start, end) of each worker's sequences, until the file has `MAX_TRACED_BYTES`.
+    A step's line holds what was reported since the previous line. Once a second `running` gets (time, running
+    sequences) and, if it has changed, `waits` gets (time, what the executor waits for). With
+    `logging.trace_sequences` there is `slots`, too: (slot, sequence, start, end) of each worker's sequences,
+    until the file has `MAX_TRACED_BYTES`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -231,7 +249,11 @@ class TimelineFile(StepFile):
         self._is_full = False
 
     def spans(self, spans: Mapping[str, Any]) -> None:
-        if not self._is_full and "slots" in spans and os.fstat(self._file.fileno()).st_size > MAX_TRACED_BYTES:
+        if (
+            not self._is_full
+            and "slots" in spans
+            and os.fstat(self._file.fileno()).st_size > MAX_TRACED_BYTES
+        ):
             self._is_full = True
             log.warning("timeline.jsonl has %d MiB: sequences are traced no further", MAX_TRACED_BYTES // MIB)
         kept = {key: content for key, content in spans.items() if key != "slots" or not self._is_full}
@@ -256,7 +278,10 @@ def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
     def at(time_s: float) -> float:
         return round(time_s + ahead_s, DIGITS)
 
-    spans = {name: [(str(span.state), at(span.start_s), at(span.end_s)) for span in stays] for name, stays in record.spans.items()}
+    spans = {
+        name: [(str(span.state), at(span.start_s), at(span.end_s)) for span in stays]
+        for name, stays in record.spans.items()
+    }
     slots = {
         name: [(slot, sequence, at(start_s), at(end_s)) for slot, sequence, start_s, end_s in stays]
         for name, stays in record.stays.items()
@@ -265,7 +290,8 @@ def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
 
 
 class StatusFile(Sink):
-    """status.json, replaced atomically. Not synced to disk until the run ends: a newer one comes every second."""
+    """status.json, replaced atomically. Not synced to disk until the run ends: a newer one comes every
+    second."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -278,7 +304,8 @@ class StatusFile(Sink):
 
 
 def to_json(content: Mapping[str, Any]) -> str:
-    """Strict JSON. A figure that is not finite becomes a string ("nan", "inf"): it was measured, so it is not left out."""
+    """Strict JSON. A figure that is not finite becomes a string ("nan", "inf"): it was measured, so it is not
+    left out."""
     return json.dumps(_finite(content), allow_nan=False)
 
 

@@ -1,4 +1,5 @@
-"""The runs of a directory, one row each: state, figures, and the command that comes next. `asyncrl status` prints it."""
+"""The runs of a directory, one row each: state, figures, and the command that comes next. `asyncrl status`
+prints it."""
 
 from __future__ import annotations
 
@@ -30,15 +31,29 @@ MOST_ROWS = 20
 """Rows of the table; `--json` has all."""
 LOG_TAIL_BYTES = 2**16
 ERROR_LINE = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) [\w.]+: (.+)")
-NEXT = {"done": "report", "stopped": "resume", "failed": "resume", "killed": "resume", "silent": "logs", "damaged": "logs"}
+NEXT = {
+    "done": "report",
+    "stopped": "resume",
+    "failed": "resume",
+    "killed": "resume",
+    "silent": "logs",
+    "damaged": "logs",
+}
 """State -> the next subcommand. A run in any other state is under way: `status`."""
-STYLES = {**PHASE_STYLES, "killed": "bold red", "damaged": "bold red", "silent": "bold yellow", "stopped": "yellow"}
+STYLES = {
+    **PHASE_STYLES,
+    "killed": "bold red",
+    "damaged": "bold red",
+    "silent": "bold yellow",
+    "stopped": "yellow",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRow:
-    """`state`: the run's phase, or killed, silent, damaged. `age_s`: of its last status. `next`: the next command for it.
-    `error`: the last error of a run that failed, was killed or cannot be read. Figures that are not known are None."""
+    """`state`: the run's phase, or killed, silent, damaged. `age_s`: of its last status. `next`: the next
+    command for it. `error`: the last error of a run that failed, was killed or cannot be read. Figures that
+    are not known are None."""
 
     name: str
     state: str
@@ -96,18 +111,26 @@ def _bare(directory: Path, state: str, error: str = "") -> RunRow:
         age_s = max(0.0, time.time() - directory.stat().st_mtime)
     except OSError:
         age_s = 0.0
-    return RunRow(name=directory.name, state=state, age_s=round(age_s, 1), next=next_command(directory, state), error=error)
+    return RunRow(
+        name=directory.name,
+        state=state,
+        age_s=round(age_s, 1),
+        next=next_command(directory, state),
+        error=error,
+    )
 
 
 def state_of(found: RunStatus) -> str:
-    """The phase in the run's status or, if the run no longer writes it, what is seen from outside: killed, silent or starting."""
+    """The phase in the run's status or, if the run no longer writes it, what is seen from outside: killed,
+    silent or starting."""
     if found.liveness in ("dead", "silent"):
         return "killed" if found.liveness == "dead" else "silent"
     return "starting" if found.is_resuming else str(found.status["phase"])
 
 
 def next_command(directory: Path, state: str) -> str:
-    """The next command for this run, as it is typed here. A job server has no `report`, but its files may be shared."""
+    """The next command for this run, as it is typed here. A job server has no `report`, but its files may be
+    shared."""
     verb, run = NEXT.get(state, "status"), as_typed(directory)
     if verb == "resume" and not checkpoints_in(directory / "checkpoints"):
         replaces = state == "killed" and never_began(directory)
@@ -118,7 +141,8 @@ def next_command(directory: Path, state: str) -> str:
 
 
 def last_error(directory: Path, status: Mapping[str, Any]) -> str:
-    """The first line of the error that ended the run: its own, else the last one in the driver's log of its newest attempt."""
+    """The first line of the error that ended the run: its own, else the last one in the driver's log of its
+    newest attempt."""
     if status["error"]:
         return str(status["error"]).splitlines()[0]
     try:
@@ -153,9 +177,20 @@ def table_of(rows: Sequence[RunRow]) -> Group:
             since(row.age_s),
             row.next.split()[1],
         )
-    told = [Text.assemble((f"{row.name}: ", "bold red"), f"{row.error}\n  {row.next}") for row in rows[:MOST_ROWS] if row.error]
-    older = [Text(f"... and {len(rows) - MOST_ROWS} older runs: --json lists all", "dim")] if len(rows) > MOST_ROWS else []
-    legend = "idle: trainer, rollouter; stale: versions per token; age: time since its last report; next: asyncrl NEXT RUN"
+    told = [
+        Text.assemble((f"{row.name}: ", "bold red"), f"{row.error}\n  {row.next}")
+        for row in rows[:MOST_ROWS]
+        if row.error
+    ]
+    older = (
+        [Text(f"... and {len(rows) - MOST_ROWS} older runs: --json lists all", "dim")]
+        if len(rows) > MOST_ROWS
+        else []
+    )
+    legend = (
+        "idle: trainer, rollouter; stale: versions per token; age: time since its last report; next: "
+        "asyncrl NEXT RUN"
+    )
     return Group(table, *older, *told, Text(legend, "dim"))
 
 

@@ -24,7 +24,11 @@ FIGURES: Mapping[str, tuple[str, str, str]] = {
     "left_seconds": ("progress", "eta_s", "Estimated time to the end"),
     "reward_mean": ("reward", "mean", "Mean reward of the last train step"),
     "trainer_idle_ratio": ("utilization", "trainer_idle_ratio", "Share of time in which the trainer waited"),
-    "rollouter_idle_ratio": ("utilization", "rollouter_idle_ratio", "Share of time in which rollout workers had nothing to do"),
+    "rollouter_idle_ratio": (
+        "utilization",
+        "rollouter_idle_ratio",
+        "Share of time in which rollout workers had nothing to do",
+    ),
     "slot_utilization": ("utilization", "rollouter_slot_utilization", "Share of slots in use"),
     "overlap_ratio": ("utilization", "overlap_ratio", "Share of the busy time in which both sides worked"),
     "rollouter_tokens_per_second": ("utilization", "rollouter_tokens_per_s", "Sampled tokens per second"),
@@ -37,7 +41,11 @@ FIGURES: Mapping[str, tuple[str, str, str]] = {
     "partial_ratio": ("partial", "partial_ratio", "Share of trajectories sampled by several versions"),
     "window_taken": ("admission", "window_taken", "Groups of the window that have been taken"),
     "window_budget": ("admission", "window_budget", "Groups that may be admitted per window"),
-    "sync_logprob_abs_diff": ("sync", "logprob_abs_diff", "Mean absolute logprob difference of the last sync's probes"),
+    "sync_logprob_abs_diff": (
+        "sync",
+        "logprob_abs_diff",
+        "Mean absolute logprob difference of the last sync's probes",
+    ),
     "sync_pause_seconds": ("sync", "pause_s", "Pause of generation at the last load"),
 }
 """Gauge, without its prefix -> section and key of the status, and its help."""
@@ -78,16 +86,23 @@ class Prometheus(Sink):
                 yield self._gauge(name, text, {(): value})
         executors = status["executors"]
         states = {(one["name"], one["role"], one["state"]): 1 for one in executors}
-        yield self._gauge("executor_state", "1 for the state that an executor is in", states, "executor", "role", "state")
+        yield self._gauge(
+            "executor_state", "1 for the state that an executor is in", states, "executor", "role", "state"
+        )
         versions = {(name,): version for name, version in status["versions"].items()}
         yield self._gauge("worker_version", "Weight version that a rollout worker holds", versions, "worker")
         groups = {(account,): number for account, number in status["ledger"].items()}
         yield self._gauge("groups", "Groups by where they are", groups, "account")
-        evals = {(name or "held-out",): points[-1]["reward_mean"] for name, points in by_set(status["eval"]["history"]).items()}
+        evals = {
+            (name or "held-out",): points[-1]["reward_mean"]
+            for name, points in by_set(status["eval"]["history"]).items()
+        }
         yield self._gauge("eval_reward_mean", "Mean reward of the last eval", evals, "eval_set")
         yield self._gauge("warnings", "Warnings so far", {(): status["num_warnings"]})
 
-    def _gauge(self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> GaugeMetricFamily:
+    def _gauge(
+        self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str
+    ) -> GaugeMetricFamily:
         from prometheus_client.core import GaugeMetricFamily
 
         family = GaugeMetricFamily(f"asyncrl_{name}", text, labels=["run", *labels])
@@ -108,4 +123,6 @@ def check_port(port: int) -> None:
 
 def _refusal(port: int, error: OSError) -> PreflightError:
     hint = "another run may have it: --set logging.prometheus_port=..."
-    return PreflightError(f"logging.prometheus_port = {port} cannot be listened on: {reason(error)}", hint=hint)
+    return PreflightError(
+        f"logging.prometheus_port = {port} cannot be listened on: {reason(error)}", hint=hint
+    )

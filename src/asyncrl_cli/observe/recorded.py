@@ -1,8 +1,9 @@
 """A recorded run: the contents of the files in its directory, read only when they are needed.
 
-The run may be running, stopped, killed or resumed: an incomplete line at a file's end is left out, and a file that was never
-written is empty. Damaged lines are left out, too, and counted in `damage`. A resume retrains the steps after its checkpoint:
-metrics.jsonl and timeline.jsonl lose the lines of these steps when it starts, events.jsonl keeps them, `events` leaves them out.
+The run may be running, stopped, killed or resumed: an incomplete line at a file's end is left out, and a file
+that was never written is empty. Damaged lines are left out, too, and counted in `damage`. A resume retrains
+the steps after its checkpoint: metrics.jsonl and timeline.jsonl lose the lines of these steps when it starts,
+events.jsonl keeps them, `events` leaves them out.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Recorded:
 
     @cached_property
     def status(self) -> Mapping[str, Any]:
-        """The last status.json; empty if there is none that can be read. Any key may be missing: `read_status` is strict, and says
-        whether the run lives."""
+        """The last status.json; empty if there is none that can be read. Any key may be missing:
+        `read_status` is strict, and says whether the run lives."""
         try:
             return parse_json(read_bytes(self.files.status, max_bytes=MAX_STATUS_BYTES), RECORDED)
         except FileNotFoundError:
@@ -52,7 +53,8 @@ class Recorded:
 
     @cached_property
     def loaded(self) -> Loaded:
-        """The resolved profile and where each of its values comes from. Raises RefusedError if it cannot be read."""
+        """The resolved profile and where each of its values comes from. Raises RefusedError if it cannot be
+        read."""
         return read_document(self.files.config_resolved)
 
     @cached_property
@@ -63,21 +65,26 @@ class Recorded:
     @property
     def attempts(self) -> list[Path]:
         """The log directories of the attempts, the first one first."""
-        return [path for number in range(1, self.files.attempts + 1) if (path := self.files.logs / f"attempt-{number}").is_dir()]
+        return [
+            path
+            for number in range(1, self.files.attempts + 1)
+            if (path := self.files.logs / f"attempt-{number}").is_dir()
+        ]
 
     def metrics(self) -> Iterator[Line]:
         """A line per train step (docs/metrics.md), without values that are not finite."""
         return metrics_of(self.files.metrics, self.damage)
 
     def timeline(self, first_step: int = 1, last_step: int | None = None) -> Iterator[TimelineLine]:
-        """The lines of these train steps: each executor's spans (state, start_s, end_s), and counts of running sequences."""
+        """The lines of these train steps: each executor's spans (state, start_s, end_s), and counts of
+        running sequences."""
         lines: Iterator[TimelineLine] = lines_of(self.files.timeline, TimelineLine, self.damage)
         wanted = takewhile(lambda line: last_step is None or line.get("step", 0) <= last_step, lines)
         return (line for line in wanted if line.get("step", first_step) >= first_step)
 
     def events(self, *names: str) -> Iterator[EventLine]:
-        """The events of these names (default: all) in the order in which they happened, without those between a checkpoint and the
-        resume from it: they belong to steps that were trained again."""
+        """The events of these names (default: all) in the order in which they happened, without those between
+        a checkpoint and the resume from it: they belong to steps that were trained again."""
         resumes = list(self._events("resumed"))
         for event in self._events(*names, "resumed") if names else self._events():
             if event["event"] == "resumed":
@@ -107,8 +114,9 @@ class Recorded:
 
 
 def _is_abandoned(event: EventLine, resumed: EventLine) -> bool:
-    """Whether the resume, which came later, went back to before the event. A checkpoint's own event comes when it is written, a
-    little after the time from which the resume continues; an eval's when it ends, and it is valid as long as its version is."""
+    """Whether the resume, which came later, went back to before the event. A checkpoint's own event comes
+    when it is written, a little after the time from which the resume continues; an eval's when it ends, and
+    it is valid as long as its version is."""
     if event["event"] == "checkpointed":
         return event.get("step", 0) > resumed.get("from_step", 0)
     if event["event"] == "eval":

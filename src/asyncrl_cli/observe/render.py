@@ -1,8 +1,9 @@
 """One status as lines of coloured text: the live screen, `asyncrl status` and `asyncrl watch` show these.
 
-The most important figures come first: how full the slots are, who idles and why, how stale the data is. A rule above each block
-says which time its figures cover. Some sections stand side by side on a wide terminal and below each other on a narrow one. If the
-terminal has too few lines, notes go first, then the rows of feed and rewards, then blocks from below; trainer and rollout stay.
+The most important figures come first: how full the slots are, who idles and why, how stale the data is. A
+rule above each block says which time its figures cover. Some sections stand side by side on a wide terminal
+and below each other on a narrow one. If the terminal has too few lines, notes go first, then the rows of feed
+and rewards, then blocks from below; trainer and rollout stay.
 """
 
 from __future__ import annotations
@@ -47,19 +48,37 @@ STATE_STYLES = {
     "failed": "bold red",
     "restarting": "bold yellow",
 }
-PHASE_STYLES = {"running": "bold green", "failed": "bold red", "stopping": "bold yellow", "done": "bold green"}
+PHASE_STYLES = {
+    "running": "bold green",
+    "failed": "bold red",
+    "stopping": "bold yellow",
+    "done": "bold green",
+}
 RANKS = {"trainer": 0, "rollout": 1, "scorer": 2}
 """The roles whose rows are the last to be dropped, the very last one first."""
 LEAST_ROWS = 4
 """This many of their rows are kept before any block below them gets space."""
 SYNC_PARTS = ("gather", "send", "load", "pause")
-STEP_PARTS = ("step", "train", "wait_data", "wait_scores", "old_logprob", "ref", "critic", "gather", "checkpoint", "eval", "other")
+STEP_PARTS = (
+    "step",
+    "train",
+    "wait_data",
+    "wait_scores",
+    "old_logprob",
+    "ref",
+    "critic",
+    "gather",
+    "checkpoint",
+    "eval",
+    "other",
+)
 
 Status = Mapping[str, Any]
 
 
 def render(status: Status, *, width: int, height: int, remark: str = "") -> Text:
-    """The status in at most `height` lines of at most `width` cells. `remark` is a warning about the status itself."""
+    """The status in at most `height` lines of at most `width` cells. `remark` is a warning about the status
+    itself."""
     moment = "at the end" if _is_over(status) else "as last reported" if remark else "now"
     top = _header(status, width) + [Text(line, "bold red") for line in wrap(remark, width)]
     if not status["executors"]:  # the run is starting: there is nothing else to show
@@ -118,7 +137,9 @@ def _is_over(status: Status) -> bool:
 def _rule(status: Status, figures: str, also: str, width: int) -> Text:
     """A line that says which time the figures below it cover."""
     period = status["periods"][figures]
-    return rule(f"── {period['words'] if period else 'no step yet'} " + (f"── {also} " if also else ""), width)
+    return rule(
+        f"── {period['words'] if period else 'no step yet'} " + (f"── {also} " if also else ""), width
+    )
 
 
 def _header(status: Status, width: int) -> list[Text]:
@@ -133,7 +154,11 @@ def _header(status: Status, width: int) -> list[Text]:
         times += f", {clock(progress['eta_s'])} left"
     done = Text(left, "bold").append_text(meter(progress["fraction"], width - len(left) - len(times), "cyan"))
     groups = f"groups {count(progress['groups_trained'])}/{count(progress['groups_total'])}"
-    counts = [f"starting: {status['doing']}"] if status.get("doing") else [f"version {progress['version']}", groups]
+    counts = (
+        [f"starting: {status['doing']}"]
+        if status.get("doing")
+        else [f"version {progress['version']}", groups]
+    )
     if admission:
         taken = f"window {admission['window_taken']}/{admission['window_groups']} taken"
         counts.append(f"{taken}, budget {admission['window_budget']}")
@@ -152,10 +177,18 @@ def _utilization(status: Status, width: int) -> list[Text]:
     first.append_text(meter(slots, max(10, min(30, width // 4)), style))
     first.append("  overlap ", "dim").append(f"{share(figures.get('overlap_ratio')):>4}", "bold")
     if not _is_over(status):
-        first.append("  now ", "dim").append(f"{count(figures.get('running_sequences'))}/{count(figures.get('slots'))}")
-    first.append("  " + sparkline(figures["slot_history"], min(30, width - first.cell_len - 2), low=0, high=1), "cyan")
+        first.append("  now ", "dim").append(
+            f"{count(figures.get('running_sequences'))}/{count(figures.get('slots'))}"
+        )
+    first.append(
+        "  " + sparkline(figures["slot_history"], min(30, width - first.cell_len - 2), low=0, high=1), "cyan"
+    )
     rollouts, scorers, trainers = (_of_role(status, role) for role in ("rollout", "scorer", "trainer"))
-    sides = [("rollouter", rollouts), *((scorer["name"], [scorer]) for scorer in scorers), ("trainer", trainers)]
+    sides = [
+        ("rollouter", rollouts),
+        *((scorer["name"], [scorer]) for scorer in scorers),
+        ("trainer", trainers),
+    ]
     return [first, *chain.from_iterable(_side(status, name, executors, width) for name, executors in sides)]
 
 
@@ -164,8 +197,8 @@ def _of_role(status: Status, role: str) -> list[Mapping[str, Any]]:
 
 
 def _side(status: Status, name: str, mine: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
-    """How idle and how fast one side (trainer, scorer or rollout) is, and one of its executors that is not busy, with what that
-    waits for."""
+    """How idle and how fast one side (trainer, scorer or rollout) is, and one of its executors that is not
+    busy, with what that waits for."""
     figures = status["utilization"]
     idle = figures.get(f"{name}_idle_ratio")
     busy = 1 - idle if is_number(idle) else None
@@ -197,8 +230,8 @@ def _append_state(line: Text, executor: Mapping[str, Any], status: Status, width
 
 
 def _least_rows(status: Status) -> int:
-    """The least number of lines for the rows of executors: those of trainer and rollout (some, if they are many), and a line about
-    the rest."""
+    """The least number of lines for the rows of executors: those of trainer and rollout (some, if they are
+    many), and a line about the rest."""
     kept = sum(executor["role"] in RANKS for executor in status["executors"])
     return min(kept + (kept < len(status["executors"])), LEAST_ROWS)
 
@@ -206,7 +239,9 @@ def _least_rows(status: Status) -> int:
 def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
     every = shown = status["executors"]
     if len(every) > max_rows:
-        ranked = sorted(every, key=lambda executor: RANKS.get(executor["role"], len(RANKS)))[: max(1, max_rows - 1)]
+        ranked = sorted(every, key=lambda executor: RANKS.get(executor["role"], len(RANKS)))[
+            : max(1, max_rows - 1)
+        ]
         shown = [executor for executor in every if executor in ranked]  # in the order of the flow
     lines = [_executor(executor, status, width) for executor in shown]
     if len(every) > len(shown) and max_rows > 1:
@@ -215,20 +250,27 @@ def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
 
 
 def _executor(executor: Mapping[str, Any], status: Status, width: int) -> Text:
-    """One executor: name, state, a strip of its time in states, version, running sequences, and how full its engine's cache is."""
+    """One executor: name, state, a strip of its time in states, version, running sequences, and how full its
+    engine's cache is."""
     line, state_s, gauges = label(executor["name"]), executor["state_s"], executor["gauges"]
     _append_state(line, executor, status, width=9)
-    line.append(" " if _is_restarting(executor) else "").append_text(strip(state_s, STATE_STYLES, max(8, min(24, width // 5))))
+    line.append(" " if _is_restarting(executor) else "").append_text(
+        strip(state_s, STATE_STYLES, max(8, min(24, width // 5)))
+    )
     if (total_s := sum(state_s.values())) > 0:
         line.append(f" busy {state_s.get('busy', 0.0) / total_s:>4.0%}", "dim")
-        most_s, other = max(((seconds, state) for state, seconds in state_s.items() if state != "busy"), default=(0.0, ""))
+        most_s, other = max(
+            ((seconds, state) for state, seconds in state_s.items() if state != "busy"), default=(0.0, "")
+        )
         line.append(f"  {other} {share(most_s / total_s)}" if most_s / total_s >= 0.005 else "", "dim")
     if _is_restarting(executor):
         return line
     if executor["name"] in status["versions"]:
         line.append(f"  v{status['versions'][executor['name']]}", "bold")
     if "running_sequences" in gauges and not _is_over(status):
-        line.append(f"  {count(gauges['running_sequences'])}/{count(gauges.get('slots'))} {_engine(gauges)}", "dim")
+        line.append(
+            f"  {count(gauges['running_sequences'])}/{count(gauges.get('slots'))} {_engine(gauges)}", "dim"
+        )
     elif "waiting_groups" in gauges and not _is_over(status):
         line.append(f"  {count(gauges['waiting_groups'])} groups wait for it", "dim")
     elif executor["waiting_for"] and executor["role"] == "reward":  # `_side` says it for trainer and rollout
@@ -246,13 +288,20 @@ def _engine(gauges: Mapping[str, Any]) -> str:
 
 def _staleness(status: Status) -> list[Text]:
     figures, partial = status["staleness"], status["partial"]
-    first = label("staleness").append(f"mean {number(figures.get('mean'))}  max {figures.get('max', NOTHING)}")
-    first.append(f"  bound {figures['bound']}" + ("" if status["on_stale"] == "wait" else f" ({status['on_stale']})"), "dim")
+    first = label("staleness").append(
+        f"mean {number(figures.get('mean'))}  max {figures.get('max', NOTHING)}"
+    )
+    first.append(
+        f"  bound {figures['bound']}" + ("" if status["on_stale"] == "wait" else f" ({status['on_stale']})"),
+        "dim",
+    )
     histogram = figures.get("histogram", [])
     lines = [first]
     for age, trajectories in enumerate(histogram[:4]):
         cells = meter(trajectories / max(1, *histogram), 16, "magenta" if age else "green")
-        lines.append(Text(f"{age:>{LABEL - 2}}  ", "dim").append_text(cells).append(f" {count(trajectories)}"))
+        lines.append(
+            Text(f"{age:>{LABEL - 2}}  ", "dim").append_text(cells).append(f" {count(trajectories)}")
+        )
     if len(histogram) > 4:
         lines[-1].append(f"  (+{count(sum(histogram[4:]))} older)", "dim")
     spans = label("partial").append(share(partial.get("partial_ratio")))
@@ -267,13 +316,30 @@ def _learning(status: Status, width: int) -> list[Text]:
     for name, points in by_set(status["eval"]["history"]).items():
         scores = [point["reward_mean"] for point in points]
         curve = label("eval").append(f"{scored(points[-1])} ", "bold").append(sparkline(scores, 18), "green")
-        curve.append(f" from {number(scores[0], 3)} (v{points[0]['version']}..{points[-1]['version']})", "dim")
+        curve.append(
+            f" from {number(scores[0], 3)} (v{points[0]['version']}..{points[-1]['version']})", "dim"
+        )
         lines.append(curve.append(f" {name}") if name else curve)
     if status["eval"]["running"] and not _is_over(status):
-        lines.append(label("" if status["eval"]["history"] else "eval").append(f"now {status['eval']['running']}", "yellow"))
+        lines.append(
+            label("" if status["eval"]["history"] else "eval").append(
+                f"now {status['eval']['running']}", "yellow"
+            )
+        )
     taken_s = {part: timing.get(f"{part}_s") for part in STEP_PARTS}
-    parts = [f"{part} {duration(took_s)}" for part, took_s in taken_s.items() if is_number(took_s) and took_s >= 5e-4]
-    return [*lines, *(flow(label("mean step"), joined(parts, "  ").removeprefix(f"step{JOINT}"), width, "") if parts else [])]
+    parts = [
+        f"{part} {duration(took_s)}"
+        for part, took_s in taken_s.items()
+        if is_number(took_s) and took_s >= 5e-4
+    ]
+    return [
+        *lines,
+        *(
+            flow(label("mean step"), joined(parts, "  ").removeprefix(f"step{JOINT}"), width, "")
+            if parts
+            else []
+        ),
+    ]
 
 
 def _episodes(status: Status, width: int) -> list[Text]:
@@ -287,15 +353,28 @@ def _episodes(status: Status, width: int) -> list[Text]:
             f"tools {duration(env.get('tool_s'))}",
         ]
         parts += [f"forks {count(env['forks'])}"] if env.get("forks") else []
-    failed = [f"{count(total)} failed ({key.removeprefix('failed/')})" for key, total in env.items() if key.startswith("failed/")]
-    return flow(label("turns" if parts else "failures"), joined(parts + failed, "  "), width, "") if parts or failed else []
+    failed = [
+        f"{count(total)} failed ({key.removeprefix('failed/')})"
+        for key, total in env.items()
+        if key.startswith("failed/")
+    ]
+    return (
+        flow(label("turns" if parts else "failures"), joined(parts + failed, "  "), width, "")
+        if parts or failed
+        else []
+    )
 
 
 def _filtered(status: Status) -> list[Text]:
-    """Dynamic sampling: how many groups were left out, and the last step's mean reward with them; nothing without it."""
+    """Dynamic sampling: how many groups were left out, and the last step's mean reward with them; nothing
+    without it."""
     if "filtered_ratio" not in status:
         return []
-    line = label("filtered").append(share(status["filtered_ratio"])).append(" of groups had equal rewards", "dim")
+    line = (
+        label("filtered")
+        .append(share(status["filtered_ratio"]))
+        .append(" of groups had equal rewards", "dim")
+    )
     return [line.append(f"  reward with them {number(status['reward'].get('unfiltered_mean'), 3)}", "dim")]
 
 

@@ -34,7 +34,10 @@ class Screen(Sink):
         self._console = console
         self._status: Mapping[str, Any] | None = None
         self._live = Live(
-            console=self._console, get_renderable=self._picture, refresh_per_second=REDRAWS_PER_S, vertical_overflow="crop"
+            console=self._console,
+            get_renderable=self._picture,
+            refresh_per_second=REDRAWS_PER_S,
+            vertical_overflow="crop",
         )
         self._live.start()
 
@@ -48,7 +51,8 @@ class Screen(Sink):
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
         if not closing.is_alive():
-            self._console.print(render_summary({**status, "error": ""}))  # the command's last line reports the error
+            # the command's last line reports the error
+            self._console.print(render_summary({**status, "error": ""}))
 
     def _picture(self) -> Text:
         return Text() if self._status is None else _on(self._console, self._status)
@@ -67,7 +71,11 @@ class Plain(Sink):
     def event(self, event: Mapping[str, Any]) -> None:
         if (text := event_text(event)) is None:
             return
-        told = {"warning": f"warning: {text}", "checkpointed": f"{text} written", "failed": f"stopping: {event.get('error', '')}"}
+        told = {
+            "warning": f"warning: {text}",
+            "checkpointed": f"{text} written",
+            "failed": f"stopping: {event.get('error', '')}",
+        }
         self._write(event["time_s"], told.get(event["event"], text))
 
     def status(self, status: Mapping[str, Any]) -> None:
@@ -101,7 +109,8 @@ def _on(console: Console, status: Mapping[str, Any], remark: str = "") -> Text:
 
 
 def make_ui(ui: str, console: Console | None = None) -> Sink | None:
-    """The sink for `--ui`; None for `none`. `auto`: the screen on a terminal that can show it, else plain lines on stderr."""
+    """The sink for `--ui`; None for `none`. `auto`: the screen on a terminal that can show it, else plain
+    lines on stderr."""
     console = console or SafeConsole(stderr=True)
     if ui == "none":
         return None
@@ -129,10 +138,13 @@ def print_status(found: RunStatus, console: Console, *, error: str = "", go_on: 
 
 @contextmanager
 def watching(console: Console) -> Iterator[Callable[[RunStatus | str], None]]:
-    """Yields a function that shows a status, or why there is none yet: as a live picture or, without a terminal, as plain lines."""
+    """Yields a function that shows a status, or why there is none yet: as a live picture or, without a
+    terminal, as plain lines."""
     if not console.is_terminal:
         plain = Plain(console.file)
         yield lambda found: None if isinstance(found, str) else plain.status(found.status)
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        yield lambda found: live.update(found if isinstance(found, str) else _on(console, found.status, found.remark), refresh=True)
+        yield lambda found: live.update(
+            found if isinstance(found, str) else _on(console, found.status, found.remark), refresh=True
+        )

@@ -1,6 +1,8 @@
-"""Recorded runs side by side: where their configurations differ, and their figures, rewards also at equal samples and equal time.
+"""Recorded runs side by side: where their configurations differ, and their figures, rewards also at equal
+samples and equal time.
 
-A reward is the mean over a trailing window of trained samples (trajectories), equally wide for all runs, however long their steps.
+A reward is the mean over a trailing window of trained samples (trajectories), equally wide for all runs,
+however long their steps.
 """
 
 from __future__ import annotations
@@ -23,24 +25,28 @@ SMOOTHING = 0.1
 """Width of the trailing window, as a share of the samples that all runs have trained."""
 _reward = partial(number, digits=3)
 LEFT_OUT = ("run.name", PARAMS)
-"""Not compared: a key that differs between any two runs, and tables of parameters, whose entries are keys themselves."""
+"""Not compared: a key that differs between any two runs, and tables of parameters, whose entries are keys
+themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A run's reward after each train step: samples trained so far, time so far, and mean reward of the window that ends there."""
+    """A run's reward after each train step: samples trained so far, time so far, and mean reward of the
+    window that ends there."""
 
     samples: Sequence[int]
     time_s: Sequence[float]
     reward: Sequence[float]
 
     def reward_at(self, axis: Sequence[float], limit: float) -> float | None:
-        """The reward when `axis` (`samples` or `time_s`) was at most `limit`; None if no step had ended by then."""
+        """The reward when `axis` (`samples` or `time_s`) was at most `limit`; None if no step had ended by
+        then."""
         ended = bisect_right(axis, limit)
         return self.reward[ended - 1] if ended else None
 
     def reached_at(self, reward: float, axis: Sequence[float]) -> float | None:
-        """What `axis` (`samples` or `time_s`) was after the first step whose reward was at least `reward`; None without one."""
+        """What `axis` (`samples` or `time_s`) was after the first step whose reward was at least `reward`;
+        None without one."""
         return next((at for at, reached in zip(axis, self.reward, strict=True) if reached >= reward), None)
 
 
@@ -55,8 +61,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """`differences`: key -> a value per run. `samples`, `time_s`: what all runs have reached; `reward`: the target, for the time to
-    reach it. They are None if a run has trained nothing."""
+    """`differences`: key -> a value per run. `samples`, `time_s`: what all runs have reached; `reward`: the
+    target, for the time to reach it. They are None if a run has trained nothing."""
 
     names: Sequence[str]
     differences: dict[str, list[Any]]
@@ -82,7 +88,11 @@ def side_by_side(runs: Sequence[Recorded], target: float | None = None) -> SideB
     time_s = None if samples is None else min(curve.time_s[-1] for curve in curves)
     if target is None and samples is not None:
         target = min(max(curve.reward) for curve in curves)
-    rewards = [] if samples is None or time_s is None or target is None else list(_rewards(curves, samples, time_s, target))
+    rewards = (
+        []
+        if samples is None or time_s is None or target is None
+        else list(_rewards(curves, samples, time_s, target))
+    )
     return SideBySide(
         names=[run.name for run in runs],
         differences=differences(runs),
@@ -94,7 +104,8 @@ def side_by_side(runs: Sequence[Recorded], target: float | None = None) -> SideB
 
 
 def differences(runs: Sequence[Recorded]) -> dict[str, list[Any]]:
-    """The keys whose values are not the same in all runs, in the order of the schema; None where a run does not have the key."""
+    """The keys whose values are not the same in all runs, in the order of the schema; None where a run does
+    not have the key."""
     values = [{"profile": run.loaded.profile.name, **entries_of(run.loaded.profile)} for run in runs]
     keys = dict.fromkeys(key for of_run in values for key in of_run if key not in LEFT_OUT)
     every = {key: [of_run.get(key) for of_run in values] for key in keys}
@@ -143,9 +154,19 @@ def _per_s(curve: Curve) -> float | None:
 
 
 def _rewards(curves: Sequence[Curve], samples: int, time_s: float, target: float) -> Iterable[Figure]:
-    yield _figure(f"reward at {count(samples)} samples", [curve.reward_at(curve.samples, samples) for curve in curves], _reward)
-    yield _figure(f"reward at {clock(time_s)}", [curve.reward_at(curve.time_s, time_s) for curve in curves], _reward)
-    yield _figure(f"time to reward {number(target, 3)}", [curve.reached_at(target, curve.time_s) for curve in curves], clock)
+    yield _figure(
+        f"reward at {count(samples)} samples",
+        [curve.reward_at(curve.samples, samples) for curve in curves],
+        _reward,
+    )
+    yield _figure(
+        f"reward at {clock(time_s)}", [curve.reward_at(curve.time_s, time_s) for curve in curves], _reward
+    )
+    yield _figure(
+        f"time to reward {number(target, 3)}",
+        [curve.reached_at(target, curve.time_s) for curve in curves],
+        clock,
+    )
     yield _figure("samples to it", [curve.reached_at(target, curve.samples) for curve in curves], count)
 
 
@@ -154,7 +175,9 @@ def _totals(runs: Sequence[Recorded]) -> Iterable[Figure]:
     totals = [run.status.get("totals", {}) for run in runs]
     last = [_last_eval(run) for run in runs]
     rewards = [point and point["reward_mean"] for point in last]
-    yield Figure(label="last eval", values=rewards, texts=[scored(point) if point else NOTHING for point in last])
+    yield Figure(
+        label="last eval", values=rewards, texts=[scored(point) if point else NOTHING for point in last]
+    )
     changes = [change_of(last[0], point) if last[0] and point else None for point in last[1:]]
     if any(changes):
         values = [None, *(change and asdict(change) for change in changes)]
@@ -170,7 +193,11 @@ def _totals(runs: Sequence[Recorded]) -> Iterable[Figure]:
 
 def _last_eval(run: Recorded) -> Mapping[str, Any] | None:
     """On the held-out split."""
-    found = [event for event in run.events("eval") if not event.get("eval_set") and is_number(event.get("reward_mean"))]
+    found = [
+        event
+        for event in run.events("eval")
+        if not event.get("eval_set") and is_number(event.get("reward_mean"))
+    ]
     return found[-1] if found else None
 
 

@@ -1,4 +1,5 @@
-"""The sinks that a profile's `[logging]` asks for, beside the run's own files and its screen. TensorBoard and MLflow are here."""
+"""The sinks that a profile's `[logging]` asks for, beside the run's own files and its screen. TensorBoard and
+MLflow are here."""
 
 from __future__ import annotations
 
@@ -25,11 +26,15 @@ MLFLOW_AT_ONCE = 100
 
 
 def check_sinks(profile: Profile) -> None:
-    """Raises PreflightError, before anything is started, for a sink that could not start: no login, no package, no free port."""
+    """Raises PreflightError, before anything is started, for a sink that could not start: no login, no
+    package, no free port."""
     logging = profile.logging
     if logging.wandb == "online":
         check_login()
-    for wanted, module, kind in ((logging.tensorboard, "tensorboard", TensorBoard), (logging.mlflow_uri, "mlflow", Mlflow)):
+    for wanted, module, kind in (
+        (logging.tensorboard, "tensorboard", TensorBoard),
+        (logging.mlflow_uri, "mlflow", Mlflow),
+    ):
         if wanted and find_spec(module) is None:
             raise PreflightError(f"{kind.service} did not start: it is not installed", hint=kind.otherwise)
     if logging.prometheus_port is not None:
@@ -47,7 +52,16 @@ def make_sinks(profile: Profile, run_dir: Path) -> list[Sink]:
         sinks.append(TensorBoard(run_dir))
     if logging.mlflow_uri:
         flat: dict[str, Any] = entries_of(profile)
-        sinks.append(Mlflow(run_dir, uri=logging.mlflow_uri, project=logging.wandb_project, name=name, config=flat, tags=tags))
+        sinks.append(
+            Mlflow(
+                run_dir,
+                uri=logging.mlflow_uri,
+                project=logging.wandb_project,
+                name=name,
+                config=flat,
+                tags=tags,
+            )
+        )
     if logging.prometheus_port is not None:
         sinks.append(Prometheus(logging.prometheus_port, name))
     return sinks
@@ -56,15 +70,24 @@ def make_sinks(profile: Profile, run_dir: Path) -> list[Sink]:
 def tags_of(profile: Profile) -> dict[str, str]:
     """Tags to filter runs by; at most 64 characters each, as W&B requires."""
     model = profile.model.path.rstrip("/").rpartition("/")[2]
-    tags = {"profile": profile.name, "mode": mode_of(profile), "engine": profile.rollout.engine, "model": model}
+    tags = {
+        "profile": profile.name,
+        "mode": mode_of(profile),
+        "engine": profile.rollout.engine,
+        "model": model,
+    }
     return {key: value[:64] for key, value in tags.items()}
 
 
 class TensorBoard(Background):
-    """Every number of a line of metrics.jsonl under the same name, in `run_dir/tensorboard`. A resumed run continues in the same
-    directory; TensorBoard itself drops the earlier values of steps that were trained again."""
+    """Every number of a line of metrics.jsonl under the same name, in `run_dir/tensorboard`. A resumed run
+    continues in the same directory; TensorBoard itself drops the earlier values of steps that were trained
+    again."""
 
-    service, otherwise = "TensorBoard", "pip install 'asyncrl-cli[tensorboard]', or --set logging.tensorboard=false"
+    service, otherwise = (
+        "TensorBoard",
+        ("pip install 'asyncrl-cli[tensorboard]', or --set logging.tensorboard=false"),
+    )
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = str(run_dir / "tensorboard")
@@ -86,15 +109,28 @@ class TensorBoard(Background):
 
 
 class Mlflow(Background):
-    """The configuration as parameters, tags, and every number of a line of metrics.jsonl. `uri`: of the tracking server or store.
-    A resumed run continues the same MLflow run, whose id is kept in its directory."""
+    """The configuration as parameters, tags, and every number of a line of metrics.jsonl. `uri`: of the
+    tracking server or store. A resumed run continues the same MLflow run, whose id is kept in its
+    directory."""
 
     service, otherwise = "MLflow", "pip install 'asyncrl-cli[mlflow]', or leave out logging.mlflow_uri"
 
     def __init__(
-        self, run_dir: Path, *, uri: str, project: str, name: str, config: Mapping[str, Any], tags: Mapping[str, str]
+        self,
+        run_dir: Path,
+        *,
+        uri: str,
+        project: str,
+        name: str,
+        config: Mapping[str, Any],
+        tags: Mapping[str, str],
     ) -> None:
-        self._uri, self._project, self._config, self._tags = uri, project, config, {**tags, "mlflow.runName": name}
+        self._uri, self._project, self._config, self._tags = (
+            uri,
+            project,
+            config,
+            {**tags, "mlflow.runName": name},
+        )
         self._id_file = run_dir / "mlflow-run-id"
         super().__init__()
 
@@ -108,7 +144,9 @@ class Mlflow(Background):
             self._client.update_run(self._run_id, "RUNNING")
             return
         experiment = self._client.get_experiment_by_name(self._project)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(self._project)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(self._project)
+        )
         self._run_id = self._client.create_run(experiment_id, tags=self._tags).info.run_id
         replace_text(self._id_file, self._run_id)
         params = [Param(key, str(value)[:6000]) for key, value in self._config.items()]
@@ -118,9 +156,14 @@ class Mlflow(Background):
     def write(self, line: Mapping[str, Any]) -> None:
         from mlflow.entities import Metric
 
-        now_ms, numbers = int(time.time() * 1000), {key: value for key, value in line.items() if is_number(value)}
+        now_ms, numbers = (
+            int(time.time() * 1000),
+            {key: value for key, value in line.items() if is_number(value)},
+        )
         # MLflow takes no "@" in a name: best@8 is best_at_8.
-        metrics = [Metric(key.replace("@", "_at_"), value, now_ms, line["step"]) for key, value in numbers.items()]
+        metrics = [
+            Metric(key.replace("@", "_at_"), value, now_ms, line["step"]) for key, value in numbers.items()
+        ]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def finish(self, status: Mapping[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Progress of a run's start, before its loop runs: which part is under way and how far it is, on stderr and in status.json."""
+"""Progress of a run's start, before its loop runs: which part is under way and how far it is, on stderr and
+in status.json."""
 
 from __future__ import annotations
 
@@ -29,17 +30,21 @@ PLAIN_EVERY_S = 5.0
 AROUND_WORDS = 1 + 1 + 7 + 4
 """Cells of spinner, shortest bar and clock, and of the four gaps between the columns."""
 PACE_OVER_S = 15.0
-"""The time left is estimated from the pace over this many last seconds: long enough to smooth out one slow step."""
+"""The time left is estimated from the pace over this many last seconds: long enough to smooth out one slow
+step."""
 STATUS_EVERY_S = 1.0
 OF_THE_START = ("phase", "executors", "admission", "error", "pid", "host", "started_at")
-"""Keys of status.json that a resumed run's start takes from itself; all others keep the earlier attempt's values."""
+"""Keys of status.json that a resumed run's start takes from itself; all others keep the earlier attempt's
+values."""
 
 
 class Starting:
-    """`with Starting(ui) as say: say("loading the task")`; `say(text, done, total, figures)` draws a bar and the time left.
+    """`with Starting(ui) as say: say("loading the task")`; `say(text, done, total, figures)` draws a bar and
+    the time left.
 
-    On a terminal this is one live line that disappears at the end; elsewhere a plain line at the beginning of each part and every
-    five seconds. `tell(line, is_new)` gets every line, whatever is shown; `is_new`: it is the first of its part.
+    On a terminal this is one live line that disappears at the end; elsewhere a plain line at the beginning of
+    each part and every five seconds. `tell(line, is_new)` gets every line, whatever is shown; `is_new`: it is
+    the first of its part.
     """
 
     def __init__(
@@ -98,18 +103,20 @@ class Starting:
 
 
 def _how_far(task: Task, figures: str, is_new: bool) -> str:
-    """ "120/300  40%  loss 0.61  0:00:25 left", as far as it is known. There is no count before the first item is done."""
+    """ "120/300 40% loss 0.61 0:00:25 left", as far as it is known. There is no count before the first item
+    is done."""
     counted, left = "", ""
     if task.completed and task.total:
         counted = f"{task.completed:.0f}/{task.total:.0f}  {task.percentage:.0f}%"
-        pace = task.speed or (not is_new and task.elapsed and task.completed / task.elapsed)  # a new part's start is not known
+        # a new part's start is not known
+        pace = task.speed or (not is_new and task.elapsed and task.completed / task.elapsed)
         left = f"{clock(task.remaining / pace)} left" if pace and task.remaining else ""
     return "  ".join(part for part in (counted, figures, left) if part)
 
 
 class _Words(ProgressColumn):
-    """The task's text, or how far it is. On a narrow terminal they are cut, the text first: spinner, bar and clock keep their
-    room. Markup is off, because paths may contain brackets."""
+    """The task's text, or how far it is. On a narrow terminal they are cut, the text first: spinner, bar and
+    clock keep their room. Markup is off, because paths may contain brackets."""
 
     def __init__(self, field: Literal["text", "how_far"]) -> None:
         super().__init__(table_column=Column(no_wrap=True))
@@ -119,15 +126,18 @@ class _Words(ProgressColumn):
         how_far = str(task.fields["how_far"])
         words = Text(neutral(task.description if self._field == "text" else how_far))
         room = task.fields["width"] - AROUND_WORDS
-        words.truncate(max(1, room - len(how_far) if self._field == "text" else room - 1), overflow="ellipsis")
+        words.truncate(
+            max(1, room - len(how_far) if self._field == "text" else room - 1), overflow="ellipsis"
+        )
         return words
 
 
 class StartStatus:
     """Writes status.json while a run starts: `doing = StartStatus(path, facts); doing("loading the task")`.
 
-    Imports and the start of Ray may block the process for minutes: the run's lock shows readers that it is alive. A resumed run's
-    earlier figures stay in the file until its loop runs; `take_back` restores the old file.
+    Imports and the start of Ray may block the process for minutes: the run's lock shows readers that it is
+    alive. A resumed run's earlier figures stay in the file until its loop runs; `take_back` restores the old
+    file.
     """
 
     def __init__(self, path: Path, facts: RunFacts) -> None:

@@ -1,7 +1,8 @@
-"""Reads status.json: checks the keys that our readers need, and determines whether the run that wrote it is still alive.
+"""Reads status.json: checks the keys that our readers need, and determines whether the run that wrote it is
+still alive.
 
-A `Figure` may be missing or not finite: it is only shown, and format.py copes with that. Keys that are not named here are kept for
-other programs that read the file.
+A `Figure` may be missing or not finite: it is only shown, and format.py copes with that. Keys that are not
+named here are kept for other programs that read the file.
 """
 
 from __future__ import annotations
@@ -80,12 +81,20 @@ STATUS = _record(
     max_staleness=Count,
     on_stale=str,
     progress=_record(
-        step=Count, train_steps=Count, version=Count, groups_trained=Count, groups_total=Count, time_s=Seconds, fraction=float
+        step=Count,
+        train_steps=Count,
+        version=Count,
+        groups_trained=Count,
+        groups_total=Count,
+        time_s=Seconds,
+        fraction=float,
     ),
     admission=_record(closed_by=str, cause=str, window_taken=Count, window_groups=Count, window_budget=Count)
     | Annotated[dict[str, Detail], Len(0, 0)],
     periods=_record(utilization=PERIOD, steps=PERIOD),
-    executors=list[_record(name=str, role=str, state=str, waiting_for=str, state_s=dict[str, Seconds], gauges=Figures)],
+    executors=list[
+        _record(name=str, role=str, state=str, waiting_for=str, state_s=dict[str, Seconds], gauges=Figures)
+    ],
     utilization=_record(slot_history=list[float]),
     staleness=_record(bound=Count, histogram=NotRequired[list[Count]]),
     partial=Figures,
@@ -128,7 +137,8 @@ def parse_status(content: str | bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """`liveness`: ended (the status says so), live, silent (may be running, but its status is old), dead (it was killed)."""
+    """`liveness`: ended (the status says so), live, silent (may be running, but its status is old), dead (it
+    was killed)."""
 
     directory: Path
     status: Mapping[str, Any]
@@ -147,7 +157,11 @@ class RunStatus:
         if self.is_resuming:
             return "a driver is resuming or ending the run; this is the last status that was written"
         if self.liveness == "silent":
-            return f"silent for {self.age_s:.0f} s: pid {self.status['pid']} on {self.status['host']} writes no status"
+            return (
+                f"silent for {self.age_s:.0f} s: pid {self.status['pid']} on {self.status['host']} "
+                "writes "
+                "no status"
+            )
         return ""
 
     @property
@@ -156,7 +170,8 @@ class RunStatus:
 
     @property
     def is_resuming(self) -> bool:
-        """A driver holds the run, and has not yet written a status. (The driver that wrote this one may still be shutting down.)"""
+        """A driver holds the run, and has not yet written a status. (The driver that wrote this one may still
+        be shutting down.)"""
         is_writer = self.status["host"] == socket.gethostname() and psutil.pid_exists(self.status["pid"])
         return self.liveness == "live" and self.status["phase"] in ENDED and not is_writer
 
@@ -168,7 +183,9 @@ class RunStatus:
     def from_json(cls, directory: Path, text: str) -> RunStatus:
         """The inverse of `to_json`. Raises ValueError for anything else."""
         status = parse_status(text)
-        return cls(directory=directory, status=status, liveness=status.pop("liveness"), age_s=status.pop("age_s"))
+        return cls(
+            directory=directory, status=status, liveness=status.pop("liveness"), age_s=status.pop("age_s")
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**self.status, "liveness": self.liveness, "age_s": round(self.age_s, 3)}
@@ -185,11 +202,12 @@ class UnreadableStatus(RefusedError):
 def read_status(run: str, runs_dir: Path) -> RunStatus:
     """Status of a run, given by name or directory.
 
-    Raises ConfigError if there is no such run, StillStarting before its first status, UnreadableStatus if status.json cannot be
-    read, RefusedError if the run ended without one.
+    Raises ConfigError if there is no such run, StillStarting before its first status, UnreadableStatus if
+    status.json cannot be read, RefusedError if the run ended without one.
     """
     directory = find_run(run, runs_dir)
-    is_held = is_locked(directory)  # before its status is read: a driver that ends writes its last one, then lets go
+    # before its status is read: a driver that ends writes its last one, then lets go
+    is_held = is_locked(directory)
     path, log = directory / "status.json", f"asyncrl logs {directory.name}"
     try:
         status = parse_status(read_bytes(path, max_bytes=MAX_STATUS_BYTES))
@@ -202,7 +220,9 @@ def read_status(run: str, runs_dir: Path) -> RunStatus:
         hint = f"a live run rewrites it within a second; its log: {log}"
         raise UnreadableStatus(f"{path} cannot be read: {reason(error)}", hint=hint) from None
     age_s = max(0.0, time.time() - status["updated_at"])
-    return RunStatus(directory=directory, status=status, liveness=_liveness(status, age_s, is_held), age_s=age_s)
+    return RunStatus(
+        directory=directory, status=status, liveness=_liveness(status, age_s, is_held), age_s=age_s
+    )
 
 
 def no_runs(runs_dir: Path) -> ConfigError:

@@ -1,4 +1,5 @@
-"""Safe output to a terminal: control sequences in names, files and error messages are shown as escapes and never take effect.
+"""Safe output to a terminal: control sequences in names, files and error messages are shown as escapes and
+never take effect.
 
 Also the building blocks of the screen as coloured text: labels, meters, wrapped lines, blocks side by side.
 """
@@ -37,7 +38,8 @@ LABEL = 11
 
 
 def neutral(text: str) -> str:
-    """Escape control characters (C0 except tab and newline, DEL, C1), bidirectional controls, line separators, lone surrogates."""
+    """Escape control characters (C0 except tab and newline, DEL, C1), bidirectional controls, line
+    separators, lone surrogates."""
     return text.translate(_SHOWN)
 
 
@@ -47,31 +49,45 @@ def uncoloured(text: str) -> str:
 
 
 class SafeConsole(Console):
-    """A console that escapes all text with `neutral` and interprets neither markup nor emoji codes: only our own styles become
-    control sequences. Bars and lines are drawn in ASCII where the encoding is not UTF."""
+    """A console that escapes all text with `neutral` and interprets neither markup nor emoji codes: only our
+    own styles become control sequences. Bars and lines are drawn in ASCII where the encoding is not UTF."""
 
     def __init__(self, **options: Any) -> None:
         # Some terminals say that they have 0 columns, and so do the variables there: their size is not known.
-        sized = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES") or value.strip("0")}
+        sized = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("COLUMNS", "LINES") or value.strip("0")
+        }
         super().__init__(highlight=False, markup=False, emoji=False, **{"_environ": sized, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         shapes = {} if "utf" in self.encoding.lower() else _IN_ASCII
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(neutral(segment.text.translate(shapes)), segment.style)
+            yield (
+                segment
+                if segment.control
+                else Segment(neutral(segment.text.translate(shapes)), segment.style)
+            )
 
 
 @contextmanager
 def key_presses() -> Iterator[Callable[[float], str]]:
-    """Yields a function that waits so many seconds for a key and returns it, or "". A key needs no Enter; Ctrl-C works as ever. It
-    just waits if stdin is not our terminal, or we are in its background."""
+    """Yields a function that waits so many seconds for a key and returns it, or "". A key needs no Enter;
+    Ctrl-C works as ever. It just waits if stdin is not our terminal, or we are in its background."""
     if not sys.stdin.isatty() or os.tcgetpgrp(keys := sys.stdin.fileno()) != os.getpgrp():
         yield lambda seconds: time.sleep(seconds) or ""
         return
     before = termios.tcgetattr(keys)
     tty.setcbreak(keys)
     try:
-        yield lambda seconds: os.read(keys, 1).decode("ascii", "replace") if select.select([keys], [], [], seconds)[0] else ""
+        yield (
+            lambda seconds: (
+                os.read(keys, 1).decode("ascii", "replace")
+                if select.select([keys], [], [], seconds)[0]
+                else ""
+            )
+        )
     finally:
         termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
@@ -114,12 +130,19 @@ def beside(left: Sequence[Text], right: Sequence[Text], half: int) -> list[Text]
     return lines
 
 
-def flow(start: Text, text: str, width: int, style: str = "dim", *, max_lines: int | None = None) -> list[Text]:
+def flow(
+    start: Text, text: str, width: int, style: str = "dim", *, max_lines: int | None = None
+) -> list[Text]:
     """Append words to `start`, and continue below it, behind the labels."""
     has_room = start.cell_len + LABEL <= width
     first = " " * (start.cell_len if has_room else LABEL)
     wrapper = textwrap.TextWrapper(
-        max(width, 2 * LABEL), first, " " * LABEL, max_lines=max_lines, placeholder=" ...", break_on_hyphens=False
+        max(width, 2 * LABEL),
+        first,
+        " " * LABEL,
+        max_lines=max_lines,
+        placeholder=" ...",
+        break_on_hyphens=False,
     )
     lines = [line.replace(JOINT, " ") for line in wrapper.wrap(text)]
     if has_room and lines:

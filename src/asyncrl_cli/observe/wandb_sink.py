@@ -1,4 +1,5 @@
-"""The sink for Weights & Biases: metrics, configuration and tags, and tables of sampled trajectories with their versions."""
+"""The sink for Weights & Biases: metrics, configuration and tags, and tables of sampled trajectories with
+their versions."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ _OTHER_MODES = "log in with `wandb login`, or --set logging.wandb=offline, or --
 
 
 class Wandb(Background):
-    """Logs every line of metrics.jsonl under the same names, over `step`, into `run_dir/wandb`. At the end it sets the utilization
-    figures of W&B's summary to those of the whole run, as in `asyncrl status`: W&B would keep the last step's.
+    """Logs every line of metrics.jsonl under the same names, over `step`, into `run_dir/wandb`. At the end it
+    sets the utilization figures of W&B's summary to those of the whole run, as in `asyncrl status`: W&B would
+    keep the last step's.
 
-    Dumped samples become tables `samples`. A resumed run continues the same W&B run: its id is kept in the run's directory.
-    `settings`: of `wandb.init`: `mode` (offline or online), `project`, `name`, `config`, and `tags`.
+    Dumped samples become tables `samples`. A resumed run continues the same W&B run: its id is kept in the
+    run's directory. `settings`: of `wandb.init`: `mode` (offline or online), `project`, `name`, `config`, and
+    `tags`.
     """
 
     service, otherwise = "W&B", _OTHER_MODES
@@ -45,7 +48,9 @@ class Wandb(Background):
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        settings = wandb.Settings(console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S)
+        settings = wandb.Settings(
+            console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S
+        )
         self._run = wandb.init(**self._settings, resume="allow", settings=settings)
         self._run.define_metric("*", step_metric="step")
 
@@ -80,8 +85,11 @@ class Wandb(Background):
 
 
 def sample_row(sample: Mapping[str, Any]) -> list[Any]:
-    """A dumped trajectory as a table's row. `versions`: which versions sampled how many tokens, as in `3: 12, 4: 7`."""
-    versions = [version for version, is_sampled in zip(sample["versions"], sample["mask"], strict=True) if is_sampled]
+    """A dumped trajectory as a table's row. `versions`: which versions sampled how many tokens, as in `3: 12,
+    4: 7`."""
+    versions = [
+        version for version, is_sampled in zip(sample["versions"], sample["mask"], strict=True) if is_sampled
+    ]
     told = ", ".join(f"{version}: {len(list(tokens))}" for version, tokens in groupby(versions))
     span = max(versions) - min(versions) if versions else None
     own = {"versions": told, "span": span, "tokens": len(versions)}
@@ -97,7 +105,8 @@ def check_login() -> None:
 
 
 def _chart(key: str, value: Any) -> Any:
-    """A value as W&B takes it. Quantiles become a histogram as if they were samples; any other list holds counts of 0, 1, 2, ..."""
+    """A value as W&B takes it. Quantiles become a histogram as if they were samples; any other list holds
+    counts of 0, 1, 2, ..."""
     if isinstance(value, list):
         import numpy as np
         import wandb

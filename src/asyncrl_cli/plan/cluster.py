@@ -1,4 +1,5 @@
-"""The nodes of a cluster with their CPUs and GPUs, and how many trainer ranks and rollout workers a profile gets there.
+"""The nodes of a cluster with their CPUs and GPUs, and how many trainer ranks and rollout workers a profile
+gets there.
 
 Explicit counts win over a ratio of GPUs. This machine's own resources are found without Ray or torch.
 """
@@ -28,8 +29,8 @@ Counts = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResources:
-    """One node. On a local session `cpus` are cores; Ray gets as many logical CPUs as the plan needs. `id`: Ray's, unique.
-    `memory_bytes`: of the host, None if unknown."""
+    """One node. On a local session `cpus` are cores; Ray gets as many logical CPUs as the plan needs. `id`:
+    Ray's, unique. `memory_bytes`: of the host, None if unknown."""
 
     name: str
     cpus: int
@@ -63,11 +64,15 @@ class ClusterResources:
         return sum(node.gpus for node in self.nodes)
 
     def __str__(self) -> str:
-        return f"{counted(self.gpus, 'GPU')} and {counted(self.cpus, 'CPU')} on {counted(len(self.nodes), 'node')}"
+        return (
+            f"{counted(self.gpus, 'GPU')} and {counted(self.cpus, 'CPU')} on "
+            f"{counted(len(self.nodes), 'node')}"
+        )
 
 
 def cache_bytes_left(memory_bytes: int, share: float, held_bytes: int) -> int:
-    """Bytes of the KV cache of an engine that may use this share of the memory and holds `held_bytes` besides."""
+    """Bytes of the KV cache of an engine that may use this share of the memory and holds `held_bytes`
+    besides."""
     return max(int(share * memory_bytes) - held_bytes, 0)
 
 
@@ -77,14 +82,17 @@ def counted(number: int, noun: str) -> str:
 
 def local_cluster() -> ClusterResources:
     """This machine: its cores, and the NVIDIA devices that `CUDA_VISIBLE_DEVICES` leaves visible."""
-    node = NodeResources(name="local", cpus=usable_cores(), gpus=_visible_gpus(), memory_bytes=host_memory_bytes())
+    node = NodeResources(
+        name="local", cpus=usable_cores(), gpus=_visible_gpus(), memory_bytes=host_memory_bytes()
+    )
     return ClusterResources(nodes=(node,), elastic_cpus=True, cpu_bfloat16=computes_bfloat16())
 
 
 def planned_nodes(
     profile: Profile, number: int, gpus: int, *, least_cpus: int = 0, memory_bytes: int | None = None
 ) -> Iterator[NodeResources]:
-    """Hypothetical nodes with enough CPUs for two processes per GPU: a colocated rank and worker share one GPU."""
+    """Hypothetical nodes with enough CPUs for two processes per GPU: a colocated rank and worker share one
+    GPU."""
     cpus = max(2 * profile.placement.cpus_per_worker * gpus, least_cpus)
     for index in range(number):
         yield NodeResources(name=f"node {index + 1}", cpus=cpus, gpus=gpus, memory_bytes=memory_bytes)
@@ -108,12 +116,15 @@ def _visible_gpus() -> int:
 
 
 def cpu_facts() -> dict[str, str]:
-    """The first core's entries in /proc/cpuinfo, under the kernel's names; empty on a system without that file."""
+    """The first core's entries in /proc/cpuinfo, under the kernel's names; empty on a system without that
+    file."""
     try:
         first, _, _ = CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")
     except OSError:
         return {}
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    return {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())
+    }
 
 
 def matrix_features() -> tuple[str, ...] | None:
@@ -124,17 +135,19 @@ def matrix_features() -> tuple[str, ...] | None:
 
 
 def computes_bfloat16() -> bool | None:
-    """Whether the CPU has bfloat16 instructions; without them every matrix product in bfloat16 is emulated. None: unknown."""
+    """Whether the CPU has bfloat16 instructions; without them every matrix product in bfloat16 is emulated.
+    None: unknown."""
     features = matrix_features()
     return None if features is None else not BFLOAT16_FEATURES.isdisjoint(features)
 
 
 def cpu_counts(profile: Profile) -> Counts:
-    """One worker per role unless the profile says more; `placement.gpus` is ignored (the plan warns about it).
+    """One worker per role unless the profile says more; `placement.gpus` is ignored (the plan warns about
+    it).
 
-    Colocated, a place of `cpus_per_worker` cores has a rank and a worker, and there are as many places as there would be ranks and
-    workers apart: both placements use the same cores. (One rank and one worker with more threads would be slower: small matrices
-    do not gain from threads.)
+    Colocated, a place of `cpus_per_worker` cores has a rank and a worker, and there are as many places as
+    there would be ranks and workers apart: both placements use the same cores. (One rank and one worker with
+    more threads would be slower: small matrices do not gain from threads.)
     """
     ranks = profile.placement.trainer_workers or share_of(profile, TRAIN) or 1
     workers = profile.rollout.workers or share_of(profile, ROLLOUT) or 1
@@ -142,7 +155,8 @@ def cpu_counts(profile: Profile) -> Counts:
 
 
 def scorer_processes(profile: Profile, cluster: ClusterResources, device: str) -> dict[str, int]:
-    """The number of processes of each task with resources of its own: on GPUs, its share by `placement.ratios`."""
+    """The number of processes of each task with resources of its own: on GPUs, its share by
+    `placement.ratios`."""
     return {task: _scorer_processes(profile, cluster, device, task) for task in tasks_apart(profile)}
 
 
@@ -152,7 +166,11 @@ def _scorer_processes(profile: Profile, cluster: ClusterResources, device: str, 
         return share or 1
     if share is None:
         tasks = profile.placement.tasks
-        given = "placement.tasks without placement.ratios" if tasks and (task,) in tasks else f"no placement.tasks with {task}"
+        given = (
+            ("placement.tasks without placement.ratios")
+            if tasks and (task,) in tasks
+            else f"no placement.tasks with {task}"
+        )
         name = f'--set placement.tasks=[["train"],["{task}"],["rollout"]] ' if tasks is None else ""
         raise ConfigError(
             f"{given}: nothing says how many GPUs {task} gets",
@@ -171,8 +189,8 @@ def _scorer_processes(profile: Profile, cluster: ClusterResources, device: str, 
 
 
 def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
-    """Explicit counts win; the rest comes from `placement.gpus` (or all of the cluster's) and `placement.ratio`. The GPUs of
-    scorers are taken off first."""
+    """Explicit counts win; the rest comes from `placement.gpus` (or all of the cluster's) and
+    `placement.ratio`. The GPUs of scorers are taken off first."""
     if profile.placement.colocate:
         return _colocated_counts(profile, cluster)
     scorers = sum(scorer_processes(profile, cluster, "cuda").values())
@@ -189,7 +207,8 @@ def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
     too_many = profile.placement.gpus is not None and needed > profile.placement.gpus
     if too_many and needed <= _there(cluster, needed):  # else a later error says what fits the cluster
         raise ConfigError(
-            f"placement.gpus = {profile.placement.gpus}, but {ranks} trainer ranks and {workers} rollout workers "
+            f"placement.gpus = {profile.placement.gpus}, but {ranks} trainer ranks and {workers} rollout "
+            "workers "
             f"of {per_worker}{f' beside {scorers} for scorers' if scorers else ''} need {needed}",
             hint=f"--set placement.gpus={needed}",
         )
@@ -201,7 +220,11 @@ def _unit(profile: Profile, role: str) -> tuple[str, int]:
     shape = shape_of(getattr(profile, role))
     if shape is not None:
         return f"{role}.n_gpus_per_node", shape.nodes
-    return ("rollout.workers", profile.placement.gpus_per_rollout_worker) if role == ROLLOUT else ("placement.trainer_workers", 1)
+    return (
+        ("rollout.workers", profile.placement.gpus_per_rollout_worker)
+        if role == ROLLOUT
+        else ("placement.trainer_workers", 1)
+    )
 
 
 def asked_gpus(profile: Profile) -> int:
@@ -236,9 +259,11 @@ def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
     gpus = next(iter(given.values())) if given else _total(profile, cluster)
     if profile.weights.transport == "ipc" and gpus > 1:
         raise ConfigError(
-            f'weights.transport = "ipc" with {gpus} GPUs: weights pass through the memory of rank 0\'s GPU, which the rollout '
+            f'weights.transport = "ipc" with {gpus} GPUs: weights pass through the memory of rank 0\'s GPU, '
+            "which the rollout "
             "workers of the others cannot map",
-            hint=" ".join(f"--set {key}=1" for key in given or ("placement.gpus",)) + ", or --set weights.transport=object-store",
+            hint=" ".join(f"--set {key}=1" for key in given or ("placement.gpus",)) + ", or --set "
+            "weights.transport=object-store",
         )
     return gpus, gpus
 
@@ -246,10 +271,15 @@ def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
 def _total(profile: Profile, cluster: ClusterResources) -> int:
     total = profile.placement.gpus or cluster.gpus
     if total == 0 and profile.placement.gpu_bundles:
-        raise PreflightError("placement.gpu_bundles: nothing says how many logical GPUs the job has", hint="--set placement.gpus=8")
+        raise PreflightError(
+            "placement.gpu_bundles: nothing says how many logical GPUs the job has",
+            hint="--set placement.gpus=8",
+        )
     if total == 0:
         needs_gpus = profile.weights.transport in DIRECT_TRANSPORTS
-        without = "--set placement.device=cpu" + (" --set weights.transport=object-store" if needs_gpus else "")
+        without = "--set placement.device=cpu" + (
+            " --set weights.transport=object-store" if needs_gpus else ""
+        )
         raise PreflightError(
             f'placement.device = "cuda", but the cluster has no GPU: {cluster}',
             hint=f"{without}, or `asyncrl plan --gpus N` to plan for a machine that has some",
@@ -258,13 +288,14 @@ def _total(profile: Profile, cluster: ClusterResources) -> int:
 
 
 def _there(cluster: ClusterResources, gpus: int) -> int:
-    """The number of GPUs for a hint: `gpus`, or what the cluster has if that is less. A cluster without GPUs does not lower it."""
+    """The number of GPUs for a hint: `gpus`, or what the cluster has if that is less. A cluster without GPUs
+    does not lower it."""
     return min(gpus, cluster.gpus or gpus)
 
 
 def _by_ratio(profile: Profile, cluster: ClusterResources, scorers: int) -> Counts:
-    """Divide GPUs between trainer and rollout by `placement.ratio`, or by their entries in `placement.ratios`, into whole GPUs and
-    whole rollout workers."""
+    """Divide GPUs between trainer and rollout by `placement.ratio`, or by their entries in
+    `placement.ratios`, into whole GPUs and whole rollout workers."""
     total = _total(profile, cluster) - scorers
     per_worker = profile.placement.gpus_per_rollout_worker
     left, right = map(int, profile.placement.ratio.split(":"))
@@ -276,11 +307,17 @@ def _by_ratio(profile: Profile, cluster: ClusterResources, scorers: int) -> Coun
 
     if not divides(total):
         fitting = next((gpus for gpus in range(_there(cluster, total), 0, -1) if divides(gpus)), None)
-        hint = "--set placement.trainer_workers=N --set rollout.workers=M" if fitting is None else f"--set placement.gpus={fitting}"
+        hint = (
+            ("--set placement.trainer_workers=N --set rollout.workers=M")
+            if fitting is None
+            else f"--set placement.gpus={fitting}"
+        )
         raise ConfigError(
             f'GPUs not divisible: placement.ratio = "{left}:{right}" of {counted(total, "GPU")} '
             f"with {per_worker} per rollout worker",
-            hint="--set placement.colocate=true (one GPU in turns), or --set placement.device=cpu" if total == 1 else hint,
+            hint="--set placement.colocate=true (one GPU in turns), or --set placement.device=cpu"
+            if total == 1
+            else hint,
         )
     ranks = total * left // (left + right)
     return ranks, (total - ranks) // per_worker
@@ -288,11 +325,15 @@ def _by_ratio(profile: Profile, cluster: ClusterResources, scorers: int) -> Coun
 
 def _rest(profile: Profile, cluster: ClusterResources, scorers: int, role: str, taken: int) -> int:
     """How many workers of the other role fit into the GPUs that are left when `role` takes `taken`."""
-    total, each = _total(profile, cluster) - scorers, 1 if role == ROLLOUT else profile.placement.gpus_per_rollout_worker
+    total, each = (
+        _total(profile, cluster) - scorers,
+        1 if role == ROLLOUT else profile.placement.gpus_per_rollout_worker,
+    )
     rest, (key, _) = total - taken, _unit(profile, role)
     if rest < each:
         raise PreflightError(
-            f"{key} takes {taken} of {total} GPUs, which leaves {max(rest, 0)} for the other side; it needs {each}",
+            f"{key} takes {taken} of {total} GPUs, which leaves {max(rest, 0)} for the other side; it needs "
+            f"{each}",
             hint=_leaving(profile, cluster, scorers, role, each),
         )
     if rest % each:

@@ -1,7 +1,7 @@
 """Finds settings with which a job fits its devices, for the hint of a plan that does not.
 
-The search repeats one step until the estimate fits: take the largest item at the fullest device's peak whose keys can make it
-smaller, and change one of these keys. Then it takes back every change that was not needed.
+The search repeats one step until the estimate fits: take the largest item at the fullest device's peak whose
+keys can make it smaller, and change one of these keys. Then it takes back every change that was not needed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def _fewer_slots(estimate: MemoryEstimate) -> Values:
 
 
 def _recompute_more(estimate: MemoryEstimate) -> Values:
-    stronger = {"none": "selective", "selective": "full"}.get(estimate.profile.trainer.activation_checkpointing)
+    stronger = {"none": "selective", "selective": "full"}.get(
+        estimate.profile.trainer.activation_checkpointing
+    )
     return {"trainer.activation_checkpointing": stronger} if stronger else {}
 
 
@@ -84,8 +86,16 @@ def _more_gpus_per_worker(estimate: MemoryEstimate) -> Values:
     plan, profile = estimate.plan, estimate.profile
     if plan.device == "cpu" or plan.colocate or plan.rollout_workers < 2 or plan.engine == "transformers":
         return {}
-    workers = {"rollout.workers": plan.rollout_workers // 2} if profile.rollout.workers or plan.rollout_workers % 2 else {}
-    size = {"rollout.tensor_parallel_size": 2 * plan.gpus_per_rollout_worker} if profile.rollout.tensor_parallel_size else {}
+    workers = (
+        {"rollout.workers": plan.rollout_workers // 2}
+        if profile.rollout.workers or plan.rollout_workers % 2
+        else {}
+    )
+    size = (
+        {"rollout.tensor_parallel_size": 2 * plan.gpus_per_rollout_worker}
+        if profile.rollout.tensor_parallel_size
+        else {}
+    )
     return {"placement.gpus_per_rollout_worker": 2 * plan.gpus_per_rollout_worker, **workers, **size}
 
 
@@ -97,14 +107,24 @@ def _not_through_the_store(estimate: MemoryEstimate) -> Values:
     """vLLM on GPUs of its own gets versions over NCCL, without a copy in any host's memory but rank 0's."""
     if estimate.profile.weights.transport != "object-store":
         return {}
-    is_direct = estimate.plan.engine == "vllm" and estimate.plan.device == "cuda" and not estimate.plan.colocate
-    return {"weights.transport": "nccl", "placement.device": "cuda"} if is_direct else {"weights.transport": "disk"}
+    is_direct = (
+        estimate.plan.engine == "vllm" and estimate.plan.device == "cuda" and not estimate.plan.colocate
+    )
+    return (
+        {"weights.transport": "nccl", "placement.device": "cuda"}
+        if is_direct
+        else {"weights.transport": "disk"}
+    )
 
 
 def _fewer_processes(key: str, role: str) -> Change:
     def change(estimate: MemoryEstimate) -> Values:
         processes = estimate.plan.role(role).workers
-        return {key: processes // 2} if estimate.plan.device == "cpu" and not estimate.plan.colocate and processes > 1 else {}
+        return (
+            {key: processes // 2}
+            if estimate.plan.device == "cpu" and not estimate.plan.colocate and processes > 1
+            else {}
+        )
 
     return change
 
@@ -133,19 +153,22 @@ CHANGES: Mapping[tuple[str, str], tuple[Change, ...]] = {
 
 
 def refuse_what_cannot_fit(loaded: Loaded) -> None:
-    """Called before a run on this machine. Raises PreflightError if its GPUs are too small for what a process always holds."""
+    """Called before a run on this machine. Raises PreflightError if its GPUs are too small for what a process
+    always holds."""
     here = cluster.local_cluster()
     if (device := device_of(loaded.profile, here)) == "cpu":
         return
     profile = for_device(loaded, device).profile
-    estimate = memory_fit.estimate_or_reason(profile, compile_job(profile, here), memory_fit.known_memory_bytes("cuda"))
+    estimate = memory_fit.estimate_or_reason(
+        profile, compile_job(profile, here), memory_fit.known_memory_bytes("cuda")
+    )
     if isinstance(estimate, MemoryEstimate) and (refusal := memory_fit.cannot_fit(estimate)) is not None:
         raise with_hint(refusal, estimate, here)
 
 
 def with_hint(refusal: PreflightError, estimate: MemoryEstimate, there: ClusterResources) -> PreflightError:
-    """The refusal with a hint that leads to a job that fits, by the estimate, on the cluster `there` or on more GPUs. If none was
-    found, it keeps its own."""
+    """The refusal with a hint that leads to a job that fits, by the estimate, on the cluster `there` or on
+    more GPUs. If none was found, it keeps its own."""
     hint = fitting_sets(estimate, there)
     for factor in MORE_GPUS if hint is None and estimate.plan.device == "cuda" else ():
         gpus = factor * there.gpus
@@ -153,7 +176,9 @@ def with_hint(refusal: PreflightError, estimate: MemoryEstimate, there: ClusterR
         more = planned(estimate.profile, nodes, gpus // nodes, there.nodes[0].memory_bytes)
         if (sets := fitting_sets(estimate, more)) is not None:
             on = f" --nodes {nodes}" if nodes > 1 else ""
-            hint = f"{nodes * (gpus // nodes)} such GPUs: asyncrl plan --gpus {gpus // nodes}{on} {sets}".rstrip()
+            hint = (
+                f"{nodes * (gpus // nodes)} such GPUs: asyncrl plan --gpus {gpus // nodes}{on} {sets}"
+            ).rstrip()
             break
     return PreflightError(refusal.message, hint=hint or refusal.hint)
 
@@ -175,7 +200,10 @@ def fitting_sets(estimate: MemoryEstimate, there: ClusterResources) -> str | Non
         fewer = {other: value for other, value in changed.items() if other != key}
         if (made := _estimated(estimate, fewer, there)) is not None and _fullest(made, there) is None:
             changed = fewer
-    return " ".join(f"--set {key}={value if isinstance(value, str) else toml_value(value)}" for key, value in changed.items())
+    return " ".join(
+        f"--set {key}={value if isinstance(value, str) else toml_value(value)}"
+        for key, value in changed.items()
+    )
 
 
 def _smaller(
@@ -187,7 +215,11 @@ def _smaller(
             if not (values := change(present)):
                 continue
             made = _estimated(given, {**changed, **values}, there)
-            same = [new for new in _needs(made, there) if (new.device, new.roles) == (need.device, need.roles)] if made else []
+            same = (
+                [new for new in _needs(made, there) if (new.device, new.roles) == (need.device, need.roles)]
+                if made
+                else []
+            )
             if made is not None and all(new.num_bytes < need.num_bytes for new in same):
                 yield made, {**changed, **values}
 
@@ -197,7 +229,9 @@ def _estimated(given: MemoryEstimate, changed: Values, there: ClusterResources) 
     profile = given.profile
     for key, value in changed.items():
         section, _, name = key.partition(".")
-        profile = profile.model_copy(update={section: getattr(profile, section).model_copy(update={name: value})})
+        profile = profile.model_copy(
+            update={section: getattr(profile, section).model_copy(update={name: value})}
+        )
     try:
         check(profile)
         plan = compile_job(profile, there)
@@ -208,7 +242,11 @@ def _estimated(given: MemoryEstimate, changed: Values, there: ClusterResources) 
 
 def _fullest(estimate: MemoryEstimate, there: ClusterResources) -> DeviceNeed | None:
     """The device that lacks the most; None if all fit."""
-    return max((need for need in _needs(estimate, there) if need.fits is False), key=lambda need: need.num_bytes, default=None)
+    return max(
+        (need for need in _needs(estimate, there) if need.fits is False),
+        key=lambda need: need.num_bytes,
+        default=None,
+    )
 
 
 def _needs(estimate: MemoryEstimate, there: ClusterResources) -> list[DeviceNeed]:

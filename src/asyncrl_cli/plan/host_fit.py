@@ -1,8 +1,9 @@
 """What the processes on a node with GPUs need of its host memory, against what it has.
 
-Per node: what its processes always hold, the phase in which they hold most besides (a start, or a sync beside a checkpoint), and
-the object store's two versions of the weights, where a rank publishes or a worker receives them. Rank 0 holds what is published.
-On CPUs, `memory_fit.device_needs` compares all processes with the machine.
+Per node: what its processes always hold, the phase in which they hold most besides (a start, or a sync beside
+a checkpoint), and the object store's two versions of the weights, where a rank publishes or a worker receives
+them. Rank 0 holds what is published. On CPUs, `memory_fit.device_needs` compares all processes with the
+machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ STORE = "object store"
 
 
 def node_needs(estimate: MemoryEstimate, there: ClusterResources) -> list[DeviceNeed]:
-    """One need for each kind of node, those with most processes first. Empty on CPUs, and while there is no room for the job."""
+    """One need for each kind of node, those with most processes first. Empty on CPUs, and while there is no
+    room for the job."""
     plan, memory = estimate.plan, {node.key: node.memory_bytes for node in there.nodes}
     if plan.device == "cpu" or isinstance(placed := assigned(plan, there), Unplaced):
         return []
@@ -51,7 +53,13 @@ def store_bytes(estimate: MemoryEstimate) -> int:
 
 def _store(estimate: MemoryEstimate) -> MemoryItem:
     return MemoryItem(
-        NODE, 1, "host", "always", STORE, store_bytes(estimate), "two versions of the weights, and payloads in flight"
+        NODE,
+        1,
+        "host",
+        "always",
+        STORE,
+        store_bytes(estimate),
+        "two versions of the weights, and payloads in flight",
     )
 
 

@@ -1,4 +1,5 @@
-"""A job's plan: its roles, their workers and devices, and the bundles that they reserve. compiling.py makes it from a profile.
+"""A job's plan: its roles, their workers and devices, and the bundles that they reserve. compiling.py makes
+it from a profile.
 
     placement group   bundles                                 what runs in a bundle (of `nnodes`: all of a node's share)
     trainer           one per rank: 1 device, c CPUs          that rank
@@ -6,8 +7,9 @@
     rollout           one per worker: g GPUs, c CPUs          that worker
     colocated         one per place, instead of both          a rank and a worker, in turns
 
-c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. In a colocated bundle the rank and the worker
-share a GPU (RANK_SHARE), and each computes with all of the bundle's cores while the other one is paused.
+c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. In a colocated bundle the rank and
+the worker share a GPU (RANK_SHARE), and each computes with all of the bundle's cores while the other one is
+paused.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from asyncrl_cli.profile.schema import Place
 TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
 
 RANK_SHARE = 0.6
-"""What a colocated rank reserves of its GPU; the worker reserves the rest. Ray fills GPUs best-fit: with more than half of
-one each, no two ranks of a bundle share a GPU, and workers that come after all ranks find one rest on each."""
+"""What a colocated rank reserves of its GPU; the worker reserves the rest. Ray fills GPUs best-fit: with more
+than half of one each, no two ranks of a bundle share a GPU, and workers that come after all ranks find one
+rest on each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -42,8 +45,8 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """Which nodes a role may use: by their labels, and by a strategy. `nodes`: the role has one bundle on each of that many nodes,
-    shared by its processes there; 0: a bundle for each process."""
+    """Which nodes a role may use: by their labels, and by a strategy. `nodes`: the role has one bundle on
+    each of that many nodes, shared by its processes there; 0: a bundle for each process."""
 
     strategy: str = "pack"
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -68,8 +71,9 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """Everything that placement needs. Without GPUs, real or logical, `gpus_per_rollout_worker` is 0. `engine`: the rollout
-    engine's name. `scorers`: the number of processes of each task that has its own. `warnings`: one line each, for people."""
+    """Everything that placement needs. Without GPUs, real or logical, `gpus_per_rollout_worker` is 0.
+    `engine`: the rollout engine's name. `scorers`: the number of processes of each task that has its own.
+    `warnings`: one line each, for people."""
 
     device: str
     trainer_workers: int
@@ -106,7 +110,8 @@ class JobPlan:
 
     @property
     def groups(self) -> dict[str, list[Bundle]]:
-        """Bundles by placement group: one for each process or, with `Spot.nodes`, one for all processes on a node."""
+        """Bundles by placement group: one for each process or, with `Spot.nodes`, one for all processes on a
+        node."""
         return {group: self._bundles(group) for group in ([COLOCATED] if self.colocate else self._processes)}
 
     def _bundles(self, group: str) -> list[Bundle]:
@@ -119,17 +124,23 @@ class JobPlan:
         return {TRAINER: self.trainer_workers, **self.scorers, ROLLOUT: self.rollout_workers}
 
     def _each(self, group: str) -> Bundle:
-        """What one process reserves. A colocated rank and worker share it: the GPU, or without GPUs the cores."""
+        """What one process reserves. A colocated rank and worker share it: the GPU, or without GPUs the
+        cores."""
         gpus = self.gpus_per_rollout_worker
         if group == COLOCATED:
             return Bundle(gpus=gpus, cpus=self.cpus_per_worker * (2 if gpus else 1))
         return Bundle(gpus=gpus if group == ROLLOUT else min(gpus, 1), cpus=self.cpus_per_worker)
 
     def spot(self, group: str) -> Spot:
-        """Colocated processes are on the trainer's nodes. So are scorers, but each of their processes has a bundle of its own."""
+        """Colocated processes are on the trainer's nodes. So are scorers, but each of their processes has a
+        bundle of its own."""
         if group == ROLLOUT:
             return self.rollout_spot
-        return self.trainer_spot if group not in self.scorers else replace(self.trainer_spot, nodes=0, strategy="pack")
+        return (
+            self.trainer_spot
+            if group not in self.scorers
+            else replace(self.trainer_spot, nodes=0, strategy="pack")
+        )
 
     @property
     def roles(self) -> tuple[RolePlan, ...]:
@@ -157,13 +168,17 @@ class JobPlan:
 
     def __str__(self) -> str:
         scorers = "".join(f"{processes} {task} + " for task, processes in self.scorers.items())
-        sides = f"{self.trainer_workers} {TRAINER} + {scorers}{self.rollout_workers} {ROLLOUT} with {self.engine}"
+        sides = (
+            f"{self.trainer_workers} {TRAINER} + {scorers}{self.rollout_workers} {ROLLOUT} with {self.engine}"
+        )
         return f"{sides} ({'colocated' if self.colocate else 'apart'}): {self.gpus} GPUs and {self.cpus} CPUs"
 
 
 def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
     """One row per role, for `asyncrl plan`: plain values, ready for a table or for JSON."""
-    bundles = {role.role: {plan.bundle_of(role, index) for index in range(role.workers)} for role in plan.roles}
+    bundles = {
+        role.role: {plan.bundle_of(role, index) for index in range(role.workers)} for role in plan.roles
+    }
     return [asdict(role) | {"bundles": _ranges(bundles[role.role])} for role in plan.roles]
 
 
@@ -181,4 +196,6 @@ def _ranges(numbers: Collection[int]) -> str:
 def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> Place:
     """What a role's workers need to know about their place. `version`: of the weights in `model_dir`."""
     role, path = plan.role(name), str(model_dir.absolute())
-    return Place(model_dir=path, device=plan.device, threads=role.threads, workers=role.workers, version=version)
+    return Place(
+        model_dir=path, device=plan.device, threads=role.threads, workers=role.workers, version=version
+    )

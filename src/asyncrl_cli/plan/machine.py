@@ -1,4 +1,5 @@
-"""Checks for `asyncrl doctor` whether this machine has what a run needs: packages, cores, memory, GPUs, engines."""
+"""Checks for `asyncrl doctor` whether this machine has what a run needs: packages, cores, memory, GPUs,
+engines."""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ from asyncrl_cli.plan.cluster import (
 from asyncrl_cli.plan.memory import BYTES_OF, PAYLOAD_BYTES
 from asyncrl_cli.profile.schema import Profile
 
-NEEDED = {"ray": "2.60.", "torch": "2.13.", "transformers": "5.19.0", "reasoning-gym": "", "numpy": "", "safetensors": ""}
+NEEDED = {
+    "ray": "2.60.",
+    "torch": "2.13.",
+    "transformers": "5.19.0",
+    "reasoning-gym": "",
+    "numpy": "",
+    "safetensors": "",
+}
 """Packages and how their versions must begin; `pyproject.toml` says why."""
 IMPORT_TIMEOUT_S = 60.0
 """How long an import is waited for: vLLM's takes 15 s on an idle machine."""
@@ -41,8 +49,9 @@ Say = Callable[..., None]
 
 
 def engine_refusal(profile: Profile, device: str) -> PreflightError | None:
-    """The error of a run on this machine if its engine is missing or does not work; None if it does. It is returned, not raised,
-    because a plan does not need the engine. Raises ConfigError for arguments that the engine refuses everywhere."""
+    """The error of a run on this machine if its engine is missing or does not work; None if it does. It is
+    returned, not raised, because a plan does not need the engine. Raises ConfigError for arguments that the
+    engine refuses everywhere."""
     kind = kind_of(profile)
     kind.check_arguments(profile, device)
     try:
@@ -59,7 +68,8 @@ def free_shared_memory() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `ok` is None for mere information, and False for something needed that is missing or broken."""
+    """One line of the report. `ok` is None for mere information, and False for something needed that is
+    missing or broken."""
 
     what: str
     found: str
@@ -70,7 +80,9 @@ class Finding:
 def examine(say: Say) -> Iterator[Finding]:
     """All findings, one by one. `say` is called before a slow check and while it runs."""
     say("checking packages and the machine")
-    yield Finding("python", sys.version.split()[0], sys.version_info >= (3, 11), "asyncrl needs 3.11 or newer")
+    yield Finding(
+        "python", sys.version.split()[0], sys.version_info >= (3, 11), "asyncrl needs 3.11 or newer"
+    )
     yield from (_package(name, start) for name, start in NEEDED.items())
     yield from (_machine(), _cpu(), _threads(), _shared_memory(), _gpus(say))
     yield _importable(say, "ray", "ray")
@@ -85,13 +97,17 @@ def _package(name: str, start: str) -> Finding:
     except metadata.PackageNotFoundError:
         found = ""
     wanted = f"{name}=={start}*" if start.endswith(".") else f"{name}=={start}" if start else name
-    return Finding(name, found or "missing", bool(found) and found.startswith(start), f"pip install '{wanted}'")
+    return Finding(
+        name, found or "missing", bool(found) and found.startswith(start), f"pip install '{wanted}'"
+    )
 
 
 def _machine() -> Finding:
     memory_gib = host_memory_bytes() / GIB
     free_gib = shutil.disk_usage(Path.cwd()).free / GIB
-    return Finding("machine", f"{usable_cores()} cores, {memory_gib:.0f} GiB memory, {free_gib:.0f} GiB disk free here")
+    return Finding(
+        "machine", f"{usable_cores()} cores, {memory_gib:.0f} GiB memory, {free_gib:.0f} GiB disk free here"
+    )
 
 
 def _cpu() -> Finding:
@@ -100,16 +116,24 @@ def _cpu() -> Finding:
         return Finding("CPU", "its instructions are not known on this system")
     meaning = "computes in bfloat16 as well as in float32"
     if not computes_bfloat16():
-        meaning = "has no bfloat16 instructions: model.dtype = bfloat16 would be emulated, several times slower than float32"
+        meaning = (
+            "has no bfloat16 instructions: model.dtype = bfloat16 would be emulated, several times "
+            "slower than float32"
+        )
     name = cpu_facts().get("model name", "CPU")
-    return Finding("CPU", f"{name}: {' '.join(features) or 'no vector instructions that count here'}; {meaning}")
+    return Finding(
+        "CPU", f"{name}: {' '.join(features) or 'no vector instructions that count here'}; {meaning}"
+    )
 
 
 def _threads() -> Finding:
     """How many threads a run on CPUs would use, against cores and load."""
     profile, cores, load = Profile(), usable_cores(), os.getloadavg()[0]
     threads = sum(cpu_counts(profile)) * profile.placement.cpus_per_worker
-    found = f"a run on the CPU computes with {threads} (one for a trainer, one for a rollout worker; placement.cpus_per_worker)"
+    found = (
+        f"a run on the CPU computes with {threads} (one for a trainer, one for a rollout worker; "
+        "placement.cpus_per_worker)"
+    )
     found += f" and builds its first model with 1; load {load:.1f} on {cores} cores"
     if load + threads > cores + 0.5:
         found += ": other processes are using the cores, so a run will take longer"
@@ -117,70 +141,96 @@ def _threads() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """Space in /dev/shm, where Ray keeps its objects, and how large a model may travel through it; with too little Ray falls back
-    to disk, or refuses a large store."""
+    """Space in /dev/shm, where Ray keeps its objects, and how large a model may travel through it; with too
+    little Ray falls back to disk, or refuses a large store."""
     if (free := free_shared_memory()) is None:
         return Finding("shared memory", f"no {SHARED_MEMORY}")
     is_enough = True if free >= LEAST_SHARED_MEMORY_BYTES else None
     hint = "give the container more, for example docker run --shm-size=1g"
     parameters = max(free - PAYLOAD_BYTES, 0) // (2 * BYTES_OF["bfloat16"])
     meaning = (
-        f"enough for two versions of a model of {parameters / 1e9:.1f}e9 parameters in bfloat16 (weights.transport = object-store)"
+        f"enough for two versions of a model of {parameters / 1e9:.1f}e9 parameters in bfloat16 "
+        "(weights.transport = object-store)"
     )
-    return Finding("shared memory", f"{free / 2**20:.0f} MiB free in {SHARED_MEMORY}: {meaning}", is_enough, hint)
+    return Finding(
+        "shared memory", f"{free / 2**20:.0f} MiB free in {SHARED_MEMORY}: {meaning}", is_enough, hint
+    )
 
 
 def _gpus(say: Say) -> Finding:
     count = local_cluster().gpus
     if not count:
         return Finding("GPUs", "none: runs use the CPU")
-    hint = "this torch is built without CUDA, or the driver is missing; --set placement.device=cpu needs neither"
+    hint = (
+        "this torch is built without CUDA, or the driver is missing; --set placement.device=cpu needs neither"
+    )
     return _tried(say, "GPUs", "import torch; assert torch.cuda.is_available()", str(count), str(count), hint)
 
 
 def _stray_packages(say: Say) -> Iterator[Finding]:
     hint, fails = "asyncrl doctor --fix removes what vLLM does not need", "does not load beside this torch"
     for name in vllm_kind.STRAY_PACKAGES:
-        if find_spec(name) is not None and not (found := _tried(say, name, f"import {name}", "", fails, hint)).ok:
+        if (
+            find_spec(name) is not None
+            and not (found := _tried(say, name, f"import {name}", "", fails, hint)).ok
+        ):
             yield found
 
 
 def _vllm(say: Say) -> Finding:
     """vLLM is optional, but if it is installed it has to work."""
-    found, line = vllm_kind.installed_version(), vllm_kind.install_command("cuda" if local_cluster().gpus else "cpu")
+    found, line = (
+        vllm_kind.installed_version(),
+        vllm_kind.install_command("cuda" if local_cluster().gpus else "cpu"),
+    )
     if found is None:
         return Finding("engine vllm", "not installed (optional)", hint=line)
     if found.split("+")[0] != vllm_kind.VLLM_VERSION:
-        return Finding("engine vllm", f"{found}, asyncrl works with {vllm_kind.VLLM_VERSION} (optional)", hint=line)
+        return Finding(
+            "engine vllm", f"{found}, asyncrl works with {vllm_kind.VLLM_VERSION} (optional)", hint=line
+        )
     return _importable(say, "engine vllm", "vllm.v1.engine.async_llm", f"{found}, ", line)
 
 
-def _importable(say: Say, what: str, module: str, version: str = "", hint: str = "install asyncrl again: pip install .") -> Finding:
-    return _tried(say, what, f"import {module}", f"{version}imports", f"{version}cannot be imported: {{}}", hint)
+def _importable(
+    say: Say, what: str, module: str, version: str = "", hint: str = "install asyncrl again: pip install ."
+) -> Finding:
+    return _tried(
+        say, what, f"import {module}", f"{version}imports", f"{version}cannot be imported: {{}}", hint
+    )
 
 
 def _tried(say: Say, what: str, program: str, works: str, fails: str, hint: str) -> Finding:
-    """Whether `program` works; `{}` in `fails` becomes the reason. One that takes too long says nothing about the installation."""
+    """Whether `program` works; `{}` in `fails` becomes the reason. One that takes too long says nothing about
+    the installation."""
     doing = f"{program} (at most {IMPORT_TIMEOUT_S:g} s)"
     say(doing)
     try:
         wrong = _failure_of(program, lambda waited_s: say(doing, figures=f"{waited_s:.0f} s"))
     except subprocess.TimeoutExpired:
         return Finding(
-            what, f"not known: `{program}` takes longer than {IMPORT_TIMEOUT_S:g} s", None, "other processes use the cores?"
+            what,
+            f"not known: `{program}` takes longer than {IMPORT_TIMEOUT_S:g} s",
+            None,
+            "other processes use the cores?",
         )
     return Finding(what, fails.format(wrong) if wrong else works, not wrong, hint)
 
 
 def _failure_of(program: str, waiting: Callable[[float], None] = lambda waited_s: None) -> str:
-    """Why `program` fails in a fresh Python process; "" if it does not. Importing here would leave modules and warnings. `waiting`
-    is called about once a second. Raises TimeoutExpired, and kills the process, after `IMPORT_TIMEOUT_S`."""
+    """Why `program` fails in a fresh Python process; "" if it does not. Importing here would leave modules
+    and warnings. `waiting` is called about once a second. Raises TimeoutExpired, and kills the process, after
+    `IMPORT_TIMEOUT_S`."""
     began_s, command = time.monotonic(), [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace") as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as child:
         while True:
             try:
                 lines = child.communicate(timeout=min(LOOK_EVERY_S, IMPORT_TIMEOUT_S))[1].strip().splitlines()
-                return (lines or [f"the process ended with {child.returncode}"])[-1] if child.returncode else ""
+                return (
+                    (lines or [f"the process ended with {child.returncode}"])[-1] if child.returncode else ""
+                )
             except subprocess.TimeoutExpired:
                 waited_s = time.monotonic() - began_s
                 if waited_s >= IMPORT_TIMEOUT_S:

@@ -1,4 +1,5 @@
-"""How much memory a job's processes need: an estimate from the profile and the model's config.json, before anything starts.
+"""How much memory a job's processes need: an estimate from the profile and the model's config.json, before
+anything starts.
 
 P parameters, e bytes per value of `model.dtype`, r trainer ranks:
 
@@ -24,12 +25,13 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     wire buffers            of nccl and ipc, on the GPUs at both ends; w = weights.load_bucket_size_mb, m the largest tensor:
                             nccl 3 (w + m) at rank 0 during training, 2 (w + m) in each process of vLLM; ipc max(w, m) at both
 
-A microbatch's tokens are counted per rank: trainer.sequence_parallel_size ranks divide a longer trajectory between them. It has no
-more than its rank's part of an optimizer step: B * n trajectories of the greatest length, without forks.
-With LoRA (`lora.rank`) moments, gradients, the window's first weights and a checkpoint's copy are those of the adapters alone.
+A microbatch's tokens are counted per rank: trainer.sequence_parallel_size ranks divide a longer trajectory
+between them. It has no more than its rank's part of an optimizer step: B * n trajectories of the greatest
+length, without forks. With LoRA (`lora.rank`) moments, gradients, the window's first weights and a
+checkpoint's copy are those of the adapters alone.
 
-A process's peak is what it always holds plus its most expensive phase. Not counted: Python, torch and a GPU's context
-(about 1 GiB per process), and fragmentation.
+A process's peak is what it always holds plus its most expensive phase. Not counted: Python, torch and a GPU's
+context (about 1 GiB per process), and fragmentation.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ MASTER_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 BYTES_PER_MB = 2**20
 SAMPLED_LOGIT_BYTES = 24
-"""Per value: float32 logits, log-softmax, probabilities and choice, and the float64 running sum of the sampler."""
+"""Per value: float32 logits, log-softmax, probabilities and choice, and the float64 running sum of the
+sampler."""
 
 PAYLOAD_BYTES = 256 * 2**20
 """Shared memory of a local session for the payloads in flight."""
@@ -67,7 +70,8 @@ Place = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """Something that each of a role's `processes` holds in memory, where and when. On CPUs the device is the host's memory, too."""
+    """Something that each of a role's `processes` holds in memory, where and when. On CPUs the device is the
+    host's memory, too."""
 
     role: str
     processes: int
@@ -84,7 +88,8 @@ class MemoryItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """The memory items of a job. For a tensor-parallel rollout worker, `device` items are those of one of its GPUs.
+    """The memory items of a job. For a tensor-parallel rollout worker, `device` items are those of one of its
+    GPUs.
 
     `available_bytes`: of one device, if known. `engine`: set for an engine that manages its memory itself.
     """
@@ -107,20 +112,27 @@ class MemoryEstimate:
         return phases.pop("always", 0) + max(phases.values(), default=0)
 
     def at_peak(self, role: str) -> list[MemoryItem]:
-        """The items that coincide at the peak of all the role's processes, if these share one machine's memory."""
+        """The items that coincide at the peak of all the role's processes, if these share one machine's
+        memory."""
         phases: Counter[str] = Counter()
         items = [*self.of(role, "device"), *self.of(role, "host")]
         for item in items:
             phases[item.phase] += item.total_bytes
         del phases["always"]
-        return [item for item in items if item.phase in ("always", max(phases, key=phases.__getitem__, default=""))]
+        return [
+            item
+            for item in items
+            if item.phase in ("always", max(phases, key=phases.__getitem__, default=""))
+        ]
 
     def always_bytes(self, role: str) -> int:
         """What one process holds on its device in every phase."""
         return sum(item.num_bytes for item in self.of(role, "device") if item.phase == "always")
 
 
-def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None = None) -> MemoryEstimate:
+def estimate_memory(
+    profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None = None
+) -> MemoryEstimate:
     engine = kind_of(profile).memory(profile, plan.device)
     trainer = (
         *_trainer_device(profile, plan, shape, available_bytes),
@@ -128,9 +140,16 @@ def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape, availabl
         *_further(profile, plan, shape, available_bytes),
     )
     # A colocated rank's weights and moments stay where they are while its GPU generates.
-    stays = sum(item.num_bytes for item in trainer if (item.role, item.place, item.phase) == (TRAINER, "device", "always"))
+    stays = sum(
+        item.num_bytes
+        for item in trainer
+        if (item.role, item.place, item.phase) == (TRAINER, "device", "always")
+    )
     left_bytes = None if available_bytes is None else available_bytes - (stays if plan.colocate else 0)
-    items = (*trainer, *_rollout(profile, plan, shape, engine, left_bytes if engine is None else available_bytes))
+    items = (
+        *trainer,
+        *_rollout(profile, plan, shape, engine, left_bytes if engine is None else available_bytes),
+    )
     return MemoryEstimate(
         profile=profile,
         plan=plan,
@@ -142,8 +161,8 @@ def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape, availabl
 
 
 def activation_bytes_per_token(shape: ModelShape, value_bytes: int) -> int:
-    """Bytes that autograd keeps per token and layer of a llama-like model: the residual stream is normalized in float32, attention
-    is fused (no scores are kept), rotations keep nothing."""
+    """Bytes that autograd keeps per token and layer of a llama-like model: the residual stream is normalized
+    in float32, attention is fused (no scores are kept), rotations keep nothing."""
     h, i, e = shape.hidden_size, shape.intermediate_size, value_bytes
     a, j = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     normalized = 2 * h + (a + j if shape.has_qk_norm else 0)
@@ -153,12 +172,14 @@ def activation_bytes_per_token(shape: ModelShape, value_bytes: int) -> int:
 
 
 def kept_bytes_per_token(shape: ModelShape, value_bytes: int, recompute: ActivationCheckpointing) -> int:
-    """The part of `activation_bytes_per_token` that a layer keeps until its backward pass: its input, and if `selective` the
-    outputs of matrix products and attention."""
+    """The part of `activation_bytes_per_token` that a layer keeps until its backward pass: its input, and if
+    `selective` the outputs of matrix products and attention."""
     if recompute == "none":
         return activation_bytes_per_token(shape, value_bytes)
     h, a, j = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    products = (2 * a + 2 * j + 2 * shape.intermediate_size + 2 * h) * value_bytes + shape.num_heads * MASTER_BYTES
+    products = (
+        2 * a + 2 * j + 2 * shape.intermediate_size + 2 * h
+    ) * value_bytes + shape.num_heads * MASTER_BYTES
     return h * value_bytes + (products if recompute == "selective" else 0)
 
 
@@ -168,10 +189,22 @@ def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
     return pages * PAGE_TOKENS * shape.kv_values_per_token * BYTES_OF[profile.model.dtype]
 
 
-def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None) -> Iterator[MemoryItem]:
+def _trainer_device(
+    profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None
+) -> Iterator[MemoryItem]:
     ranks, adapters = plan.role(TRAINER).workers, adapter_parameters(profile, shape)
     sharing = profile.trainer.sequence_parallel_size
-    yield from _trained(TRAINER, ranks, profile, plan, shape, available_bytes, adapters=adapters, sharing=sharing, has_logits=True)
+    yield from _trained(
+        TRAINER,
+        ranks,
+        profile,
+        plan,
+        shape,
+        available_bytes,
+        adapters=adapters,
+        sharing=sharing,
+        has_logits=True,
+    )
     yield from _wires(profile, shape, TRAINER, 1)
 
 
@@ -188,9 +221,14 @@ def _trained(
     has_logits: bool = False,
 ) -> Iterator[MemoryItem]:
     """A model in training on the devices of `ranks` processes, `sharing` of which divide a sequence."""
-    e, shard, longest = BYTES_OF[profile.model.dtype], -(-shape.parameters // ranks), max_context_tokens(profile)
+    e, shard, longest = (
+        BYTES_OF[profile.model.dtype],
+        -(-shape.parameters // ranks),
+        max_context_tokens(profile),
+    )
     trained = -(-adapters // ranks) if adapters else shard
-    rows = -(-profile.trainer.ppo_mini_batch_size * profile.rollout.n * sharing // ranks)  # of an optimizer step, on each rank
+    # of an optimizer step, on each rank
+    rows = -(-profile.trainer.ppo_mini_batch_size * profile.rollout.n * sharing // ranks)
     row_tokens = -(-(longest - 1) // sharing)  # one that is longer than a microbatch has its own
     tokens = max(min(profile.trainer.max_tokens_per_microbatch, rows * row_tokens), row_tokens)
     over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
@@ -204,38 +242,60 @@ def _trained(
         largest = -(-2 * MASTER_BYTES * shape.vocab_size * shape.hidden_size // ranks)
         moments = min(2 * MASTER_BYTES * trained, max(MOMENTS_SLICE_BYTES, largest))
         yield item(
-            "update", "optimizer's step", MASTER_BYTES * trained + moments, "the gradients, and a slice of AdamW's two moments"
+            "update",
+            "optimizer's step",
+            MASTER_BYTES * trained + moments,
+            "the gradients, and a slice of AdamW's two moments",
         )
     else:
         yield item("always", "optimizer", 2 * MASTER_BYTES * trained, f"AdamW's two moments, float32, {over}")
     # On CPUs the whole gradients stay until the last backward pass, and are then replaced group by group.
-    yield item("update" if plan.device == "cpu" else "step", "gradients", MASTER_BYTES * trained, f"float32, {over}")
+    yield item(
+        "update" if plan.device == "cpu" else "step", "gradients", MASTER_BYTES * trained, f"float32, {over}"
+    )
     yield item("step", "gathered", *_gathered(plan, shape, profile.model.dtype))
     yield item("step", "whole gradients", *_whole_gradients(profile, plan, shape, adapters, available_bytes))
-    yield item("step", "activations", kept, f"{tokens} tokens of a microbatch; trainer.activation_checkpointing = {recompute}")
+    yield item(
+        "step",
+        "activations",
+        kept,
+        f"{tokens} tokens of a microbatch; trainer.activation_checkpointing = {recompute}",
+    )
     logits, how = _logits(tokens, shape, e, plan.device, trains_head=not adapters) if has_logits else (0, "")
     again = 0 if recompute == "none" else tokens * activation_bytes_per_token(shape, e)
     if logits >= again:  # the head's backward pass comes before the layers'
         yield item("step", "logits", logits, how)
     else:
-        yield item("step", "recomputed layer", again, f"{tokens} tokens in one layer, while its backward pass runs")
+        yield item(
+            "step", "recomputed layer", again, f"{tokens} tokens in one layer, while its backward pass runs"
+        )
 
 
-def _logits(tokens: int, shape: ModelShape, value_bytes: int, device: str, *, trains_head: bool) -> tuple[int, str]:
-    """Logits of a chunk, and the head's gradient: that of one chunk and, if there are several, their float32 sum."""
+def _logits(
+    tokens: int, shape: ModelShape, value_bytes: int, device: str, *, trains_head: bool
+) -> tuple[int, str]:
+    """Logits of a chunk, and the head's gradient: that of one chunk and, if there are several, their float32
+    sum."""
     head, values = shape.vocab_size * shape.hidden_size * trains_head, tokens * shape.vocab_size
     chunk_values = LOGITS_CHUNK_ELEMENTS[device]
     if values <= chunk_values:
-        return LOGITS_COPIES * MASTER_BYTES * values + value_bytes * head, f"{tokens} tokens * {shape.vocab_size} of vocabulary"
+        return LOGITS_COPIES * MASTER_BYTES * values + value_bytes * head, (
+            f"{tokens} tokens * {shape.vocab_size} of vocabulary"
+        )
     copies = LOGITS_COPIES * MASTER_BYTES * chunk_values
     chunk = f"{chunk_values // shape.vocab_size} tokens * {shape.vocab_size} of vocabulary"
-    return copies + (MASTER_BYTES + value_bytes) * head, f"{chunk} at a time{', and the gradient of the head' * trains_head}"
+    return copies + (MASTER_BYTES + value_bytes) * head, (
+        f"{chunk} at a time{', and the gradient of the head' * trains_head}"
+    )
 
 
 def _gathered(plan: JobPlan, shape: ModelShape, dtype: str) -> tuple[int, str]:
-    """Whole parameters that FSDP2 holds beside the shards. On CPUs they stay for an optimizer step (train/sharded_model.py)."""
+    """Whole parameters that FSDP2 holds beside the shards. On CPUs they stay for an optimizer step
+    (train/sharded_model.py)."""
     if plan.device == "cpu":
-        return BYTES_OF[dtype] * shape.parameters, f"{dtype}: all parameters whole, for an optimizer step (FSDP2)"
+        return BYTES_OF[dtype] * shape.parameters, (
+            f"{dtype}: all parameters whole, for an optimizer step (FSDP2)"
+        )
     held = shape.root_parameters + 2 * shape.layer_parameters
     return BYTES_OF[dtype] * held, f"{dtype}: embedding, head and two layers whole (FSDP2)"
 
@@ -266,9 +326,16 @@ def _whole_gradients(
     if adapters:
         return MASTER_BYTES * adapters * sums_once, "float32, of the adapters, until the last microbatch"
     if sums_once:
-        # The sum is float32; with a smaller dtype, the gradients of the current backward pass come on top until they are added.
-        fresh = 0 if value_bytes == MASTER_BYTES else value_bytes * max(shape.root_parameters, shape.layer_parameters)
-        return MASTER_BYTES * shape.parameters + fresh, "float32, of all parameters, until the last microbatch"
+        # The sum is float32; with a smaller dtype, the gradients of the current backward pass come on top
+        # until they are added.
+        fresh = (
+            0
+            if value_bytes == MASTER_BYTES
+            else value_bytes * max(shape.root_parameters, shape.layer_parameters)
+        )
+        return MASTER_BYTES * shape.parameters + fresh, (
+            "float32, of all parameters, until the last microbatch"
+        )
     return (value_bytes + MASTER_BYTES) * shape.root_parameters, "of embedding and head, not yet reduced"
 
 
@@ -278,18 +345,27 @@ def published_parameters(profile: Profile, shape: ModelShape) -> int:
 
 
 def object_store_bytes(profile: Profile, parameters: int) -> int:
-    """Size of a local session's object store: the payloads in flight and, if versions of so many parameters travel through it, two
-    of them."""
-    versions = 2 * BYTES_OF[profile.model.dtype] * parameters if profile.weights.transport == "object-store" else 0
+    """Size of a local session's object store: the payloads in flight and, if versions of so many parameters
+    travel through it, two of them."""
+    versions = (
+        2 * BYTES_OF[profile.model.dtype] * parameters if profile.weights.transport == "object-store" else 0
+    )
     return PAYLOAD_BYTES + versions
 
 
 def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
-    ranks, e, bucket_mb = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype], profile.weights.gather_bucket_size_mb
+    ranks, e, bucket_mb = (
+        plan.role(TRAINER).workers,
+        BYTES_OF[profile.model.dtype],
+        profile.weights.gather_bucket_size_mb,
+    )
     trained = -(-(adapter_parameters(profile, shape) or shape.parameters) // ranks)
     recomputes = profile.algorithm.old_logprobs == "recompute" and not is_apart(profile, PROX)
     keeps_first = recomputes and profile.async_training.trigger_parameter_sync_step > 1
-    holders = {"disk": "; the run's directory holds as much again", "object-store": "; Ray's object store holds as much again"}
+    holders = {
+        "disk": "; the run's directory holds as much again",
+        "object-store": "; Ray's object store holds as much again",
+    }
     buckets = -(-e * shape.parameters // (bucket_mb * BYTES_PER_MB))
     published = (
         f"rank 0: {buckets} gather bucket{'s' if buckets > 1 else ''} at most {bucket_mb} MB each, "
@@ -298,27 +374,48 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
     item = partial(MemoryItem, TRAINER, ranks, "host")
     yield item("start", "whole model", *_read_whole(shape))
     if is_offloaded(profile, plan):
-        yield item("always", "optimizer", 2 * MASTER_BYTES * trained, "AdamW's two moments, float32, between optimizer steps")
+        yield item(
+            "always",
+            "optimizer",
+            2 * MASTER_BYTES * trained,
+            "AdamW's two moments, float32, between optimizer steps",
+        )
     if keeps_first:
-        yield item("always", "window's first weights", MASTER_BYTES * trained, "float32, for the old-logprob pass")
+        yield item(
+            "always", "window's first weights", MASTER_BYTES * trained, "float32, for the old-logprob pass"
+        )
     yield MemoryItem(TRAINER, 1, "host", "sync", "published weights", 2 * e * shape.parameters, published)
-    yield item("sync", "checkpoint", (4 if keeps_first else 3) * MASTER_BYTES * trained, "the snapshot that is being written")
+    yield item(
+        "sync",
+        "checkpoint",
+        (4 if keeps_first else 3) * MASTER_BYTES * trained,
+        "the snapshot that is being written",
+    )
 
 
 def _read_whole(shape: ModelShape) -> tuple[int, str]:
-    """The whole model, as a rank may have to read it. If the files have the same tensors as memory, it reads only its own rows."""
+    """The whole model, as a rank may have to read it. If the files have the same tensors as memory, it reads
+    only its own rows."""
     num_bytes = 0 if shape.model_type in FAMILY else MASTER_BYTES * shape.parameters
     return num_bytes, f"float32, if {shape.model_type} joins tensors of its files"
 
 
-def _further(profile: Profile, plan: JobPlan, policy: ModelShape, available_bytes: int | None) -> Iterator[MemoryItem]:
-    """The reference and the critic, divided between the ranks as the policy is, and the models of scorers with their own processes.
-    Raises ShapeUnknown if the path of one of them is not known here."""
+def _further(
+    profile: Profile, plan: JobPlan, policy: ModelShape, available_bytes: int | None
+) -> Iterator[MemoryItem]:
+    """The reference and the critic, divided between the ranks as the policy is, and the models of scorers
+    with their own processes. Raises ShapeUnknown if the path of one of them is not known here."""
     ranks, algorithm = plan.role(TRAINER).workers, profile.algorithm
     item = partial(MemoryItem, TRAINER, ranks)
     if algorithm.has_reference and REF not in plan.scorers:
         shape = shape_of(profile.ref.path) if profile.ref.path else policy
-        yield item("device", "always", "reference", MASTER_BYTES * -(-shape.parameters // ranks), "float32 weights, never trained")
+        yield item(
+            "device",
+            "always",
+            "reference",
+            MASTER_BYTES * -(-shape.parameters // ranks),
+            "float32 weights, never trained",
+        )
     for task, processes in plan.scorers.items():
         yield from _scorer(profile, plan, policy, task, processes, available_bytes)
     if algorithm.has_critic and CRITIC not in plan.scorers:
@@ -326,9 +423,17 @@ def _further(profile: Profile, plan: JobPlan, policy: ModelShape, available_byte
         shard = -(-shape.parameters // ranks)
         yield item("device", "always", "critic", MASTER_BYTES * shard, "float32 master weights")
         where: Place = "host" if is_offloaded(profile, plan) else "device"
-        yield item(where, "always", "critic's optimizer", 2 * MASTER_BYTES * shard, "AdamW's two moments, float32")
+        yield item(
+            where, "always", "critic's optimizer", 2 * MASTER_BYTES * shard, "AdamW's two moments, float32"
+        )
         yield item("host", "start", "whole critic", *_read_whole(shape))
-        yield item("host", "sync", "critic's checkpoint", 3 * MASTER_BYTES * shard, "the snapshot that is being written")
+        yield item(
+            "host",
+            "sync",
+            "critic's checkpoint",
+            3 * MASTER_BYTES * shard,
+            "the snapshot that is being written",
+        )
 
 
 def _critic_shape(profile: Profile, policy: ModelShape) -> ModelShape:
@@ -347,12 +452,22 @@ def _critic_apart(
     yield from _trained(CRITIC, processes, profile, plan, shape, available_bytes)
     yield item("start", "whole model", *_read_whole(shape))
     if is_offloaded(profile, plan):
-        yield item("always", "optimizer", 2 * MASTER_BYTES * shard, "AdamW's two moments, float32, between optimizer steps")
+        yield item(
+            "always",
+            "optimizer",
+            2 * MASTER_BYTES * shard,
+            "AdamW's two moments, float32, between optimizer steps",
+        )
     yield item("sync", "checkpoint", 3 * MASTER_BYTES * shard, "the snapshot that is being written")
 
 
 def _scorer(
-    profile: Profile, plan: JobPlan, policy: ModelShape, task: str, processes: int, available_bytes: int | None
+    profile: Profile,
+    plan: JobPlan,
+    policy: ModelShape,
+    task: str,
+    processes: int,
+    available_bytes: int | None,
 ) -> Iterator[MemoryItem]:
     if task == CRITIC:
         yield from _critic_apart(profile, plan, policy, processes, available_bytes)
@@ -360,39 +475,72 @@ def _scorer(
     path, dtype = {REF: profile.ref.path, REWARD: profile.reward_model.path}.get(task), profile.model.dtype
     shape, item = shape_of(path) if path else policy, partial(MemoryItem, task, processes)
     if task == REWARD:
-        yield item("device", "always", "reward model", BYTES_OF[dtype] * shape.parameters, f"{dtype}, whole in each process")
+        yield item(
+            "device",
+            "always",
+            "reward model",
+            BYTES_OF[dtype] * shape.parameters,
+            f"{dtype}, whole in each process",
+        )
         return
     whose = "of the window's start" if task == PROX else "never trained"
-    yield item("device", "always", "weights", MASTER_BYTES * -(-shape.parameters // processes), f"float32 weights, {whose}")
+    yield item(
+        "device",
+        "always",
+        "weights",
+        MASTER_BYTES * -(-shape.parameters // processes),
+        f"float32 weights, {whose}",
+    )
     yield item("host", "start", "whole model", *_read_whole(shape))
     yield item("device", "step", "gathered", *_gathered(plan, shape, dtype))
     if task == PROX:
-        yield item("host", "sync", "received version", BYTES_OF[dtype] * shape.parameters, "until each process has its part of it")
+        yield item(
+            "host",
+            "sync",
+            "received version",
+            BYTES_OF[dtype] * shape.parameters,
+            "until each process has its part of it",
+        )
 
 
 def _wires(profile: Profile, shape: ModelShape, role: str, processes: int) -> Iterator[MemoryItem]:
-    """Buffers on a GPU through which a version is transferred. vLLM closes an NCCL buffer with the tensor that exceeds its size, so
-    it may be larger by one tensor; rank 0 packs the next buffer while two are being sent."""
+    """Buffers on a GPU through which a version is transferred. vLLM closes an NCCL buffer with the tensor
+    that exceeds its size, so it may be larger by one tensor; rank 0 packs the next buffer while two are being
+    sent."""
     transport, wire_mb = profile.weights.transport, profile.weights.load_bucket_size_mb
     if transport not in DIRECT_TRANSPORTS:
         return
-    largest = BYTES_OF[profile.model.dtype] * shape.hidden_size * max(shape.vocab_size, shape.intermediate_size)
+    largest = (
+        BYTES_OF[profile.model.dtype] * shape.hidden_size * max(shape.vocab_size, shape.intermediate_size)
+    )
     wire, how, phase = max(wire_mb * BYTES_PER_MB, largest), f"{wire_mb} MB or the largest tensor", "sync"
     if transport == "nccl":
         buffers, phase, beside = (3, "step", ", beside training") if role == TRAINER else (2, "sync", "")
         wire = buffers * (wire_mb * BYTES_PER_MB + largest)
         how = f"{buffers} of {wire_mb} MB and the largest tensor{beside}"
-    yield MemoryItem(role, processes, "device", phase, "wire buffers", wire, f"weights.transport = {transport}: {how}")
+    yield MemoryItem(
+        role, processes, "device", phase, "wire buffers", wire, f"weights.transport = {transport}: {how}"
+    )
 
 
 def _rollout(
-    profile: Profile, plan: JobPlan, shape: ModelShape, engine: EngineMemory | None, available_bytes: int | None
+    profile: Profile,
+    plan: JobPlan,
+    shape: ModelShape,
+    engine: EngineMemory | None,
+    available_bytes: int | None,
 ) -> Iterator[MemoryItem]:
     rollout, workers, e = profile.rollout, plan.role(ROLLOUT).workers, BYTES_OF[profile.model.dtype]
     gpus = max(plan.gpus_per_rollout_worker, 1) if plan.device == "cuda" else 1
-    batch_tokens = engine.batch_tokens if engine else rollout.slots + max(PREFILL_TOKENS_PACKED, rollout.max_prompt_tokens)
+    batch_tokens = (
+        engine.batch_tokens
+        if engine
+        else rollout.slots + max(PREFILL_TOKENS_PACKED, rollout.max_prompt_tokens)
+    )
     # Without gradients: a layer's three inner products and its float32 norm, of all tokens of the batch.
-    prefill = batch_tokens * (3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e)) // gpus
+    prefill = (
+        batch_tokens * (3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e)) // gpus
+    )
     sampled = rollout.slots * shape.vocab_size * SAMPLED_LOGIT_BYTES
 
     apart = f", shared by {gpus} GPUs" if gpus > 1 else ""
@@ -418,15 +566,25 @@ def _rollout(
         yield from _wires(profile, shape, ROLLOUT, workers)
     elif profile.weights.dual_buffer:
         yield host(
-            "sync", "load buffer", weights, "received weights" + (f", which {engine.name}'s processes map" if engine else "")
+            "sync",
+            "load buffer",
+            weights,
+            "received weights" + (f", which {engine.name}'s processes map" if engine else ""),
         )
 
 
-def _cache(engine: EngineMemory, available_bytes: int | None, other_bytes: int) -> tuple[str, int, str] | None:
-    """The cache's (name, bytes, reason) on one device where the engine holds `other_bytes` besides; None if unknown."""
+def _cache(
+    engine: EngineMemory, available_bytes: int | None, other_bytes: int
+) -> tuple[str, int, str] | None:
+    """The cache's (name, bytes, reason) on one device where the engine holds `other_bytes` besides; None if
+    unknown."""
     each = f", in each of {engine.num_caches} processes" if engine.num_caches > 1 else ""
     if engine.cache_bytes is not None:
-        return "KV cache", engine.num_caches * engine.cache_bytes, f"kv_cache_memory_bytes that {engine.name} is given{each}"
+        return (
+            "KV cache",
+            engine.num_caches * engine.cache_bytes,
+            (f"kv_cache_memory_bytes that {engine.name} is given{each}"),
+        )
     if available_bytes is None:
         return None
     left = cache_bytes_left(available_bytes, engine.share, other_bytes)

@@ -1,4 +1,5 @@
-"""Compares a memory estimate with what there is: per GPU if its memory is known; on CPUs, all processes with the machine."""
+"""Compares a memory estimate with what there is: per GPU if its memory is known; on CPUs, all processes with
+the machine."""
 
 from __future__ import annotations
 
@@ -43,14 +44,19 @@ def estimate_or_reason(profile: Profile, plan: JobPlan, available_bytes: int | N
 
 
 def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
-    """One need per kind of GPU: the trainer's and the rollout's, or the one they share. On CPUs: one for this machine."""
+    """One need per kind of GPU: the trainer's and the rollout's, or the one they share. On CPUs: one for this
+    machine."""
     plan = estimate.plan
     every = tuple(role.role for role in plan.roles)
     if plan.device == "cpu":
         needs = {every: sum(item.total_bytes for role in every for item in estimate.at_peak(role))}
     else:
         peaks = {role: estimate.peak_bytes(role, "device") for role in every}
-        needs = {every: _shared_gpu(estimate, peaks)} if plan.colocate else {(role,): peaks[role] for role in every}
+        needs = (
+            {every: _shared_gpu(estimate, peaks)}
+            if plan.colocate
+            else {(role,): peaks[role] for role in every}
+        )
     device = MACHINE if plan.device == "cpu" else GPU
     return [
         DeviceNeed(device=device, roles=roles, num_bytes=num_bytes, available_bytes=estimate.available_bytes)
@@ -66,22 +72,28 @@ def _shared_gpu(estimate: MemoryEstimate, peaks: dict[str, int]) -> int:
 
 
 def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:
-    """The refusal of a job whose peak is larger than a device, by the estimate: a run would start and may fail. None if all fit."""
+    """The refusal of a job whose peak is larger than a device, by the estimate: a run would start and may
+    fail. None if all fit."""
     for need in needs:
         if need.available_bytes is not None and not need.fits:
             needed = f"{'needs' if len(need.roles) == 1 else 'need'} about {need.num_bytes / GIB:.1f} GiB"
             return PreflightError(
-                f"{' and '.join(need.roles)} {needed} of a {need.device}'s {need.available_bytes / GIB:.1f} GiB, by an estimate: "
+                f"{' and '.join(need.roles)} {needed} of a {need.device}'s {need.available_bytes / GIB:.1f} "
+                "GiB, by an estimate: "
                 "a run would start and may fail",
-                hint=SMALLER if need.device == GPU else f"a smaller model, or a {need.device} with more memory",
+                hint=SMALLER
+                if need.device == GPU
+                else f"a smaller model, or a {need.device} with more memory",
             )
     return None
 
 
 def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
-    """The refusal of a run that certainly cannot work: a GPU too small for what one process always holds on it. None if all fit.
+    """The refusal of a run that certainly cannot work: a GPU too small for what one process always holds on
+    it. None if all fit.
 
-    That is a rank's share of weights and moments, or a rollout worker's weights (its cache may be smaller than its slots want).
+    That is a rank's share of weights and moments, or a rollout worker's weights (its cache may be smaller
+    than its slots want).
     """
     plan, available_bytes, engine = estimate.plan, estimate.available_bytes, estimate.engine
     if plan.device == "cpu" or available_bytes is None:
@@ -89,24 +101,45 @@ def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
     moments = estimate.always_bytes(TRAINER)
     if moments > available_bytes:
         ranks = -(-moments * plan.role(TRAINER).workers // available_bytes)
-        fewer = f"--set placement.trainer_workers={ranks}" if ranks < plan.gpus and not plan.colocate else SMALLER
-        return _too_small("a trainer rank's weights and moments", moments, f"which has {available_bytes / GIB:.1f} GiB", fewer)
+        fewer = (
+            (f"--set placement.trainer_workers={ranks}")
+            if ranks < plan.gpus and not plan.colocate
+            else SMALLER
+        )
+        return _too_small(
+            "a trainer rank's weights and moments",
+            moments,
+            f"which has {available_bytes / GIB:.1f} GiB",
+            fewer,
+        )
     weights = sum(item.num_bytes for item in estimate.of(ROLLOUT, "device") if item.what == "weights")
     if weights > available_bytes:
         halved = estimate.profile.model.dtype == "float32" and weights <= 2 * available_bytes
         hint = "--set model.dtype=bfloat16" if halved else SMALLER
-        return _too_small("a rollout worker's weights", weights, f"which has {available_bytes / GIB:.1f} GiB", hint)
+        return _too_small(
+            "a rollout worker's weights", weights, f"which has {available_bytes / GIB:.1f} GiB", hint
+        )
     if engine is None or engine.cache_bytes is not None:
         return None
     given = engine.share * available_bytes
     if not given < weights <= engine.default_share * available_bytes:
         return None
-    share = f"and rollout.gpu_memory_utilization = {engine.share:g} gives {engine.name} {given / GIB:.1f} GiB of it"
-    return _too_small("a rollout worker's weights", weights, share, f"--set rollout.gpu_memory_utilization={engine.default_share}")
+    share = (
+        f"and rollout.gpu_memory_utilization = {engine.share:g} gives {engine.name} {given / GIB:.1f} "
+        "GiB of it"
+    )
+    return _too_small(
+        "a rollout worker's weights",
+        weights,
+        share,
+        f"--set rollout.gpu_memory_utilization={engine.default_share}",
+    )
 
 
 def _too_small(what: str, num_bytes: int, but: str, hint: str) -> PreflightError:
-    return PreflightError(f"{what} take {num_bytes / GIB:.1f} GiB of a GPU, {but}: this cannot run", hint=hint)
+    return PreflightError(
+        f"{what} take {num_bytes / GIB:.1f} GiB of a GPU, {but}: this cannot run", hint=hint
+    )
 
 
 def known_memory_bytes(device: str) -> int | None:
@@ -118,12 +151,14 @@ def known_memory_bytes(device: str) -> int | None:
         done = subprocess.run(query, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return min((int(line) * 2**20 for line in done.stdout.splitlines() if line.strip().isdigit()), default=None)
+    return min(
+        (int(line) * 2**20 for line in done.stdout.splitlines() if line.strip().isdigit()), default=None
+    )
 
 
 def cache_warnings(estimate: MemoryEstimate) -> list[str]:
-    """A warning if the KV cache is too small for all slots. The transformers engine gives it half of the memory free at its
-    start, vLLM what its share leaves; both evict responses when it is full."""
+    """A warning if the KV cache is too small for all slots. The transformers engine gives it half of the
+    memory free at its start, vLLM what its share leaves; both evict responses when it is full."""
     plan, rollout = estimate.plan, estimate.profile.rollout
     if plan.device == "cpu" or estimate.available_bytes is None:
         return []
@@ -131,7 +166,10 @@ def cache_warnings(estimate: MemoryEstimate) -> list[str]:
     held = {item.what: item.num_bytes for item in estimate.of(ROLLOUT, "device")}
     if estimate.engine is not None:
         room = held.get("KV cache", 0) + held.get(SHARED_CACHE, 0)
-        leaves, then = f"{estimate.engine.name}'s share of the GPU leaves less", "preempted and computed again"
+        leaves, then = (
+            (f"{estimate.engine.name}'s share of the GPU leaves less"),
+            "preempted and computed again",
+        )
     else:
         room = held.get("KV cache", 0)
         leaves, then = "the engine takes at most half of what is free", "evicted and prefilled again"

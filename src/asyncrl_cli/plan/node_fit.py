@@ -6,8 +6,8 @@
     strict_pack     all on one node
     strict_spread   each on a different node
 
-First fit: exact for bundles of one size on equal nodes, a good guess otherwise. Ray's placement groups decide in the end, within
-`placement.timeout_s`.
+First fit: exact for bundles of one size on equal nodes, a good guess otherwise. Ray's placement groups decide
+in the end, within `placement.timeout_s`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Unplaced(NamedTuple):
     bundles: Sequence[Bundle]
 
     def __str__(self) -> str:
-        return f"bundle {self.index + 1} of {len(self.bundles)} of the {self.group} ({self.bundles[self.index]}) finds no node"
+        return (
+            f"bundle {self.index + 1} of {len(self.bundles)} of the {self.group} "
+            f"({self.bundles[self.index]}) finds no node"
+        )
 
 
 def assigned(plan: JobPlan, cluster: ClusterResources) -> dict[str, list[str]] | Unplaced:
@@ -41,7 +44,9 @@ def assigned(plan: JobPlan, cluster: ClusterResources) -> dict[str, list[str]] |
     sizes = sorted(plan.groups, key=lambda name: max(plan.groups[name]), reverse=True)
     smallest_first = sorted(cluster.nodes, key=lambda node: (node.gpus, node.cpus))
     attempts = [
-        _first_fit(plan, cluster, nodes, names) for nodes in (cluster.nodes, smallest_first) for names in (sizes, sizes[::-1])
+        _first_fit(plan, cluster, nodes, names)
+        for nodes in (cluster.nodes, smallest_first)
+        for names in (sizes, sizes[::-1])
     ]
     return next((found for found in attempts if not isinstance(found, Unplaced)), attempts[0])
 
@@ -63,7 +68,9 @@ def _first_fit(
             wanted = replace(wanted, cpus=0) if cluster.elastic_cpus else wanted
             order = sorted(allowed, key=own.count) if spot.strategy == "spread" else allowed
             spare = (i for i in order if not (spot.strategy == "strict_spread" and i in own))
-            node = next((i for i in spare if free[i].gpus >= wanted.gpus and free[i].cpus >= wanted.cpus), None)
+            node = next(
+                (i for i in spare if free[i].gpus >= wanted.gpus and free[i].cpus >= wanted.cpus), None
+            )
             if node is None:
                 return Unplaced(name, len(own), bundles)
             free[node] = Bundle(gpus=free[node].gpus - wanted.gpus, cpus=free[node].cpus - wanted.cpus)
@@ -83,11 +90,14 @@ def _is_one_of(value: str | None, wanted: str) -> bool:
 
 
 def check_fit(plan: JobPlan, cluster: ClusterResources) -> None:
-    """Raises PreflightError if the plan does not fit, with what it needs, what the cluster has, and the `--set` that would fit.
-    Checks nothing if there is an autoscaler, which may add what is missing."""
+    """Raises PreflightError if the plan does not fit, with what it needs, what the cluster has, and the
+    `--set` that would fit. Checks nothing if there is an autoscaler, which may add what is missing."""
     if not plan.autoscaler and isinstance(found := assigned(plan, cluster), Unplaced):
         lines = "" if cluster.elastic_cpus else f"; {found}:{node_lines(cluster, cluster)}"
-        raise PreflightError(f"the cluster is too small: {asked(plan)}; it has {cluster}{lines}", hint=fitting_hint(plan, cluster))
+        raise PreflightError(
+            f"the cluster is too small: {asked(plan)}; it has {cluster}{lines}",
+            hint=fitting_hint(plan, cluster),
+        )
 
 
 def node_lines(cluster: ClusterResources, free: ClusterResources) -> str:
@@ -99,7 +109,8 @@ def node_lines(cluster: ClusterResources, free: ClusterResources) -> str:
         own = [f"{key}={value}" for key, value in node.labels.items() if not key.startswith("ray.io/")]
         labels = f", with {' '.join(own)}" if own else ""
         lines.append(
-            f"\n  {node.name}: free {now.gpus} of {counted(node.gpus, 'GPU')}, {now.cpus} of {counted(node.cpus, 'CPU')}{labels}"
+            f"\n  {node.name}: free {now.gpus} of {counted(node.gpus, 'GPU')}, {now.cpus} of "
+            f"{counted(node.cpus, 'CPU')}{labels}"
         )
     more = len(cluster.nodes) - MOST_NODES_SHOWN
     return "".join(lines) + (f"\n  and {counted(more, 'node')} more" if more > 0 else "")
@@ -126,8 +137,8 @@ def fitting_hint(plan: JobPlan, cluster: ClusterResources) -> str:
 
 
 def _smaller_jobs(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
-    """Smaller plans and their `--set`s: first the same job without the rules about its nodes, then smaller ones, with the rules and
-    without."""
+    """Smaller plans and their `--set`s: first the same job without the rules about its nodes, then smaller
+    ones, with the rules and without."""
     looser = list(_looser(plan))
     yield from looser
     yield from _with_less(plan)
@@ -166,7 +177,12 @@ def _looser(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
         spot = plan.spot(name)
         if spot.strategy.startswith("strict") and not spot.nodes:
             looser = spot.strategy.removeprefix("strict_")
-            rules.append(({f"{name}_spot": replace(spot, strategy=looser)}, f"--set placement.{name}_strategy={looser}"))
+            rules.append(
+                (
+                    {f"{name}_spot": replace(spot, strategy=looser)},
+                    f"--set placement.{name}_strategy={looser}",
+                )
+            )
         if spot.labels:
             rules.append(({f"{name}_spot": replace(spot, labels={})}, f"--set placement.{name}_labels={{}}"))
     for changes, sets in rules:
@@ -192,8 +208,13 @@ def _smaller_shapes(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
     def gpus(pair: tuple[tuple[int, int], tuple[int, int]]) -> int:
         return sum(max(nodes, 1) * number for nodes, number in pair)
 
-    for trainer, rollout in sorted(product(of_trainer, of_rollout), key=gpus, reverse=True)[1:MOST_SHAPES_TRIED]:
-        ranks, workers = max(trainer[0], 1) * trainer[1], max(rollout[0], 1) * rollout[1] // (each if rollout[0] else 1)
+    for trainer, rollout in sorted(product(of_trainer, of_rollout), key=gpus, reverse=True)[
+        1:MOST_SHAPES_TRIED
+    ]:
+        ranks, workers = (
+            max(trainer[0], 1) * trainer[1],
+            max(rollout[0], 1) * rollout[1] // (each if rollout[0] else 1),
+        )
         smaller = replace(
             plan,
             trainer_workers=ranks,
@@ -202,4 +223,9 @@ def _smaller_shapes(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
             rollout_spot=replace(plan.rollout_spot, nodes=rollout[0]),
         )
         named = (("trainer", *trainer), ("rollout", *rollout))
-        yield smaller, " ".join(f"--set {role}.nnodes={n} --set {role}.n_gpus_per_node={g}" for role, n, g in named if n)
+        yield (
+            smaller,
+            " ".join(
+                f"--set {role}.nnodes={n} --set {role}.n_gpus_per_node={g}" for role, n, g in named if n
+            ),
+        )

@@ -17,7 +17,8 @@ from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 
 DTYPE = "model.dtype"
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
-"""On GPUs, float32 would mean no flash attention, no padding-free batches and twice the memory. Most CPUs emulate bfloat16."""
+"""On GPUs, float32 would mean no flash attention, no padding-free batches and twice the memory. Most CPUs
+emulate bfloat16."""
 
 
 def for_device(loaded: Loaded, device: str) -> Loaded:
@@ -30,9 +31,14 @@ def for_device(loaded: Loaded, device: str) -> Loaded:
 
 
 def for_job(loaded: Loaded, plan: JobPlan, shape: ModelShape) -> Loaded:
-    """With default time limits for this model and this number of ranks, also if an earlier attempt of the run had others."""
+    """With default time limits for this model and this number of ranks, also if an earlier attempt of the run
+    had others."""
     limits = default_limits(loaded.profile, plan, shape)
-    derived = {key: (s, f"{DEFAULT} for {why}") for key, (s, why) in limits.items() if is_default(loaded.origins.get(key, ""))}
+    derived = {
+        key: (s, f"{DEFAULT} for {why}")
+        for key, (s, why) in limits.items()
+        if is_default(loaded.origins.get(key, ""))
+    }
     return _with_values(loaded, derived)
 
 
@@ -43,4 +49,8 @@ def _with_values(loaded: Loaded, values: Mapping[str, tuple[Any, str]]) -> Loade
         section, _, name = key.partition(".")
         changed = getattr(profile, section).model_copy(update={name: value})
         profile = profile.model_copy(update={section: changed})
-    return replace(loaded, profile=profile, origins={**loaded.origins, **{key: origin for key, (_, origin) in values.items()}})
+    return replace(
+        loaded,
+        profile=profile,
+        origins={**loaded.origins, **{key: origin for key, (_, origin) in values.items()}},
+    )

@@ -1,4 +1,5 @@
-"""The numbers that follow from a profile: groups, windows, the admission budget, the staleness bound, the mode, time limits.
+"""The numbers that follow from a profile: groups, windows, the admission budget, the staleness bound, the
+mode, time limits.
 
     R = require_batches * B        groups per train step
     W = K * R                      groups per window, that is, between two weight syncs
@@ -47,7 +48,8 @@ class Schedule:
 
     @classmethod
     def of(cls, profile: Profile) -> Schedule:
-        """Raises ConfigError if the length of the run is missing, contradictory or not a whole number of train steps."""
+        """Raises ConfigError if the length of the run is missing, contradictory or not a whole number of
+        train steps."""
         training, mini_batch = profile.async_training, profile.trainer.ppo_mini_batch_size
         step_groups = training.require_batches * mini_batch
         window_steps = training.trigger_parameter_sync_step
@@ -73,7 +75,9 @@ class Schedule:
 def window_groups_of(profile: Profile) -> int:
     """W"""
     training = profile.async_training
-    return training.trigger_parameter_sync_step * training.require_batches * profile.trainer.ppo_mini_batch_size
+    return (
+        training.trigger_parameter_sync_step * training.require_batches * profile.trainer.ppo_mini_batch_size
+    )
 
 
 def groups_ahead(profile: Profile) -> int:
@@ -88,7 +92,8 @@ def staleness_bound(profile: Profile) -> int:
 
 
 def least_trajectories(profile: Profile) -> int:
-    """How many trajectories of a group need a reward before it can be trained: two, to be compared, or one if `rollout.n` is 1."""
+    """How many trajectories of a group need a reward before it can be trained: two, to be compared, or one if
+    `rollout.n` is 1."""
     return min(2, profile.rollout.n)
 
 
@@ -112,13 +117,16 @@ def train_steps_of(profile: Profile) -> int:
     step_groups = profile.async_training.require_batches * profile.trainer.ppo_mini_batch_size
     if groups is None:
         if steps is None:
-            raise ConfigError("the run has no length", hint="set run.train_steps (or run.total_rollout_steps, in groups)")
+            raise ConfigError(
+                "the run has no length", hint="set run.train_steps (or run.total_rollout_steps, in groups)"
+            )
         return steps
     if groups % step_groups:
         below = groups - groups % step_groups
         ways = f"{below} or {below + step_groups}" if below else f"{step_groups} or more"
         raise ConfigError(
-            f"run.total_rollout_steps = {groups} is not a multiple of R = {step_groups} groups per train step",
+            f"run.total_rollout_steps = {groups} is not a multiple of R = {step_groups} groups per train "
+            "step",
             hint=f"--set run.total_rollout_steps={ways}",
         )
     if steps is not None and steps != groups // step_groups:
@@ -131,7 +139,8 @@ def train_steps_of(profile: Profile) -> int:
 
 
 def tensor_parallel_size(profile: Profile, device: str) -> int:
-    """The number of processes that share one model: one per GPU of a worker; on CPUs, as many as the profile asks for, or 1.
+    """The number of processes that share one model: one per GPU of a worker; on CPUs, as many as the profile
+    asks for, or 1.
 
     Raises ConfigError if the profile asks for a number that differs from the worker's number of GPUs.
     """
@@ -140,28 +149,33 @@ def tensor_parallel_size(profile: Profile, device: str) -> int:
         return asked or 1
     if asked not in (None, gpus):
         raise ConfigError(
-            f"rollout.tensor_parallel_size = {asked}, but placement.gpus_per_rollout_worker = {gpus}: a worker's model is "
+            f"rollout.tensor_parallel_size = {asked}, but placement.gpus_per_rollout_worker = {gpus}: a "
+            "worker's model is "
             "shared by all of its GPUs",
-            hint=f"--set placement.gpus_per_rollout_worker={asked}, or leave rollout.tensor_parallel_size out",
+            hint=f"--set placement.gpus_per_rollout_worker={asked}, or leave rollout.tensor_parallel_size "
+            "out",
         )
     return gpus
 
 
 def max_context_tokens(profile: Profile) -> int:
     """The longest token sequence that an engine or the trainer can receive."""
-    return profile.env.max_context_tokens or profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
+    return (
+        profile.env.max_context_tokens
+        or profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
+    )
 
 
 STALL_MARGIN_S = 60.0
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}
-"""Of the median difference, by `model.dtype`. In bfloat16, trainer and worker round in every layer, and logits between 8 and 16 to
-sixteenths: docs/weights.md has measured differences."""
+"""Of the median difference, by `model.dtype`. In bfloat16, trainer and worker round in every layer, and
+logits between 8 and 16 to sixteenths: docs/weights.md has measured differences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """A profile, with the settings that the loop derives from it. `load_timeout_s`: how long a worker may take to receive and load
-    a version, without draining."""
+    """A profile, with the settings that the loop derives from it. `load_timeout_s`: how long a worker may
+    take to receive and load a version, without draining."""
 
     profile: Profile
     schedule: Schedule
@@ -176,7 +190,11 @@ class LoopSettings:
     @property
     def interrupt(self) -> Interrupt:
         """What a load does to a worker's running rollouts. Without partial rollouts, they finish first."""
-        return (self.profile.rollout.interrupt or "keep-kv") if self.profile.async_training.partial_rollout else "drain"
+        return (
+            (self.profile.rollout.interrupt or "keep-kv")
+            if self.profile.async_training.partial_rollout
+            else "drain"
+        )
 
     @property
     def sync_timeout_s(self) -> float:
@@ -185,12 +203,14 @@ class LoopSettings:
 
     @property
     def _silence_s(self) -> float:
-        """How long a healthy worker may produce no token: its engine is busy, or all of its trajectories wait for tools."""
+        """How long a healthy worker may produce no token: its engine is busy, or all of its trajectories wait
+        for tools."""
         return max(self.profile.rollout.call_timeout_s, self.profile.env.tool_timeout_s)
 
     @property
     def stall_timeout_s(self) -> float:
-        """The watchdog's limit. It is longer than the limit of any single call or load, whose own error says more."""
+        """The watchdog's limit. It is longer than the limit of any single call or load, whose own error says
+        more."""
         profile = self.profile
         if profile.run.stall_timeout_s is not None:
             return profile.run.stall_timeout_s
@@ -208,7 +228,8 @@ class LoopSettings:
         return self.profile.weights.max_logprob_diff or MAX_LOGPROB_DIFF[self.profile.model.dtype]
 
     def window_after(self, step: int) -> tuple[int, int]:
-        """The version after train step `step`, and how many groups its window has taken by then, if the run was never extended."""
+        """The version after train step `step`, and how many groups its window has taken by then, if the run
+        was never extended."""
         windows, steps_in_window = divmod(step, self.schedule.window_steps)
         if steps_in_window and step == self.schedule.train_steps:  # the last window may be shorter
             return windows + 1, 0

@@ -21,19 +21,29 @@ from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, MOST_REWARDS, Profile,
 from asyncrl_cli.profile.toml_files import shortened, toml_value
 
 ENGINE = "rollout.engine"
-ENGINE_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
+ENGINE_KEYS = (
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "max_model_len",
+    "enforce_eager",
+    "engine_args",
+)
 """Keys of [rollout] that only some engines support."""
 HIGHEST_LR = 1e-4
-"""Above it a warning, for all weights of a pretrained model. The base profile's 5e-4 is for a model of 0.75 M parameters."""
+"""Above it a warning, for all weights of a pretrained model. The base profile's 5e-4 is for a model of 0.75 M
+parameters."""
 
 
 def _engine_clashes(kind: Any) -> Iterator[Clash]:
-    """What an engine does not support, according to its `EngineKind`. Engines are looked up by name: this module imports none."""
+    """What an engine does not support, according to its `EngineKind`. Engines are looked up by name: this
+    module imports none."""
     for key in (f"rollout.{key}" for key in ENGINE_KEYS if key not in kind.keys):
         knows = next(name for name in ENGINES if key.removeprefix("rollout.") in engine_kind(name).keys)
         hint = f"--set rollout.engine={knows}, or leave {key} out"
         yield Clash({key: given, ENGINE: given}, "this engine does not support the key", hint)
-    for transport in (transport for transport in DIRECT_TRANSPORTS if transport not in kind.direct_transports):
+    for transport in (
+        transport for transport in DIRECT_TRANSPORTS if transport not in kind.direct_transports
+    ):
         able = next(name for name in ENGINES if transport in engine_kind(name).direct_transports)
         yield Clash(
             {TRANSPORT: transport, ENGINE: given},
@@ -44,7 +54,8 @@ def _engine_clashes(kind: Any) -> Iterator[Clash]:
         able = next(name for name in ENGINES if engine_kind(name).loads_in_place)
         yield Clash(
             {DUAL_BUFFER: False, ENGINE: given, TRANSPORT: lambda transport: not direct(transport)},
-            "this engine reads new weights from memory that holds a whole version, so there is always a second buffer",
+            "this engine reads new weights from memory that holds a whole version, so there is always a "
+            "second buffer",
             f"--set weights.dual_buffer=true, or rollout.engine={able}",
         )
 
@@ -85,10 +96,14 @@ def _raised(rule: Callable[[Any], object], value: Any) -> list[ConfigError]:
 
 
 def _head_start(profile: Profile) -> Iterator[ConfigError]:
-    head_start, steps = profile.critic.head_start_steps, train_steps_of(profile) * profile.async_training.require_batches
+    head_start, steps = (
+        profile.critic.head_start_steps,
+        train_steps_of(profile) * profile.async_training.require_batches,
+    )
     if head_start >= steps:
         yield ConfigError(
-            f"critic.head_start_steps = {head_start}: the run has {steps} optimizer steps, so the policy is never trained",
+            f"critic.head_start_steps = {head_start}: the run has {steps} optimizer steps, so the policy is "
+            "never trained",
             hint="lower critic.head_start_steps, or raise run.train_steps",
         )
 
@@ -98,28 +113,36 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
     least = math.ceil(training.staleness_threshold)
     if training.max_staleness is not None and training.max_staleness < least:
         yield ConfigError(
-            f"async_training.max_staleness = {training.max_staleness} is less than ceil(staleness_threshold) = "
-            f"ceil({training.staleness_threshold}) = {least}: groups admitted that far ahead are this old when they are trained",
-            hint=f"--set async_training.max_staleness={least}, or a smaller async_training.staleness_threshold",
+            f"async_training.max_staleness = {training.max_staleness} is less than ceil(staleness_threshold) "
+            "= "
+            f"ceil({training.staleness_threshold}) = {least}: groups admitted that far ahead are this old "
+            "when they are trained",
+            hint=f"--set async_training.max_staleness={least}, or a smaller "
+            "async_training.staleness_threshold",
         )
     if training.partial_rollout and (too_small := _too_small_eta(profile)):
         yield ConfigError(
-            f"{PARTIAL} = true with {too_small}: no rollout is running at a weight sync, so none can be partial",
+            f"{PARTIAL} = true with {too_small}: no rollout is running at a weight sync, so none can be "
+            "partial",
             hint=f"--set {ETA}={_least_eta(profile)} or more, or {PARTIAL.rpartition('.')[2]}=false",
         )
     spread = nodes.asked_workers(profile) or 1 if rollout.placement == "response" else 1
     if rollout.slots * spread < rollout.n:
         where = f" on {spread} workers" if spread > 1 else ""
         yield ConfigError(
-            f"rollout.slots = {rollout.slots}{where} is less than rollout.n = {rollout.n}: no group ever fits",
+            f"rollout.slots = {rollout.slots}{where} is less than rollout.n = {rollout.n}: no group ever "
+            "fits",
             hint=f"--set rollout.slots={-(-rollout.n // spread)} or more",
         )
     elif rollout.min_workers is not None and rollout.min_workers * rollout.slots < rollout.n:
         least = -(-rollout.n // rollout.slots)
         yield ConfigError(
-            f"rollout.min_workers = {rollout.min_workers} with rollout.slots = {rollout.slots}: so few workers have "
-            f"{rollout.min_workers * rollout.slots} slots, less than rollout.n = {rollout.n}, and no group would fit any more",
-            hint=f"--set rollout.min_workers={least}, or rollout.slots={-(-rollout.n // rollout.min_workers)}",
+            f"rollout.min_workers = {rollout.min_workers} with rollout.slots = {rollout.slots}: so few "
+            "workers have "
+            f"{rollout.min_workers * rollout.slots} slots, less than rollout.n = {rollout.n}, and no group "
+            "would fit any more",
+            hint=f"--set rollout.min_workers={least}, or "
+            f"rollout.slots={-(-rollout.n // rollout.min_workers)}",
         )
 
 
@@ -128,13 +151,15 @@ def _limits(profile: Profile) -> Iterator[ConfigError]:
     prompt, context = rollout.max_prompt_tokens, env.max_context_tokens
     if context is not None and context <= prompt:
         yield ConfigError(
-            f"env.max_context_tokens = {context} is not more than rollout.max_prompt_tokens = {prompt}: the longest prompt leaves "
+            f"env.max_context_tokens = {context} is not more than rollout.max_prompt_tokens = {prompt}: the "
+            "longest prompt leaves "
             "no room for a response",
             hint=f"--set env.max_context_tokens={prompt + rollout.max_response_tokens}, or leave it out",
         )
     if env.tool_timeout_s > env.episode_timeout_s:
         yield ConfigError(
-            f"env.tool_timeout_s = {env.tool_timeout_s:g} is more than env.episode_timeout_s = {env.episode_timeout_s:g}: an "
+            f"env.tool_timeout_s = {env.tool_timeout_s:g} is more than env.episode_timeout_s = "
+            f"{env.episode_timeout_s:g}: an "
             "episode would end before the tool's timeout could name the tool",
             hint=f"--set env.episode_timeout_s={env.tool_timeout_s:g} or more",
         )
@@ -153,11 +178,18 @@ def _rewards(task: TaskSection) -> Iterator[ConfigError]:
         return
     shown = f"task.reward = {shortened(toml_value(task.reward))}"
     if not 1 <= len(task.reward) <= MOST_REWARDS:
-        yield ConfigError(f"{shown}: it has {len(task.reward)} rewards", hint=f"name 1 to {MOST_REWARDS}, or one as text")
+        yield ConfigError(
+            f"{shown}: it has {len(task.reward)} rewards", hint=f"name 1 to {MOST_REWARDS}, or one as text"
+        )
     if len(task.rewards) < len(task.reward):
-        yield ConfigError(f"{shown}: a reward is named twice", hint='give it a weight: {"my_rewards:score" = 2.0}')
+        yield ConfigError(
+            f"{shown}: a reward is named twice", hint='give it a weight: {"my_rewards:score" = 2.0}'
+        )
     if alone := [name for name in ("auto", "none") if name in task.reward]:
-        yield ConfigError(f'{shown}: "{alone[0]}" is not one of several rewards', hint="name each reward, such as exact-match")
+        yield ConfigError(
+            f'{shown}: "{alone[0]}" is not one of several rewards',
+            hint="name each reward, such as exact-match",
+        )
     if any(weight == 0 for weight in task.rewards.values()):
         yield ConfigError(f"{shown}: a weight is 0", hint="leave that reward out, or give it a small weight")
 
@@ -183,31 +215,43 @@ def _warnings(profile: Profile) -> Iterator[str]:
         if value != off:
             yield f"rollout.{key} = {value}: the sampled distribution is not the one that is trained"
     algorithm, age = profile.algorithm, schedule.max_staleness
-    if age and algorithm.rollout_is == "none" and (algorithm.loss_mode == "reinforce" or algorithm.old_logprobs != "rollout"):
+    if (
+        age
+        and algorithm.rollout_is == "none"
+        and (algorithm.loss_mode == "reinforce" or algorithm.old_logprobs != "rollout")
+    ):
         yield (
-            f'algorithm.rollout_is = "none": data up to {age} versions old is trained as if the current weights had sampled it, '
+            f'algorithm.rollout_is = "none": data up to {age} versions old is trained as if the current '
+            "weights had sampled it, "
             "which biases the gradient and can end in a collapse"
         )
     lr = profile.trainer.lr
     if lr > HIGHEST_LR and not profile.lora.rank and not profile.model.path.startswith("builtin:"):
         yield (
-            f"trainer.lr = {lr:g} suits the tiny builtin model, and can ruin a pretrained one within a few steps: 1e-6 is usual "
+            f"trainer.lr = {lr:g} suits the tiny builtin model, and can ruin a pretrained one within a few "
+            "steps: 1e-6 is usual "
             "where all weights are trained"
         )
     if profile.task.answer_format == "anywhere":
         yield (
-            'task.answer_format = "anywhere": any expression of a response counts as its answer, so a model can learn to repeat '
+            'task.answer_format = "anywhere": any expression of a response counts as its answer, so a model '
+            "can learn to repeat "
             "the prompt instead of answering it"
         )
     if too_small := _too_small_eta(profile):
-        yield f"{too_small}, as with {ETA.rpartition('.')[2]} = 0; {_least_eta(profile)} or more generates ahead"
+        yield (
+            f"{too_small}, as with {ETA.rpartition('.')[2]} = 0; {_least_eta(profile)} or more generates "
+            "ahead"
+        )
     stall_s, calls = profile.run.stall_timeout_s, {"rollout.call_timeout_s": rollout.call_timeout_s}
     calls["trainer.step_timeout_s"] = profile.trainer.step_timeout_s
     key = max(calls, key=calls.__getitem__)
     if stall_s is not None and stall_s <= calls[key]:
         yield (
-            f"run.stall_timeout_s = {stall_s:g} is not longer than {key} = {calls[key]:g}: if everything waits for a "
-            "hanging call, the run ends as a stall before the call's own timeout can name it or restart its worker"
+            f"run.stall_timeout_s = {stall_s:g} is not longer than {key} = {calls[key]:g}: if everything "
+            "waits for a "
+            "hanging call, the run ends as a stall before the call's own timeout can name it or restart its "
+            "worker"
         )
     if profile.task.train_prompts is not None and profile.task.train_prompts < schedule.step_groups:
         yield (

@@ -21,11 +21,16 @@ class Clash:
     hint: str
 
     def is_in(self, values: Mapping[str, Any]) -> bool:
-        return all(wrong(values[key]) if callable(wrong) else values[key] == wrong for key, wrong in self.values.items())
+        return all(
+            wrong(values[key]) if callable(wrong) else values[key] == wrong
+            for key, wrong in self.values.items()
+        )
 
     def error(self, values: Mapping[str, Any]) -> ConfigError:
         first, *others = (_shown(key, values[key]) for key in self.values)
-        return ConfigError(f"{first}{' with ' if others else ''}{' and '.join(others)}: {self.because}", hint=self.hint)
+        return ConfigError(
+            f"{first}{' with ' if others else ''}{' and '.join(others)}: {self.because}", hint=self.hint
+        )
 
 
 def _shown(key: str, value: object) -> str:
@@ -57,15 +62,24 @@ def _ends_in(*ends: str) -> Callable[[str | None], bool]:
 
 
 def _unused(keys: str, where: Mapping[str, object], because: str, hint: str) -> Iterator[Clash]:
-    """Keys that have no effect `where` other keys have these values. Each is refused unless it has its default."""
+    """Keys that have no effect `where` other keys have these values. Each is refused unless it has its
+    default."""
     defaults = values_of(Profile())
     for key in keys.split():
         yield Clash({key: _other_than(defaults[key]), **where}, because, f"{hint}, or leave {key} out")
 
 
-ETA, PARTIAL, COLOCATE = "async_training.staleness_threshold", "async_training.partial_rollout", "placement.colocate"
+ETA, PARTIAL, COLOCATE = (
+    "async_training.staleness_threshold",
+    "async_training.partial_rollout",
+    "placement.colocate",
+)
 OLD_LOGPROBS, LOSS = "algorithm.old_logprobs", "algorithm.loss_mode"
-ADVANTAGES, KL_LOSS, KL_REWARD = "algorithm.adv_estimator", "algorithm.use_kl_loss", "algorithm.use_kl_in_reward"
+ADVANTAGES, KL_LOSS, KL_REWARD = (
+    "algorithm.adv_estimator",
+    "algorithm.use_kl_loss",
+    "algorithm.use_kl_in_reward",
+)
 TRANSPORT, DUAL_BUFFER = "weights.transport", "weights.dual_buffer"
 CLASHES = (
     Clash(
@@ -120,14 +134,16 @@ CLASHES = (
     *(
         Clash(
             {"algorithm.rollout_is_batch_normalize": True, OLD_LOGPROBS: wrong},
-            "it needs the mean weight of an optimizer step before the first loss, which only a recomputed prox gives",
+            "it needs the mean weight of an optimizer step before the first loss, which only a recomputed "
+            "prox gives",
             "--set algorithm.old_logprobs=recompute, or algorithm.rollout_is_batch_normalize=false",
         )
         for wrong in ("rollout", "loglinear")
     ),
     Clash(
         {"algorithm.rollout_is_batch_normalize": True, LOSS: "reinforce"},
-        "this loss's weights depend on the policy in training, so their mean is not known before the first loss",
+        "this loss's weights depend on the policy in training, so their mean is not known before the first "
+        "loss",
         "--set algorithm.loss_mode=vanilla, or algorithm.rollout_is_batch_normalize=false",
     ),
     Clash(
@@ -141,12 +157,18 @@ CLASHES = (
         "--set algorithm.rollout_rs=seq_mean_k3, or leave algorithm.rollout_rs_threshold out",
     ),
     Clash(
-        {"algorithm.rollout_rs": _ends_in("k1"), "algorithm.rollout_rs_threshold": lambda x: isinstance(x, float) and x <= 1},
+        {
+            "algorithm.rollout_rs": _ends_in("k1"),
+            "algorithm.rollout_rs_threshold": lambda x: isinstance(x, float) and x <= 1,
+        },
         "k1 keeps ratios between 1/x and x, so x must be above 1",
         '--set algorithm.rollout_rs_threshold=2.0, or "0.5_2.0"',
     ),
     Clash(
-        {"algorithm.rollout_rs": _ends_in("k2", "k3"), "algorithm.rollout_rs_threshold": lambda band: isinstance(band, str)},
+        {
+            "algorithm.rollout_rs": _ends_in("k2", "k3"),
+            "algorithm.rollout_rs_threshold": lambda band: isinstance(band, str),
+        },
         "k2 and k3 are never negative, so they only have an upper bound",
         "--set algorithm.rollout_rs_threshold=0.01, or a k1 rule",
     ),
@@ -165,9 +187,15 @@ CLASHES = (
         "nothing gives a reward",
         "--set reward_model.path=..., or another task.reward",
     ),
-    *_unused("reward_model.weight", {"reward_model.path": None}, "there is no reward model", "--set reward_model.path=..."),
     *_unused(
-        "critic.path critic.lr critic.grad_clip critic.cliprange_value critic.head_start_steps algorithm.gamma algorithm.lam",
+        "reward_model.weight",
+        {"reward_model.path": None},
+        "there is no reward model",
+        "--set reward_model.path=...",
+    ),
+    *_unused(
+        "critic.path critic.lr critic.grad_clip critic.cliprange_value critic.head_start_steps "
+        "algorithm.gamma algorithm.lam",
         {ADVANTAGES: _other_than("gae")},
         "only gae has a critic and per-token advantages",
         "--set algorithm.adv_estimator=gae",
@@ -247,7 +275,8 @@ CLASHES = (
         "--set placement.device=cuda, or --set weights.transport=object-store",
     ),
     *_unused(
-        "rollout.nnodes rollout.n_gpus_per_node placement.rollout_strategy placement.rollout_labels placement.disjoint_nodes",
+        "rollout.nnodes rollout.n_gpus_per_node placement.rollout_strategy placement.rollout_labels "
+        "placement.disjoint_nodes",
         {COLOCATE: True},
         "colocated rollout workers run where the trainer's ranks are",
         "--set placement.colocate=false",

@@ -31,8 +31,11 @@ def _path(text: str) -> str:
 
 
 def whole_ratios(ratios: Any) -> Any:
-    """Fractions, as verl writes ratios, as the smallest whole numbers: [0.5, 0.25, 0.25] is [2, 1, 1]. Others are unchanged."""
-    if not isinstance(ratios, list | tuple) or not all(isinstance(ratio, float) and 0 < ratio < 1 for ratio in ratios):
+    """Fractions, as verl writes ratios, as the smallest whole numbers: [0.5, 0.25, 0.25] is [2, 1, 1]. Others
+    are unchanged."""
+    if not isinstance(ratios, list | tuple) or not all(
+        isinstance(ratio, float) and 0 < ratio < 1 for ratio in ratios
+    ):
         return ratios
     exact = [Fraction(ratio).limit_denominator(MOST_DENOMINATOR) for ratio in ratios]
     unit = lcm(*(ratio.denominator for ratio in exact))
@@ -44,7 +47,8 @@ MOST_DENOMINATOR = 64
 LABEL = r"^!?(in\([\w.-]+(, ?[\w.-]+)*\)|[\w.-]+)$"
 """A value or `in(a, b)`; a leading `!` negates either."""
 MOST, MOST_PROCESSES, MOST_DECIMALS = 10**9, 4096, 12
-"""Upper limits, to catch typing errors: for steps, tokens, sizes and seconds; for processes; for decimal places of eta."""
+"""Upper limits, to catch typing errors: for steps, tokens, sizes and seconds; for processes; for decimal
+places of eta."""
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
@@ -67,7 +71,8 @@ ARRAY = Field(strict=False)
 """For a tuple: accept a list, which is what TOML's arrays become."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], ARRAY]
-"""Below 1: a mean that never takes in a gradient would stay what it is, and the bias correction divides by 1 - beta."""
+"""Below 1: a mean that never takes in a gradient would stay what it is, and the bias correction divides by 1
+- beta."""
 Strings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], ARRAY]
 Params = dict[str, Any]
 Labels = dict[str, Annotated[str, Field(pattern=LABEL)]]

@@ -1,6 +1,8 @@
-"""The JSON Schema of a profile file, for editors and for taplo: the schema of `Profile`, and the keys that only files have.
+"""The JSON Schema of a profile file, for editors and for taplo: the schema of `Profile`, and the keys that
+only files have.
 
-`asyncrl schema profile` prints it. Shipped profiles name it in their first line, `#:schema ./profile.schema.json`.
+`asyncrl schema profile` prints it. Shipped profiles name it in their first line, `#:schema
+./profile.schema.json`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from typing import Any
 from asyncrl_cli.profile.schema import Profile
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-EXTENDS = {"type": "string", "description": "The profile that this one extends: its name, or a path relative to this file."}
+EXTENDS = {
+    "type": "string",
+    "description": "The profile that this one extends: its name, or a path relative to this file.",
+}
 SCHEMAS, DEFINITIONS = ("properties", "$defs"), "$defs"
 """Keywords whose values map names to schemas. These names are not keywords."""
 
@@ -23,7 +28,8 @@ def profile_schema() -> dict[str, Any]:
 
 
 def tidied(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A pydantic schema without the parts that are useless in TOML or to an editor: null, titles, and defaults of whole tables."""
+    """A pydantic schema without the parts that are useless in TOML or to an editor: null, titles, and
+    defaults of whole tables."""
     kept: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in SCHEMAS:

@@ -1,4 +1,5 @@
-"""A profile's dotted keys, like `run.seed`: their names, flattening tables to them, validation, and what each key expects."""
+"""A profile's dotted keys, like `run.seed`: their names, flattening tables to them, validation, and what each
+key expects."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ PARAMS = "task.params"
 @cache
 def sections() -> Mapping[str, type[Section]]:
     kinds = {name: field.annotation for name, field in Profile.model_fields.items()}
-    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+    return {
+        name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)
+    }
 
 
 @cache
@@ -51,14 +54,17 @@ def entries_of(profile: Profile) -> dict[str, Any]:
 
 
 def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Flatten nested tables to values by dotted key. Raises one ConfigError for all unknown keys; hints name the nearest keys."""
+    """Flatten nested tables to values by dotted key. Raises one ConfigError for all unknown keys; hints name
+    the nearest keys."""
     flat: dict[str, Any] = {}
     problems: list[ConfigError] = []
     for section, table in content.items():
         if len(problems) > MOST_PROBLEMS:
             break
         if section not in sections() and (meant := _section(section, table)):
-            problems.append(ConfigError(f"{where}: unknown section {shortened(section)}", hint=f"did you mean {meant}?"))
+            problems.append(
+                ConfigError(f"{where}: unknown section {shortened(section)}", hint=f"did you mean {meant}?")
+            )
             unknown = (f"{meant}.{name}" for name in table if f"{meant}.{name}" not in keys())
             problems += [unknown_key(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
         elif section not in sections():
@@ -69,7 +75,9 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
             problems.append(ConfigError(f"{where}: {section} is a section, not a value", hint=hint))
         else:
             given = {f"{section}.{name}": value for name, value in table.items()}
-            unknown = (name for key, value in given.items() if key not in keys() for name in _meant(key, value))
+            unknown = (
+                name for key, value in given.items() if key not in keys() for name in _meant(key, value)
+            )
             problems += [unknown_key(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
             flat |= given
     if problems:
@@ -80,29 +88,44 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _section(name: str, table: Any) -> str | None:
-    """The section that an unknown one probably means, if it has no keys of another trainer: the one with a similar name, whose name
-    begins with this one, or the only one that has most of the table's keys."""
-    if not isinstance(table, Mapping) or not table or any(map(foreign, islice(_leaves(name, table), MOST_PROBLEMS))):
+    """The section that an unknown one probably means, if it has no keys of another trainer: the one with a
+    similar name, whose name begins with this one, or the only one that has most of the table's keys."""
+    if (
+        not isinstance(table, Mapping)
+        or not table
+        or any(map(foreign, islice(_leaves(name, table), MOST_PROBLEMS)))
+    ):
         return None
-    shared = {own: sum(f"{own}.{key}" in keys() for key in islice(table, MOST_PROBLEMS)) for own in sections()}
+    shared = {
+        own: sum(f"{own}.{key}" in keys() for key in islice(table, MOST_PROBLEMS)) for own in sections()
+    }
     having_most = [own for own, number in shared.items() if 2 * number > len(table)]
     begins = (own for own in sections() if len(name) > 2 and own.startswith(name))
-    return nearest(name, sections()) or next(begins, None) or (having_most[0] if len(having_most) == 1 else None)
+    return (
+        nearest(name, sections()) or next(begins, None) or (having_most[0] if len(having_most) == 1 else None)
+    )
 
 
 def _meant(key: str, value: Any) -> Iterator[str]:
-    """The keys in an unknown key's table that belong to another trainer or have names of ours; the key itself if there are none."""
+    """The keys in an unknown key's table that belong to another trainer or have names of ours; the key itself
+    if there are none."""
     leaves = islice(_leaves(key, value), MOST_PROBLEMS + 1)
-    yield from [leaf for leaf in leaves if foreign(leaf) or _joined(leaf) or leaf.rpartition(".")[2] in _last_parts()] or [key]
+    yield from [
+        leaf for leaf in leaves if foreign(leaf) or _joined(leaf) or leaf.rpartition(".")[2] in _last_parts()
+    ] or [key]
 
 
 def _joined(key: str) -> str | None:
-    """The key that one with a misplaced dot means: placement.rollout_labels for `placement.rollout.label`, and
-    placement.trainer_workers for `trainer.workers`."""
+    """The key that one with a misplaced dot means: placement.rollout_labels for `placement.rollout.label`,
+    and placement.trainer_workers for `trainer.workers`."""
     if (placed := f"placement.{key.replace('.', '_')}") in keys():
         return placed
     section, _, name = key.partition(".")
-    own = {known.partition(".")[2]: known for known in keys() if known.startswith(f"{section}.")} if "." in name else {}
+    own = (
+        {known.partition(".")[2]: known for known in keys() if known.startswith(f"{section}.")}
+        if "." in name
+        else {}
+    )
     found = nearest(name.replace(".", "_"), own)
     return own[found] if found else None
 
@@ -116,11 +139,14 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 
 def foreign(key: str) -> PeerKey | None:
-    """The row for another trainer's key, also below a section of ours; None if a key of ours has exactly this name."""
+    """The row for another trainer's key, also below a section of ours; None if a key of ours has exactly this
+    name."""
     section, _, name = key.partition(".")
     if key in _last_parts():
         return None
-    return counterpart(key) or (renamed(name) if section in sections() and name not in _last_parts() else None)
+    return counterpart(key) or (
+        renamed(name) if section in sections() and name not in _last_parts() else None
+    )
 
 
 @cache
@@ -136,14 +162,19 @@ def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
     if (own := f"{section}.{key.rpartition('.')[2]}") in known:  # trainer.policy.optimizer_config.lr
         return ConfigError(f"{where}: unknown key {shortened(key)}", hint=f"did you mean {own}?")
     if len(same) > 1:  # the same key of several sections
-        return ConfigError(f"{where}: unknown key {shortened(key)}", hint=f"did you mean {' or '.join(same)}?")
+        return ConfigError(
+            f"{where}: unknown key {shortened(key)}", hint=f"did you mean {' or '.join(same)}?"
+        )
     names = [name.removeprefix(f"{section}.") for name in known if name.startswith(f"{section}.")]
     there_are = f"keys of [{section}]: {', '.join(names)}" if names else f"sections: {', '.join(sections())}"
-    return ConfigError(f"{where}: unknown key {shortened(key)}", hint=did_you_mean(_joined(key) or key, known, there_are))
+    return ConfigError(
+        f"{where}: unknown key {shortened(key)}", hint=did_you_mean(_joined(key) or key, known, there_are)
+    )
 
 
 def validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Profile:
-    """Make the profile from values by key, including name and purpose. Raises one ConfigError for all type and range errors."""
+    """Make the profile from values by key, including name and purpose. Raises one ConfigError for all type
+    and range errors."""
     nested: dict[str, Any] = {}
     params: dict[str, Any] = {}
     for key, value in values.items():
@@ -166,7 +197,9 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Profile:
 def _wrong_value(key: str, value: Any, origin: str) -> ConfigError:
     text = shortened(value)
     shown = f'"{text}"' if isinstance(value, str) else text.lower() if isinstance(value, bool) else text
-    return ConfigError(f"{key} = {shown} ({origin}): expected {expected(key)}", hint=_type_hint(key, value, origin))
+    return ConfigError(
+        f"{key} = {shown} ({origin}): expected {expected(key)}", hint=_type_hint(key, value, origin)
+    )
 
 
 def _type_hint(key: str, value: Any, origin: str) -> str:
@@ -192,7 +225,9 @@ def expected(key: str) -> str:
 def choices(key: str) -> list[str]:
     """The values of a key that has a fixed list of them, as TOML or as text; empty for any other key."""
     named = [choice for option in _options(key) for choice in _choices(option)]
-    return named + (["true", "false"] if any(option.get("type") == "boolean" for option in _options(key)) else [])
+    return named + (
+        ["true", "false"] if any(option.get("type") == "boolean" for option in _options(key)) else []
+    )
 
 
 def _options(key: str) -> list[dict[str, Any]]:
@@ -222,7 +257,9 @@ def _describe(option: Mapping[str, Any]) -> str:
         return f"an array, each entry {_describe(option['items'])}"
     if option.get("format") == "path":
         return f"a string, with at most {MAX_NAME_BYTES} bytes in a name and {MAX_PATH_BYTES} in a path"
-    return _NAMES[option["type"]] + "".join(text.format(option[name]) for name, text in _LIMITS.items() if name in option)
+    return _NAMES[option["type"]] + "".join(
+        text.format(option[name]) for name, text in _LIMITS.items() if name in option
+    )
 
 
 _NAMES = {

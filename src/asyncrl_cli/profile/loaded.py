@@ -2,12 +2,14 @@
 
     defaults  <  profile chain (`extends`)  <  ASYNCRL_SECTION__KEY  <  --set  <  flags
 
-A layer is a flat table of dotted keys. A higher layer replaces the values of lower ones key by key. Some keys also clear
-keys of lower layers that no longer apply (`CLEARS`): a run has one length, and a new task source has its own parameters.
+A layer is a flat table of dotted keys. A higher layer replaces the values of lower ones key by key. Some keys
+also clear keys of lower layers that no longer apply (`CLEARS`): a run has one length, and a new task source
+has its own parameters.
 
 The result is written as `config.resolved.json` (every value with its origin), and as TOML for people:
 
-    {"schema_version": 1, "profile": {"run": {"train_steps": 200, ...}, ...}, "origins": {"run.seed": "--set", ...}}
+    {"schema_version": 1, "profile": {"run": {"train_steps": 200, ...}, ...}, "origins": {"run.seed": "--set",
+    ...}}
 
 In the JSON, eta is a string, so that it stays an exact decimal.
 """
@@ -27,14 +29,32 @@ from pydantic import ValidationError, create_model
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, RefusedError, combine, did_you_mean
 from asyncrl_cli.paths import expand, has_module
 from asyncrl_cli.profile.check import check
-from asyncrl_cli.profile.keys import PARAMS, entries_of, flatten, foreign, keys, sections, unknown_key, validate
+from asyncrl_cli.profile.keys import (
+    PARAMS,
+    entries_of,
+    flatten,
+    foreign,
+    keys,
+    sections,
+    unknown_key,
+    validate,
+)
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml_files import MAX_DEPTH, ProfileFile, chain, parse_value, shortened, toml_key, toml_value
+from asyncrl_cli.profile.toml_files import (
+    MAX_DEPTH,
+    ProfileFile,
+    chain,
+    parse_value,
+    shortened,
+    toml_key,
+    toml_value,
+)
 from asyncrl_cli.safe_files import first_of, load_json
 
 ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"
-"""Origin of a value that no layer gives. If it follows from the machine or the model, the origin goes on: "default for cuda"."""
+"""Origin of a value that no layer gives. If it follows from the machine or the model, the origin goes on:
+"default for cuda"."""
 SCHEMA_VERSION = 1
 """The format version of `config.resolved.json`."""
 MODELS = ("model.path", "ref.path", "critic.path", "reward_model.path")
@@ -66,7 +86,8 @@ def is_default(origin: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A validated profile, its warnings, and every value's origin by dotted key, including entries of `task.params`."""
+    """A validated profile, its warnings, and every value's origin by dotted key, including entries of
+    `task.params`."""
 
     profile: Profile
     origins: Mapping[str, str]
@@ -80,9 +101,11 @@ def load(
     environ: Mapping[str, str] | None = None,
     layers: Sequence[Layer] = (),
 ) -> Loaded:
-    """Read the profile NAME or FILE and apply environment, `--set a.b=c` and flags (dotted keys) on top of it.
+    """Read the profile NAME or FILE and apply environment, `--set a.b=c` and flags (dotted keys) on top of
+    it.
 
-    `layers` apply directly on top of the files, lowest first; a workload uses them to set its keys for all profiles.
+    `layers` apply directly on top of the files, lowest first; a workload uses them to set its keys for all
+    profiles.
 
     Raises ConfigError for any mistake in any layer.
     """
@@ -113,7 +136,9 @@ def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
     origins: dict[str, str] = {}
     for layer in layers:
         cleared = [other for key in layer.values for other in CLEARS.get(key, ())]
-        for key in [key for key in values if any(key == other or key.startswith(f"{other}.") for other in cleared)]:
+        for key in [
+            key for key in values if any(key == other or key.startswith(f"{other}.") for other in cleared)
+        ]:
             del values[key], origins[key]
         values |= layer.values
         origins |= {key: layer.origins.get(key, layer.origin) for key in layer.values}
@@ -129,10 +154,11 @@ def file_layer(file: ProfileFile) -> Layer:
 
 
 def _place_code(values: dict[str, Any], origins: dict[str, str], directories: Mapping[str, Path]) -> None:
-    """Set task.import_path, unless a layer did, to the directory of the profile file that names a module next to it.
+    """Set task.import_path, unless a layer did, to the directory of the profile file that names a module next
+    to it.
 
-    `directories`: each file's directory, by its origin. In other layers a module is in the working directory. Raises ConfigError if
-    the modules are in different directories.
+    `directories`: each file's directory, by its origin. In other layers a module is in the working directory.
+    Raises ConfigError if the modules are in different directories.
     """
     if IMPORT_PATH in values:
         return
@@ -149,7 +175,8 @@ def _place_code(values: dict[str, Any], origins: dict[str, str], directories: Ma
         if place != directory and ((key, module) in beside or has_module(directory, module)):
             one, other = (f'{name} = "{shortened(values[name])}"' for name in (first, key))
             raise ConfigError(
-                f"{one} names a module in {directory}, but {other} one in {place}: task.import_path is one directory",
+                f"{one} names a module in {directory}, but {other} one in {place}: task.import_path is one "
+                "directory",
                 hint="put the modules into one directory and name it: --set task.import_path=DIR",
             )
 
@@ -160,11 +187,14 @@ def _names_in(value: Any) -> list[str]:
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """The layer of ASYNCRL_SECTION__KEY variables. Any other name with the prefix is an error, so that no typo is ignored."""
+    """The layer of ASYNCRL_SECTION__KEY variables. Any other name with the prefix is an error, so that no
+    typo is ignored."""
     ours = (name for name in environ if name.upper().startswith(ENV_PREFIX))
     names = {name[len(ENV_PREFIX) :].lower().replace("__", "."): name for name in ours}
     problems = []
-    for key in islice((key for key in names if key not in keys() and not key.startswith(f"{PARAMS}.")), MOST_PROBLEMS + 1):
+    for key in islice(
+        (key for key in names if key not in keys() and not key.startswith(f"{PARAMS}.")), MOST_PROBLEMS + 1
+    ):
         otherwise = "names are ASYNCRL_SECTION__KEY, e.g. ASYNCRL_RUN__TRAIN_STEPS"
         row = foreign(key)
         hint = row.hint if row else did_you_mean(key, keys(), otherwise, _env_name)
@@ -172,7 +202,11 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     for key in names:
         above = next((names[other] for other in names if key.startswith(f"{other}.")), None)
         if above is not None:  # pydantic-settings would ignore the longer name
-            problems.append(ConfigError(f"environment: {above} is given beside {names[key]}", hint="put both in one table"))
+            problems.append(
+                ConfigError(
+                    f"environment: {above} is given beside {names[key]}", hint="put both in one table"
+                )
+            )
     if problems:
         raise combine(problems)
     if not names:
@@ -181,7 +215,9 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
 
     tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
     source = EnvSettingsSource(
-        create_model("Environment", __base__=BaseSettings, **tables), env_prefix=ENV_PREFIX, env_nested_delimiter="__"
+        create_model("Environment", __base__=BaseSettings, **tables),
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
     )
     source.env_vars = {name.lower(): environ[name] for name in names.values()}
     values = flatten(_parsed(source()), "environment")
@@ -208,7 +244,9 @@ def set_layer(sets: Sequence[str]) -> Layer:
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts) or len(parts) > MAX_DEPTH:
-            raise ConfigError(f"--set {shortened(text)}: expected section.key=value", hint="--set run.train_steps=20")
+            raise ConfigError(
+                f"--set {shortened(text)}: expected section.key=value", hint="--set run.train_steps=20"
+            )
         if len(parts) == 1 and parts[0] not in sections():
             raise unknown_key(parts[0], "--set", keys())
         nested: Any = parse_value(value.strip())
@@ -224,20 +262,27 @@ def set_layer(sets: Sequence[str]) -> Layer:
 
 
 def _anchored(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Make paths absolute, so that they survive a resume. A relative path is relative to the file (or the shell) that gives it."""
+    """Make paths absolute, so that they survive a resume. A relative path is relative to the file (or the
+    shell) that gives it."""
     paths = ("task.source", "task.eval_path", IMPORT_PATH, "model.cache_dir", "model.chat_template", *MODELS)
     found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
     anchored: dict[str, Any] = {key: _anchor(key, value, directory) for key, value in found.items()}
     if isinstance(sets := values.get("eval.sets"), Mapping):
         sources = {name: source for name, source in sets.items() if isinstance(source, str)}
-        anchored["eval.sets"] = {**sets} | {name: _anchor("task.source", source, directory) for name, source in sources.items()}
+        anchored["eval.sets"] = {**sets} | {
+            name: _anchor("task.source", source, directory) for name, source in sources.items()
+        }
     return {**values, **anchored}
 
 
 def _anchor(key: str, value: str, directory: Path) -> str:
     scheme, colon, rest = value.partition(":")
     if key == "task.source":
-        return f"{scheme}:{directory / expand(rest)}" if colon and scheme in ("jsonl", "parquet") and rest else value
+        return (
+            f"{scheme}:{directory / expand(rest)}"
+            if colon and scheme in ("jsonl", "parquet") and rest
+            else value
+        )
     path = directory / expand(value)
     if key == "model.chat_template" and scheme == "builtin":
         return value
@@ -247,12 +292,18 @@ def _anchor(key: str, value: str, directory: Path) -> str:
 
 
 def to_document(profile: Profile, origins: Mapping[str, str]) -> dict[str, Any]:
-    """The content of `config.resolved.json`, from which `from_document` restores the same profile and origins."""
-    return {"schema_version": SCHEMA_VERSION, "profile": profile.model_dump(mode="json"), "origins": dict(origins)}
+    """The content of `config.resolved.json`, from which `from_document` restores the same profile and
+    origins."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "profile": profile.model_dump(mode="json"),
+        "origins": dict(origins),
+    }
 
 
 def read_document(path: Path) -> Loaded:
-    """Read `config.resolved.json`. Raises RefusedError if it has another schema version or does not describe a profile."""
+    """Read `config.resolved.json`. Raises RefusedError if it has another schema version or does not describe
+    a profile."""
     return from_document(load_json(path, dict[str, Any], hint="take another checkpoint"), where=str(path))
 
 
@@ -286,8 +337,11 @@ def _loaded(tables: Mapping[str, Any], origins: Mapping[str, str]) -> Loaded:
     return Loaded(profile=profile, origins={str(key): str(origin) for key, origin in origins.items()})
 
 
-def to_toml(profile: Profile, origins: Mapping[str, str], *, only_given: bool = True, with_origins: bool = False) -> str:
-    """A self-contained profile file with the values that some layer gave or, with `only_given=False`, every value that is set."""
+def to_toml(
+    profile: Profile, origins: Mapping[str, str], *, only_given: bool = True, with_origins: bool = False
+) -> str:
+    """A self-contained profile file with the values that some layer gave or, with `only_given=False`, every
+    value that is set."""
     tables: dict[str, list[str]] = {section: [] for section in sections()}
     for key, value in entries_of(profile).items():
         section, _, name = key.partition(".")

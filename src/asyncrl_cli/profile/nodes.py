@@ -49,18 +49,21 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
         if shape is None:
             if section.nnodes is not None:
                 yield ConfigError(
-                    f"{name}.nnodes = {section.nnodes} without {name}.n_gpus_per_node: the number of GPUs per node is missing",
+                    f"{name}.nnodes = {section.nnodes} without {name}.n_gpus_per_node: the number of GPUs "
+                    "per node is missing",
                     hint=f"--set {name}.n_gpus_per_node=N; `asyncrl plan` says what fits",
                 )
             continue
         if name == "rollout" and shape.gpus % each:
             yield ConfigError(
-                f"rollout.n_gpus_per_node = {shape.gpus} is not a multiple of placement.gpus_per_rollout_worker = {each}: the GPUs "
+                f"rollout.n_gpus_per_node = {shape.gpus} is not a multiple of "
+                f"placement.gpus_per_rollout_worker = {each}: the GPUs "
                 "of a worker are on one node",
                 hint=f"--set rollout.n_gpus_per_node={max(shape.gpus // each, 1) * each}",
             )
         elif given not in (None, asked):
             yield ConfigError(
-                f"{name}.nnodes = {shape.nodes} with {name}.n_gpus_per_node = {shape.gpus} means {asked}, but {key} = {given}",
+                f"{name}.nnodes = {shape.nodes} with {name}.n_gpus_per_node = {shape.gpus} means {asked}, "
+                f"but {key} = {given}",
                 hint=f"leave out {key}, or the other two",
             )

@@ -8,8 +8,8 @@ They are read from the tables of docs/coming-from.md, a page that comes with asy
     | `data.val_files` | `eval.sets`, `task.eval_path` | sets by name; or one file in place of the held-out prompts |
     | `data.gen_batch_size` | | groups are always admitted one by one |
 
-Keys with the same last part and the same meaning in both are not listed: the hint names the nearest known key anyway. A row of
-`section.*` is for all keys of that section that have no row of their own.
+Keys with the same last part and the same meaning in both are not listed: the hint names the nearest known key
+anyway. A row of `section.*` is for all keys of that section that have no row of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ OTHERS = "Other names"
 
 
 class PeerKey(NamedTuple):
-    """A key of the trainer `peer`, our keys that replace it, and a note: what differs, or why we have no such key."""
+    """A key of the trainer `peer`, our keys that replace it, and a note: what differs, or why we have no such
+    key."""
 
     peer: str
     theirs: str
@@ -34,9 +35,12 @@ class PeerKey(NamedTuple):
     note: str
 
     def covers(self, parts: Sequence[str]) -> bool:
-        """Whether this is the row of a section that the key, in `parts`, belongs to. The key may have fewer parts before it."""
+        """Whether this is the row of a section that the key, in `parts`, belongs to. The key may have fewer
+        parts before it."""
         *section, last = self.theirs.split(".")
-        return last == "*" and any(section[start:] == list(parts[: len(section) - start]) for start in range(len(section)))
+        return last == "*" and any(
+            section[start:] == list(parts[: len(section) - start]) for start in range(len(section))
+        )
 
     @property
     def meaning(self) -> str:
@@ -67,8 +71,9 @@ def rows() -> tuple[PeerKey, ...]:
 
 
 def counterpart(key: str) -> PeerKey | None:
-    """The row for a key. The key may have fewer parts than in the table (`test_freq`) or more, and Hydra's `+` or dashes. Among
-    several rows, the one with the most parts in common, then the first. If there is none, the row of its section."""
+    """The row for a key. The key may have fewer parts than in the table (`test_freq`) or more, and Hydra's
+    `+` or dashes. Among several rows, the one with the most parts in common, then the first. If there is
+    none, the row of its section."""
     parts = key.lstrip("+~-").replace("-", "_").split(".")
     best, most = None, 0
     for row in rows():
@@ -82,6 +87,7 @@ def counterpart(key: str) -> PeerKey | None:
 
 
 def renamed(name: str) -> PeerKey | None:
-    """The row for the last part of a key, if all keys of other trainers with that last part have the same counterpart, or none."""
+    """The row for the last part of a key, if all keys of other trainers with that last part have the same
+    counterpart, or none."""
     found = [row for row in rows() if row.theirs.rpartition(".")[2] == name]
     return found[0] if len({row.ours for row in found}) == 1 else None

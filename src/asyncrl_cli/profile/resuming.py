@@ -1,8 +1,9 @@
-"""`asyncrl resume --set`: a resumed run may compute elsewhere and with other numbers of workers, but it stays the same run.
+"""`asyncrl resume --set`: a resumed run may compute elsewhere and with other numbers of workers, but it stays
+the same run.
 
-Keys may change if they say where and how the run computes, what it writes, or how long it waits. So may the learning rates, for a
-run that diverges, and the run's length, which can only grow. All other keys determined what the checkpoint holds (weights, groups,
-their deadlines), so changing them is refused with that reason.
+Keys may change if they say where and how the run computes, what it writes, or how long it waits. So may the
+learning rates, for a run that diverges, and the run's length, which can only grow. All other keys determined
+what the checkpoint holds (weights, groups, their deadlines), so changing them is refused with that reason.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ ELSE = "the steps before the checkpoint were trained with it"
 
 
 def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
-    """The profile of a resumed run, changed by `--set`. Raises ConfigError for keys that cannot change or for other mistakes."""
+    """The profile of a resumed run, changed by `--set`. Raises ConfigError for keys that cannot change or for
+    other mistakes."""
     if not sets:
         return loaded
     before, layer = loaded.profile, set_layer(sets)
@@ -56,7 +58,9 @@ def changed(loaded: Loaded, sets: Sequence[str]) -> Loaded:
     profile = validate(*merge([Layer(origin="default", values=values, origins=loaded.origins), layer]))
     _refuse_fixed(before, profile)
     told = {**loaded.origins} | {key: "--set (resume)" for key in layer.values}
-    return Loaded(profile=profile, origins=told, warnings=(*check(profile), *_longer_schedule(before, profile)))
+    return Loaded(
+        profile=profile, origins=told, warnings=(*check(profile), *_longer_schedule(before, profile))
+    )
 
 
 def _refuse_fixed(before: Profile, after: Profile) -> None:
@@ -64,11 +68,15 @@ def _refuse_fixed(before: Profile, after: Profile) -> None:
     moved = [key for key in new | old if new.get(key) != old.get(key) and not may_change(key)]
     hint = "start another run for that (`asyncrl export`, then --set model.path=...), or leave it out"
     reasons = {key: FIXED.get(key) or FIXED.get(key.partition(".")[0]) or ELSE for key in moved}
-    problems = [ConfigError(f"{key} cannot change in a resumed run: {why}", hint=hint) for key, why in reasons.items()]
+    problems = [
+        ConfigError(f"{key} cannot change in a resumed run: {why}", hint=hint) for key, why in reasons.items()
+    ]
     steps, steps_before = train_steps_of(after), train_steps_of(before)
     if steps < steps_before:
         shorter = f"a resumed run cannot become shorter: {steps} train steps, after {steps_before}"
-        problems.append(ConfigError(shorter, hint="`asyncrl stop` ends a run before its last step, with a checkpoint"))
+        problems.append(
+            ConfigError(shorter, hint="`asyncrl stop` ends a run before its last step, with a checkpoint")
+        )
     if problems:
         raise combine(problems)
 
@@ -78,7 +86,10 @@ def _longer_schedule(before: Profile, after: Profile) -> list[str]:
     schedule, steps = after.trainer.lr_schedule, train_steps_of(after)
     if schedule == "constant" or steps == train_steps_of(before):
         return []
-    return [f"trainer.lr_schedule = {schedule} now falls to zero at step {steps}, so the learning rate rises with this resume"]
+    return [
+        f"trainer.lr_schedule = {schedule} now falls to zero at step {steps}, so the learning rate rises "
+        "with this resume"
+    ]
 
 
 def may_change(key: str) -> bool:

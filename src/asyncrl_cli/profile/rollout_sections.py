@@ -1,5 +1,5 @@
-"""The keys of `[rollout]`, `[env]`, `[async_training]` and `[weights]`: how responses are generated, within which limits, how far
-ahead of the trainer, and how new weights reach the rollout workers."""
+"""The keys of `[rollout]`, `[env]`, `[async_training]` and `[weights]`: how responses are generated, within
+which limits, how far ahead of the trainer, and how new weights reach the rollout workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class RolloutSection(Section):
     """Rollout workers and sampling."""
 
     engine: str = "transformers"
-    """The inference engine of each rollout worker: `transformers`, `vllm`, or one that an installed package adds."""
+    """The inference engine of each rollout worker: `transformers`, `vllm`, or one that an installed package
+    adds."""
     workers: Processes | None = None
     """Number of rollout workers. Default: as many as `placement` yields (1 on a CPU)."""
     nnodes: Processes | None = None
@@ -37,14 +38,15 @@ class RolloutSection(Section):
     n: Processes = 8
     """Trajectories per prompt: the size of a group. One is enough for `gae` and `reinforce_plus_plus`."""
     placement: Literal["response", "group"] = "response"
-    """`response`: each response of a group goes to the worker with the newest weights and the most room, so a group may run on
-    several workers at once. `group`: all responses of a group run on one worker."""
+    """`response`: each response of a group goes to the worker with the newest weights and the most room, so a
+    group may run on several workers at once. `group`: all responses of a group run on one worker."""
     prefetch_groups: NonNegativeInt = 0
     """How many groups are admitted beyond the free slots. They wait in the engines' queues."""
     hold_slots: bool = True
-    """What happens to a trajectory's slot while it waits for a tool. true: the trajectory keeps the slot and continues at once.
-    false: another response may use the slot meanwhile, and the trajectory queues for a slot afterwards; useful if tools are slow
-    and slots are few. Agents (`task.agent`) always keep their slots."""
+    """What happens to a trajectory's slot while it waits for a tool. true: the trajectory keeps the slot and
+    continues at once. false: another response may use the slot meanwhile, and the trajectory queues for a
+    slot afterwards; useful if tools are slow and slots are few. Agents (`task.agent`) always keep their
+    slots."""
     max_prompt_tokens: PositiveInt = 256
     """Longest prompt, in tokens. A task with a longer prompt is refused before the run starts."""
     max_response_tokens: PositiveInt = 256
@@ -63,41 +65,46 @@ class RolloutSection(Section):
     """vllm: number of processes that share one model. On GPUs always one per GPU of the worker
     (`placement.gpus_per_rollout_worker`); on CPUs 1 by default."""
     gpu_memory_utilization: Share | None = None
-    """vllm: share of a GPU's memory for weights and KV cache. Default: vLLM's own, or 0.5 if a trainer shares the GPU (colocate).
-    On CPUs: share of the machine's memory; by default the cache is as large as the slots need."""
+    """vllm: share of a GPU's memory for weights and KV cache. Default: vLLM's own, or 0.5 if a trainer shares
+    the GPU (colocate). On CPUs: share of the machine's memory; by default the cache is as large as the slots
+    need."""
     max_model_len: PositiveInt | None = None
     """vllm: longest sequence. Default: env.max_context_tokens."""
     enforce_eager: bool | None = None
-    """vllm: no compilation and no CUDA graphs. Default: true on CPUs (compilation takes a minute) and false on GPUs."""
+    """vllm: no compilation and no CUDA graphs. Default: true on CPUs (compilation takes a minute) and false
+    on GPUs."""
     engine_args: Params = Field(default_factory=dict)
     """vllm: additional arguments of `AsyncEngineArgs`, under vLLM's names."""
     call_timeout_s: PositiveFloat = 600.0
-    """A rollout worker with work that produces no token for this long counts as lost, unless it computes rewards or loads weights,
-    which have their own timeouts. A group as a whole may take longer. This is also the timeout of a train step, and of calls that
-    a worker answers at once."""
+    """A rollout worker with work that produces no token for this long counts as lost, unless it computes
+    rewards or loads weights, which have their own timeouts. A group as a whole may take longer. This is also
+    the timeout of a train step, and of calls that a worker answers at once."""
     max_restarts: NonNegativeInt = 0
-    """How often each worker may be restarted after a failure (its process or engine died, or it was silent for too long). With 0
-    the first failure ends the run. A resumed run counts from zero."""
+    """How often each worker may be restarted after a failure (its process or engine died, or it was silent
+    for too long). With 0 the first failure ends the run. A resumed run counts from zero."""
     min_workers: Processes | None = None
-    """The run continues with at least this many workers when others have no restart left or find no room (`placement.timeout_s`).
-    Those without room come back when there is room. Default: all workers."""
+    """The run continues with at least this many workers when others have no restart left or find no room
+    (`placement.timeout_s`). Those without room come back when there is room. Default: all workers."""
 
 
 class EnvSection(Section):
     """Limits of an episode, which may have many turns and tool calls."""
 
     tool_timeout_s: PositiveFloat = 60.0
-    """Seconds that a tool call, an environment's `reset` or its reward may take, and that an agent may run without awaiting. After
-    that the process is killed and the trajectory counts as failed (`tool-timeout`; `environment` for a reset, `reward` for a
-    reward). Importing the module may take as long: at least 30 s for an environment, at least 10 s for an agent."""
+    """Seconds that a tool call, an environment's `reset` or its reward may take, and that an agent may run
+    without awaiting. After that the process is killed and the trajectory counts as failed (`tool-timeout`;
+    `environment` for a reset, `reward` for a reward). Importing the module may take as long: at least 30 s
+    for an environment, at least 10 s for an agent."""
     max_turns: PositiveInt = 16
-    """Most responses in one episode. After the last one the episode ends with the reward earned so far and counts as truncated."""
+    """Most responses in one episode. After the last one the episode ends with the reward earned so far and
+    counts as truncated."""
     episode_timeout_s: PositiveFloat = 600.0
-    """Seconds from an episode's start to its end, including waits for a slot. A longer episode counts as failed
-    (`episode-timeout`)."""
+    """Seconds from an episode's start to its end, including waits for a slot. A longer episode counts as
+    failed (`episode-timeout`)."""
     max_context_tokens: PositiveInt | None = None
-    """Longest token sequence of an episode: prompt, responses, and everything that tools and environment add. An episode that fills
-    it ends as truncated. Default: rollout.max_prompt_tokens + rollout.max_response_tokens, which is enough for one turn."""
+    """Longest token sequence of an episode: prompt, responses, and everything that tools and environment add.
+    An episode that fills it ends as truncated. Default: rollout.max_prompt_tokens +
+    rollout.max_response_tokens, which is enough for one turn."""
 
 
 class AsyncTrainingSection(Section):
@@ -108,7 +115,8 @@ class AsyncTrainingSection(Section):
     staleness_threshold: Eta = Decimal(0)
     """eta: how many groups are admitted ahead, as a share of a window's groups."""
     require_batches: PositiveInt = 1
-    """Mini-batches per train step: R = require_batches * ppo_mini_batch_size groups. The seed decides which group is in which."""
+    """Mini-batches per train step: R = require_batches * ppo_mini_batch_size groups. The seed decides which
+    group is in which."""
     partial_rollout: bool = False
     """Freeze running rollouts at a weight sync and continue them with the new weights."""
     max_staleness: NonNegativeInt | None = None
@@ -127,28 +135,31 @@ class WeightsSection(Section):
     """How published weights reach the rollout workers."""
 
     transport: Literal["object-store", "disk", "nccl", "ipc"] = "object-store"
-    """How a version travels to the workers. `object-store`: in buckets, as Ray objects. `disk`: as safetensors files in the run's
-    directory, which all nodes must share. `nccl`: from the trainer's GPU to vLLM's GPUs. `ipc`: within the GPU that trainer and
-    vLLM share (colocate)."""
+    """How a version travels to the workers. `object-store`: in buckets, as Ray objects. `disk`: as
+    safetensors files in the run's directory, which all nodes must share. `nccl`: from the trainer's GPU to
+    vLLM's GPUs. `ipc`: within the GPU that trainer and vLLM share (colocate)."""
     gather_bucket_size_mb: PositiveInt = 2048
     """Size in MiB of the trainer's buckets."""
     load_bucket_size_mb: PositiveInt = 128
     """`nccl`, `ipc`: size in MiB of the GPU buffers at both ends of a transfer."""
     mode: Literal["async", "sync"] = "async"
-    """When the trainer continues. `async`: once its weights are gathered. `sync`: once all rollout workers have loaded them."""
+    """When the trainer continues. `async`: once its weights are gathered. `sync`: once all rollout workers
+    have loaded them."""
     overlap: bool = True
-    """Overlap the buckets: send one while the next is gathered, copy one while the next arrives. false: no overlap."""
+    """Overlap the buckets: send one while the next is gathered, copy one while the next arrives. false: no
+    overlap."""
     dual_buffer: bool = True
-    """Rollout workers receive the next version into a second buffer while they generate, and stop only to swap. false: there is no
-    second buffer, so generation stops while weights arrive."""
+    """Rollout workers receive the next version into a second buffer while they generate, and stop only to
+    swap. false: there is no second buffer, so generation stops while weights arrive."""
     probe_sequences: NonNegativeInt = 4
-    """Number of fixed sequences, pieces of the task's prompts, that trainer and worker both score after each load, as a check. 0:
-    no check."""
+    """Number of fixed sequences, pieces of the task's prompts, that trainer and worker both score after each
+    load, as a check. 0: no check."""
     max_logprob_diff: PositiveFloat | None = None
-    """A load warns if the median absolute difference of the probes' logprobs is larger, whatever it was for the version before.
-    Default: 0.001 with model.dtype = "float32", 0.1 with "bfloat16"."""
+    """A load warns if the median absolute difference of the probes' logprobs is larger, whatever it was for
+    the version before. Default: 0.001 with model.dtype = "float32", 0.1 with "bfloat16"."""
     keep_versions: NonNegativeInt | Literal["all"] = 0
     """How many published versions to keep on disk (safetensors), for audits."""
     timeout_s: PositiveFloat = 300.0
-    """Longest time for a gather, a send or a load, for a checkpoint's snapshot, write or read, and for a dump of samples. `nccl`,
-    `ipc`: for connecting to a worker, and for each transfer of a load; waiting for other workers' loads is not included."""
+    """Longest time for a gather, a send or a load, for a checkpoint's snapshot, write or read, and for a dump
+    of samples. `nccl`, `ipc`: for connecting to a worker, and for each transfer of a load; waiting for other
+    workers' loads is not included."""

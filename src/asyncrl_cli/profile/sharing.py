@@ -1,4 +1,5 @@
-"""Which tasks share resources (`placement.tasks`), and how much each list of tasks gets (`placement.ratios`)."""
+"""Which tasks share resources (`placement.tasks`), and how much each list of tasks gets
+(`placement.ratios`)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def is_apart(profile: Profile, task: str) -> bool:
 
 
 def share_of(profile: Profile, task: str) -> int | None:
-    """The share that `placement.ratios` gives to the task's list. None without ratios, or if no list names the task."""
+    """The share that `placement.ratios` gives to the task's list. None without ratios, or if no list names
+    the task."""
     tasks, ratios = profile.placement.tasks, profile.placement.ratios
     if tasks is None or ratios is None:
         return None
@@ -40,12 +42,17 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
     placement = profile.placement
     tasks, ratios = placement.tasks, placement.ratios
     if placement.colocate and tasks is None and tasks_apart(profile):
-        because = "trainer and rollout workers take turns on all resources, but the reward model needs its own"
-        yield ConfigError(f"placement.colocate = true with a reward model: {because}", hint="--set placement.colocate=false")
+        because = (
+            "trainer and rollout workers take turns on all resources, but the reward model needs its own"
+        )
+        yield ConfigError(
+            f"placement.colocate = true with a reward model: {because}", hint="--set placement.colocate=false"
+        )
     if tasks is None:
         if ratios is not None:
             yield ConfigError(
-                f"{RATIOS} = {toml_value(ratios)} without {KEY}: the ratios have no tasks", hint="give both, or placement.ratio"
+                f"{RATIOS} = {toml_value(ratios)} without {KEY}: the ratios have no tasks",
+                hint="give both, or placement.ratio",
             )
         return
     shown = f"{KEY} = {toml_value(tasks)}"
@@ -54,7 +61,9 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
         if not counts[task]:
             yield ConfigError(f"{shown} has no {task}", hint=f"add it: {_example(profile)}")
     if doubled := [task for task, count in counts.items() if count > 1]:
-        yield ConfigError(f"{shown} names {doubled[0]} more than once", hint=f"name each task once: {_example(profile)}")
+        yield ConfigError(
+            f"{shown} names {doubled[0]} more than once", hint=f"name each task once: {_example(profile)}"
+        )
         return
     if not all(tasks):
         yield ConfigError(f"{shown} has an empty list", hint="leave it out")
@@ -62,14 +71,19 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
     yield from _without_use(profile, shown)
     if placement.colocate:
         yield ConfigError(
-            f"{shown} with placement.colocate = true, where everything shares all resources", hint="leave one of the two out"
+            f"{shown} with placement.colocate = true, where everything shares all resources",
+            hint="leave one of the two out",
         )
     if ratios is not None and len(ratios) != len(tasks):
         hint = "one number for each list of placement.tasks, in their order"
-        yield ConfigError(f"{RATIOS} = {toml_value(ratios)} has {len(ratios)} numbers for {len(tasks)} lists of tasks", hint=hint)
+        yield ConfigError(
+            f"{RATIOS} = {toml_value(ratios)} has {len(ratios)} numbers for {len(tasks)} lists of tasks",
+            hint=hint,
+        )
     if ratios is not None and placement.ratio != "1:1":
         yield ConfigError(
-            f'{RATIOS} with placement.ratio = "{placement.ratio}": both say who gets what', hint="leave placement.ratio out"
+            f'{RATIOS} with placement.ratio = "{placement.ratio}": both say who gets what',
+            hint="leave placement.ratio out",
         )
 
 
@@ -79,7 +93,9 @@ def _wrong_lists(profile: Profile, shown: str) -> Iterator[ConfigError]:
         others = [task for task in sharing if task != ROLLOUT]
         if ROLLOUT in sharing and others:
             hint = "--set placement.colocate=true, or a list of its own for rollout"
-            yield ConfigError(f"{shown}: {others[0]} and rollout share resources only if they take turns", hint=hint)
+            yield ConfigError(
+                f"{shown}: {others[0]} and rollout share resources only if they take turns", hint=hint
+            )
         elif TRAIN in sharing and REWARD in sharing:
             hint = f"give it a list of its own: {_example(profile)}"
             yield ConfigError(f"{shown}: rewards are needed before groups are taken to be trained", hint=hint)
@@ -95,29 +111,46 @@ def _without_use(profile: Profile, shown: str) -> Iterator[ConfigError]:
         hint = "--set algorithm.use_kl_loss=true (or algorithm.use_kl_in_reward=true), or leave ref out"
         yield ConfigError(f"{shown}: nothing asks for the reference's logprobs", hint=hint)
     if is_apart(profile, CRITIC) and not algorithm.has_critic:
-        yield ConfigError(f"{shown}: nothing asks for values", hint="--set algorithm.adv_estimator=gae, or leave critic out")
+        yield ConfigError(
+            f"{shown}: nothing asks for values", hint="--set algorithm.adv_estimator=gae, or leave critic out"
+        )
     elif is_apart(profile, CRITIC) and algorithm.use_kl_in_reward and not is_apart(profile, REF):
         because = "the critic's returns need the reference's logprobs, which only the trainer would have"
-        yield ConfigError(f"{shown} with algorithm.use_kl_in_reward = true: {because}", hint="give ref a list of its own, too")
+        yield ConfigError(
+            f"{shown} with algorithm.use_kl_in_reward = true: {because}",
+            hint="give ref a list of its own, too",
+        )
     if REWARD in tasks_apart(profile) and profile.reward_model.path is None:
-        yield ConfigError(f"{shown}: there is no reward model", hint="--set reward_model.path=..., or leave reward out")
+        yield ConfigError(
+            f"{shown}: there is no reward model", hint="--set reward_model.path=..., or leave reward out"
+        )
     if not is_apart(profile, PROX):
         return
     if algorithm.old_logprobs != "recompute":
         hint = "--set algorithm.old_logprobs=recompute, or leave prox out"
-        yield ConfigError(f'{shown}: algorithm.old_logprobs = "{algorithm.old_logprobs}" has no such pass', hint=hint)
+        yield ConfigError(
+            f'{shown}: algorithm.old_logprobs = "{algorithm.old_logprobs}" has no such pass', hint=hint
+        )
     if weights.transport in DIRECT_TRANSPORTS:
-        because = "versions go directly from the trainer's GPU memory to that of rollout workers, and nowhere else"
+        because = (
+            "versions go directly from the trainer's GPU memory to that of rollout workers, and nowhere else"
+        )
         hint = "--set weights.transport=object-store, or name prox beside train"
         yield ConfigError(f'{shown} with weights.transport = "{weights.transport}": {because}', hint=hint)
     if profile.lora.rank and profile.model.dtype == "bfloat16":
-        because = "prox would use merged weights, where rounding to bfloat16 is larger than the adapters' change"
+        because = (
+            "prox would use merged weights, where rounding to bfloat16 is larger than the adapters' change"
+        )
         hint = "name prox beside train, or --set model.dtype=float32"
         yield ConfigError(f"{shown} with lora.rank = {profile.lora.rank} in bfloat16: {because}", hint=hint)
 
 
 def _example(profile: Profile) -> str:
     algorithm = profile.algorithm
-    wanted = {REF: algorithm.has_reference, CRITIC: algorithm.has_critic, REWARD: profile.reward_model.path is not None}
+    wanted = {
+        REF: algorithm.has_reference,
+        CRITIC: algorithm.has_critic,
+        REWARD: profile.reward_model.path is not None,
+    }
     apart = [[task] for task, is_wanted in wanted.items() if is_wanted]
     return f"{KEY} = {toml_value([['train', 'prox'], *apart, ['rollout']])}"

@@ -1,7 +1,7 @@
 """Read and write TOML within limits, find profile files, and follow their chain of `extends`.
 
-A profile is given by NAME (one that asyncrl ships) or by FILE (a path, or anything that ends in `.toml`). A path in
-`extends` is relative to the file that contains it. `A+B` lays profile B over profile A.
+A profile is given by NAME (one that asyncrl ships) or by FILE (a path, or anything that ends in `.toml`). A
+path in `extends` is relative to the file that contains it. `A+B` lays profile B over profile A.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ def read(path: Path) -> dict[str, Any]:
         return parse_toml(read_text(path, max_bytes=MAX_BYTES))
     except tomli.TOMLDecodeError as error:
         where = f"{path}:{error.lineno}"
-        raise ConfigError(f"{where}: {decapitalized(error.msg)} (column {error.colno})", hint=_syntax_hint(error)) from None
+        raise ConfigError(
+            f"{where}: {decapitalized(error.msg)} (column {error.colno})", hint=_syntax_hint(error)
+        ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="a profile is a TOML file in UTF-8") from None
+        raise ConfigError(
+            f"{path} cannot be read: {reason(error)}", hint="a profile is a TOML file in UTF-8"
+        ) from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises TOMLDecodeError, or ValueError for a number that Python cannot hold or for tables that are too deep."""
+    """Parse TOML. Raises TOMLDecodeError, or ValueError for a number that Python cannot hold or for tables
+    that are too deep."""
     try:
         content = tomli.loads(text, parse_float=_float)
         is_deep = nesting(content) > MAX_DEPTH + 1  # of which the last may be numbers and text
@@ -54,14 +59,16 @@ def _float(text: str) -> float:
 
 
 def parse_value(text: str) -> Any:
-    """Parse `text` as a TOML value. Text that is not TOML is returned unchanged. Raises ConfigError if it exceeds a limit."""
+    """Parse `text` as a TOML value. Text that is not TOML is returned unchanged. Raises ConfigError if it
+    exceeds a limit."""
     try:
         parsed = parse_toml(f"value = {text}")
     except tomli.TOMLDecodeError:
         return text
     except ValueError as error:
         raise ConfigError(
-            f"{shortened(text)} is not a valid value: {error}", hint="a value is read as TOML, otherwise as a string"
+            f"{shortened(text)} is not a valid value: {error}",
+            hint="a value is read as TOML, otherwise as a string",
         ) from None
     return parsed["value"] if len(parsed) == 1 else text
 
@@ -119,7 +126,8 @@ class ProfileFile:
 
 
 def shipped_directory(kind: str) -> Path:
-    """The directory `profiles`, `templates` or `docs`: inside the wheel (which has one page of docs), or in a source checkout."""
+    """The directory `profiles`, `templates` or `docs`: inside the wheel (which has one page of docs), or in a
+    source checkout."""
     assert kind in ("profiles", "templates", "docs")
     for directory in (_PACKAGE / f"_{kind}", _PACKAGE.parents[1] / kind):
         if directory.is_dir():
@@ -147,14 +155,19 @@ def is_file_reference(reference: str) -> bool:
 
 
 def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
-    """The path of the profile NAME or FILE. Errors begin with `asked_by`, which says where the reference was given."""
+    """The path of the profile NAME or FILE. Errors begin with `asked_by`, which says where the reference was
+    given."""
     if is_file_reference(reference):
         path = relative_to / expand(reference)
         if os.path.isfile(path):
             return path.resolve()
         wrong = "is not a file" if os.path.exists(path) else "does not exist"
         shipped = nearest(path.stem, shipped_profiles())
-        otherwise = f"asyncrl has a profile `{shipped}`" if shipped else "`asyncrl profiles` lists the profiles by name"
+        otherwise = (
+            (f"asyncrl has a profile `{shipped}`")
+            if shipped
+            else "`asyncrl profiles` lists the profiles by name"
+        )
         raise ConfigError(f"{asked_by}: {shortened(path)} {wrong}", hint=missing_hint(path, otherwise))
     known = shipped_profiles()
     if reference in known:
@@ -169,12 +182,14 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
         )
     hint = did_you_mean(reference, known, f"known profiles: {', '.join(known)}.", "`{}`".format)
     raise ConfigError(
-        f"{asked_by}: there is no profile '{shortened(reference)}'", hint=f"{hint} A file is given with its path or .toml"
+        f"{asked_by}: there is no profile '{shortened(reference)}'",
+        hint=f"{hint} A file is given with its path or .toml",
     )
 
 
 def chain(reference: str) -> list[ProfileFile]:
-    """The profile and all profiles that it extends, the lowest first. `A+B`: A's chain, then the files that only B's chain has."""
+    """The profile and all profiles that it extends, the lowest first. `A+B`: A's chain, then the files that
+    only B's chain has."""
     if "+" not in reference or os.path.isfile(expand(reference)):
         return _chain(reference)
     chains = [_chain(part) for part in reference.split("+")]
@@ -192,14 +207,22 @@ def _chain(reference: str) -> list[ProfileFile]:
         paths = [file.path for file in files]
         if path in paths:
             circle = " -> ".join(map(str, [*paths, path]))
-            raise ConfigError(f"{paths[-1]}: `extends` forms a cycle: {circle}", hint='end the chain at `extends = "base"`')
+            raise ConfigError(
+                f"{paths[-1]}: `extends` forms a cycle: {circle}", hint='end the chain at `extends = "base"`'
+            )
         if len(files) == MAX_CHAIN:
-            raise ConfigError(f"{paths[0]}: `extends` chains more than {MAX_CHAIN} files", hint='end it at `extends = "base"`')
+            raise ConfigError(
+                f"{paths[0]}: `extends` chains more than {MAX_CHAIN} files",
+                hint='end it at `extends = "base"`',
+            )
         content = read(path)
         files.append(ProfileFile(name=path.stem, path=path, content=content))
         if "extends" not in content:
             return files[::-1]
         above = content["extends"]
         if not isinstance(above, str):
-            raise ConfigError(f"{path}: extends = {shortened(above)}: expected one profile's name or file", hint='extends = "base"')
+            raise ConfigError(
+                f"{path}: extends = {shortened(above)}: expected one profile's name or file",
+                hint='extends = "base"',
+            )
         path = locate(above, relative_to=path.parent, asked_by=f'{path}: extends = "{shortened(above)}"')

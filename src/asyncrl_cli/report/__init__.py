@@ -1,1 +1,2 @@
-"""What is made of recorded runs for people elsewhere: pages and traces, each one file that needs no network."""
+"""What is made of recorded runs for people elsewhere: pages and traces, each one file that needs no
+network."""

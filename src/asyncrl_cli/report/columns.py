@@ -1,7 +1,8 @@
-"""Lines of metrics as columns for charts. A long run has several train steps per point: their mean, between minimum and maximum.
+"""Lines of metrics as columns for charts. A long run has several train steps per point: their mean, between
+minimum and maximum.
 
-metrics.jsonl does not say how a figure is added up (docs/metrics.md does), so all figures are treated alike: a joined point is the
-mean of its steps, and `lows` and `highs` keep what a mean hides.
+metrics.jsonl does not say how a figure is added up (docs/metrics.md does), so all figures are treated alike:
+a joined point is the mean of its steps, and `lows` and `highs` keep what a mean hides.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ DIGITS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """`values`: metric -> a value per point, None where it was not measured. Values are numbers, or lists of numbers as in
-    metrics.jsonl. `lows` and `highs` of the numbers are empty unless steps are joined."""
+    """`values`: metric -> a value per point, None where it was not measured. Values are numbers, or lists of
+    numbers as in metrics.jsonl. `lows` and `highs` of the numbers are empty unless steps are joined."""
 
     steps_per_point: int
     values: dict[str, list[Any]]
@@ -38,11 +39,17 @@ def columns_of(lines: Iterable[Line], num_steps: int) -> Columns:
     means, lows, highs, remaining = list[Line](), list[Line](), list[Line](), iter(lines)
     while steps := list(islice(remaining, steps_per_point)):
         found = {key: [line[key] for line in steps if key in line] for line in steps for key in line}
-        numbers = {key: values for key, values in found.items() if steps_per_point > 1 and not isinstance(values[0], list)}
+        numbers = {
+            key: values
+            for key, values in found.items()
+            if steps_per_point > 1 and not isinstance(values[0], list)
+        }
         means.append({key: rounded(_mean(values)) for key, values in found.items()})
         lows.append({key: rounded(min(values)) for key, values in numbers.items()})
         highs.append({key: rounded(max(values)) for key, values in numbers.items()})
-    return Columns(steps_per_point=steps_per_point, values=_columns(means), lows=_columns(lows), highs=_columns(highs))
+    return Columns(
+        steps_per_point=steps_per_point, values=_columns(means), lows=_columns(lows), highs=_columns(highs)
+    )
 
 
 def _columns(points: Sequence[Line]) -> dict[str, list[Any]]:
@@ -60,7 +67,8 @@ def rounded(value: Any) -> Any:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Of lists: item by item, where a shorter one has zeros (histograms are as long as their highest count)."""
+    """Of lists: item by item, where a shorter one has zeros (histograms are as long as their highest
+    count)."""
     if len(values) == 1:
         return values[0]
     if isinstance(values[0], list):

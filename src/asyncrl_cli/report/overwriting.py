@@ -16,19 +16,26 @@ GZIP_WINDOW_BITS = 31
 def check_out(path: Path, mark: str, kind: str) -> None:
     """Check, before any work, that a file can be written at `path`.
 
-    Raises ConfigError if its directory does not exist, RefusedError if the file exists and is not an earlier `kind` (`report`,
-    `trace`): each of those has `mark` in its head.
+    Raises ConfigError if its directory does not exist, RefusedError if the file exists and is not an earlier
+    `kind` (`report`, `trace`): each of those has `mark` in its head.
     """
     if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: {path.parent} is not a directory", hint="create it, or give another --out")
+        raise ConfigError(
+            f"{path} cannot be written: {path.parent} is not a directory",
+            hint="create it, or give another --out",
+        )
     try:
         head = _head(path)
     except FileNotFoundError:
         return
     except (OSError, UnsafeFile) as error:
-        raise RefusedError(f"{path} cannot be written: {reason(error)}", hint="give --out the name of a file") from None
+        raise RefusedError(
+            f"{path} cannot be written: {reason(error)}", hint="give --out the name of a file"
+        ) from None
     if mark.encode() not in head:
-        raise RefusedError(f"{path} exists and is not a {kind}: it is not overwritten", hint="give another --out")
+        raise RefusedError(
+            f"{path} exists and is not a {kind}: it is not overwritten", hint="give another --out"
+        )
 
 
 def _head(path: Path) -> bytes:

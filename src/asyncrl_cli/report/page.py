@@ -1,7 +1,9 @@
-"""The page of one or several runs: a single HTML file with its style, its program, the plotting library and all data in it.
+"""The page of one or several runs: a single HTML file with its style, its program, the plotting library and
+all data in it.
 
-The texts (verdict, facts, configuration) are HTML, and can be read without the program. A policy in the page's head forbids it to
-load anything, so a report is the same offline, and nobody can see that it was opened.
+The texts (verdict, facts, configuration) are HTML, and can be read without the program. A policy in the
+page's head forbids it to load anything, so a report is the same offline, and nobody can see that it was
+opened.
 """
 
 from __future__ import annotations
@@ -38,8 +40,13 @@ def plotly() -> str:
 
 
 def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = "", after: str = "") -> str:
-    """The page. `library` is `plotly()`; `before` and `after`: further HTML, above the words about runs and below their charts."""
-    words = [before, _beside("Verdict", runs, lambda run: "".join(map(_finding, run.findings))), _beside("What ran", runs, _facts)]
+    """The page. `library` is `plotly()`; `before` and `after`: further HTML, above the words about runs and
+    below their charts."""
+    words = [
+        before,
+        _beside("Verdict", runs, lambda run: "".join(map(_finding, run.findings))),
+        _beside("What ran", runs, _facts),
+    ]
     program = [
         f'<script type="application/json" id="report-data">{_embedded(runs)}</script>',
         f'<script type="text/plain" id="plotly">{library}</script>',
@@ -75,18 +82,30 @@ def _own(name: str) -> str:
 
 def _charts() -> list[dict[str, Any]]:
     sections = tomllib.loads(_own("charts.toml")).items()
-    return [{**CHART, "section": name, "title": title, **chart} for name, charts in sections for title, chart in charts.items()]
+    return [
+        {**CHART, "section": name, "title": title, **chart}
+        for name, charts in sections
+        for title, chart in charts.items()
+    ]
 
 
 def _embedded(runs: Sequence[RunData]) -> str:
     """The data as JSON that cannot end its script element."""
     metrics = sorted({key for run in runs for key in run.charts["columns"]})
-    data = {"charts": _charts(), "meanings": {key: meaning_of(key) for key in metrics}, "runs": [run.charts for run in runs]}
+    data = {
+        "charts": _charts(),
+        "meanings": {key: meaning_of(key) for key in metrics},
+        "runs": [run.charts for run in runs],
+    }
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _made(runs: Sequence[RunData]) -> str:
-    joined = [f"{run.name}: {steps} train steps per point" for run in runs if (steps := run.charts["steps_per_point"]) > 1]
+    joined = [
+        f"{run.name}: {steps} train steps per point"
+        for run in runs
+        if (steps := run.charts["steps_per_point"]) > 1
+    ]
     return " · ".join([f"made by asyncrl {__version__}", *joined])
 
 
@@ -94,13 +113,18 @@ def _beside(heading: str, runs: Sequence[RunData], content: Callable[[RunData], 
     if not runs:
         return ""
     names = [f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "" for run in runs]
-    cards = "".join(f'<div class="card">{name}{content(run)}</div>' for name, run in zip(names, runs, strict=True))
+    cards = "".join(
+        f'<div class="card">{name}{content(run)}</div>' for name, run in zip(names, runs, strict=True)
+    )
     return f'<section><h2>{heading}</h2><div class="beside">{cards}</div></section>'
 
 
 def _finding(finding: Remark) -> str:
     change = f'<p class="change">{escape(finding.change)}</p>' if finding.change else ""
-    return f'<div class="finding {finding.weight}"><p><b>{escape(finding.about)}</b> · {escape(finding.text)}</p>{change}</div>'
+    return (
+        f'<div class="finding {finding.weight}"><p><b>{escape(finding.about)}</b> · '
+        f"{escape(finding.text)}</p>{change}</div>"
+    )
 
 
 def _facts(run: RunData) -> str:
@@ -111,7 +135,9 @@ def _facts(run: RunData) -> str:
 
 def _configuration(loaded: Loaded) -> str:
     """Every key with its value and origin; the keys that were set come first."""
-    entries = [(key, value, loaded.origins.get(key, DEFAULT)) for key, value in entries_of(loaded.profile).items()]
+    entries = [
+        (key, value, loaded.origins.get(key, DEFAULT)) for key, value in entries_of(loaded.profile).items()
+    ]
     given = sum(not is_default(origin) for _, _, origin in entries)
     entries.sort(key=lambda entry: is_default(entry[2]))
     rows = [[f"<code>{escape(key)}</code>", _code(value), escape(origin)] for key, value, origin in entries]
@@ -122,9 +148,17 @@ def _configuration(loaded: Loaded) -> str:
 def beside_each_other(compared: SideBySide, heading: str = "Side by side") -> str:
     """Differences of configuration first, then figures."""
     names = [escape(name) for name in compared.names]
-    different = [[f"<code>{escape(key)}</code>", *map(_code, values)] for key, values in compared.differences.items()]
-    configurations = table(["key", *names], different) if different else "<p>None: the runs have the same configuration.</p>"
-    figures = table(["", *names], [[escape(row.label), *map(escape, row.texts)] for row in compared.figures], figures=True)
+    different = [
+        [f"<code>{escape(key)}</code>", *map(_code, values)] for key, values in compared.differences.items()
+    ]
+    configurations = (
+        table(["key", *names], different)
+        if different
+        else ("<p>None: the runs have the same configuration.</p>")
+    )
+    figures = table(
+        ["", *names], [[escape(row.label), *map(escape, row.texts)] for row in compared.figures], figures=True
+    )
     return card("Differences of configuration", configurations) + card(heading, figures)
 
 
@@ -133,8 +167,15 @@ def card(heading: str, content: str) -> str:
     return f'<section><h2>{escape(heading)}</h2><div class="card">{content}</div></section>'
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, figures: bool = False, strong: Collection[int] = ()) -> str:
-    """An HTML table; cells are HTML. `figures`: all columns but the first are aligned right. `strong`: numbers of bold rows."""
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    figures: bool = False,
+    strong: Collection[int] = (),
+) -> str:
+    """An HTML table; cells are HTML. `figures`: all columns but the first are aligned right. `strong`:
+    numbers of bold rows."""
     kinds = ["", *((' class="figure"' if figures else "") for _ in heads[1:])]
     head = "".join(f"<th{kind}>{cell}</th>" for kind, cell in zip(kinds, heads, strict=True))
     body = "".join(

@@ -1,4 +1,5 @@
-"""A recorded run as a page shows it: its columns, evals, marks and timeline as JSON, and its facts as words."""
+"""A recorded run as a page shows it: its columns, evals, marks and timeline as JSON, and its facts as
+words."""
 
 from __future__ import annotations
 
@@ -57,18 +58,24 @@ def run_data(recorded: Recorded) -> RunData:
     length_s = recorded.status.get("progress", {}).get("time_s", 0.0)
     timeline = Timeline(roles=recorded.roles, length_s=length_s).read(recorded.timeline())
     lines = (  # with the shares of the roles' states, and the number of samples trained so far
-        {**line, **timeline.shares.get(line["step"], {}), "samples": line["groups_trained"] * profile.rollout.n}
+        {
+            **line,
+            **timeline.shares.get(line["step"], {}),
+            "samples": line["groups_trained"] * profile.rollout.n,
+        }
         for line in totals.of(recorded.metrics())
     )
     columns = columns_of(lines, num_lines(recorded.files.metrics))
     if not totals.steps:
         raise RefusedError(
-            f"run '{recorded.name}' has nothing to report yet: no train step has ended", hint=f"asyncrl status {recorded.name}"
+            f"run '{recorded.name}' has nothing to report yet: no train step has ended",
+            hint=f"asyncrl status {recorded.name}",
         )
     recorded_events = list(recorded.events(*MARKS, PUBLISHED))
     events = [_event(event, settings.schedule.step_groups * profile.rollout.n) for event in recorded_events]
     scored = [event for event in events if event["event"] == "eval" and is_number(event["reward_mean"])]
-    evals = list({(event["version"], event["eval_set"]): event for event in scored}.values())  # a resume may repeat one
+    # a resume may repeat one
+    evals = list({(event["version"], event["eval_set"]): event for event in scored}.values())
     charts = {
         "name": recorded.name,
         "steps_per_point": columns.steps_per_point,
@@ -76,7 +83,11 @@ def run_data(recorded: Recorded) -> RunData:
         "lows": columns.lows,
         "highs": columns.highs,
         "evals": evals,
-        "marks": [mark for name in MARKS for mark in evenly([event for event in events if event["event"] == name], MOST_MARKS)],
+        "marks": [
+            mark
+            for name in MARKS
+            for mark in evenly([event for event in events if event["event"] == name], MOST_MARKS)
+        ],
         "published_s": [event["time_s"] for event in events if event["event"] == PUBLISHED],
         "timeline": timeline.to_json(),
         "limits": {"staleness": settings.schedule.max_staleness, "logprob_diff": settings.max_logprob_diff},
@@ -104,7 +115,10 @@ def _event(event: EventLine, samples_per_step: int) -> dict[str, Any]:
 def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[tuple[str, str]]:
     profile, schedule = settings.profile, settings.schedule
     rollouts = "partial" if profile.async_training.partial_rollout else "whole"
-    own = f"{counted(schedule.window_steps, 'train step')} per version (K), eta {schedule.eta}, {rollouts} rollouts"
+    own = (
+        f"{counted(schedule.window_steps, 'train step')} per version (K), eta {schedule.eta}, {rollouts} "
+        "rollouts"
+    )
     kinds = {kind: getattr(profile.task, kind) for kind in ("environment", "reward")}
     task = [profile.task.source, *(f"{kind} {name}" for kind, name in kinds.items() if name != "auto")]
     is_strict, oldest = profile.async_training.on_stale == "wait", counted(schedule.max_staleness, "version")
@@ -118,20 +132,26 @@ def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[t
         ("placement", _placement(recorded, profile.placement)),
         (
             "schedule",
-            f"{schedule.step_groups} groups of {profile.rollout.n} responses per train step, {schedule.window_groups} per version"
+            f"{schedule.step_groups} groups of {profile.rollout.n} responses per train step, "
+            f"{schedule.window_groups} per version"
             + (f"; no token older than {oldest}" if is_strict else ""),
         ),
         (
             "trained",
-            f"{count(totals.steps)} of {count(schedule.train_steps)} steps, {count(totals.last.get('tokens_trained'))} tokens",
+            f"{count(totals.steps)} of {count(schedule.train_steps)} steps, "
+            f"{count(totals.last.get('tokens_trained'))} tokens",
         ),
-        ("time", f"{clock(totals.last.get('time_s'))} of training, {counted(max(len(recorded.attempts), 1), 'attempt')}"),
+        (
+            "time",
+            f"{clock(totals.last.get('time_s'))} of training, "
+            f"{counted(max(len(recorded.attempts), 1), 'attempt')}",
+        ),
     ]
 
 
 def _processes(recorded: Recorded) -> tuple[int, int]:
-    """Numbers of trainer ranks and rollout workers. All ranks are one executor, so their logs are counted. A simulated run has
-    none."""
+    """Numbers of trainer ranks and rollout workers. All ranks are one executor, so their logs are counted. A
+    simulated run has none."""
     ranks = sum(1 for attempt in recorded.attempts[-1:] for _ in attempt.glob("trainer-*.log"))
     return ranks, list(recorded.roles.values()).count("rollout")
 

@@ -18,7 +18,8 @@ MAX_CHARACTERS = 1_000_000
 NOTABLE_CHANGE = 0.2
 """A token is marked if the trainer's probability of it differs by this much from the sampler's."""
 AGES = "".join(
-    f".age{age} {{ background: color-mix(in srgb, {colour} 22%, transparent); border-bottom: 2px solid {colour}; }}"
+    f".age{age} {{ background: color-mix(in srgb, {colour} 22%, transparent); border-bottom: 2px solid "
+    f"{colour}; }}"
     for age, colour in enumerate(AGE_COLOURS)
 )
 LEGEND = (
@@ -27,14 +28,15 @@ LEGEND = (
         f'<span class="age{age}">{age if age < len(AGE_COLOURS) - 1 else f"{age} or more"}</span>'
         for age in range(len(AGE_COLOURS))
     )
-    + " versions behind the window; a small v7 stands before the tokens of version 7. Text that the model did not write is grey. "
+    + " versions behind the window; a small v7 stands before the tokens of version 7. Text that the model "
+    "did not write is grey. "
     "Dashed: the trainer gave the token a probability that differs by 0.2 or more."
 )
 
 
 def samples_html(run: Recorded, title: str = "Samples", max_characters: int = MAX_CHARACTERS) -> str:
-    """A section with some trajectories of dumped steps, spread over the run; empty if there are none. For a dump that cannot be
-    read the error is shown in its place."""
+    """A section with some trajectories of dumped steps, spread over the run; empty if there are none. For a
+    dump that cannot be read the error is shown in its place."""
     parts, room = [], max_characters
     for text in chain.from_iterable(_of_step(run, step) for step in evenly(run.sampled_steps, MAX_STEPS)):
         if (room := room - len(text)) < 0:
@@ -61,12 +63,19 @@ def _folded(one: Sampled) -> Iterator[str]:
     told += [f"advantage {advantage:+.3g}"] if advantage is not None else []
     told += [f"{len(one.sampled)} tokens", f"staleness {one.staleness}", f"span {one.span}"]
     sampler, trainer = one.probability(one.logprobs), one.trainer_probability
-    told += [f"mean probability {sampler:.3f}" + (f", trainer's {trainer:.3f}" if trainer is not None else "")] if sampler else []
+    told += (
+        [f"mean probability {sampler:.3f}" + (f", trainer's {trainer:.3f}" if trainer is not None else "")]
+        if sampler
+        else []
+    )
     yield f'<details class="sample"><summary>{escape(" · ".join(told))}</summary>'
     if one.answer is not None:
         yield f'<div class="turn"><b>expected</b><div>{escape(one.answer)}</div></div>'
     for whose, stretches in one.turns:
-        yield f'<div class="turn {whose}"><b>{whose}</b><div>{"".join(_marked(one, stretch) for stretch in stretches)}</div></div>'
+        yield (
+            '<div class="turn '
+            f'{whose}"><b>{whose}</b><div>{"".join(_marked(one, stretch) for stretch in stretches)}</div></div>'
+        )
     yield "</details>"
 
 
@@ -74,7 +83,11 @@ def _marked(one: Sampled, stretch: Passage) -> str:
     if stretch.version == NOT_SAMPLED:
         return f'<span class="told">{escape(one.text(stretch))}</span>'
     text = "".join(_token(one, index) for index in stretch.tokens)
-    mark = f'<sup class="load">v{stretch.version}</sup>' if stretch.is_load else f"<sup>v{stretch.version}</sup>"
+    mark = (
+        (f'<sup class="load">v{stretch.version}</sup>')
+        if stretch.is_load
+        else f"<sup>v{stretch.version}</sup>"
+    )
     return f'<span class="by">{mark}<span class="age{one.age(stretch.version)}">{text}</span></span>'
 
 

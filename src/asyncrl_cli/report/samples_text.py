@@ -1,4 +1,5 @@
-"""Trajectories in a terminal. Colours say how old the version of a token is; without colours, marks in the text say the same."""
+"""Trajectories in a terminal. Colours say how old the version of a token is; without colours, marks in the
+text say the same."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def _facts(one: Sampled) -> list[Text]:
     second = Text(f"mean probability: sampler {sampler:.3f}")
     if one.both_probabilities:
         second.append(f", trainer {one.trainer_probability:.3f}")
-        token, (before, after) = max(one.both_probabilities.items(), key=lambda entry: abs(entry[1][0] - entry[1][1]))
+        token, (before, after) = max(
+            one.both_probabilities.items(), key=lambda entry: abs(entry[1][0] - entry[1][1])
+        )
         if f"{before:.3f}" != f"{after:.3f}":
             second.append(f"; most changed {one.texts[token]!r}: {before:.3f} -> {after:.3f}")
     return [first, second, *expected]
@@ -61,7 +64,10 @@ def _turns(one: Sampled) -> Table:
 def _coloured(one: Sampled, stretch: Passage) -> Text:
     if stretch.version == NOT_SAMPLED:
         return Text(one.text(stretch), "dim")
-    style, mark = AGE_COLOURS[one.age(stretch.version)], (LOAD if stretch.is_load else MARK).format(stretch.version)
+    style, mark = (
+        AGE_COLOURS[one.age(stretch.version)],
+        (LOAD if stretch.is_load else MARK).format(stretch.version),
+    )
     said = Text(one.text(stretch), style)
     said.highlight_regex(CALL, "bold")
     return Text().append(mark, f"dim {style}").append_text(said)

@@ -1,7 +1,8 @@
 """Where the executors' time went: their spans, for drawing, and each role's share of states per train step.
 
-A long run has more spans than a page can hold. They are merged: time is cut into cells of equal length, and within a cell each
-state comes once, for as long as the executor was in it. Times in states stay right; the order within a cell is lost.
+A long run has more spans than a page can hold. They are merged: time is cut into cells of equal length, and
+within a cell each state comes once, for as long as the executor was in it. Times in states stay right; the
+order within a cell is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ DECIMALS = 3
 
 @dataclass(slots=True)
 class Timeline:
-    """Reads timeline.jsonl line by line. `length_s`: the run's time; `merged_s`: length of the cells, 0 if every span is there."""
+    """Reads timeline.jsonl line by line. `length_s`: the run's time; `merged_s`: length of the cells, 0 if
+    every span is there."""
 
     roles: Mapping[str, str]
     length_s: float
@@ -62,13 +64,18 @@ class Timeline:
     def _merge(self) -> None:
         # `length_s` is 0 if the run's status is lost.
         ended_s = max(end_s for stays in self.spans.values() for _, _, end_s in stays)
-        self.merged_s = max(self.length_s, ended_s, 1e-9) * max(len(self.spans), 1) * STATES_PER_CELL / self.most_spans
+        self.merged_s = (
+            max(self.length_s, ended_s, 1e-9) * max(len(self.spans), 1) * STATES_PER_CELL / self.most_spans
+        )
         self.spans = {name: _merged(stays, self.merged_s) for name, stays in self.spans.items()}
 
     def to_json(self) -> dict[str, Any]:
         """Executor -> state -> start and length of each stay, one after the other."""
         drawn = {name: self.spans[name] for name in sorted(self.spans, key=self._place)}
-        return {"merged_s": round(self.merged_s, DECIMALS), "executors": {name: _by_state(stays) for name, stays in drawn.items()}}
+        return {
+            "merged_s": round(self.merged_s, DECIMALS),
+            "executors": {name: _by_state(stays) for name, stays in drawn.items()},
+        }
 
     def _place(self, name: str) -> tuple[int, int, str]:
         flow = ("trainer", "scorer", "rollout", "reward", "feed")

@@ -1,8 +1,10 @@
-"""A recorded run as a trace, for Perfetto or chrome://tracing: who did what when, and how each group became a version.
+"""A recorded run as a trace, for Perfetto or chrome://tracing: who did what when, and how each group became a
+version.
 
     events.jsonl ──> loop: train steps, versions, events; groups: lanes; arrows between them (trace_groups.py)
-    timeline.jsonl ─> executors: a track each, with states and what they wait for; a track per slot, if sequences were traced
-    metrics.jsonl ──> counters: staleness, window, versions, tokens per second, groups, slots in use
+    timeline.jsonl ─> executors: a track each, with states and what they wait for; a track per slot, if
+    sequences were traced metrics.jsonl ──> counters: staleness, window, versions, tokens per second, groups,
+    slots in use
 
 docs/trace.md explains how to read it.
 """
@@ -24,7 +26,15 @@ from asyncrl_cli.observe.lines import Line, add_span
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.overwriting import check_out
 from asyncrl_cli.report.trace_events import Entry, Tracks, arrow, counter, micros, slice_on
-from asyncrl_cli.report.trace_groups import EXECUTORS, LOOP, Group, Story, group_entries, mark_entries, version_entries
+from asyncrl_cli.report.trace_groups import (
+    EXECUTORS,
+    LOOP,
+    Group,
+    Story,
+    group_entries,
+    mark_entries,
+    version_entries,
+)
 from asyncrl_cli.storage import appearing_file
 
 GENERATOR = "asyncrl trace"
@@ -37,17 +47,21 @@ COUNTERS = {
     "window": {"version": "window"},
     "reward": {"mean": "reward/mean"},
 }
-"""Counters that hold from a step's beginning on: the counter's name, its figures, and their keys in metrics.jsonl."""
-COUNTERS_AT_END = {"groups": {"running": "ledger/running", "finished": "ledger/finished"}, "version": {"newest": "version"}}
+"""Counters that hold from a step's beginning on: the counter's name, its figures, and their keys in
+metrics.jsonl."""
+COUNTERS_AT_END = {
+    "groups": {"running": "ledger/running", "finished": "ledger/finished"},
+    "version": {"newest": "version"},
+}
 """The same, from the step's end on."""
 
 
 def write_trace(run: Recorded, path: Path, first: int = 1, last: int | None = None) -> Counter[str]:
-    """Write the train steps from `first` to `last` (None: to the end) to `path`, gzipped if it ends with .gz. Returns how many
-    entries there are of each kind.
+    """Write the train steps from `first` to `last` (None: to the end) to `path`, gzipped if it ends with .gz.
+    Returns how many entries there are of each kind.
 
-    Raises ConfigError for a range without a train step or a malformed file of the run, OSError if `path` cannot be written, and as
-    `check_out`.
+    Raises ConfigError for a range without a train step or a malformed file of the run, OSError if `path`
+    cannot be written, and as `check_out`.
     """
     check_out(path, GENERATOR, "trace")
     head = json.dumps({"generator": GENERATOR, "run": run.name})
@@ -96,14 +110,19 @@ def step_counters(line: Line, process: int) -> Iterator[Entry]:
                 yield counter(process, name, time, figures)
 
 
-def executor_entries(lines: Iterable[Mapping[str, Any]], tracks: Tracks, groups: Mapping[str, Group]) -> Iterator[Entry]:
+def executor_entries(
+    lines: Iterable[Mapping[str, Any]], tracks: Tracks, groups: Mapping[str, Group]
+) -> Iterator[Entry]:
     """Entries from the lines of timeline.jsonl. A stay that is split over two lines is one slice."""
     spans: Spans = {}
     waits: dict[str, list[tuple[float, str]]] = {}
     traced: set[str] = set()
     for line in lines:
         for name, samples in line.get("running", {}).items():
-            yield from (counter(tracks.process(EXECUTORS), f"{name}: slots", micros(at), {"in use": n}) for at, n in samples)
+            yield from (
+                counter(tracks.process(EXECUTORS), f"{name}: slots", micros(at), {"in use": n})
+                for at, n in samples
+            )
         for name, texts in line.get("waits", {}).items():
             waits.setdefault(name, []).extend(texts)
         for name, stays in line["spans"].items():
@@ -115,28 +134,53 @@ def executor_entries(lines: Iterable[Mapping[str, Any]], tracks: Tracks, groups:
         for name, sequences in line.get("slots", {}).items():
             for stay in sequences:
                 yield from _sequence(name, stay, tracks, groups, traced)
-    yield from chain.from_iterable(_states(name, last, tracks, waits.get(name, ())) for name, last in spans.items())
+    yield from chain.from_iterable(
+        _states(name, last, tracks, waits.get(name, ())) for name, last in spans.items()
+    )
 
 
-def _states(name: str, spans: Sequence[RecordedSpan], tracks: Tracks, waits: Sequence[tuple[float, str]]) -> Iterator[Entry]:
+def _states(
+    name: str, spans: Sequence[RecordedSpan], tracks: Tracks, waits: Sequence[tuple[float, str]]
+) -> Iterator[Entry]:
     """Stays of an executor, side by side. `waits`: what it waits for, from each of these times on."""
     track, times = tracks.track(EXECUTORS, name), [time_s for time_s, _ in waits]
     for state, start_s, end_s in spans:
         known = bisect_right(times, end_s) - 1
         was_sampled = known >= 0 and (end_s - start_s >= SAMPLED_S or times[known] >= start_s)
         waiting_for = waits[known][1] if was_sampled and state != "busy" else ""
-        yield slice_on(track, state, "state", micros(start_s), micros(end_s), {"executor": name, "waiting_for": waiting_for})
+        yield slice_on(
+            track,
+            state,
+            "state",
+            micros(start_s),
+            micros(end_s),
+            {"executor": name, "waiting_for": waiting_for},
+        )
 
 
 def _sequence(
-    worker: str, stay: tuple[int, str, float, float], tracks: Tracks, groups: Mapping[str, Group], traced: set[str]
+    worker: str,
+    stay: tuple[int, str, float, float],
+    tracks: Tracks,
+    groups: Mapping[str, Group],
+    traced: set[str],
 ) -> Iterator[Entry]:
-    """A sequence's stay in a slot, and for the first one an arrow from its group. `traced`: sequences that have their arrow."""
+    """A sequence's stay in a slot, and for the first one an arrow from its group. `traced`: sequences that
+    have their arrow."""
     slot, sequence, start_s, end_s = stay
     track = tracks.track(f"{worker} slots", f"slot {slot:03d}")
     key = sequence.rpartition("/")[0]
     group = groups.get(key)
-    yield slice_on(track, sequence, "sequence", micros(start_s), micros(end_s), {"worker": worker, "group": key if group else ""})
+    yield slice_on(
+        track,
+        sequence,
+        "sequence",
+        micros(start_s),
+        micros(end_s),
+        {"worker": worker, "group": key if group else ""},
+    )
     if group is not None and group.track is not None and sequence not in traced:
-        yield from arrow("sequence", 2 * 10**12 + len(traced), [(group.track, group.times[0]), (track, micros(start_s))])
+        yield from arrow(
+            "sequence", 2 * 10**12 + len(traced), [(group.track, group.times[0]), (track, micros(start_s))]
+        )
         traced.add(sequence)

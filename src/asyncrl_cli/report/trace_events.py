@@ -1,4 +1,5 @@
-"""Entries of a trace in Chrome's JSON format, which Perfetto reads: tracks, slices, arrows, counters and instants.
+"""Entries of a trace in Chrome's JSON format, which Perfetto reads: tracks, slices, arrows, counters and
+instants.
 
 Source: "Trace Event Format", the document of chrome://tracing. Times are whole microseconds of the run.
 
@@ -34,15 +35,25 @@ class Tracks:
     def process(self, name: str) -> int:
         if name not in self._processes:
             number = self._processes[name] = len(self._processes) + 1
-            for what, value in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": number})):
+            for what, value in (
+                ("process_name", {"name": name}),
+                ("process_sort_index", {"sort_index": number}),
+            ):
                 self.entries.append({"ph": "M", "name": what, "pid": number, "args": value})
         return self._processes[name]
 
     def track(self, process: str, thread: str) -> Track:
         if (process, thread) not in self._threads:
-            # A thread's number is unique in the whole trace: Perfetto takes two threads with one number for the same thread.
-            track = self._threads[process, thread] = {"pid": self.process(process), "tid": 1000 + len(self._threads)}
-            for what, value in (("thread_name", {"name": thread}), ("thread_sort_index", {"sort_index": track["tid"]})):
+            # A thread's number is unique in the whole trace: Perfetto takes two threads with one number for
+            # the same thread.
+            track = self._threads[process, thread] = {
+                "pid": self.process(process),
+                "tid": 1000 + len(self._threads),
+            }
+            for what, value in (
+                ("thread_name", {"name": thread}),
+                ("thread_sort_index", {"sort_index": track["tid"]}),
+            ):
                 self.entries.append({"ph": "M", **track, "name": what, "args": value})
         return self._threads[process, thread]
 
@@ -50,7 +61,15 @@ class Tracks:
 def slice_on(track: Track, name: str, kind: str, start: int, end: int, args: Mapping[str, Any]) -> Entry:
     """At least a microsecond long, so that it can be seen, and binds arrows."""
     known = {key: value for key, value in args.items() if value not in (None, "")}
-    return {"ph": "X", "name": name, "cat": kind, **track, "ts": start, "dur": max(end - start, 1), "args": known}
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        **track,
+        "ts": start,
+        "dur": max(end - start, 1),
+        "args": known,
+    }
 
 
 def arrow(name: str, number: int, stops: Sequence[tuple[Track, int]]) -> Iterator[Entry]:
@@ -70,7 +89,8 @@ def instant(track: Track, name: str, kind: str, time: int, args: Mapping[str, An
 
 
 def free_lane(lanes: list[int], start: int, end: int) -> int:
-    """Take the first lane that is free at `start`, until `end`. `lanes`: until when each is taken. Ask in the order of starts."""
+    """Take the first lane that is free at `start`, until `end`. `lanes`: until when each is taken. Ask in the
+    order of starts."""
     lane = next((lane for lane, taken_until in enumerate(lanes) if taken_until <= start), len(lanes))
     lanes[lane : lane + 1] = [end]
     return lane

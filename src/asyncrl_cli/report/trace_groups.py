@@ -1,4 +1,5 @@
-"""The part of a trace that comes from events.jsonl: what became of each group, the train steps and the versions.
+"""The part of a trace that comes from events.jsonl: what became of each group, the train steps and the
+versions.
 
 group      generation ─> waits to be taken ─> training       (slices in lanes: groups overlap)
 arrow      generation ─> waits to be taken ─> step N ─> version V
@@ -23,7 +24,8 @@ LOSSES = ("dropped", "requeued")
 
 @dataclass(slots=True)
 class Group:
-    """`times`: when it reached each of its stages, in order, and when it was lost, if it was. `told`: what is shown about it."""
+    """`times`: when it reached each of its stages, in order, and when it was lost, if it was. `told`: what is
+    shown about it."""
 
     key: str
     times: list[int] = field(default_factory=list)
@@ -45,12 +47,15 @@ class Version:
 
 
 class Story:
-    """What the events of a run say about the train steps from `first` to `last` (None: to the end). `ends`: when each step ended.
+    """What the events of a run say about the train steps from `first` to `last` (None: to the end). `ends`:
+    when each step ended.
 
     A group's key may occur twice: after a crash and a resume, its first try is not continued.
     """
 
-    def __init__(self, events: Iterable[Mapping[str, Any]], ends: Mapping[int, int], first: int, last: int | None) -> None:
+    def __init__(
+        self, events: Iterable[Mapping[str, Any]], ends: Mapping[int, int], first: int, last: int | None
+    ) -> None:
         self.groups: list[Group] = []
         self.versions: list[Version] = []
         self.marks: list[Mapping[str, Any]] = []
@@ -72,7 +77,10 @@ class Story:
         elif name == "published":
             self.versions.append(Version(event.get("version", 0), time, event.get("step", 0)))
         elif name == "loaded" and self.versions:
-            newest = next((known for known in reversed(self.versions) if known.number == event.get("version")), self.versions[-1])
+            newest = next(
+                (known for known in reversed(self.versions) if known.number == event.get("version")),
+                self.versions[-1],
+            )
             newest.loads.append(event)
         else:
             self.marks.append(event)
@@ -80,29 +88,42 @@ class Story:
     def _move(self, event: Mapping[str, Any], time: int) -> None:
         name, key = event["event"], event.get("group", "")
         if name == "running":
-            told = {"group": key, "version": event.get("version"), "workers": " ".join(event.get("workers", {}))}
+            told = {
+                "group": key,
+                "version": event.get("version"),
+                "workers": " ".join(event.get("workers", {})),
+            }
             self._open[key] = Group(key, told=told)
             self.groups.append(self._open[key])
         if (group := self._open.get(key)) is None:
             return
         group.times.append(time)
         if name == "trained":
-            group.told |= {"step": event.get("step", 0), "window": event.get("version", 0), "tokens": event.get("tokens")}
+            group.told |= {
+                "step": event.get("step", 0),
+                "window": event.get("version", 0),
+                "tokens": event.get("tokens"),
+            }
         if name == "trained" or name in LOSSES:
             group.told["became"] = f"{name} ({event['reason']})" if event.get("reason") else name
             group.has_ended = True
             del self._open[key]
 
     def version_after(self, time: int, number: int) -> Version | None:
-        return next((version for version in self.versions if version.number >= number and version.published >= time), None)
+        return next(
+            (version for version in self.versions if version.number >= number and version.published >= time),
+            None,
+        )
 
     def groups_of_steps(self) -> list[Group]:
-        """Groups that these steps trained; groups that were lost in this time; at the run's end, also those under way."""
+        """Groups that these steps trained; groups that were lost in this time; at the run's end, also those
+        under way."""
         return sorted(filter(self._has, self.groups), key=lambda group: group.times[0])
 
     def _has(self, group: Group) -> bool:
         if group.step is not None:
-            is_whole = len(group.times) == len(STAGES)  # else an event is missing: a full disk ends events.jsonl, not the run
+            # else an event is missing: a full disk ends events.jsonl, not the run
+            is_whole = len(group.times) == len(STAGES)
             return is_whole and self._first <= group.step and (self._last is None or group.step <= self._last)
         return self.covers(group.times[-1]) if group.has_ended else self._last is None
 
@@ -123,7 +144,12 @@ def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) ->
         start = max(min(group.times[2] for group in groups), done)
         done = max(start + 1, max(group.times[3] for group in groups))
         latest = max(groups, key=lambda group: group.times[1])
-        args = {"step": step, "window": latest.told["window"], "groups": len(groups), "waited_s": waits_s.get(step)}
+        args = {
+            "step": step,
+            "window": latest.told["window"],
+            "groups": len(groups),
+            "waited_s": waits_s.get(step),
+        }
         yield slice_on(step_track, f"step {step}", "step", start, done, {**args, "last_group": latest.key})
         version = story.version_after(done, latest.told["window"] + 1)
         ends = [(version_track, version.published)] if version is not None else []
@@ -136,7 +162,8 @@ def group_entries(story: Story, tracks: Tracks, waits_s: Mapping[int, float]) ->
 def _slices(group: Group, lanes: list[int], tracks: Tracks, until: int) -> Iterator[Entry]:
     """The group, and its phases inside it. A group that is still under way lasts until `until`."""
     told = group.times if group.has_ended else [*group.times, until]
-    times = list(accumulate(told, lambda before, time: max(before + 1, time)))  # a microsecond apart, so that all can be seen
+    # a microsecond apart, so that all can be seen
+    times = list(accumulate(told, lambda before, time: max(before + 1, time)))
     track = group.track = tracks.track(GROUPS, f"lane {free_lane(lanes, times[0], times[-1]):02d}")
     group.times = times
     yield slice_on(track, group.key, "group", times[0], times[-1], group.told)
@@ -152,11 +179,16 @@ def version_entries(story: Story, tracks: Tracks) -> Iterator[Entry]:
     for version, end in zip(story.versions, ends, strict=False):  # without a version there is an end, too
         if not (version.published <= story.end and end >= story.start):
             continue
-        yield slice_on(track, f"version {version.number}", "version", version.published, end, {"step": version.step})
+        yield slice_on(
+            track, f"version {version.number}", "version", version.published, end, {"step": version.step}
+        )
         for load in version.loads:
             done, worker = micros(load.get("time_s", 0.0)), load.get("worker", "")
             start = max(version.published, done - max(1, micros(load.get("pause_s", 0.0))))
-            figures = {key: load.get(key) for key in ("version", "load_s", "pause_s", "send_s", "logprob_abs_diff", "verdict")}
+            figures = {
+                key: load.get(key)
+                for key in ("version", "load_s", "pause_s", "send_s", "logprob_abs_diff", "verdict")
+            }
             onto = tracks.track(EXECUTORS, f"{worker} loads")
             yield slice_on(onto, f"load {version.number}", "load", start, done, {"worker": worker, **figures})
             number += 1

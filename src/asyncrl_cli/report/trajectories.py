@@ -1,4 +1,5 @@
-"""The trajectories of a recorded run that were dumped (samples.py), as people read them: text with the version that sampled it."""
+"""The trajectories of a recorded run that were dumped (samples.py), as people read them: text with the
+version that sampled it."""
 
 from __future__ import annotations
 
@@ -17,18 +18,21 @@ from asyncrl_cli.samples import NOT_SAMPLED
 
 Sort = Literal["staleness", "reward", "length", "span"]
 MODEL, CALLS = "model", "calls"
-CALL = re.compile(r"(?:<call>|<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<.tool.calls?.begin.>).*", re.DOTALL)
+CALL = re.compile(
+    r"(?:<call>|<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<.tool.calls?.begin.>).*", re.DOTALL
+)
 """A tool call in the text of an answer, as chat templates write it (envs/answers.py)."""
 
 AGE_COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
-"""For tokens of the window's own version, of the one before, and so on; the last one is for all that are older. Of Okabe and Ito's
-palette, whose colours differ for every kind of colour blindness; without those that a dark or a light terminal would hide."""
+"""For tokens of the window's own version, of the one before, and so on; the last one is for all that are
+older. Of Okabe and Ito's palette, whose colours differ for every kind of colour blindness; without those that
+a dark or a light terminal would hide."""
 
 
 class Passage(NamedTuple):
-    """Tokens of one segment that were sampled by `version` (-1: not sampled, but given). `whose`: `model`, `told`, or, at the
-    beginning of a segment, `prompt` and `segment 2`, ...: the rewritten context. `is_load`: new weights were loaded just
-    before it, within an answer."""
+    """Tokens of one segment that were sampled by `version` (-1: not sampled, but given). `whose`: `model`,
+    `told`, or, at the beginning of a segment, `prompt` and `segment 2`, ...: the rewritten context.
+    `is_load`: new weights were loaded just before it, within an answer."""
 
     segment: int
     whose: str
@@ -41,9 +45,18 @@ class Sampled:
     """One line of a dump."""
 
     def __init__(self, line: SampleLine) -> None:
-        self.step, self.window, self.group, self.number = line["step"], line["window"], line["group"], line["trajectory"]
+        self.step, self.window, self.group, self.number = (
+            line["step"],
+            line["window"],
+            line["group"],
+            line["trajectory"],
+        )
         self.reward, self.answer = line["reward"], line.get("answer")
-        self.versions, self.lengths, self.logprobs = line["versions"], line["segment_lengths"], line["logprobs"]
+        self.versions, self.lengths, self.logprobs = (
+            line["versions"],
+            line["segment_lengths"],
+            line["logprobs"],
+        )
         self.trainer_logprobs = line.get("trainer_logprobs")
         self.texts = _texts(line)
         self.line = line
@@ -86,7 +99,9 @@ class Sampled:
     @property
     def turns(self) -> Iterator[tuple[str, list[Passage]]]:
         """Who speaks, and the text. The speaker is `calls` where the model has written a tool call."""
-        for (_, whose), grouped in groupby(self.stretches, key=lambda stretch: (stretch.segment, stretch.whose)):
+        for (_, whose), grouped in groupby(
+            self.stretches, key=lambda stretch: (stretch.segment, stretch.whose)
+        ):
             stretches = list(grouped)
             is_call = whose == MODEL and any(CALL.search(self.text(stretch)) for stretch in stretches)
             yield CALLS if is_call else whose, stretches
@@ -104,10 +119,12 @@ class Sampled:
 
     @cached_property
     def both_probabilities(self) -> dict[int, tuple[float, float]]:
-        """Sampled token -> its probability by the sampler, and by the trainer's weights as the step began; empty if the trainer has
-        not scored them."""
+        """Sampled token -> its probability by the sampler, and by the trainer's weights as the step began;
+        empty if the trainer has not scored them."""
         trainer = self.trainer_logprobs
-        return {} if trainer is None else {i: (_exp(self.logprobs[i]), _exp(trainer[i])) for i in self.sampled}
+        return (
+            {} if trainer is None else {i: (_exp(self.logprobs[i]), _exp(trainer[i])) for i in self.sampled}
+        )
 
     def figures(self) -> dict[str, Any]:
         """Derived figures for `--json`, in addition to the dumped line."""
@@ -126,7 +143,8 @@ def _exp(logprob: float) -> float:
 
 
 def _texts(line: SampleLine) -> list[str]:
-    """The text of each token. In older dumps only that of whole stretches is known: it stands at their first token."""
+    """The text of each token. In older dumps only that of whole stretches is known: it stands at their first
+    token."""
     if "pieces" in line:
         return line["pieces"]
     texts, spans = [""] * len(line["versions"]), iter(line.get("spans", ()))
@@ -151,8 +169,9 @@ def trajectories_of(run: Recorded, step: int) -> Iterator[Sampled]:
 
 
 def choose(run: Recorded, step: int | None, group: str, sort: Sort | None, most: int) -> list[Sampled]:
-    """At most `most` trajectories of a step (None: of the newest dumped one, or of any with that group); those with the largest
-    figure first if they are sorted. `group`: the beginning of its key. Raises ConfigError if there are none."""
+    """At most `most` trajectories of a step (None: of the newest dumped one, or of any with that group);
+    those with the largest figure first if they are sorted. `group`: the beginning of its key. Raises
+    ConfigError if there are none."""
     steps = run.sampled_steps
     if not steps:
         raise ConfigError(
@@ -161,11 +180,18 @@ def choose(run: Recorded, step: int | None, group: str, sort: Sort | None, most:
         )
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda known: abs(known - step))[:8])
-        raise ConfigError(f"step {step} of run '{run.name}' was not dumped", hint=f"dumped near it: {', '.join(map(str, near))}")
+        raise ConfigError(
+            f"step {step} of run '{run.name}' was not dumped",
+            hint=f"dumped near it: {', '.join(map(str, near))}",
+        )
     asked = [step] if step is not None else steps[::-1] if group else steps[-1:]
     found = (one for number in asked for one in trajectories_of(run, number) if one.group.startswith(group))
     chosen = nlargest(most, found, key=KEYS[sort]) if sort else list(islice(found, most))
     if not chosen:
-        what = f"no dumped trajectory is of group '{group}'" if group else f"the dump of step {asked[0]} has no trajectory"
+        what = (
+            (f"no dumped trajectory is of group '{group}'")
+            if group
+            else f"the dump of step {asked[0]} has no trajectory"
+        )
         raise ConfigError(what, hint="--step N shows the groups of a step")
     return chosen

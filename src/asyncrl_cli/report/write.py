@@ -1,6 +1,7 @@
 """Makes a report's file: finds what is asked for, reads it, and writes the page whole or not at all.
 
-A bench's directory has its table with the bound, notes and pictures on the page. The first run of each profile has charts.
+A bench's directory has its table with the bound, notes and pictures on the page. The first run of each
+profile has charts.
 """
 
 from __future__ import annotations
@@ -36,12 +37,18 @@ LATER_RUN = re.compile(r".*-r[1-9][0-9]*")
 
 
 def write_report(
-    names: Sequence[str], out: Path | None, runs_dir: Path, progress: Callable[..., None], *, search: bool = False
+    names: Sequence[str],
+    out: Path | None,
+    runs_dir: Path,
+    progress: Callable[..., None],
+    *,
+    search: bool = False,
 ) -> tuple[Path, list[str]]:
-    """Write the page of these runs, or of one bench's directory, and return its file, and what was left out because it is damaged.
-    `search`: with the setting that a simulated search recommends for each run.
+    """Write the page of these runs, or of one bench's directory, and return its file, and what was left out
+    because it is damaged. `search`: with the setting that a simulated search recommends for each run.
 
-    Raises ConfigError if a run or bench does not exist, RefusedError for a run without train steps, and as `check_out`.
+    Raises ConfigError if a run or bench does not exist, RefusedError for a run without train steps, and as
+    `check_out`.
     """
     bench = next((Path(name) for name in names if (Path(name) / RESULTS).is_file()), None)
     if bench is not None and len(names) > 1:
@@ -51,7 +58,10 @@ def write_report(
     check_out(path, GENERATOR, "report")
     words = bench_html(bench) if bench else ""
     titles = [f"Samples of {run.name}" if len(found) > 1 else "Samples" for run in found]
-    read = "".join(samples_html(run, title, MAX_CHARACTERS // len(found)) for run, title in zip(found, titles, strict=True))
+    read = "".join(
+        samples_html(run, title, MAX_CHARACTERS // len(found))
+        for run, title in zip(found, titles, strict=True)
+    )
     runs = []
     for recorded in found:
         progress(f"reading {recorded.name}")
@@ -71,10 +81,20 @@ def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) 
     from asyncrl_cli.bench.tune import Asked, tune
 
     tuned = tune(Asked(reference=str(recorded.files.path), runs_dir=runs_dir), progress)
-    best, speedup, heading = tuned.found.best, tuned.found.speedup, f"SIMULATED: what would be faster than {recorded.name}"
+    best, speedup, heading = (
+        tuned.found.best,
+        tuned.found.speedup,
+        (f"SIMULATED: what would be faster than {recorded.name}"),
+    )
     if best == tuned.found.current:
-        return card(heading, f"<p>Nothing that was tried: its own setting is the fastest; {escape(tuned.bound)}.</p>")
-    against = "" if speedup is None else f", {speedup:.2f} times as fast as the simulated run with its own setting"
+        return card(
+            heading, f"<p>Nothing that was tried: its own setting is the fastest; {escape(tuned.bound)}.</p>"
+        )
+    against = (
+        ""
+        if speedup is None
+        else (f", {speedup:.2f} times as fast as the simulated run with its own setting")
+    )
     window = f"{best.window_time_s:.4g} s per {tuned.window_groups} groups"
     text = f"{best.setting.split} {best.setting.split_names}, {window}{against}; {tuned.bound}."
     keys = "".join(f"<li><code>--set {escape(entry)}</code></li>" for entry in tuned.recommended_sets)
@@ -86,29 +106,44 @@ def runs_in(directory: Path) -> list[Recorded]:
     order = [result.profile for result in read_results(directory / RESULTS).results]
     paths = [path for path in (directory / "runs").glob("*") if not LATER_RUN.fullmatch(path.name)]
     runs = [Recorded(path) for path in sorted(paths) if (path / "metrics.jsonl").is_file()]
-    return sorted((run for run in runs if run.loaded.profile.name in order), key=lambda run: order.index(run.loaded.profile.name))
+    return sorted(
+        (run for run in runs if run.loaded.profile.name in order),
+        key=lambda run: order.index(run.loaded.profile.name),
+    )
 
 
 def bench_html(directory: Path) -> str:
     """Raises RefusedError if its results cannot be read."""
     comparison = read_results(directory / RESULTS)
     notes = [*long_notes(comparison), *comparison.remarks]
-    missing = f"<p><b>Not finished: {escape(', '.join(comparison.missing))}.</b></p>" if comparison.missing else ""
+    missing = (
+        (f"<p><b>Not finished: {escape(', '.join(comparison.missing))}.</b></p>")
+        if comparison.missing
+        else ""
+    )
     listed = "".join(f"<li>{escape(note.replace('`', ''))}</li>" for note in notes)
     reading = f"<details><summary>how to read it</summary><ul>{listed}</ul></details>"
     parts = [f"<p>{escape(heading_of(comparison))}</p>", missing, _table(comparison), reading]
-    parts += [_picture(directory / name, words) for name, words in PICTURES.items() if (directory / name).is_file()]
+    parts += [
+        _picture(directory / name, words) for name, words in PICTURES.items() if (directory / name).is_file()
+    ]
     return card("Comparison" if not comparison.simulated else "SIMULATED comparison", "".join(parts))
 
 
 def _table(comparison: Comparison) -> str:
     rows = rows_of(comparison, all_spreads=True)
     names = [result.profile for result in comparison.results]
-    cells = [[escape(row.label).replace("  ", "&nbsp;&nbsp;&nbsp;"), *map(escape, row.cells or [""] * len(names))] for row in rows]
+    cells = [
+        [escape(row.label).replace("  ", "&nbsp;&nbsp;&nbsp;"), *map(escape, row.cells or [""] * len(names))]
+        for row in rows
+    ]
     strong = {number for number, row in enumerate(rows) if row.strong}
     return table(["", *map(escape, names)], cells, figures=True, strong=strong)
 
 
 def _picture(path: Path, words: str) -> str:
     content = base64.b64encode(read_bytes(path, max_bytes=MOST_PICTURE_BYTES)).decode("ascii")
-    return f'<h3>{escape(words)}</h3><div class="scroll"><img alt="{escape(words)}" src="data:image/png;base64,{content}"></div>'
+    return (
+        f'<h3>{escape(words)}</h3><div class="scroll"><img alt="{escape(words)}" '
+        f'src="data:image/png;base64,{content}"></div>'
+    )

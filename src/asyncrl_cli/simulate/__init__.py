@@ -1,1 +1,2 @@
-"""Simulated runs: the real loop on a virtual clock. Workers and trainer compute nothing and only take (virtual) time."""
+"""Simulated runs: the real loop on a virtual clock. Workers and trainer compute nothing and only take
+(virtual) time."""

@@ -6,10 +6,10 @@
     scorers         their busy time                   per scored token
     sync            medians of `published` and `loaded`                                                  -> [syncing]
 
-Straight lines are fitted to the first two (`observed.py`), with an interference ratio for a machine that both sides share. Prompts
-and prefills are not measured separately: the lines' constants include them. During a load the worker counts as idle, so no decode
-step includes the pause. The first steps, and steps with an eval or a checkpoint, are left out. The workload's notes say what one
-run cannot show.
+Straight lines are fitted to the first two (`observed.py`), with an interference ratio for a machine that both
+sides share. Prompts and prefills are not measured separately: the lines' constants include them. During a
+load the worker counts as idle, so no decode step includes the pause. The first steps, and steps with an eval
+or a checkpoint, are left out. The workload's notes say what one run cannot show.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training
 from asyncrl_cli.simulate.world import virtual_cluster
 
 LEAST_STEPS, ENOUGH_STEPS = 3, 8
-"""Train steps without which there is no calibration; those from which its times are more than a rough guess."""
+"""Train steps without which there is no calibration; those from which its times are more than a rough
+guess."""
 COMMON_KEYS = {
     "trainer": ("ppo_mini_batch_size", "max_tokens_per_microbatch"),
     "rollout": ("workers", "slots", "n", "prefetch_groups", "max_prompt_tokens", "max_response_tokens"),
     "async_training": ("require_batches",),
     "placement": ("trainer_workers", "gpus", "ratio", "gpus_per_rollout_worker", "cpus_per_worker"),
 }
-"""Keys that the workload takes from the calibrated run for every profile. The schedule (K, eta, ...) remains each profile's."""
+"""Keys that the workload takes from the calibrated run for every profile. The schedule (K, eta, ...) remains
+each profile's."""
 TURN_KEYS = {
     "rollout": (*COMMON_KEYS["rollout"], "hold_slots"),
     "env": ("max_turns", "max_context_tokens", "tool_timeout_s", "episode_timeout_s"),
@@ -76,22 +78,28 @@ OWN_KEYS = {
     ),
     "placement": ("colocate",),
 }
-"""Keys of a schedule. The run's reference row sets those in which it differs from the profile of that name."""
+"""Keys of a schedule. The run's reference row sets those in which it differs from the profile of that
+name."""
 PARTS = ("wait_data", "old_logprob", "train", "gather", "other")
 
 
 def calibrate(run_directory: Path) -> Workload:
-    """The workload of a run. Raises ConfigError if files are missing, or if too few of its train steps can be used."""
+    """The workload of a run. Raises ConfigError if files are missing, or if too few of its train steps can be
+    used."""
     try:
         return _calibrated(run_directory)
     except (ValueError, ArithmeticError) as error:
         what = first_of(error) if isinstance(error, ValidationError) else str(error)
-        raise ConfigError(f"{run_directory}: its figures cannot be those of a run: {what}", hint="use another run") from None
+        raise ConfigError(
+            f"{run_directory}: its figures cannot be those of a run: {what}", hint="use another run"
+        ) from None
 
 
 def _calibrated(run_directory: Path) -> Workload:
     profile, recorded = _profile(run_directory), Recorded(run_directory)
-    everything, published, loaded = (list(found) for found in (recorded.metrics(), *map(recorded.events, ("published", "loaded"))))
+    everything, published, loaded = (
+        list(found) for found in (recorded.metrics(), *map(recorded.events, ("published", "loaded")))
+    )
     lines = undisturbed(everything)
     why = "".join([_left_out(everything), *(f"; {note}" for note in recorded.damage.notes)])
     _enough(lines, run_directory, f"of {len(everything)} train steps can be used{why}")
@@ -99,10 +107,15 @@ def _calibrated(run_directory: Path) -> Workload:
     decoded, trained = decode_points(lines, job.role(ROLLOUT).workers), train_points(lines)
     _enough(decoded, run_directory, "train steps have decoding beside them")
     _enough(trained, run_directory, "train steps have trained tokens")
-    decoding, training, syncing = fit_line(decoded), fit_line(trained), _syncing(published, loaded, lines, profile)
+    decoding, training, syncing = (
+        fit_line(decoded),
+        fit_line(trained),
+        _syncing(published, loaded, lines, profile),
+    )
     apart = _of_scorers(lines, job)
     of_critic, learned_within = apart[CRITIC], CRITIC not in job.scorers
-    values_s = of_critic and of_critic / (1 if learned_within else 1 + LEARNING)  # apart, the time includes learning
+    # apart, the time includes learning
+    values_s = of_critic and of_critic / (1 if learned_within else 1 + LEARNING)
     scored_s, turns = old_logprob_s_per_token(lines, training) or apart[PROX], turns_of(lines)
     return Workload(
         name=run_directory.name,
@@ -120,7 +133,9 @@ def _calibrated(run_directory: Path) -> Workload:
         ),
         training=Training(
             step_s=training.constant / profile.async_training.require_batches,
-            s_per_token=max(0.0, training.slope - (LEARNING * values_s if values_s and learned_within else 0.0)),
+            s_per_token=max(
+                0.0, training.slope - (LEARNING * values_s if values_s and learned_within else 0.0)
+            ),
             old_logprob_s_per_token=scored_s or 0.0,
             ref_s_per_token=apart[REF],
             reward_s_per_token=apart[REWARD],
@@ -155,30 +170,47 @@ def _left_out(lines: Sequence[Line]) -> str:
     return f" ({', '.join(f'{times} {reason}' for reason, times in reasons.items())})" if reasons else ""
 
 
-def _notes(lines: Sequence[Line], profile: Profile, decode_fit: Fit, train_fit: Fit, scored_s: float | None) -> list[str]:
+def _notes(
+    lines: Sequence[Line], profile: Profile, decode_fit: Fit, train_fit: Fit, scored_s: float | None
+) -> list[str]:
     """Notes on what the figures are based on, and what one run cannot show."""
     notes = [
         f"From {len(lines)} train steps of one run, lengths as observed (at its own stage of learning).",
-        "One run does not show: scaling with devices (taken as scaling_exponent 1, nothing fixed); how alike the responses to one "
-        "prompt are (prompt_variance_ratio 0); the latency of rewards (0: waits for them are not predicted); prompts and "
-        "prefills (included in the constants, prompt_tokens 0: a recompute-kv load costs nothing extra); how workers differ "
+        "One run does not show: scaling with devices (taken as scaling_exponent 1, nothing fixed); how alike "
+        "the responses to one "
+        "prompt are (prompt_variance_ratio 0); the latency of rewards (0: waits for them are not predicted); "
+        "prompts and "
+        "prefills (included in the constants, prompt_tokens 0: a recompute-kv load costs nothing extra); how "
+        "workers differ "
         "(speed_spread 0).",
     ]
     if len(lines) < ENOUGH_STEPS:
-        notes.insert(0, f"ROUGH: only {len(lines)} train steps could be used; {ENOUGH_STEPS} or more make the times reliable.")
+        notes.insert(
+            0,
+            f"ROUGH: only {len(lines)} train steps could be used; {ENOUGH_STEPS} or more make "
+            "the times reliable.",
+        )
     if turns_of(lines) is not None:
         notes.append(
-            "A run records only means of turns and tools: all trajectories have the same number of turns here, all tools take "
-            "the same time, and the tokens of their results are included in the constants of decoding and training."
+            "A run records only means of turns and tools: all trajectories have the same number of turns "
+            "here, all tools take "
+            "the same time, and the tokens of their results are included in the constants of decoding and "
+            "training."
         )
     if scored_s is None:
         notes.append(
-            "The run had no old-logprob passes, so their cost is unknown and they are free here (old_logprob_s_per_token 0)."
+            "The run had no old-logprob passes, so their cost is unknown and they are free here "
+            "(old_logprob_s_per_token 0)."
         )
-    sides = [name for name, fit in (("generation", decode_fit), ("training", train_fit)) if not fit.tells_interference]
+    sides = [
+        name
+        for name, fit in (("generation", decode_fit), ("training", train_fit))
+        if not fit.tells_interference
+    ]
     if sides:
         notes.append(
-            f"How much the other side slows {' and '.join(sides)} is also unknown (it ran at the same time always, or never): "
+            f"How much the other side slows {' and '.join(sides)} is also unknown (it ran at the same time "
+            "always, or never): "
             "interference_ratio 0; any slowdown is included in the times."
         )
     if profile.placement.colocate:
@@ -196,7 +228,9 @@ def _profile(run_directory: Path) -> Profile:
 def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
     """The profile's values of `keys` that are not None, by section and name."""
     return {
-        section: {name: value for name in names if (value := getattr(getattr(profile, section), name)) is not None}
+        section: {
+            name: value for name in names if (value := getattr(getattr(profile, section), name)) is not None
+        }
         for section, names in keys.items()
     }
 
@@ -207,7 +241,9 @@ def _common(profile: Profile, device: str, turns: Turns | None) -> dict[str, Any
     return tables | {"placement": tables["placement"] | {"device": device}}
 
 
-def _syncing(published: Sequence[Line], loaded: Sequence[Line], lines: Sequence[Line], profile: Profile) -> Syncing:
+def _syncing(
+    published: Sequence[Line], loaded: Sequence[Line], lines: Sequence[Line], profile: Profile
+) -> Syncing:
     """Medians over the run's syncs. If the run had none, a sync costs nothing."""
     published = [event for event in published if {"num_bytes", "publish_s"} <= event.keys()]
     loaded = [event for event in loaded if {"send_s", "load_s", "pause_s"} <= event.keys()]
@@ -234,7 +270,11 @@ def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:
 def _reference(lines: Sequence[Line], profile: Profile, run_directory: Path) -> Reference:
     """The run itself as a measured row: a simulation of the workload should reproduce it."""
     per_window = profile.async_training.trigger_parameter_sync_step / len(lines)
-    name = profile.name if profile.name in shipped_profiles() else str((run_directory / "profile.toml").resolve())
+    name = (
+        profile.name
+        if profile.name in shipped_profiles()
+        else str((run_directory / "profile.toml").resolve())
+    )
     return Reference(
         profile=name,
         set=_differing(profile, name),
@@ -246,7 +286,9 @@ def _reference(lines: Sequence[Line], profile: Profile, run_directory: Path) -> 
 
 def _differing(profile: Profile, reference: str) -> dict[str, Any]:
     """The run's values of `OWN_KEYS` that differ from the profile called `reference`."""
-    plain = load(reference, environ={}, layers=[Layer(origin="calibration", values={"run.train_steps": 1})]).profile
+    plain = load(
+        reference, environ={}, layers=[Layer(origin="calibration", values={"run.train_steps": 1})]
+    ).profile
     tables, others = _values(profile, OWN_KEYS), _values(plain, OWN_KEYS)
     own = {
         section: {name: value for name, value in table.items() if value != others[section].get(name)}

@@ -6,8 +6,9 @@
     critic             tokens * critic_s_per_token * (likewise) for values, and LEARNING times that for learning
     reward model       tokens * reward_s_per_token * (likewise), in processes of its own
 
-Tokens are those of prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of all mini-batches but
-the window's first are computed before training (as in `train/policy_update.py`: the first mini-batch's forward pass gives both).
+Tokens are those of prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of
+all mini-batches but the window's first are computed before training (as in `train/policy_update.py`: the
+first mini-batch's forward pass gives both).
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
 GIB = 2**30
 LEARNING = 3.0
-"""Learning from a group takes the critic this many times as long as its values: forward and backward against forward."""
+"""Learning from a group takes the critic this many times as long as its values: forward and backward against
+forward."""
 _POLL_RATIO = 1.5
-"""How often a worker reports without a change, as a share of a mean response's time: such reports only cost simulation time."""
+"""How often a worker reports without a change, as a share of a mean response's time: such reports only cost
+simulation time."""
 
 
 class Spent(NamedTuple):
@@ -51,11 +54,11 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Costs:
-    """The costs of one run of `profile` with `ranks` trainer ranks, `workers` rollout workers and, by task, the number of `scorers`
-    (separate processes).
+    """The costs of one run of `profile` with `ranks` trainer ranks, `workers` rollout workers and, by task,
+    the number of `scorers` (separate processes).
 
-    The run records here how fast its workers are (`speeds`, drawn at random) and what its trainer has done: `spent[i]` is the total
-    after i train steps.
+    The run records here how fast its workers are (`speeds`, drawn at random) and what its trainer has done:
+    `spent[i]` is the total after i train steps.
     """
 
     workload: Workload
@@ -81,7 +84,10 @@ class Costs:
     def scorer_times(self, task: str) -> ScorerTimes:
         """Times of a scorer in processes of its own."""
         processes, syncing = self.scorers[task], self.workload.syncing
-        load_s = syncing.parameter_bytes / syncing.send_bytes_per_s + syncing.parameter_bytes / syncing.load_bytes_per_s
+        load_s = (
+            syncing.parameter_bytes / syncing.send_bytes_per_s
+            + syncing.parameter_bytes / syncing.load_bytes_per_s
+        )
         return ScorerTimes(
             score_s=lambda groups: self._scoring_s(task, groups, processes),
             learn_s=lambda groups: LEARNING * self._scoring_s(task, groups, processes),
@@ -90,21 +96,35 @@ class Costs:
         )
 
     def worker_times(self) -> WorkerTimes:
-        """Times of rollout workers. When colocated, sending and loading cost nothing: `colocated_s` is part of the gather instead.
+        """Times of rollout workers. When colocated, sending and loading cost nothing: `colocated_s` is part
+        of the gather instead.
 
-        Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no effect here, because the
-        workload's `send_bytes_per_s` already includes what it saves.
+        Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no
+        effect here, because the workload's `send_bytes_per_s` already includes what it saves.
         """
-        workload, weights, max_tokens = self.workload, self.profile.weights, self.profile.rollout.max_response_tokens
-        decoding, syncing, slowdown = workload.decoding, workload.syncing, self._slowdown(workload.decoding, self.workers)
-        slowed = {key: getattr(decoding, key) * slowdown for key in ("step_s", "step_s_per_sequence", "prefill_s_per_token")}
+        workload, weights, max_tokens = (
+            self.workload,
+            self.profile.weights,
+            self.profile.rollout.max_response_tokens,
+        )
+        decoding, syncing, slowdown = (
+            workload.decoding,
+            workload.syncing,
+            self._slowdown(workload.decoding, self.workers),
+        )
+        slowed = {
+            key: getattr(decoding, key) * slowdown
+            for key in ("step_s", "step_s_per_sequence", "prefill_s_per_token")
+        }
         num_bytes = 0.0 if self._is_colocated else syncing.parameter_bytes
         send_s, load_s = num_bytes / syncing.send_bytes_per_s, num_bytes / syncing.load_bytes_per_s
         lengths, turns = ResponseLengths(workload.lengths, max_tokens), workload.turns
         return WorkerTimes(
             decoding=decoding.model_copy(update=slowed),
             response_tokens=lengths,
-            tool_calls=Episodes(turns, lengths, self.profile, self._prompt_tokens) if turns is not None else None,
+            tool_calls=Episodes(turns, lengths, self.profile, self._prompt_tokens)
+            if turns is not None
+            else None,
             hold_slots=self.profile.rollout.hold_slots,
             trace_sequences=self.profile.logging.trace_sequences,
             prompt_tokens=self._prompt_tokens,
@@ -121,18 +141,22 @@ class Costs:
         )
 
     def capacities(self, begin_groups: int, end_groups: int) -> Capacities:
-        """Capacity of each phase alone, for the trajectories trained between these two counts of groups; in response tokens per
-        second, the unit of `tokens_trained`.
+        """Capacity of each phase alone, for the trajectories trained between these two counts of groups; in
+        response tokens per second, the unit of `tokens_trained`.
 
         rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`, and computes a group's prompt and
-                  its tools' results once; waits for tools, and a cache that holds fewer than `slots`, are ignored
+                  its tools' results once; waits for tools, and a cache that holds fewer than `slots`, are
+                  ignored
         trainer   train steps and old-logprob passes as they were, without overhead
 
-        Neither is slowed by the other phase. When colocated, all workers or all ranks of a phase work at once and, on a shared
-        machine, slow each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a phase together.
+        Neither is slowed by the other phase. When colocated, all workers or all ranks of a phase work at once
+        and, on a shared machine, slow each other (`_slowdown`), as in `bench/phases.py`, which measures all
+        processes of a phase together.
         """
         step_groups = Schedule.of(self.profile).step_groups
-        done = Spent(*map(operator.sub, self.spent[end_groups // step_groups], self.spent[begin_groups // step_groups]))
+        done = Spent(
+            *map(operator.sub, self.spent[end_groups // step_groups], self.spent[begin_groups // step_groups])
+        )
         tokens, trajectories = max(done.response_tokens, 1), max(done.trajectories, 1)
         result_tokens = done.prompt_tokens - trajectories * self._prompt_tokens
         decoding = self.workload.decoding
@@ -172,20 +196,24 @@ class Costs:
         if self.workload.turns is not None:
             longest = max(longest, max_context_tokens(self.profile))
         num_bytes = cache_bytes_left(
-            int(gpus * memory.gpu_memory_gib * GIB), memory.gpu_memory_utilization, int(self.workload.syncing.parameter_bytes)
+            int(gpus * memory.gpu_memory_gib * GIB),
+            memory.gpu_memory_utilization,
+            int(self.workload.syncing.parameter_bytes),
         )
         size = CacheSize(num_bytes // (memory.kv_bytes_per_token * memory.block_tokens), memory.block_tokens)
         if not size.holds(longest):
             raise ConfigError(
-                f"workload {self.workload.name}: the weights leave {num_bytes / GIB:.3g} GiB of a rollout worker's memory for its "
+                f"workload {self.workload.name}: the weights leave {num_bytes / GIB:.3g} GiB of a rollout "
+                "worker's memory for its "
                 f"KV cache, too little for one sequence of {longest} tokens",
-                hint="memory.gpu_memory_gib, placement.gpus_per_rollout_worker or rollout.max_response_tokens",
+                hint="memory.gpu_memory_gib, placement.gpus_per_rollout_worker or "
+                "rollout.max_response_tokens",
             )
         return size
 
     def _slowdown(self, side: Decoding | Training, executors: int) -> float:
-        """Factor by which several colocated executors of one side slow each other on a shared machine. `interference_ratio` is the
-        default for `crowding_ratio`."""
+        """Factor by which several colocated executors of one side slow each other on a shared machine.
+        `interference_ratio` is the default for `crowding_ratio`."""
         if not self._is_colocated or executors < 2:
             return 1.0
         return 1 + (side.interference_ratio if side.crowding_ratio is None else side.crowding_ratio)
@@ -230,8 +258,8 @@ class Costs:
         return _tokens(groups)[1] * each_s * self._share(training.old_logprob_scaling_exponent, devices)
 
     def _scored(self, batch: TrainBatch) -> Sequence[GroupResult]:
-        """Groups that the trainer's old-logprob pass scores, if it has one: all but a window's first mini-batch, whose own forward
-        pass gives its old logprobs."""
+        """Groups that the trainer's old-logprob pass scores, if it has one: all but a window's first
+        mini-batch, whose own forward pass gives its old logprobs."""
         if self.profile.algorithm.old_logprobs != "recompute" or PROX in self.scorers:
             return ()
         return batch.groups[self.profile.trainer.ppo_mini_batch_size if batch.step_in_window == 0 else 0 :]
@@ -240,9 +268,12 @@ class Costs:
         return len(groups) // self.profile.trainer.ppo_mini_batch_size
 
     def _share(self, scaling_exponent: float, devices: int | None = None) -> float:
-        """Factor from a time on the workload's reference devices to the time on this run's ranks, or on `devices`."""
+        """Factor from a time on the workload's reference devices to the time on this run's ranks, or on
+        `devices`."""
         training, devices = self.workload.training, devices or self.ranks
-        return self._slowdown(training, devices) * float((devices / training.reference_gpus) ** -scaling_exponent)
+        return self._slowdown(training, devices) * float(
+            (devices / training.reference_gpus) ** -scaling_exponent
+        )
 
 
 def _tokens(groups: Sequence[GroupResult]) -> tuple[int, int]:

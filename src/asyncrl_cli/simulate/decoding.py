@@ -10,27 +10,31 @@ All running sequences advance together, one token per decode step of
 
     (step_s + step_s_per_sequence * running) * speed * slowdown   seconds
 
-so the engine needs no event per token. It counts the steps that have passed (a real number), and a sequence of T tokens that
-begins at step count s ends at s + T. A heap holds those ends. Steps pass at a constant rate until a sequence begins or ends,
-the engine freezes, or its slowdown changes. A sequence may begin in the middle of a step of the others: its first token still takes
-a whole step. A prefill occupies the whole engine: decoding waits for it. Loads are also placed by step count: token j of a
-sequence that begins at s belongs to the last load before s + j. A token that is half done at a load is finished with the new
-weights and counts as theirs.
+so the engine needs no event per token. It counts the steps that have passed (a real number), and a sequence
+of T tokens that begins at step count s ends at s + T. A heap holds those ends. Steps pass at a constant rate
+until a sequence begins or ends, the engine freezes, or its slowdown changes. A sequence may begin in the
+middle of a step of the others: its first token still takes a whole step. A prefill occupies the whole engine:
+decoding waits for it. Loads are also placed by step count: token j of a sequence that begins at s belongs to
+the last load before s + j. A token that is half done at a load is finished with the new weights and counts as
+theirs.
 
-Each running sequence holds blocks of the KV cache (`kv_cache.py`), as in vLLM. When a block is needed and none is free, the
-sequence that began last is preempted: its blocks become free, its unfinished token is lost, and it waits in front of all others.
-It begins again with a prefill of its prompt and of the tokens that it has. No sequence begins before there are blocks for these,
-or before another that waits for blocks. At the same step count, first sequences end, then others take blocks, then one begins.
+Each running sequence holds blocks of the KV cache (`kv_cache.py`), as in vLLM. When a block is needed and
+none is free, the sequence that began last is preempted: its blocks become free, its unfinished token is lost,
+and it waits in front of all others. It begins again with a prefill of its prompt and of the tokens that it
+has. No sequence begins before there are blocks for these, or before another that waits for blocks. At the
+same step count, first sequences end, then others take blocks, then one begins.
 
-A sequence that has completed a turn stops as if preempted. With `hold_slots` it keeps its slot; otherwise it queues for a slot
-when it continues. Its cache content stays until others take the blocks; then it begins with a prefill of everything. A drain waits
-for all sequences that have begun, including those at a tool.
+A sequence that has completed a turn stops as if preempted. With `hold_slots` it keeps its slot; otherwise it
+queues for a slot when it continues. Its cache content stays until others take the blocks; then it begins with
+a prefill of everything. A drain waits for all sequences that have begun, including those at a tool.
 
-Worked example: steps of 1 s, one sequence of 5 tokens from time 0; version 3 is loaded from 2.5 to 4.0 s. At step count 2.5, tokens
-1 and 2 are done and have the old version; tokens 3 to 5 have version 3, and the sequence ends at 5 + 1.5 s.
+Worked example: steps of 1 s, one sequence of 5 tokens from time 0; version 3 is loaded from 2.5 to 4.0 s. At
+step count 2.5, tokens 1 and 2 are done and have the old version; tokens 3 to 5 have version 3, and the
+sequence ends at 5 + 1.5 s.
 
-Another: 3 blocks of 2 tokens, two sequences of 5 tokens without prompts. At step count 3 both need a second block, and one is left.
-The first takes it and ends at 5; the second is preempted with 3 tokens, begins again at 5 and ends at 7.
+Another: 3 blocks of 2 tokens, two sequences of 5 tokens without prompts. At step count 3 both need a second
+block, and one is left. The first takes it and ends at 5; the second is preempted with 3 tokens, begins again
+at 5 and ends at 7.
 """
 
 from __future__ import annotations
@@ -43,12 +47,19 @@ from collections.abc import Callable, Collection, Iterable
 from asyncrl_cli.loop.meters import SlotStays
 from asyncrl_cli.loop.states import Stay
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize, KvCache
-from asyncrl_cli.simulate.sequences import NEVER, SAME_STEP, SimulatedSequence, VersionTokens, tokens_per_version
+from asyncrl_cli.simulate.sequences import (
+    NEVER,
+    SAME_STEP,
+    SimulatedSequence,
+    VersionTokens,
+    tokens_per_version,
+)
 from asyncrl_cli.simulate.workload import Decoding
 
 
 class SimulatedEngine:
-    """Use it from the event loop only. `on_running(running)` is called whenever the number of running sequences changes.
+    """Use it from the event loop only. `on_running(running)` is called whenever the number of running
+    sequences changes.
 
     `speed` scales all times: an engine with 1.1 is 10% slower. The cache must hold the longest sequence.
     """
@@ -75,9 +86,11 @@ class SimulatedEngine:
         self._on_running = on_running
         self._loop = asyncio.get_running_loop()
         self._stays = SlotStays(self._loop.time) if trace_sequences else None
-        self._loads = [(0.0, version)]  # (step count, version); `first_load` of a sequence is an index into this list
+        # (step count, version); `first_load` of a sequence is an index into this list
+        self._loads = [(0.0, version)]
         self._cache = KvCache(cache)
-        self._ends: list[tuple[float, int, SimulatedSequence]] = []  # void if its `order` is not the sequence's
+        # void if its `order` is not the sequence's
+        self._ends: list[tuple[float, int, SimulatedSequence]] = []
         self._num_begun = 0
         self._holds_slots = hold_slots
         self._num_at_tools = 0
@@ -96,7 +109,8 @@ class SimulatedEngine:
         self._timer: asyncio.TimerHandle | None = None
 
     def counters(self) -> tuple[float, float, float]:
-        """(sampled tokens, decode steps, tokens of sequences that have begun and not ended); fractions of a token or step count."""
+        """(sampled tokens, decode steps, tokens of sequences that have begun and not ended); fractions of a
+        token or step count."""
         self._advance()
         return self._sampled_tokens, self._steps, self._cache.sampled_tokens(self._steps) + self._kept_tokens
 
@@ -125,10 +139,13 @@ class SimulatedEngine:
         self._retime()
 
     def abort(self, sequences: Iterable[SimulatedSequence]) -> None:
-        """Remove sequences that have not ended. They keep their whole tokens, and their `on_end` is not called."""
+        """Remove sequences that have not ended. They keep their whole tokens, and their `on_end` is not
+        called."""
         self._advance()
         before = self.running
-        for sequence in (sequence for sequence in sequences if not (sequence.has_ended or sequence.is_aborted)):
+        for sequence in (
+            sequence for sequence in sequences if not (sequence.has_ended or sequence.is_aborted)
+        ):
             sequence.is_aborted = True
             if sequence.order:
                 sequence.tokens = sequence.whole_tokens(self._steps)
@@ -149,7 +166,8 @@ class SimulatedEngine:
         return tokens_per_version(sequence, sequence.tokens if is_over else so_far, self._loads)
 
     def drained(self) -> asyncio.Future[None]:
-        """Begin no new sequence until `thaw`. The returned future is done once all sequences that have begun have ended."""
+        """Begin no new sequence until `thaw`. The returned future is done once all sequences that have begun
+        have ended."""
         self._is_closed = True
         self._drained = self._loop.create_future()
         self._notice_drained()
@@ -167,7 +185,8 @@ class SimulatedEngine:
         self._retime()
 
     def thaw(self, version: int, *, recompute: bool = False) -> None:
-        """Continue with the weights of `version`; with `recompute`, after a new prefill of all tokens of the running sequences."""
+        """Continue with the weights of `version`; with `recompute`, after a new prefill of all tokens of the
+        running sequences."""
         self._advance()
         self.version = version
         self._loads.append((self._steps, version))
@@ -214,7 +233,11 @@ class SimulatedEngine:
             return True
         num_held = self._num_at_tools if self._holds_slots and not sequence.has_begun else 0
         is_let_through = sequence.has_begun or not self._is_closed
-        return self.running + num_held < self.slots and is_let_through and self._cache.fits(sequence, self._steps)
+        return (
+            self.running + num_held < self.slots
+            and is_let_through
+            and self._cache.fits(sequence, self._steps)
+        )
 
     def _begin(self, sequence: SimulatedSequence) -> None:
         """Begin the sequence, or continue it from its kept tokens."""
@@ -260,7 +283,8 @@ class SimulatedEngine:
         sequence.is_at_tool = False
 
     def _go_on(self, before: int) -> None:
-        """Begin the next sequences after others ended, lost their blocks or arrived. `before`: how many were running until now."""
+        """Begin the next sequences after others ended, lost their blocks or arrived. `before`: how many were
+        running until now."""
         if self.running == 0:
             self._prefill_s = 0.0
         self._let_in()
@@ -269,8 +293,8 @@ class SimulatedEngine:
         self._notice_drained()
 
     def _retime(self) -> None:
-        """Set the timer for the next end of a sequence, or for the next block that will be missing. A timer that is too early is
-        kept and set again when it fires."""
+        """Set the timer for the next end of a sequence, or for the next block that will be missing. A timer
+        that is too early is kept and set again when it fires."""
         ends = self._ends
         while ends and ends[0][1] != ends[0][2].order:
             heapq.heappop(ends)
@@ -293,8 +317,8 @@ class SimulatedEngine:
         self._retime()
 
     def _reach_target(self) -> None:
-        """End the turns that are due, then preempt sequences without blocks. The step count is set to exactly the target, free of
-        rounding errors."""
+        """End the turns that are due, then preempt sequences without blocks. The step count is set to exactly
+        the target, free of rounding errors."""
         before, ends, told = self.running, self._ends, []
         self._prefill_s = 0.0
         self._step_on(self._target_steps - self._steps)

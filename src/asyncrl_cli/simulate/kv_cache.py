@@ -1,20 +1,24 @@
-"""The KV cache of a simulated engine: how many blocks each sequence holds, and the step count at which blocks run out.
+"""The KV cache of a simulated engine: how many blocks each sequence holds, and the step count at which blocks
+run out.
 
-A running sequence with j whole tokens holds the cache of its prompt and of these j tokens, in blocks of `block_tokens`:
+A running sequence with j whole tokens holds the cache of its prompt and of these j tokens, in blocks of
+`block_tokens`:
 
     prefix   the full blocks of its prompt without the prompt's last token, shared by the running sequences of the same prompt
     own      ceil((prompt tokens beyond the prefix + j) / block_tokens) blocks for the rest
 
-A prefix is computed by the first of its sequences and dropped with the last one that runs. (A real engine also computes the last
-token of a prompt for each response, to sample from it. It may find a prefix that no sequence holds, if its blocks were not reused.)
+A prefix is computed by the first of its sequences and dropped with the last one that runs. (A real engine
+also computes the last token of a prompt for each response, to sample from it. It may find a prefix that no
+sequence holds, if its blocks were not reused.)
 
-A sequence at a tool is parked: its blocks are free, and those that were not taken need not be computed again. The blocks of the
-sequence that has been parked for longest are taken first, all of them.
+A sequence at a tool is parked: its blocks are free, and those that were not taken need not be computed again.
+The blocks of the sequence that has been parked for longest are taken first, all of them.
 
-All running sequences advance together, so each takes one block in every `block_tokens` steps. With F blocks free and R sequences
-running, F // R times `block_tokens` steps pass safely. Then the sequences take F mod R more blocks, in the order in which they fill
-theirs, and the next one finds none. An exact count visits every sequence. So it is made only if a bound from two running sums
-(`_most_blocks`) does not decide: each sequence holds less than one block more than its tokens fill.
+All running sequences advance together, so each takes one block in every `block_tokens` steps. With F blocks
+free and R sequences running, F // R times `block_tokens` steps pass safely. Then the sequences take F mod R
+more blocks, in the order in which they fill theirs, and the next one finds none. An exact count visits every
+sequence. So it is made only if a bound from two running sums (`_most_blocks`) does not decide: each sequence
+holds less than one block more than its tokens fill.
 """
 
 from __future__ import annotations
@@ -54,13 +58,15 @@ class KvCache:
     def __init__(self, size: CacheSize) -> None:
         self._size = size
         self._first: dict[SimulatedSequence, int] = {}
-        """The running sequences in the order in which they began: each one's own tokens (without prefix and sampled ones)."""
+        """The running sequences in the order in which they began: each one's own tokens (without prefix and
+        sampled ones)."""
         self._sharers: Counter[object] = Counter()
         self._prefix_blocks = 0
         self._sum_first = 0.0
         self._sum_begin_steps = 0.0
         self._parked: dict[SimulatedSequence, int] = {}
-        """The tokens of each sequence at a tool whose blocks have not been taken, in the order in which they were parked."""
+        """The tokens of each sequence at a tool whose blocks have not been taken, in the order in which they
+        were parked."""
         self._parked_blocks = 0
 
     @property
@@ -73,7 +79,8 @@ class KvCache:
         return len(self._first) * steps - self._sum_begin_steps
 
     def held_tokens(self, steps: float) -> int:
-        """Tokens whose keys and values the cache holds for the running sequences; a shared prefix counts once."""
+        """Tokens whose keys and values the cache holds for the running sequences; a shared prefix counts
+        once."""
         return self._prefix_blocks * self._size.block_tokens + sum(self._own(steps))
 
     def fits(self, sequence: SimulatedSequence, steps: float) -> bool:
@@ -89,7 +96,8 @@ class KvCache:
         return self._most_blocks(steps) > self._size.blocks and self._used(steps) > self._size.blocks
 
     def full_at(self, steps: float, until: float) -> float:
-        """The step count at which a needed block will be missing, if all sequences run until `until`; NEVER if none will be."""
+        """The step count at which a needed block will be missing, if all sequences run until `until`; NEVER
+        if none will be."""
         if self._most_blocks(until) <= self._size.blocks:
             return NEVER
         free = self._size.blocks - self._used(steps)
@@ -103,13 +111,16 @@ class KvCache:
         return wanted_at[further] + rounds * self._size.block_tokens
 
     def hold(self, sequence: SimulatedSequence, steps: float) -> int:
-        """Returns how many tokens must be prefilled before this sequence can continue: those that the cache lacks."""
+        """Returns how many tokens must be prefilled before this sequence can continue: those that the cache
+        lacks."""
         self._take_parked(steps)
         tokens_to_prefill = _tokens(sequence) - self._parked.get(sequence, self._shared(sequence))
         self._forget(sequence)
         prefix = self._prefix(sequence)
         if prefix:
-            self._prefix_blocks += 0 if sequence.prompt in self._sharers else prefix // self._size.block_tokens
+            self._prefix_blocks += (
+                0 if sequence.prompt in self._sharers else prefix // self._size.block_tokens
+            )
             self._sharers[sequence.prompt] += 1
         first = self._first[sequence] = sequence.prompt_tokens + sequence.result_tokens - prefix
         self._sum_first += first
@@ -147,8 +158,8 @@ class KvCache:
         self._parked_blocks = 0
 
     def _take_parked(self, steps: float) -> None:
-        """Drop parked sequences whose blocks the running ones have taken. Call this whenever the number of running sequences
-        changes; in between, they only take more blocks."""
+        """Drop parked sequences whose blocks the running ones have taken. Call this whenever the number of
+        running sequences changes; in between, they only take more blocks."""
         if self._most_blocks(steps) + self._parked_blocks <= self._size.blocks:
             return
         used = self._used(steps)
@@ -160,14 +171,18 @@ class KvCache:
         return self._prefix(sequence) if sequence.prompt in self._sharers else 0
 
     def _prefix(self, sequence: SimulatedSequence) -> int:
-        return 0 if sequence.prompt is None else prefix_tokens(sequence.prompt_tokens, self._size.block_tokens)
+        return (
+            0 if sequence.prompt is None else prefix_tokens(sequence.prompt_tokens, self._size.block_tokens)
+        )
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._size.block_tokens)
 
     def _most_blocks(self, steps: float) -> float:
         """More than `_used(steps)` by at most the number of running sequences."""
-        tokens = self._sum_first + self.sampled_tokens(steps) + len(self._first) * (self._size.block_tokens - 1)
+        tokens = (
+            self._sum_first + self.sampled_tokens(steps) + len(self._first) * (self._size.block_tokens - 1)
+        )
         return self._prefix_blocks + tokens / self._size.block_tokens
 
     def _used(self, steps: float) -> int:
@@ -179,5 +194,6 @@ class KvCache:
 
 
 def _tokens(sequence: SimulatedSequence) -> int:
-    """All tokens of the sequence when it begins: those of the prompt, of tools, and those that it sampled before."""
+    """All tokens of the sequence when it begins: those of the prompt, of tools, and those that it sampled
+    before."""
     return sequence.prompt_tokens + sequence.result_tokens + sequence.kept_tokens

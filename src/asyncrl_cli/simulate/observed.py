@@ -1,11 +1,14 @@
-"""Extracts what a calibration needs from a run's metrics lines: usable lines, response lengths, times of decode and train steps.
+"""Extracts what a calibration needs from a run's metrics lines: usable lines, response lengths, times of
+decode and train steps.
 
-A straight line is fitted to such times. The work may have shared its machine with the other side for part of the time:
+A straight line is fitted to such times. The work may have shared its machine with the other side for part of
+the time:
 
     seconds = (constant + slope * amount) / (1 - shared * i / (1 + i))
 
-`shared` is the share of those seconds in which the other side computed too, and i the interference ratio (`SharedMachine`). The
-rate of work is 1 alone and 1 / (1 + i) beside the other side, so on average 1 - shared * i / (1 + i).
+`shared` is the share of those seconds in which the other side computed too, and i the interference ratio
+(`SharedMachine`). The rate of work is 1 alone and 1 / (1 + i) beside the other side, so on average 1 - shared
+* i / (1 + i).
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ NEEDED = (
 
 
 class Point(NamedTuple):
-    """One measurement: `amount` of work in `seconds` > 0. `shared`: the share of these seconds in which the other side worked."""
+    """One measurement: `amount` of work in `seconds` > 0. `shared`: the share of these seconds in which the
+    other side worked."""
 
     amount: float
     seconds: float
@@ -64,9 +68,9 @@ def rate(shared: Any, interference: float) -> Any:
 
 @np.errstate(divide="raise", over="raise", invalid="raise")
 def fit_line(points: Sequence[Point]) -> Fit:
-    """Fit the line of the module's docstring; all coefficients are >= 0. Uses least squares of relative errors, so that a few slow
-    steps (of a disturbed machine) do not dominate. Such a line is too low, so it is scaled until its predictions add up to the
-    seconds that were spent."""
+    """Fit the line of the module's docstring; all coefficients are >= 0. Uses least squares of relative
+    errors, so that a few slow steps (of a disturbed machine) do not dominate. Such a line is too low, so it
+    is scaled until its predictions add up to the seconds that were spent."""
     amounts, seconds, shares = np.array(points).T
     lines = np.stack([np.ones_like(amounts), amounts], axis=1)
     tells = bool(np.ptp(shares) > LEAST_SHARED_RANGE)
@@ -81,7 +85,8 @@ def fit_line(points: Sequence[Point]) -> Fit:
 
 
 def _least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, np.ndarray[Any, Any]]:
-    """(error, coefficients >= 0) of the best fit of `columns @ coefficients` to ones, with both columns or only one of them."""
+    """(error, coefficients >= 0) of the best fit of `columns @ coefficients` to ones, with both columns or
+    only one of them."""
     found = []
     for used in ([0], [1], [0, 1]):
         coefficients = np.zeros(2)
@@ -92,8 +97,8 @@ def _least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, np.ndarray[Any
 
 
 def undisturbed(lines: Sequence[Line]) -> list[Line]:
-    """Lines of train steps without an eval or a checkpoint, without the warm-up and the last. The warm-up is WARMING_STEPS, or a
-    quarter of a short run."""
+    """Lines of train steps without an eval or a checkpoint, without the warm-up and the last. The warm-up is
+    WARMING_STEPS, or a quarter of a short run."""
     return [line for line, reason in zip(lines, reasons_against(lines), strict=True) if not reason]
 
 
@@ -101,7 +106,8 @@ def reasons_against(lines: Sequence[Line]) -> list[str]:
     """Why each line cannot be used; "" if it can."""
     warming, last = min(WARMING_STEPS, len(lines) // 4), len(lines) - 1
     return [
-        "warm-up" if place < warming else "the last" if place == last else _disturbance(line) for place, line in enumerate(lines)
+        "warm-up" if place < warming else "the last" if place == last else _disturbance(line)
+        for place, line in enumerate(lines)
     ]
 
 
@@ -109,7 +115,11 @@ def _disturbance(line: Line) -> str:
     for part in ("eval", "checkpoint"):
         if spent_s(line, part) >= 0.02 * spent_s(line, "step"):
             return f"beside {'an' if part == 'eval' else 'a'} {part}"
-    return "" if all(key in line for key in NEEDED) else "without a report of each side (steps far below a second)"
+    return (
+        ""
+        if all(key in line for key in NEEDED)
+        else ("without a report of each side (steps far below a second)")
+    )
 
 
 def _busy(line: Line) -> tuple[float, float, float]:
@@ -119,14 +129,17 @@ def _busy(line: Line) -> tuple[float, float, float]:
 
 
 def decode_points(lines: Sequence[Line], workers: int) -> list[Point]:
-    """Mean seconds of a decode step against its mean batch, for lines with enough decoding. Means of linear costs are linear."""
+    """Mean seconds of a decode step against its mean batch, for lines with enough decoding. Means of linear
+    costs are linear."""
     points = []
     for line in lines:
         _, busy, both = _busy(line)
         batch, tokens_per_s = line["rollouter/decode_batch_mean"], line["rollouter/tokens_per_s"]
         if busy < LEAST_BUSY or batch <= 0 or tokens_per_s <= 0:
             continue
-        points.append(Point(amount=batch, seconds=batch * workers * busy / tokens_per_s, shared=min(1.0, both / busy)))
+        points.append(
+            Point(amount=batch, seconds=batch * workers * busy / tokens_per_s, shared=min(1.0, both / busy))
+        )
     return points
 
 
@@ -147,12 +160,15 @@ def _shared_by_trainer(line: Line) -> float:
 def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
     """Seconds per scored token with the machine to itself; None if nothing was scored."""
     scored = sum(line.get("train/old_logprob_tokens", 0.0) for line in lines)
-    seconds = sum(spent_s(line, "old_logprob") * rate(_shared_by_trainer(line), fit.interference) for line in lines)
+    seconds = sum(
+        spent_s(line, "old_logprob") * rate(_shared_by_trainer(line), fit.interference) for line in lines
+    )
     return seconds / scored if scored else None
 
 
 def scorer_s_per_token(lines: Sequence[Line], task: str) -> float | None:
-    """Seconds per sampled token of a scorer, in its own processes or (`ref`, `critic`) in the trainer. None if there is none."""
+    """Seconds per sampled token of a scorer, in its own processes or (`ref`, `critic`) in the trainer. None
+    if there is none."""
     if spent := sum(spent_s(line, task) for line in lines):
         return spent / sum(sampled_tokens(line) for line in lines)
     of_task = [line for line in lines if f"{task}/tokens_per_s" in line]
@@ -162,7 +178,8 @@ def scorer_s_per_token(lines: Sequence[Line], task: str) -> float | None:
 
 
 def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
-    """Observed lengths of a turn: LENGTHS_PER_STEP from each step, thinned to at most LENGTHS_KEPT, evenly spaced when sorted.
+    """Observed lengths of a turn: LENGTHS_PER_STEP from each step, thinned to at most LENGTHS_KEPT, evenly
+    spaced when sorted.
 
     A run records the lengths of whole trajectories; they are divided by the mean number of turns.
     """
@@ -184,11 +201,14 @@ def turns_of(lines: Sequence[Line]) -> Turns | None:
     if number == 1:
         return None
     tool_s = fmean(line.get("env/tool_s", 0.0) for line in lines) / (number - 1)
-    return Turns(number=Drawn(values=(number,)), tool_s=Drawn(values=(tool_s,)), result_tokens=Drawn(values=(0.0,)))
+    return Turns(
+        number=Drawn(values=(number,)), tool_s=Drawn(values=(tool_s,)), result_tokens=Drawn(values=(0.0,))
+    )
 
 
 def _step_lengths(line: Line, cap: int, turns: int) -> list[int]:
-    """LENGTHS_PER_STEP lengths, interpolated from a line's quantiles, which range from its shortest to its longest response."""
+    """LENGTHS_PER_STEP lengths, interpolated from a line's quantiles, which range from its shortest to its
+    longest response."""
     shares = (np.arange(LENGTHS_PER_STEP) + 0.5) / LENGTHS_PER_STEP
     points, count = line["response_tokens/quantiles"], trajectories(line)
     places = np.clip((shares * count - 0.5) / max(count - 1, 1), 0.0, 1.0)

@@ -1,12 +1,13 @@
-"""Simulated trajectories: draws their turns, and tracks those of one part or eval call from submission to the last reward.
+"""Simulated trajectories: draws their turns, and tracks those of one part or eval call from submission to the
+last reward.
 
 Lengths are drawn per group, so that responses to one prompt can be correlated:
 
     log x = log(median) + sigma * (sqrt(r) * z_prompt + sqrt(1 - r) * z_trajectory),   x then rounded into 1 ... max_tokens
 
-r is `prompt_variance_ratio`. If the workload has a list, the same normal variates draw from its quantiles (a Gaussian copula).
-The generator is seeded with the group's seed and draws the lengths of its responses in order. So a response has the same length
-under every profile, on every worker and after any restart.
+r is `prompt_variance_ratio`. If the workload has a list, the same normal variates draw from its quantiles (a
+Gaussian copula). The generator is seeded with the group's seed and draws the lengths of its responses in
+order. So a response has the same length under every profile, on every worker and after any restart.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ ABORTED = Failure("aborted", "")
 class WorkerTimes:
     """How long a worker's calls take (seconds), and how long responses are (tokens).
 
-    `response_tokens(rng, n)`: the lengths of the first turns of a group's first n trajectories; `rng` is seeded by the group's
-    request and fresh. `tool_calls(rng, tokens)`: the calls of one trajectory whose first turn has `tokens` tokens, with a generator
-    of its own; None for single turns. `reward_s(rng)`: for one trajectory, with another generator of the group. A share
-    `failure_ratio` of rewards raises, and for a share `equal_ratio` of prompts all trajectories have the same luck.
-    `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: with the worker's own generator. `pause_s`: interrupting and resuming,
-    without the load itself. `fetch_s`: receiving weights during the interrupt, if there is no second buffer. `cache`: one engine's.
-    Progress is reported at the earliest `progress_s` after the last report, and after `poll_s` even without a change. Long runs of
-    many workers need larger values than the real worker's.
+    `response_tokens(rng, n)`: the lengths of the first turns of a group's first n trajectories; `rng` is
+    seeded by the group's request and fresh. `tool_calls(rng, tokens)`: the calls of one trajectory whose
+    first turn has `tokens` tokens, with a generator of its own; None for single turns. `reward_s(rng)`: for
+    one trajectory, with another generator of the group. A share `failure_ratio` of rewards raises, and for a
+    share `equal_ratio` of prompts all trajectories have the same luck. `prefetch_s(rng)`, `load_s(rng)`,
+    `restart_s(rng)`: with the worker's own generator. `pause_s`: interrupting and resuming, without the load
+    itself. `fetch_s`: receiving weights during the interrupt, if there is no second buffer. `cache`: one
+    engine's. Progress is reported at the earliest `progress_s` after the last report, and after `poll_s` even
+    without a change. Long runs of many workers need larger values than the real worker's.
     """
 
     decoding: Decoding
@@ -83,7 +85,10 @@ class ResponseLengths:
         self._mu = math.log(self._median)
 
     def __call__(self, rng: random.Random, n: int) -> list[int]:
-        common, draw = self._between * rng.gauss(0.0, 1.0), self._from_list if self._is_list else self._from_lognormal
+        common, draw = (
+            self._between * rng.gauss(0.0, 1.0),
+            self._from_list if self._is_list else self._from_lognormal,
+        )
         return [draw(common + self._within * rng.gauss(0.0, 1.0)) for _ in range(n)]
 
     def _from_lognormal(self, normal: float) -> int:
@@ -106,8 +111,9 @@ class ResponseLengths:
 
 
 class Episodes:
-    """Draws what follows a trajectory's first turn, within the limits of `[env]`. Called with the trajectory's own generator and
-    the tokens of that turn, it returns tool calls, each with its result and the next turn."""
+    """Draws what follows a trajectory's first turn, within the limits of `[env]`. Called with the
+    trajectory's own generator and the tokens of that turn, it returns tool calls, each with its result and
+    the next turn."""
 
     def __init__(self, turns: Turns, lengths: ResponseLengths, profile: Profile, prompt_tokens: int) -> None:
         self._turns = turns
@@ -117,9 +123,15 @@ class Episodes:
 
     def __call__(self, rng: random.Random, tokens: int) -> list[ToolWait]:
         calls: list[ToolWait] = []
-        number, left = max(1, min(round(_draw(self._turns.number, rng)), self._env.max_turns)), self._room_tokens - tokens
+        number, left = (
+            max(1, min(round(_draw(self._turns.number, rng)), self._env.max_turns)),
+            self._room_tokens - tokens,
+        )
         for turn_tokens in self._lengths(rng, number - 1):
-            seconds, result_tokens = _draw(self._turns.tool_s, rng), round(_draw(self._turns.result_tokens, rng))
+            seconds, result_tokens = (
+                _draw(self._turns.tool_s, rng),
+                round(_draw(self._turns.result_tokens, rng)),
+            )
             if seconds > self._env.tool_timeout_s:
                 return [*calls, ToolWait(self._env.tool_timeout_s, 0, 0, "tool-timeout")]
             if (left := left - result_tokens) < 1:
@@ -135,10 +147,15 @@ def _draw(figure: Drawn, rng: random.Random) -> float:
     return figure.median * math.exp(min(figure.sigma * rng.gauss(0.0, 1.0), MOST_LOG))
 
 
-def trajectories_of(seed: int | str, indices: Sequence[int], times: WorkerTimes, prompt: object = None) -> list[SimulatedSequence]:
-    """Draws some trajectories of one prompt, by index (ascending). The result for an index does not depend on the other indices.
-    `prompt`: the shared prompt (None for an eval)."""
-    lengths, rng = times.response_tokens(random.Random(seed), indices[-1] + 1), random.Random(f"rewards of {seed}")
+def trajectories_of(
+    seed: int | str, indices: Sequence[int], times: WorkerTimes, prompt: object = None
+) -> list[SimulatedSequence]:
+    """Draws some trajectories of one prompt, by index (ascending). The result for an index does not depend on
+    the other indices. `prompt`: the shared prompt (None for an eval)."""
+    lengths, rng = (
+        times.response_tokens(random.Random(seed), indices[-1] + 1),
+        random.Random(f"rewards of {seed}"),
+    )
     drawn = [(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
     are_alike = times.equal_ratio and random.Random(f"luck of {seed}").random() < times.equal_ratio
 
@@ -151,16 +168,19 @@ def trajectories_of(seed: int | str, indices: Sequence[int], times: WorkerTimes,
             prompt=prompt,
             index=index,
             name=f"eval/{seed}" if prompt is None else f"{prompt}/{index}",
-            calls=times.tool_calls(random.Random(f"tools of {seed}/{index}"), tokens) if times.tool_calls else (),
+            calls=times.tool_calls(random.Random(f"tools of {seed}/{index}"), tokens)
+            if times.tool_calls
+            else (),
         )
 
     return [trajectory(index, *drawn[index]) for index in indices]
 
 
 class Responses:
-    """Trajectories of one part or eval call. `on_slot` is called when one ends (and, unless slots are held, when it completes a
-    turn), `on_waiting(name, for_what)` when it begins to wait for a tool and, with "", when it continues, and `on_done(self)` once,
-    after the last reward or by `abort`. `goes_on`: the tokens that they had in the run being resumed, by index."""
+    """Trajectories of one part or eval call. `on_slot` is called when one ends (and, unless slots are held,
+    when it completes a turn), `on_waiting(name, for_what)` when it begins to wait for a tool and, with "",
+    when it continues, and `on_done(self)` once, after the last reward or by `abort`. `goes_on`: the tokens
+    that they had in the run being resumed, by index."""
 
     def __init__(
         self,
@@ -185,17 +205,24 @@ class Responses:
         for response in responses:
             response.on_end, response.on_turn = self._ended, self._call_tool
             if kept := goes_on.get(response.index):
-                response.kept, response.kept_tokens, response.has_ended = kept.version_tokens, kept.tokens, kept.is_whole
+                response.kept, response.kept_tokens, response.has_ended = (
+                    kept.version_tokens,
+                    kept.tokens,
+                    kept.is_whole,
+                )
             if response.has_ended:
                 self._loop.call_soon(self._ended, response)
         engine.submit([response for response in responses if not response.has_ended])
 
     @property
     def num_without_slot(self) -> int:
-        return self.num_ended + (0 if self._times.hold_slots else sum([response.is_at_tool for response in self._responses]))
+        return self.num_ended + (
+            0 if self._times.hold_slots else sum([response.is_at_tool for response in self._responses])
+        )
 
     def so_far(self) -> tuple[dict[int, Kept], int]:
-        """The tokens, by index, from which trajectories can continue in a resumed run, and the token count of those that cannot."""
+        """The tokens, by index, from which trajectories can continue in a resumed run, and the token count of
+        those that cannot."""
         kept, rest_tokens = dict[int, Kept](), 0
         for response in self._responses:
             versions = self._engine.version_tokens(response)
@@ -214,7 +241,8 @@ class Responses:
         self._finish()
 
     def part_result(self, request: PartRequest) -> PartResult:
-        """As the real group runner's result: without trajectories whose reward raised, and without any if aborted."""
+        """As the real group runner's result: without trajectories whose reward raised, and without any if
+        aborted."""
         outcomes = () if self.aborted else self._outcomes()
         metas = tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryMeta))
         tokens = sum(response.tokens for response in self._responses)
@@ -231,7 +259,9 @@ class Responses:
         result = EvalResult(outcomes=self._outcomes())
         metas = [outcome for outcome in result.outcomes if isinstance(outcome, TrajectoryMeta)]
         versions = {version for meta in metas for version, _ in meta.version_tokens}
-        assert versions <= {request.version}, f"a load during an eval of version {request.version}: {versions}"
+        assert versions <= {request.version}, (
+            f"a load during an eval of version {request.version}: {versions}"
+        )
         return result
 
     def _outcomes(self) -> tuple[EvalOutcome, ...]:

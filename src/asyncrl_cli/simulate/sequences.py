@@ -1,4 +1,5 @@
-"""One response in a simulated engine, located by step count: when it began, and which of its tokens are done."""
+"""One response in a simulated engine, located by step count: when it began, and which of its tokens are
+done."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ VersionTokens = tuple[tuple[int, int], ...]
 
 
 class ToolWait(NamedTuple):
-    """What follows a turn: a wait of `seconds`, `result_tokens` that the model then sees, and a turn of `turn_tokens`. With a
-    `failure` (its kind), the trajectory ends after the wait instead."""
+    """What follows a turn: a wait of `seconds`, `result_tokens` that the model then sees, and a turn of
+    `turn_tokens`. With a `failure` (its kind), the trajectory ends after the wait instead."""
 
     seconds: float
     result_tokens: int
@@ -28,14 +29,15 @@ class ToolWait(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
-    """A trajectory being generated. `tokens`: how many it has sampled at the end of its turn; an abort lowers this. `calls`: its
-    tool calls, each followed by another turn. `on_turn` is called when a turn before a call is complete, `on_end` after the last
-    turn. `luck` (uniform) decides its reward, which takes `reward_s` to compute and is known at `rewarded_s`. Sequences with the
-    same `prompt` share its cache (None: no sharing). `index`: among the responses to the prompt. The engine sets the rest.
+    """A trajectory being generated. `tokens`: how many it has sampled at the end of its turn; an abort lowers
+    this. `calls`: its tool calls, each followed by another turn. `on_turn` is called when a turn before a
+    call is complete, `on_end` after the last turn. `luck` (uniform) decides its reward, which takes
+    `reward_s` to compute and is known at `rewarded_s`. Sequences with the same `prompt` share its cache
+    (None: no sharing). `index`: among the responses to the prompt. The engine sets the rest.
 
-    `order`: its place in the order in which sequences began, 0 while it does not run. `kept`: its tokens when it last stopped, by a
-    preemption or for a tool. When it begins again with k of them, `begin_steps` is k steps earlier, as if it had never stopped.
-    `result_tokens`: those of all tools so far.
+    `order`: its place in the order in which sequences began, 0 while it does not run. `kept`: its tokens when
+    it last stopped, by a preemption or for a tool. When it begins again with k of them, `begin_steps` is k
+    steps earlier, as if it had never stopped. `result_tokens`: those of all tools so far.
     """
 
     prompt_tokens: int
@@ -67,9 +69,11 @@ class SimulatedSequence:
         return int(steps - self.begin_steps + SAME_STEP)
 
 
-def tokens_per_version(sequence: SimulatedSequence, tokens: int, loads: Sequence[tuple[float, int]]) -> VersionTokens:
-    """Versions of the first `tokens` tokens of a sequence. `loads`: (step count, version) of all loads; those from `first_load` on
-    came after it last began."""
+def tokens_per_version(
+    sequence: SimulatedSequence, tokens: int, loads: Sequence[tuple[float, int]]
+) -> VersionTokens:
+    """Versions of the first `tokens` tokens of a sequence. `loads`: (step count, version) of all loads; those
+    from `first_load` on came after it last began."""
     done, counts = sequence.kept_tokens, dict(sequence.kept)
     next_loads = [*(steps for steps, _ in loads[sequence.first_load + 1 :]), NEVER]
     for (_, version), until_steps in zip(loads[sequence.first_load :], next_loads, strict=True):

@@ -1,4 +1,5 @@
-"""A simulated trainer and simulated scorers, whose calls only take time, and a machine that they may share with rollout workers."""
+"""A simulated trainer and simulated scorers, whose calls only take time, and a machine that they may share
+with rollout workers."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ NAME = "trainer-0"
 class SharedMachine:
     """A machine where trainer and rollout workers slow each other down.
 
-    `generation_ratio`: how much longer decoding takes while the trainer computes (0.2 is 20%); `training_ratio`: how much longer
-    the trainer takes while all engines generate, and proportionally less while only some do.
+    `generation_ratio`: how much longer decoding takes while the trainer computes (0.2 is 20%);
+    `training_ratio`: how much longer the trainer takes while all engines generate, and proportionally less
+    while only some do.
     """
 
     def __init__(self, *, generation_ratio: float = 0.0, training_ratio: float = 0.0) -> None:
@@ -47,7 +49,8 @@ class SharedMachine:
             self._changed.set()
 
     async def compute(self, seconds: float) -> float:
-        """Do work of the trainer or a scorer that would take `seconds` alone on the machine. Returns the seconds that it took."""
+        """Do work of the trainer or a scorer that would take `seconds` alone on the machine. Returns the
+        seconds that it took."""
         began_s = asyncio.get_running_loop().time()
         self._computing(+1)
         try:
@@ -84,9 +87,10 @@ class SharedMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    """Seconds, with the machine to itself. `overhead_s` is part of a train call but not of its reported parts: the loop's timing
-    shows it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; 0 without such a pass. `column_s`:
-    seconds of the reference's and the critic's passes, by name, if the trainer has them."""
+    """Seconds, with the machine to itself. `overhead_s` is part of a train call but not of its reported
+    parts: the loop's timing shows it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob
+    pass scores; 0 without such a pass. `column_s`: seconds of the reference's and the critic's passes, by
+    name, if the trainer has them."""
 
     train_s: Callable[[TrainBatch], float]
     old_logprob_s: Callable[[TrainBatch], float] = lambda batch: 0.0
@@ -110,14 +114,24 @@ class SimulatedTrainer:
         began_s = self._loop.time()
         with self._meter.doing(State.BUSY):
             await asyncio.sleep(self._times.overhead_s)
-            column_s = {name: await self._machine.compute(cost_s(batch)) for name, cost_s in self._times.column_s.items()}
+            column_s = {
+                name: await self._machine.compute(cost_s(batch))
+                for name, cost_s in self._times.column_s.items()
+            }
             old_logprob_s = await self._machine.compute(self._times.old_logprob_s(batch))
             train_s = await self._machine.compute(self._times.train_s(batch))
         tokens = sum(group.response_tokens for group in batch.groups)
-        self._meter.add(gauges={"step": batch.step}, busy_s=self._loop.time() - began_s, trained_tokens=tokens)
+        self._meter.add(
+            gauges={"step": batch.step}, busy_s=self._loop.time() - began_s, trained_tokens=tokens
+        )
         scored = self._times.old_logprob_tokens(batch)
         metrics = {"train/old_logprob_tokens": Sum(scored)} if scored else {}
-        report = TrainReport(train_s=train_s, tokens=tokens, metrics=metrics, column_s={"old_logprob": old_logprob_s, **column_s})
+        report = TrainReport(
+            train_s=train_s,
+            tokens=tokens,
+            metrics=metrics,
+            column_s={"old_logprob": old_logprob_s, **column_s},
+        )
         return report, self._meter.report()
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
@@ -138,8 +152,8 @@ class SimulatedTrainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerTimes:
-    """Seconds, with the machine to itself, of a call, of a critic's learning, of judging a trajectory of an eval (reward model), of
-    a load, and of a restart. `call_tokens`: how many tokens fill the scorer."""
+    """Seconds, with the machine to itself, of a call, of a critic's learning, of judging a trajectory of an
+    eval (reward model), of a load, and of a restart. `call_tokens`: how many tokens fill the scorer."""
 
     score_s: Callable[[Sequence[GroupResult]], float]
     learn_s: Callable[[Sequence[GroupResult]], float] = lambda groups: 0.0
@@ -150,7 +164,8 @@ class ScorerTimes:
 
 
 class SimulatedScorer:
-    """Implements `loop.ports.Scorer`. A column's handle is (the scorer's name, the group's key); a reward model's scores are 0."""
+    """Implements `loop.ports.Scorer`. A column's handle is (the scorer's name, the group's key); a reward
+    model's scores are 0."""
 
     def __init__(self, name: str, times: ScorerTimes, machine: SharedMachine | None = None) -> None:
         self.name = name

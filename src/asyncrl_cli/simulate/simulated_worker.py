@@ -3,8 +3,8 @@
     submit -> engine (a part's sequences) --each end--> slot free, reward begins --all rewards--> PartResult -> progress
     prefetch -> second buffer -> load (drain | freeze) -> thaw -> generation continues
 
-The real rollout actor's meter (`loop.meters`) integrates its time in each state. Nothing runs per token, and there is no task or
-timer per trajectory, so runs of many workers simulate fast.
+The real rollout actor's meter (`loop.meters`) integrates its time in each state. Nothing runs per token, and
+there is no task or timer per trajectory, so runs of many workers simulate fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import random
 from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.loop.attempts import AttemptKey, PartKey, PartResult
 from asyncrl_cli.loop.meters import LongPoll, RolloutMeter
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress, Published, SoFar
+from asyncrl_cli.loop.ports import (
+    EvalRequest,
+    EvalResult,
+    LoadReport,
+    PartRequest,
+    Progress,
+    Published,
+    SoFar,
+)
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.responses import Responses, WorkerTimes, trajectories_of
@@ -25,7 +33,9 @@ from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 class SimulatedWorker:
     """Implements `loop.ports.RolloutWorker` on the running (virtual) loop's clock."""
 
-    def __init__(self, name: str, slots: int, times: WorkerTimes, seed: int, machine: SharedMachine | None = None) -> None:
+    def __init__(
+        self, name: str, slots: int, times: WorkerTimes, seed: int, machine: SharedMachine | None = None
+    ) -> None:
         self.name = name
         self.slots = slots
         self._times = times
@@ -80,7 +90,9 @@ class SimulatedWorker:
     async def so_far(self) -> SoFar:
         found = {key: part.so_far() for key, part in self._parts.items()}
         kept = {key: kept for key, (kept, _) in found.items() if kept}
-        return SoFar(kept=kept, rest_tokens=sum(rest_tokens for _, rest_tokens in found.values()), handle=self.name)
+        return SoFar(
+            kept=kept, rest_tokens=sum(rest_tokens for _, rest_tokens in found.values()), handle=self.name
+        )
 
     async def abort(self, key: AttemptKey) -> None:
         for part in [part for running, part in self._parts.items() if running.attempt == key]:
@@ -113,7 +125,9 @@ class SimulatedWorker:
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         times = self._times
-        assert version == self._received, f"{self.name} loads version {version} and has received {self._received}"
+        assert version == self._received, (
+            f"{self.name} loads version {version} and has received {self._received}"
+        )
         assert version > self.version, f"{self.name} goes from version {self.version} to {version}"
         self._meter.load_begins(interrupt)
         if interrupt == "drain":
@@ -124,10 +138,14 @@ class SimulatedWorker:
         await self._take(stopped_s, f"the load of version {version} ({interrupt})")
         self._engine.thaw(version, recompute=interrupt == "recompute-kv")
         self._meter.load_ended()
-        return LoadReport(version=version, send_s=times.fetch_s, load_s=load_s, pause_s=stopped_s, logprob_abs_diff=0.0)
+        return LoadReport(
+            version=version, send_s=times.fetch_s, load_s=load_s, pause_s=stopped_s, logprob_abs_diff=0.0
+        )
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        assert request.version == self.version, f"{self.name} holds version {self.version} and cannot score {request.version}"
+        assert request.version == self.version, (
+            f"{self.name} holds version {self.version} and cannot score {request.version}"
+        )
         seeds = [f"{request.seed}/{entry.item['uid']}/{entry.sample}" for entry in request.tries]
         drawn = [trajectories_of(seed, (0,), self._times)[0] for seed in seeds]
         self._meter.evals(+1)
@@ -169,12 +187,15 @@ class SimulatedWorker:
         await asyncio.sleep(self._times.restart_s(self._rng))
 
     async def _take(self, seconds: float, what: str) -> None:
-        """Let `seconds` pass. Raises ExecutorLost after weights.timeout_s, as the real worker's call would."""
+        """Let `seconds` pass. Raises ExecutorLost after weights.timeout_s, as the real worker's call
+        would."""
         limit_s = self._times.weights_timeout_s
         if seconds > 0:
             await asyncio.sleep(min(seconds, limit_s))
         if seconds > limit_s:
-            raise ExecutorLost(f"{what} took longer than weights.timeout_s = {limit_s:g} s", executor=self.name)
+            raise ExecutorLost(
+                f"{what} took longer than weights.timeout_s = {limit_s:g} s", executor=self.name
+            )
 
     def _running(self, running: int) -> None:
         self._meter.running(running)

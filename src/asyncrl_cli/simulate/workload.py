@@ -1,6 +1,7 @@
 """The keys of a workload: how long a model's work takes, in physical units, and how much work there is.
 
-A workload does not contain any profile's speed: that is the result of a simulation, which runs the loop's code on a virtual clock.
+A workload does not contain any profile's speed: that is the result of a simulation, which runs the loop's
+code on a virtual clock.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from asyncrl_cli.profile.fields import Bytes, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Ratio, Section, Share
+from asyncrl_cli.profile.fields import (
+    Bytes,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Ratio,
+    Section,
+    Share,
+)
 from asyncrl_cli.profile.file_schema import DEFINITIONS, DIALECT, profile_schema, tidied
 
 Tables = Annotated[dict[str, Any], Field(default_factory=dict)]
@@ -17,18 +27,21 @@ FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list)
 
 
 class Lengths(Section):
-    """How long prompts and responses are. Responses never exceed the profile's `rollout.max_response_tokens`."""
+    """How long prompts and responses are. Responses never exceed the profile's
+    `rollout.max_response_tokens`."""
 
     prompt_tokens: NonNegativeInt = 128
     """Tokens of every prompt."""
     distribution: Literal["lognormal", "list"] = "lognormal"
-    """`lognormal` (median and sigma) or `list` (drawn from `response_tokens`, as for the lengths of a calibrated run)."""
+    """`lognormal` (median and sigma) or `list` (drawn from `response_tokens`, as for the lengths of a
+    calibrated run)."""
     median_tokens: PositiveFloat | None = None
     """Median of the lognormal before it is truncated."""
     sigma: NonNegativeFloat | None = None
     """Standard deviation of the logarithm."""
     prompt_variance_ratio: Ratio = 0.0
-    """Share of the logarithm's variance between prompts; the rest is between the trajectories of one prompt."""
+    """Share of the logarithm's variance between prompts; the rest is between the trajectories of one
+    prompt."""
     response_tokens: Annotated[tuple[PositiveInt, ...], FromList] = ()
     """The list: one entry per observed trajectory."""
 
@@ -51,9 +64,9 @@ class Drawn(Section):
 
 
 class Turns(Section):
-    """Trajectories of several turns: after each turn but the last, the model waits for a tool and sees its result. `[lengths]` then
-    applies to a turn. A tool that takes longer than the profile's `env.tool_timeout_s` fails its trajectory; `env.max_turns` and
-    `env.max_context_tokens` end one."""
+    """Trajectories of several turns: after each turn but the last, the model waits for a tool and sees its
+    result. `[lengths]` then applies to a turn. A tool that takes longer than the profile's
+    `env.tool_timeout_s` fails its trajectory; `env.max_turns` and `env.max_context_tokens` end one."""
 
     number: Drawn
     """Turns of a trajectory, rounded, at least 1."""
@@ -64,7 +77,8 @@ class Turns(Section):
 
 
 class Decoding(Section):
-    """Continuous batching in one rollout worker: a decode step takes `step_s + step_s_per_sequence * running`."""
+    """Continuous batching in one rollout worker: a decode step takes `step_s + step_s_per_sequence *
+    running`."""
 
     step_s: PositiveFloat
     """Seconds of a decode step that do not depend on its batch (reading the weights, launching kernels)."""
@@ -75,14 +89,16 @@ class Decoding(Section):
     speed_spread: Ratio = 0.0
     """Workers differ: each worker's times are scaled by a factor uniform in 1 +- this."""
     interference_ratio: NonNegativeFloat = 0.0
-    """How much slower generation is while the trainer computes, if both share a machine: 0.2 means 20% longer."""
+    """How much slower generation is while the trainer computes, if both share a machine: 0.2 means 20%
+    longer."""
     crowding_ratio: NonNegativeFloat | None = None
-    """How much slower a worker is beside other workers, if several fill one machine (colocate on CPUs). Default: as much as
-    beside the trainer (`interference_ratio`)."""
+    """How much slower a worker is beside other workers, if several fill one machine (colocate on CPUs).
+    Default: as much as beside the trainer (`interference_ratio`)."""
 
 
 class Memory(Section):
-    """GPU memory of a rollout worker. Its KV cache gets the engine's share minus `syncing.parameter_bytes`."""
+    """GPU memory of a rollout worker. Its KV cache gets the engine's share minus
+    `syncing.parameter_bytes`."""
 
     gpu_memory_gib: PositiveFloat
     """Memory of one GPU, in GiB. A worker has `placement.gpus_per_rollout_worker` GPUs."""
@@ -102,25 +118,30 @@ class Rewarding(Section):
     latency_spread: Ratio = 0.0
     """Uniform in mean * (1 +- this)."""
     equal_ratio: Ratio = 0.0
-    """Share of prompts whose trajectories all get the same reward, so that `algorithm.filter_groups` drops the group."""
+    """Share of prompts whose trajectories all get the same reward, so that `algorithm.filter_groups` drops
+    the group."""
 
 
 class Training(Section):
-    """An optimizer step takes `fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent`."""
+    """An optimizer step takes `fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) **
+    -scaling_exponent`."""
 
     step_s: NonNegativeFloat = 0.0
     """Seconds of an optimizer step that do not depend on its tokens, on `reference_gpus`."""
     s_per_token: NonNegativeFloat
     """Seconds per trained token (prompt and response), on `reference_gpus`."""
     old_logprob_s_per_token: NonNegativeFloat = 0.0
-    """Seconds per token of the old-logprob pass (`algorithm.old_logprobs = "recompute"`), on `reference_gpus`."""
+    """Seconds per token of the old-logprob pass (`algorithm.old_logprobs = "recompute"`), on
+    `reference_gpus`."""
     ref_s_per_token: NonNegativeFloat | None = None
-    """Seconds per token of the reference's logprobs (`algorithm.use_kl_loss`, `use_kl_in_reward`), on `reference_gpus`; scales with
-    the old-logprob pass's exponent. Default: a third of `s_per_token`, for forward without backward."""
+    """Seconds per token of the reference's logprobs (`algorithm.use_kl_loss`, `use_kl_in_reward`), on
+    `reference_gpus`; scales with the old-logprob pass's exponent. Default: a third of `s_per_token`, for
+    forward without backward."""
     reward_s_per_token: NonNegativeFloat | None = None
     """The same for the reward model's scores (`reward_model.path`) of whole sequences."""
     critic_s_per_token: NonNegativeFloat | None = None
-    """The same for the critic's values (`algorithm.adv_estimator = "gae"`); its learning takes three times as long."""
+    """The same for the critic's values (`algorithm.adv_estimator = "gae"`); its learning takes three times as
+    long."""
     reference_gpus: PositiveInt = 1
     """Number of the trainer's devices for which the figures hold; on CPUs, ranks count as devices."""
     scaling_exponent: NonNegativeFloat = 1.0
@@ -128,18 +149,18 @@ class Training(Section):
     old_logprob_scaling_exponent: NonNegativeFloat = 1.0
     """The same for the old-logprob pass."""
     fixed_step_s: NonNegativeFloat = 0.0
-    """Seconds of an optimizer step that more devices do not shorten: communication, and the longest sequence, which one device
-    computes."""
+    """Seconds of an optimizer step that more devices do not shorten: communication, and the longest sequence,
+    which one device computes."""
     old_logprob_fixed_step_s: NonNegativeFloat = 0.0
     """The same for each mini-batch of the old-logprob pass."""
     step_overhead_s: NonNegativeFloat = 0.0
-    """Seconds per train step that more devices do not shorten (taking the batch, advantages, moving payloads); the trainer's timing
-    counts them as `other`."""
+    """Seconds per train step that more devices do not shorten (taking the batch, advantages, moving
+    payloads); the trainer's timing counts them as `other`."""
     interference_ratio: NonNegativeFloat = 0.0
     """How much longer a train step takes while rollouts run, if both share a machine."""
     crowding_ratio: NonNegativeFloat | None = None
-    """How much slower a rank is beside other ranks, if several fill one machine (colocate on CPUs). Default: as much as beside
-    the rollouts (`interference_ratio`)."""
+    """How much slower a rank is beside other ranks, if several fill one machine (colocate on CPUs). Default:
+    as much as beside the rollouts (`interference_ratio`)."""
 
 
 class Syncing(Section):
@@ -156,7 +177,8 @@ class Syncing(Section):
     pause_s: NonNegativeFloat = 0.0
     """Fixed cost of interrupting and resuming a worker."""
     colocated_s: NonNegativeFloat = 0.0
-    """Colocate: seconds per window to hand the devices over (sleep, wake, resharding), instead of gather, send and load."""
+    """Colocate: seconds per window to hand the devices over (sleep, wake, resharding), instead of gather,
+    send and load."""
 
 
 class Reference(Section):
@@ -169,7 +191,8 @@ class Reference(Section):
     window_time_s: PositiveFloat
     """Measured seconds per window of W groups."""
     parts_s: Tables
-    """Measured seconds per window of some parts. Keys are those of `timing/*_s` without prefix and unit, like wait_data, train."""
+    """Measured seconds per window of some parts. Keys are those of `timing/*_s` without prefix and unit, like
+    wait_data, train."""
     calibrated: bool = True
     """Whether the parameters were fitted to this row (false: it only checks a prediction)."""
     source: str = ""
@@ -209,7 +232,8 @@ class Workload(Section):
 
 
 def workload_schema() -> dict[str, Any]:
-    """The JSON Schema of a workload file. The keys of `[profile]` and `[profiles.NAME]` are those of a profile."""
+    """The JSON Schema of a workload file. The keys of `[profile]` and `[profiles.NAME]` are those of a
+    profile."""
     schema, of_profile = tidied(Workload.model_json_schema()), profile_schema()
     sections = {name: section for name, section in of_profile["properties"].items() if "$ref" in section}
     overrides = {"type": "object", "additionalProperties": False, "properties": sections}

@@ -1,9 +1,11 @@
-"""Workload files: finds and checks them, applies their keys to a profile, and compares simulations with their measured rows.
+"""Workload files: finds and checks them, applies their keys to a profile, and compares simulations with their
+measured rows.
 
     profile files (`extends`)  <  the workload's [profile]  <  its [profiles.NAME]  <  ASYNCRL_SECTION__KEY  <  --set
 
-All profiles of a comparison train the same number of groups: `windows` windows of the baseline's W, which `--set` may change.
-Evals and checkpoints are off, because they cost every profile the same and would only blur the figures.
+All profiles of a comparison train the same number of groups: `windows` windows of the baseline's W, which
+`--set` may change. Evals and checkpoints are off, because they cost every profile the same and would only
+blur the figures.
 """
 
 from __future__ import annotations
@@ -23,14 +25,31 @@ from asyncrl_cli.paths import expand
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.keys import flatten
 from asyncrl_cli.profile.loaded import Layer, Loaded, file_layer, load, set_layer
-from asyncrl_cli.profile.toml_files import chain, is_file_reference, read, shipped_profiles, shipped_workloads, shortened
+from asyncrl_cli.profile.toml_files import (
+    chain,
+    is_file_reference,
+    read,
+    shipped_profiles,
+    shipped_workloads,
+    shortened,
+)
 from asyncrl_cli.simulate.workload import Lengths, Reference, Workload
 from asyncrl_cli.simulate.world import SimulatedRun, simulate
 
 BASELINE = "colocate"
-WINDOW_KEYS = ("trainer.ppo_mini_batch_size", "async_training.require_batches", "async_training.trigger_parameter_sync_step")
-SWITCHED_OFF = {"checkpoint.every_steps": 0, "eval.every_versions": 0, "eval.prompts": 0, "env.max_context_tokens": None}
-"""Besides what a simulation leaves out: the profile's own limit of a context, which is about the tokens of another task."""
+WINDOW_KEYS = (
+    "trainer.ppo_mini_batch_size",
+    "async_training.require_batches",
+    "async_training.trigger_parameter_sync_step",
+)
+SWITCHED_OFF = {
+    "checkpoint.every_steps": 0,
+    "eval.every_versions": 0,
+    "eval.prompts": 0,
+    "env.max_context_tokens": None,
+}
+"""Besides what a simulation leaves out: the profile's own limit of a context, which is about the tokens of
+another task."""
 LENGTH_KEYS = {
     "lognormal": (("median_tokens", "sigma"), "for example, median_tokens = 1000.0 and sigma = 1.0"),
     "list": (("response_tokens",), "response_tokens = [12, 40, 96]"),
@@ -42,7 +61,8 @@ MEASURED_WINDOWS = 6
 
 
 def load_workload(reference: str) -> Workload:
-    """The workload NAME or FILE. Raises ConfigError, which names file and key and, for a misspelt key, the nearest one."""
+    """The workload NAME or FILE. Raises ConfigError, which names file and key and, for a misspelt key, the
+    nearest one."""
     path = _locate(reference)
     content = read(path)
     problems = list(islice(_profile_problems(content, path), MOST_PROBLEMS + 1))
@@ -61,7 +81,9 @@ def _check_lengths(lengths: Lengths, path: Path) -> None:
     names, example = LENGTH_KEYS[lengths.distribution]
     if any(getattr(lengths, name) in (None, ()) for name in names):
         needed = " and ".join(f"lengths.{name}" for name in names)
-        raise ConfigError(f'{path}: lengths.distribution = "{lengths.distribution}" needs {needed}', hint=example)
+        raise ConfigError(
+            f'{path}: lengths.distribution = "{lengths.distribution}" needs {needed}', hint=example
+        )
 
 
 def profile_for(
@@ -74,19 +96,24 @@ def profile_for(
 ) -> Loaded:
     """The profile NAME or FILE with the workload's keys on top, but below environment and `--set`.
 
-    Keys in a FILE that is not shipped override the workload's, because its author chose them. The workload's [profiles.NAME]
-    applies to the shipped profile of that name and to files that extend it.
+    Keys in a FILE that is not shipped override the workload's, because its author chose them. The workload's
+    [profiles.NAME] applies to the shipped profile of that name and to files that extend it.
 
-    It trains `groups` groups (by default `windows` windows of the baseline's W), rounded up to whole train steps.
+    It trains `groups` groups (by default `windows` windows of the baseline's W), rounded up to whole train
+    steps.
     """
     shipped = set(shipped_profiles().values())
     files = chain(profile_reference)
     own = [file_layer(file) for file in files if file.path not in shipped]
     name = next((file.name for file in reversed(files) if file.path in shipped), files[-1].name)
     stack = [*layers_of(workload, name), *own]
-    wanted = groups if groups is not None else workload.windows * _baseline_window_groups(workload, sets, environ)
+    wanted = (
+        groups if groups is not None else workload.windows * _baseline_window_groups(workload, sets, environ)
+    )
     one_step = Layer(origin="workload", values={"run.train_steps": 1})
-    step_groups = Schedule.of(load(profile_reference, sets, environ=environ, layers=[*stack, one_step]).profile).step_groups
+    step_groups = Schedule.of(
+        load(profile_reference, sets, environ=environ, layers=[*stack, one_step]).profile
+    ).step_groups
     steps = -(-wanted // step_groups)
     length = Layer(origin=f"workload {workload.name} ({wanted} groups)", values={"run.train_steps": steps})
     return load(profile_reference, sets, environ=environ, layers=[*stack, length])
@@ -97,14 +124,22 @@ def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
     origin = f"workload {workload.name}"
     common = flatten(workload.profile, origin)
     own = flatten(workload.profiles.get(profile_name, {}), origin)
-    return [Layer(origin=origin, values=SWITCHED_OFF | common), Layer(origin=f"{origin}, profiles.{profile_name}", values=own)]
+    return [
+        Layer(origin=origin, values=SWITCHED_OFF | common),
+        Layer(origin=f"{origin}, profiles.{profile_name}", values=own),
+    ]
 
 
-def _baseline_window_groups(workload: Workload, sets: Sequence[str], environ: Mapping[str, str] | None) -> int:
-    """W of the baseline, with the `--set`s that size a window. Others, such as a staleness, may be invalid for the baseline."""
+def _baseline_window_groups(
+    workload: Workload, sets: Sequence[str], environ: Mapping[str, str] | None
+) -> int:
+    """W of the baseline, with the `--set`s that size a window. Others, such as a staleness, may be invalid
+    for the baseline."""
     sizes = {key: value for key, value in set_layer(sets).values.items() if key in WINDOW_KEYS}
     own = Layer(origin="--set", values={"run.train_steps": 1} | sizes)
-    return Schedule.of(load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), own]).profile).window_groups
+    return Schedule.of(
+        load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), own]).profile
+    ).window_groups
 
 
 def _locate(reference: str) -> Path:
@@ -117,17 +152,23 @@ def _locate(reference: str) -> Path:
     if reference in known:
         return known[reference]
     hint = did_you_mean(reference, known, f"known workloads: {', '.join(known)}.", "`{}`".format)
-    raise ConfigError(f"there is no workload '{reference}'", hint=f"{hint} A file is given with its path or .toml")
+    raise ConfigError(
+        f"there is no workload '{reference}'", hint=f"{hint} A file is given with its path or .toml"
+    )
 
 
 def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
-    """Problems with the profile keys, except a value in place of a table, which the workload's own schema reports."""
+    """Problems with the profile keys, except a value in place of a table, which the workload's own schema
+    reports."""
     by_name, known = content.get("profiles", {}), shipped_profiles()
     by_name = by_name if isinstance(by_name, Mapping) else {}
     for name in (name for name in by_name if name not in known):
         hint = did_you_mean(name, known, f"known profiles: {', '.join(known)}")
         yield ConfigError(f"{path}: profiles.{name}: there is no profile '{name}'", hint=hint)
-    tables = {"profile": content.get("profile"), **{f"profiles.{name}": table for name, table in by_name.items()}}
+    tables = {
+        "profile": content.get("profile"),
+        **{f"profiles.{name}": table for name, table in by_name.items()},
+    }
     for where, table in tables.items():
         try:
             if isinstance(table, Mapping):
@@ -143,14 +184,17 @@ def _wrong_value(detail: Any, path: Path) -> ConfigError:
         return ConfigError(f"{path}: {key} is missing", hint=meaning)
     if detail["type"] == "extra_forbidden":
         sections = ", ".join(name for name in known if "." not in name)
-        return ConfigError(f"{path}: unknown key {shortened(key)}", hint=did_you_mean(key, known, f"keys: {sections}"))
+        return ConfigError(
+            f"{path}: unknown key {shortened(key)}", hint=did_you_mean(key, known, f"keys: {sections}")
+        )
     given = shortened(detail["input"])
     shown = f'"{given}"' if isinstance(detail["input"], str) else given
     return ConfigError(f"{path}: {key} = {shown}: {str(detail['msg']).removeprefix('Input ')}", hint=meaning)
 
 
 def _keys_of(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every key of a workload file, dotted, with its help text; those in `[profile]` and below are a profile's."""
+    """Every key of a workload file, dotted, with its help text; those in `[profile]` and below are a
+    profile's."""
     for name, field in kind.model_fields.items():
         yield f"{prefix}{name}", " ".join((field.description or "").split())
         for inner in (field.annotation, *get_args(field.annotation)):
@@ -160,7 +204,8 @@ def _keys_of(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """Measured and simulated seconds of one part of a reference row. `part`: `window` (the whole) or a name in `timing/*_s`."""
+    """Measured and simulated seconds of one part of a reference row. `part`: `window` (the whole) or a name
+    in `timing/*_s`."""
 
     profile: str
     part: str
@@ -177,14 +222,19 @@ class Residual:
 
 
 def residuals(workload: Workload, *, windows: int = MEASURED_WINDOWS) -> list[Residual]:
-    """Simulates every reference for `windows` windows besides the first and the last. Raises the error of a failed run."""
-    return [residual for reference in workload.references for residual in _of_row(workload, reference, windows)]
+    """Simulates every reference for `windows` windows besides the first and the last. Raises the error of a
+    failed run."""
+    return [
+        residual for reference in workload.references for residual in _of_row(workload, reference, windows)
+    ]
 
 
 def reference_sets(reference: Reference) -> list[str]:
     """The row's own keys as arguments of `--set`."""
     values = flatten(reference.set, f"reference {reference.profile}")
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
+    return [
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()
+    ]
 
 
 def _of_row(workload: Workload, reference: Reference, windows: int) -> Iterator[Residual]:
@@ -197,7 +247,9 @@ def _of_row(workload: Workload, reference: Reference, windows: int) -> Iterator[
     for part, measured_s in {WINDOW: reference.window_time_s, **reference.parts_s}.items():
         if part not in predicted:
             known = ", ".join(predicted)
-            raise ConfigError(f"workload {workload.name}: references.parts_s has no part {part}", hint=f"parts: {known}")
+            raise ConfigError(
+                f"workload {workload.name}: references.parts_s has no part {part}", hint=f"parts: {known}"
+            )
         yield Residual(
             profile=" ".join([reference.profile, *sets]),
             part=part,
@@ -210,7 +262,8 @@ def _of_row(workload: Workload, reference: Reference, windows: int) -> Iterator[
 
 
 def window_parts(run: SimulatedRun) -> dict[str, float]:
-    """Mean seconds per window of every part, without the run's first window (it starts empty) and last (it ends with a load)."""
+    """Mean seconds per window of every part, without the run's first window (it starts empty) and last (it
+    ends with a load)."""
     windows = sorted({line["window"] for line in run.lines})
     kept = windows[1:-1] if len(windows) > 2 else windows
     lines = [line for line in run.lines if kept[0] <= line["window"] <= kept[-1]]

@@ -1,9 +1,10 @@
-"""Runs a profile on a virtual clock: the loop's own code, with simulated workers and a simulated trainer timed by a workload.
+"""Runs a profile on a virtual clock: the loop's own code, with simulated workers and a simulated trainer
+timed by a workload.
 
     profile --compile_job--> workers and ranks --costs--> simulated workers, trainer --Pipeline--> metrics lines
 
-The clock is an asyncio event loop that never blocks: `time()` jumps to the next timer. Only a run's metrics lines are kept, so that
-long runs fit in memory.
+The clock is an asyncio event loop that never blocks: `time()` jumps to the next timer. Only a run's metrics
+lines are kept, so that long runs fit in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from asyncrl_cli.simulate.workload import Workload
 
 T = TypeVar("T")
 MOST_CANCELS = 5
-"""How often a task that remains after a deadlock is cancelled, at most. Each endless wait in its clean-up needs one more cancel."""
+"""How often a task that remains after a deadlock is cancelled, at most. Each endless wait in its clean-up
+needs one more cancel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +55,32 @@ def simulate(
     observers: Sequence[Observer] = (),
     groups: int | None = None,
 ) -> SimulatedRun:
-    """Run `profile` (from `profile_for`) with the costs of `workload`. `groups` overrides the profile's length, in whole steps.
+    """Run `profile` (from `profile_for`) with the costs of `workload`. `groups` overrides the profile's
+    length, in whole steps.
 
-    Response lengths depend on `seed` alone. Raises AsyncrlError for an invalid profile, and whatever an observer raises. If the run
-    fails, its error is returned in `error`.
+    Response lengths depend on `seed` alone. Raises AsyncrlError for an invalid profile, and whatever an
+    observer raises. If the run fails, its error is returned in `error`.
     """
     job, settings = compile_job(profile, virtual_cluster(profile)), _settings(profile, seed, groups)
-    costs = Costs(workload=workload, profile=profile, ranks=job.trainer_workers, workers=job.rollout_workers, scorers=job.scorers)
+    costs = Costs(
+        workload=workload,
+        profile=profile,
+        ranks=job.trainer_workers,
+        workers=job.rollout_workers,
+        scorers=job.scorers,
+    )
     recorder = _Recorder(settings.schedule.window_steps)
 
     async def run() -> AsyncrlError | None:
         trainer, workers, scorers = _team(costs, seed)
         costs.speeds = [worker.speed for worker in workers]
-        world = World(feed=NumberedFeed(), trainer=trainer, workers=workers, scorers=scorers, observers=(recorder, *observers))
+        world = World(
+            feed=NumberedFeed(),
+            trainer=trainer,
+            workers=workers,
+            scorers=scorers,
+            observers=(recorder, *observers),
+        )
         try:
             await Pipeline(settings, world).run()
         except AsyncrlError as error:
@@ -76,13 +91,18 @@ def simulate(
 
 
 def virtual_cluster(profile: Profile) -> ClusterResources:
-    """One node with all resources that the profile's placement needs, so that a simulated job is never short of any."""
+    """One node with all resources that the profile's placement needs, so that a simulated job is never short
+    of any."""
     gpus = 0 if profile.placement.device == "cpu" else asked_gpus(profile)
     return ClusterResources(nodes=(NodeResources(name="simulated", cpus=1, gpus=gpus),), elastic_cpus=True)
 
 
 def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
-    length = {} if groups is None else {"train_steps": -(-groups // Schedule.of(profile).step_groups), "total_rollout_steps": None}
+    length = (
+        {}
+        if groups is None
+        else {"train_steps": -(-groups // Schedule.of(profile).step_groups), "total_rollout_steps": None}
+    )
     sections = {
         "run": profile.run.model_copy(update={"seed": seed, **length}),
         "eval": profile.eval.model_copy(update={"every_versions": 0}),
@@ -94,9 +114,14 @@ def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
 def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWorker], list[SimulatedScorer]]:
     """The trainer, the workers and the scorers. Call it inside the running loop."""
     workload, times, slots = costs.workload, costs.worker_times(), costs.profile.rollout.slots
-    generation_ratio, training_ratio = workload.decoding.interference_ratio, workload.training.interference_ratio
+    generation_ratio, training_ratio = (
+        workload.decoding.interference_ratio,
+        workload.training.interference_ratio,
+    )
     machine = SharedMachine(generation_ratio=generation_ratio, training_ratio=training_ratio)
-    workers = [SimulatedWorker(f"rollout-{index}", slots, times, seed, machine) for index in range(costs.workers)]
+    workers = [
+        SimulatedWorker(f"rollout-{index}", slots, times, seed, machine) for index in range(costs.workers)
+    ]
     scorers = [SimulatedScorer(task, costs.scorer_times(task), machine) for task in costs.scorers]
     return SimulatedTrainer(costs.trainer_times(), machine), workers, scorers
 
@@ -149,7 +174,8 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer. Single-threaded: no sockets, executors or `call_soon_threadsafe`."""
+    """An event loop whose clock jumps to the next timer. Single-threaded: no sockets, executors or
+    `call_soon_threadsafe`."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -163,10 +189,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             raise DeadlockError(f"at {self._now_s:g} s nothing is scheduled and the work is not done")
         if timeout:
             self._now_s += timeout
-            self._clock_resolution = math.ulp(self._now_s)  # in long runs the default, 1 ns, is below a float's resolution
+            # in long runs the default, 1 ns, is below a float's resolution
+            self._clock_resolution = math.ulp(self._now_s)
 
 
-def run_virtual(work: Coroutine[Any, Any, T], *, loop_factory: Callable[[], VirtualTimeLoop] = VirtualTimeLoop) -> T:
+def run_virtual(
+    work: Coroutine[Any, Any, T], *, loop_factory: Callable[[], VirtualTimeLoop] = VirtualTimeLoop
+) -> T:
     """Run `work` to its end on a fresh virtual clock. Raises DeadlockError if it cannot end."""
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         try:
@@ -177,7 +206,8 @@ def run_virtual(work: Coroutine[Any, Any, T], *, loop_factory: Callable[[], Virt
 
 
 def _end_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel the tasks that remain after a deadlock. A task whose clean-up also waits forever is cancelled again."""
+    """Cancel the tasks that remain after a deadlock. A task whose clean-up also waits forever is cancelled
+    again."""
     for _ in range(MOST_CANCELS):
         if tasks := asyncio.all_tasks(loop):
             for task in tasks:

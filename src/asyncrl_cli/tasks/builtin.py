@@ -21,15 +21,16 @@ from asyncrl_cli.tasks.reward_spec import Adapter
 MAX_TRIES_PER_PROMPT = 50
 
 Builtin = Arithmetic | Guessing
-"""A task's fields are its parameters. It draws items, whose prompts may repeat, and writes a correct and a flawed demonstration of
-each. `environment`: the one that plays its episodes. `words`: texts for which builtin:tiny gets a token each. `ceiling(items)`: the
-mean reward of the best play."""
+"""A task's fields are its parameters. It draws items, whose prompts may repeat, and writes a correct and a
+flawed demonstration of each. `environment`: the one that plays its episodes. `words`: texts for which
+builtin:tiny gets a token each. `ceiling(items)`: the mean reward of the best play."""
 BUILTIN: Mapping[str, type[Builtin]] = {"calculator": Arithmetic, "guess": Guessing}
 """By the name in `task.source = "builtin:<name>"`."""
 
 
 def environment_of(task: TaskSection) -> str:
-    """The name of the profile's environment. `auto` means a builtin task's own environment, or else one-turn."""
+    """The name of the profile's environment. `auto` means a builtin task's own environment, or else
+    one-turn."""
     if task.environment != "auto":
         return task.environment
     kind, _, name = task.source.partition(":")
@@ -44,14 +45,18 @@ def builtin_task(name: str, params: Mapping[str, Any]) -> Builtin:
     kind = BUILTIN[name]
     if unknown := [key for key in params if key not in kind.model_fields]:
         known = did_you_mean(unknown[0], kind.model_fields, f"it has: {', '.join(kind.model_fields)}")
-        raise ConfigError(f'task.params.{unknown[0]}: the task "builtin:{name}" has no such parameter', hint=known)
+        raise ConfigError(
+            f'task.params.{unknown[0]}: the task "builtin:{name}" has no such parameter', hint=known
+        )
     try:
         return kind.model_validate(params)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(["task.params", *map(str, first["loc"])])
         given = f" = {first['input']!r:.80}" if first["loc"] else ""
-        raise ConfigError(f"{where}{given}: {first['msg'].removeprefix('Value error, ').lower()} (builtin:{name})") from None
+        raise ConfigError(
+            f"{where}{given}: {first['msg'].removeprefix('Value error, ').lower()} (builtin:{name})"
+        ) from None
 
 
 def drawn(task: Builtin, name: str, form: Adapter, stream: str, num: int, taken: set[str]) -> list[Item]:
@@ -63,7 +68,8 @@ def drawn(task: Builtin, name: str, form: Adapter, stream: str, num: int, taken:
     found, num_tries = take_new((task.draw(rng, form) for _ in range(most)), num, taken)
     if len(found) < num:
         raise ConfigError(
-            f"builtin:{name} with these parameters made only {len(found)} of {num} new prompts in {num_tries:,} tries",
+            f"builtin:{name} with these parameters made only {len(found)} of {num} new prompts in "
+            f"{num_tries:,} tries",
             hint="widen task.params, or lower task.train_prompts or eval.prompts",
         )
     return found

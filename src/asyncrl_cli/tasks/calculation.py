@@ -1,10 +1,11 @@
-"""builtin:calculator: expressions too hard for a small model, and their solutions with a calculator of single operations.
+"""builtin:calculator: expressions too hard for a small model, and their solutions with a calculator of single
+operations.
 
     prompt    47+83*65
     turns     calculate(83*65) -> 5395, calculate(47+5395) -> 5442, answer(5442)
 
-A model has to learn to multiply first, to copy results, and to use the calculator, because its own results are wrong. An answer is
-either right or wrong, so the best mean reward is 1.
+A model has to learn to multiply first, to copy results, and to use the calculator, because its own results
+are wrong. An answer is either right or wrong, so the best mean reward is 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ QUESTION = "What is {}? Use the calculator for every operation, then give the an
 
 
 class Arithmetic(Section):
-    """Draws items and writes conversations that solve them. Operation counts, operands and signs are drawn uniformly."""
+    """Draws items and writes conversations that solve them. Operation counts, operands and signs are drawn
+    uniformly."""
 
     environment: ClassVar = "asyncrl_cli.envs.calculator:Calculator"
     words: ClassVar = ("calculate expression=", "answer value=", "thanks")
@@ -55,8 +57,8 @@ class Arithmetic(Section):
         return conversation(item["prompt"], steps, steps[-1][1])
 
     def flawed_demonstration(self, item: Item, rng: Random) -> list[Message]:
-        """A conversation with one mistake: multiplications do not come first, a step is left out, or the answer or one of its
-        digits is made up. By chance, a few are still right."""
+        """A conversation with one mistake: multiplications do not come first, a step is left out, or the
+        answer or one of its digits is made up. By chance, a few are still right."""
         expression = item["metadata"]["expression"]
         steps = steps_of(expression)
         value = steps[-1][1]
@@ -78,7 +80,8 @@ class Arithmetic(Section):
 
 
 def steps_of(expression: str, first: str = "*") -> list[Step]:
-    """The operations that compute `expression`, in order: those with the sign `first`, then the others, from left to right."""
+    """The operations that compute `expression`, in order: those with the sign `first`, then the others, from
+    left to right."""
     numbers = [int(number) for number in re.findall(r"\d+", expression)]
     signs = re.findall(r"[-+*]", expression)
     steps: list[Step] = []

@@ -1,10 +1,12 @@
-"""Child processes for foreign code, which may hang, print, exit, fork, import anything or depend on the order of sets.
+"""Child processes for foreign code, which may hang, print, exit, fork, import anything or depend on the order
+of sets.
 
     parent -> child (stdin)     (role, arguments), then whatever the role reads
     child -> parent (stdout)    whatever the role writes
 
-A role is a function `role(requests, results, *arguments)` that runs in the child. The parent sends pickles: both ends run the same
-version of our code. A child dies with its parent. It leads its own process group, so everything it started can be killed with it.
+A role is a function `role(requests, results, *arguments)` that runs in the child. The parent sends pickles:
+both ends run the same version of our code. A child dies with its parent. It leads its own process group, so
+everything it started can be killed with it.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ class ChildTimedOut(ChildFailed):
 def command(function: Callable[..., Any], python: str = "") -> list[str]:
     """The command line of a child. It ends with the name of the function's module only to show it in `ps`.
 
-    `python`: another Python, 3.11 or newer, that needs neither our package nor its dependencies. Only our package becomes
-    importable there, not the directory that holds it, which may hold all packages of this Python.
+    `python`: another Python, 3.11 or newer, that needs neither our package nor its dependencies. Only our
+    package becomes importable there, not the directory that holds it, which may hold all packages of this
+    Python.
     """
     # -P: do not import from the working directory, unless a spec says so.
     ours = ["-m", "asyncrl_cli.tasks.child"] if not python else ["-c", IN_ANOTHER_PYTHON, str(PACKAGE)]
@@ -61,19 +64,31 @@ def command(function: Callable[..., Any], python: str = "") -> list[str]:
 
 
 def environment(python: str = "", **variables: str) -> dict[str, str]:
-    """The child's environment variables: ours without Ray's (one is a token). Our package is importable; one thread by default;
-    what is printed appears at once."""
-    search = [*([] if python else [str(PACKAGE.parent)]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    """The child's environment variables: ours without Ray's (one is a token). Our package is importable; one
+    thread by default; what is printed appears at once."""
+    search = [
+        *([] if python else [str(PACKAGE.parent)]),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     threads = {name: os.environ.get(name, "1") for name in THREAD_VARIABLES}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return {**inherited, **threads, "PYTHONPATH": os.pathsep.join(search), "PYTHONUNBUFFERED": "1", **variables}
+    return {
+        **inherited,
+        **threads,
+        "PYTHONPATH": os.pathsep.join(search),
+        "PYTHONUNBUFFERED": "1",
+        **variables,
+    }
 
 
-def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, python: str = "", **variables: str) -> Any:
-    """Call `function(*arguments)` in a child with these environment variables, and return its result. `python`: see `command`.
+def call_once(
+    function: Callable[..., Any], *arguments: Any, timeout_s: float, python: str = "", **variables: str
+) -> Any:
+    """Call `function(*arguments)` in a child with these environment variables, and return its result.
+    `python`: see `command`.
 
-    Raises ChildFailed, or the AsyncrlError that the function raised. The child's stdin and stdout are files: a pipe would stay open
-    as long as any process that the function started holds it.
+    Raises ChildFailed, or the AsyncrlError that the function raised. The child's stdin and stdout are files:
+    a pipe would stay open as long as any process that the function started holds it.
     """
     with TemporaryFile() as asked, TemporaryFile() as answered, TemporaryFile() as said:
         pickle.dump((_answer_once, (function, arguments)), asked)
@@ -114,7 +129,9 @@ def _last_words(said: BinaryIO) -> str:
     return f"(left out the first {left_out:,} bytes that it printed)\n{words}" if left_out else words
 
 
-def _answer_once(requests: BinaryIO, results: BinaryIO, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _answer_once(
+    requests: BinaryIO, results: BinaryIO, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     try:
         answer = function(*arguments)
     except (AsyncrlError, ChildFailed) as error:
@@ -140,8 +157,8 @@ def write_line(results: BinaryIO, answer: Any) -> None:
 
 
 def send(writer: asyncio.StreamWriter, words: bytes) -> None:
-    """Write to a child, which may have died: then nothing is written, and the caller finds out when it reads. On a closed pipe
-    asyncio writes nothing, but uvloop, which Ray's actors use, raises."""
+    """Write to a child, which may have died: then nothing is written, and the caller finds out when it reads.
+    On a closed pipe asyncio writes nothing, but uvloop, which Ray's actors use, raises."""
     if not writer.is_closing():
         writer.write(words)
 
@@ -159,7 +176,8 @@ def how_it_ended(returncode: int | None) -> str:
 
 
 def main() -> None:
-    """The child's entry point. Foreign code cannot reach the pipes: its prints go to stderr, and its stdin is empty."""
+    """The child's entry point. Foreign code cannot reach the pipes: its prints go to stderr, and its stdin is
+    empty."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):

@@ -1,7 +1,7 @@
 """The driver's side of user code: tries it out before the run begins, and records it for a resume.
 
-A run records the file of each such module, and a resumed run imports the module only from that file: it may be started in another
-directory, which may hold another module of the same name.
+A run records the file of each such module, and a resumed run imports the module only from that file: it may
+be started in another directory, which may hold another module of the same name.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ def try_out(
     at_least_s: float = 0.0,
     record: str = "",
 ) -> tuple[UserCode, Any, Notes]:
-    """Load the code that `task.<what> = name` names, with `check`, in a child process. Returns the code with its file, the result
-    of `check` (None if that is a function), and notes for the user.
+    """Load the code that `task.<what> = name` names, with `check`, in a child process. Returns the code with
+    its file, the result of `check` (None if that is a function), and notes for the user.
 
-    `run_dir`: set for a resumed run, whose code is imported from the recorded files; raises RefusedError if that is impossible.
-    `record`: the name of the code's record, if it is not `what`. `expects`: what the code has to be, for the hint. The import may
-    take as long as `limit_key` says, but at least START_LIMIT_S and `at_least_s`. Raises ConfigError if the code cannot be used.
+    `run_dir`: set for a resumed run, whose code is imported from the recorded files; raises RefusedError if
+    that is impossible. `record`: the name of the code's record, if it is not `what`. `expects`: what the code
+    has to be, for the hint. The import may take as long as `limit_key` says, but at least START_LIMIT_S and
+    `at_least_s`. Raises ConfigError if the code cannot be used.
     """
     file, notes = (None, ()) if run_dir is None else recorded_file(run_dir, what, name, record)
     code = _user_code(name, file, profile.task.import_path)
@@ -56,13 +57,18 @@ def try_out(
         why = f"its module was not imported within {limit_s:g} s"
         hint = f"move slow work into the first call, or raise {limit_key}, which limits the import too"
     except ChildFailed as failure:
-        where = f"only from {code.file or 'Python'}, as the record says" if code.only_there else f"in {code.import_path} first"
+        where = (
+            (f"only from {code.file or 'Python'}, as the record says")
+            if code.only_there
+            else f"in {code.import_path} first"
+        )
         why, hint = str(failure), f"the module is imported {where}; {expects}"
     raise ConfigError(f'task.{what} = "{name}" cannot be used: {why}', hint=hint)
 
 
 def _user_code(name: str, only_file: str | None, directory: str | None) -> UserCode:
-    """`only_file`: the module must be imported from this file ("": from none). `directory`: where it is looked up first."""
+    """`only_file`: the module must be imported from this file ("": from none). `directory`: where it is
+    looked up first."""
     module, root = name.partition(":")[0], ""
     if only_file is None:
         is_there = directory is not None and has_module(Path(directory), module)
@@ -86,8 +92,8 @@ def _checked(code: UserCode, check: Callable[[UserCode], Any]) -> tuple[str, Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The record of a module. `function`: the name in the profile. `file` is absolute, or "" for a built-in module of Python.
-    `sha256` is "" for a module in an archive."""
+    """The record of a module. `function`: the name in the profile. `file` is absolute, or "" for a built-in
+    module of Python. `sha256` is "" for a module in an archive."""
 
     schema_version: int
     function: str
@@ -96,7 +102,8 @@ class Record:
 
 
 def keep_record(run_dir: Path, record: str, code: UserCode | None) -> None:
-    """Write the record of a new run's code as `<record>.json` ("reward.json", say). A resumed run keeps its record."""
+    """Write the record of a new run's code as `<record>.json` ("reward.json", say). A resumed run keeps its
+    record."""
     path = run_dir / f"{record}.json"
     if code is not None and not path.exists():
         sha256 = _sha256(code.file) if os.path.isfile(code.file) else ""
@@ -105,16 +112,20 @@ def keep_record(run_dir: Path, record: str, code: UserCode | None) -> None:
 
 
 def recorded_file(run_dir: Path, what: str, name: str, record: str = "") -> tuple[str, Notes]:
-    """The recorded file of the run's code, and a note for the user if it has changed. Raises RefusedError if either is missing."""
+    """The recorded file of the run's code, and a note for the user if it has changed. Raises RefusedError if
+    either is missing."""
     path = run_dir / f"{record or what}.json"
     if not path.exists():
         raise RefusedError(
             f'{path} is missing: it records where task.{what} = "{name}" was imported from',
-            hint="a resumed run imports the module only from its recorded file: restore the record from a copy",
+            hint="a resumed run imports the module only from its recorded file: restore the record from a "
+            "copy",
         )
     found = load_json(path, Record, hint="it was written when the run began; restore it from a copy")
     if found.schema_version != SCHEMA_VERSION or found.function != name:
-        raise RefusedError(f"{path} is not of this run: it is the record of {found.function} (schema {found.schema_version})")
+        raise RefusedError(
+            f"{path} is not of this run: it is the record of {found.function} (schema {found.schema_version})"
+        )
     if found.file == "":
         return "", ()
     try:
@@ -128,10 +139,13 @@ def recorded_file(run_dir: Path, what: str, name: str, record: str = "") -> tupl
 
 
 def origin(run_dir: Path, record: str, code: UserCode | None) -> str:
-    """Says which file a resumed run's code is imported from; "" for a new run's code and for a built-in module."""
+    """Says which file a resumed run's code is imported from; "" for a new run's code and for a built-in
+    module."""
     if code is None or not (code.only_there and code.file):
         return ""
-    return f"task.{record.partition('-')[0]} is imported from {code.file}, as {run_dir / f'{record}.json'} says"
+    return (
+        f"task.{record.partition('-')[0]} is imported from {code.file}, as {run_dir / f'{record}.json'} says"
+    )
 
 
 def _sha256(file: str) -> str:

@@ -1,5 +1,5 @@
-"""Reads items from jsonl files (one object per line) or parquet files (whose columns may also hold times, dates, decimals, bytes,
-lists and dicts). Every error names the file and the line or row.
+"""Reads items from jsonl files (one object per line) or parquet files (whose columns may also hold times,
+dates, decimals, bytes, lists and dicts). Every error names the file and the line or row.
 """
 
 from __future__ import annotations
@@ -28,22 +28,26 @@ ONE_OBJECT = 'every line is one JSON object: `{"prompt": "1+1=", "answer": "2"}`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """The items of files, and how many rows were left out: `num_repeated` repeat an earlier row's prompt, `num_behind` come after
-    the last row that was wanted."""
+    """The items of files, and how many rows were left out: `num_repeated` repeat an earlier row's prompt,
+    `num_behind` come after the last row that was wanted."""
 
     items: list[Item]
     num_repeated: int
     num_behind: int
 
 
-def read_items(path: Path, *, key: str, prompt: str, answer: str, needs_answer: bool, limit: int | None) -> Read:
-    """The first `limit` items with distinct prompts, from one file or from all files that match a pattern like `train-*.parquet`,
-    in the order of their names. `prompt` and `answer` name columns, or fields in them (`column.field`). All other columns become an
-    item's metadata.
+def read_items(
+    path: Path, *, key: str, prompt: str, answer: str, needs_answer: bool, limit: int | None
+) -> Read:
+    """The first `limit` items with distinct prompts, from one file or from all files that match a pattern
+    like `train-*.parquet`, in the order of their names. `prompt` and `answer` name columns, or fields in them
+    (`column.field`). All other columns become an item's metadata.
 
     `key`: the profile's key that names the file, for errors. Raises ConfigError.
     """
-    read_rows, count = (parquet_rows, num_parquet_rows) if path.suffix == ".parquet" else (_jsonl_rows, _num_jsonl_rows)
+    read_rows, count = (
+        (parquet_rows, num_parquet_rows) if path.suffix == ".parquet" else (_jsonl_rows, _num_jsonl_rows)
+    )
     items: dict[str, Item] = {}
     num_rows = num_behind = 0
     with _readable(path, key):
@@ -53,14 +57,19 @@ def read_items(path: Path, *, key: str, prompt: str, answer: str, needs_answer: 
             asked, expected = prompt_and_answer(row, prompt, answer, place, needs_answer=needs_answer)
             if (name := prompt_key(asked)) in items:
                 continue
-            items[name] = make_item(asked, expected, {column: row[column] for column in row if column not in (prompt, answer)})
+            items[name] = make_item(
+                asked, expected, {column: row[column] for column in row if column not in (prompt, answer)}
+            )
             if len(items) == limit:
                 num_behind = sum(map(count, files)) - num_rows
                 break
     if not items:
         if not files:
             raise ConfigError(f"{key}: no file matches {path}", hint=missing_hint(path))
-        raise ConfigError(f"{key}: {path} holds no rows", hint="write one JSON object per line into it, or name another file")
+        raise ConfigError(
+            f"{key}: {path} holds no rows",
+            hint="write one JSON object per line into it, or name another file",
+        )
     return Read(items=list(items.values()), num_repeated=num_rows - len(items), num_behind=num_behind)
 
 
@@ -71,7 +80,11 @@ def _readable(path: Path, key: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise ConfigError(f"{key}: {path} does not exist", hint=missing_hint(path)) from error
     except UnsafeFile as error:
-        hint = "write one JSON object per line into a file" if path.suffix != ".parquet" else "name a parquet file"
+        hint = (
+            ("write one JSON object per line into a file")
+            if path.suffix != ".parquet"
+            else "name a parquet file"
+        )
         raise ConfigError(f"{key}: {path!s:.300} cannot be read: {reason(error)}", hint=hint) from error
     except OSError as error:
         hint = f"check the path and its permissions: `ls -l {shlex.quote(f'{path!s:.300}')}`"
@@ -97,14 +110,17 @@ def _num_jsonl_rows(path: Path) -> int:
 
 
 def _json_object(line: bytes, place: str) -> Mapping[str, Any]:
-    """Strict JSON: no NaN and no duplicate keys (readers disagree on both), and no nesting that is too deep to be pickled."""
+    """Strict JSON: no NaN and no duplicate keys (readers disagree on both), and no nesting that is too deep
+    to be pickled."""
     try:
         row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_distinct)
     except json.JSONDecodeError as error:
         why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         raise ConfigError(f"{place}: not JSON: {why}", hint=ONE_OBJECT) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not UTF-8 text (byte {error.start})", hint="save the file as UTF-8") from error
+        raise ConfigError(
+            f"{place}: not UTF-8 text (byte {error.start})", hint="save the file as UTF-8"
+        ) from error
     except RecursionError:
         raise _too_deep(place) from None
     except ValueError as error:
@@ -134,7 +150,8 @@ def _too_deep(place: str) -> ConfigError:
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(`path:row`, columns) of each row. Times are cut to Python's microseconds. Raises ConfigError for unreadable values."""
+    """(`path:row`, columns) of each row. Times are cut to Python's microseconds. Raises ConfigError for
+    unreadable values."""
     with _opened(path) as parquet:
         number = 0
         for batch in parquet.iter_batches(batch_size=ROWS_PER_BATCH):
@@ -152,7 +169,8 @@ def num_parquet_rows(path: Path) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The open ParquetFile. Raises ConfigError if it is not one, has a column twice, or turns out damaged while it is read."""
+    """The open ParquetFile. Raises ConfigError if it is not one, has a column twice, or turns out damaged
+    while it is read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -163,18 +181,31 @@ def _opened(path: Path) -> Iterator[Any]:
                 wrong = "is damaged"
                 twice = [column for column, count in Counter(parquet.schema_arrow.names).items() if count > 1]
                 if twice:
-                    raise ConfigError(f'{path}: column "{twice[0]}" appears twice', hint="rewrite the file with distinct names")
+                    raise ConfigError(
+                        f'{path}: column "{twice[0]}" appears twice',
+                        hint="rewrite the file with distinct names",
+                    )
                 yield parquet
         except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{path} {wrong}: {first_line(error)}", hint="write or download it again") from error
+            raise ConfigError(
+                f"{path} {wrong}: {first_line(error)}", hint="write or download it again"
+            ) from error
 
 
 def _values(column: Any, where: str) -> list[Any]:
     try:
         return column.cast(_without_nanoseconds(column.type), safe=False).to_pylist()
-    except (ValueError, TypeError, ArithmeticError, LookupError, NotImplementedError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        LookupError,
+        NotImplementedError,
+        RecursionError,
+    ) as error:
         raise ConfigError(
-            f"{where} of type {column.type!s:.80} holds a value that Python cannot represent: {first_line(error)}",
+            f"{where} of type {column.type!s:.80} holds a value that Python cannot represent: "
+            f"{first_line(error)}",
             hint="leave the column out of the file, or write it as text",
         ) from error
 
@@ -195,7 +226,10 @@ def _without_nanoseconds(kind: Any) -> Any:
     if types.is_struct(kind):
         return struct([field.with_type(_without_nanoseconds(field.type)) for field in kind])
     if types.is_map(kind):
-        return map_(_without_nanoseconds(kind.key_type), kind.item_field.with_type(_without_nanoseconds(kind.item_type)))
+        return map_(
+            _without_nanoseconds(kind.key_type),
+            kind.item_field.with_type(_without_nanoseconds(kind.item_type)),
+        )
     if types.is_fixed_size_list(kind):
         return list_(element(), kind.list_size)
     if types.is_large_list(kind):

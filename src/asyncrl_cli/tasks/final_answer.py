@@ -5,7 +5,8 @@
     #### ...                    on the last line (GSM8K)
     the answer is: ...          or "Answer: ..."; the last one, within the last 300 characters, up to the end of its sentence
 
-A response that repeats the whole prompt is read only from there on, so examples in the prompt are no answers. Pure text.
+A response that repeats the whole prompt is read only from there on, so examples in the prompt are no answers.
+Pure text.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ LETTER = r"[^\W\d_]"
 
 
 def tagged(response: str) -> str:
-    """The text in the last <answer> tag (up to the end if it is not closed), or else the whole response; stripped."""
+    """The text in the last <answer> tag (up to the end if it is not closed), or else the whole response;
+    stripped."""
     _, tag, after = response.rpartition(ANSWER_TAG)
     return (after.partition(ANSWER_END)[0] if tag else response).strip()
 
@@ -61,7 +63,8 @@ def final_answer(response: str) -> str | None:
 
 
 def _in_braces(text: str, start: int) -> str | None:
-    """The text from `start` up to the brace that closes the one before it; None if none does. `\\{` and `\\}` do not count."""
+    """The text from `start` up to the brace that closes the one before it; None if none does. `\\{` and `\\}`
+    do not count."""
     depth = 1
     for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         depth += (brace[0] == "{") - (brace[0] == "}")
@@ -71,8 +74,8 @@ def _in_braces(text: str, start: int) -> str | None:
 
 
 def names_answer(response: str, expected: str) -> bool:
-    """Whether the reference answer stands anywhere in a response: as it is written (spaces, braces and signs of LaTeX aside), or a
-    fraction or a decimal number in another form."""
+    """Whether the reference answer stands anywhere in a response: as it is written (spaces, braces and signs
+    of LaTeX aside), or a fraction or a decimal number in another form."""
     answer = final_answer(expected) or expected
     written = _bare(response)
     for form in {answer, *_other_forms(_bare(answer))}:

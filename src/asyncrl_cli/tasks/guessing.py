@@ -1,11 +1,13 @@
-"""builtin:guess: find a number that the environment thinks of and gives hints about. The fewer guesses, the higher the reward.
+"""builtin:guess: find a number that the environment thinks of and gives hints about. The fewer guesses, the
+higher the reward.
 
     prompt    17-62
     turns     39 -> higher, 51 -> lower, 45 -> (found)
 
-Par is the number of guesses in which halving finds any number of the range: 6 for these 46 numbers. A game within par earns 1. Each
-further guess costs a third of that, and after two of them the game is lost and earns 0. So halving is the best play and earns 1,
-and luck is worth little. `best_reward` computes what the best play earns on average.
+Par is the number of guesses in which halving finds any number of the range: 6 for these 46 numbers. A game
+within par earns 1. Each further guess costs a third of that, and after two of them the game is lost and earns
+0. So halving is the best play and earns 1, and luck is worth little. `best_reward` computes what the best
+play earns on average.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ from asyncrl_cli.tasks.reward_spec import Adapter
 
 Message = Mapping[str, Any]
 HIGHER, LOWER = "higher", "lower"
-QUESTION = "I think of a whole number from {} to {}. Guess it: say a number, and I say whether mine is higher or lower."
+QUESTION = (
+    "I think of a whole number from {} to {}. Guess it: say a number, and I say whether mine is "
+    "higher or lower."
+)
 
 
 class Guessing(Section):
-    """Draws items and writes conversations that play them. A prompt is a range of `min_numbers` to `max_numbers` numbers, none
-    above `max_number`. Its size, its lowest number and the secret in it are drawn uniformly."""
+    """Draws items and writes conversations that play them. A prompt is a range of `min_numbers` to
+    `max_numbers` numbers, none above `max_number`. Its size, its lowest number and the secret in it are drawn
+    uniformly."""
 
     environment: ClassVar = "guess"
     words: ClassVar = (HIGHER, LOWER)
@@ -50,7 +56,13 @@ class Guessing(Section):
         high, secret = low + num - 1, rng.randint(low, low + num - 1)
         prompt = f"{low}-{high}" if form == "worked" else QUESTION.format(low, high)
         par = par_of(num)
-        game = {"low": low, "high": high, "secret": secret, "par": par, "max_guesses": par + self.spare_guesses}
+        game = {
+            "low": low,
+            "high": high,
+            "secret": secret,
+            "par": par,
+            "max_guesses": par + self.spare_guesses,
+        }
         return make_item(prompt, str(secret), game)
 
     def demonstration(self, item: Item, rng: Random) -> list[Message]:
@@ -58,14 +70,16 @@ class Guessing(Section):
         return conversation(item, lambda low, high: (low + high) // 2)
 
     def flawed_demonstration(self, item: Item, rng: Random) -> list[Message]:
-        """Every guess is the lowest remaining number, or every guess is the highest. Guesses are not random: the gradient of a
-        model that has learned to guess at random would be noise."""
+        """Every guess is the lowest remaining number, or every guess is the highest. Guesses are not random:
+        the gradient of a model that has learned to guess at random would be noise."""
         return conversation(item, rng.choice((lambda low, high: low, lambda low, high: high)))
 
     def ceiling(self, items: Sequence[Item]) -> float:
         """Mean reward of the best play over these ranges and every secret in them."""
         games = (item["metadata"] for item in items)
-        return fmean(best_reward(game["high"] - game["low"] + 1, game["par"], game["max_guesses"]) for game in games)
+        return fmean(
+            best_reward(game["high"] - game["low"] + 1, game["par"], game["max_guesses"]) for game in games
+        )
 
 
 def par_of(num_numbers: int) -> int:
@@ -78,7 +92,8 @@ def hint(guess: int, secret: int) -> str:
 
 
 def conversation(item: Item, guess: Callable[[int, int], int]) -> list[Message]:
-    """The prompt and the guesses, with a hint after each but the last. `guess(low, high)` chooses from the remaining range."""
+    """The prompt and the guesses, with a hint after each but the last. `guess(low, high)` chooses from the
+    remaining range."""
     low, high, secret, most = (item["metadata"][key] for key in ("low", "high", "secret", "max_guesses"))
     messages: list[Message] = [{"role": "user", "content": item["prompt"]}]
     while True:
@@ -97,15 +112,16 @@ def guess_of(text: str) -> int | None:
 
 
 def reward_of(num_guesses: int, par: int, max_guesses: int) -> float:
-    """1 if the number was found within par. Each further guess earns less, in equal steps, down to 0 after max_guesses."""
+    """1 if the number was found within par. Each further guess earns less, in equal steps, down to 0 after
+    max_guesses."""
     return min(1.0, (max_guesses + 1 - num_guesses) / (max_guesses + 1 - par))
 
 
 def best_reward(num_numbers: int, par: int, max_guesses: int) -> float:
     """Expected reward of the best play if the secret is any of `num_numbers` with the same probability.
 
-    There are at most 2^(k-1) different k-th guesses, one for every sequence of hints before it. So no play finds more secrets with
-    its k-th guess, and halving finds exactly that many, until none is left.
+    There are at most 2^(k-1) different k-th guesses, one for every sequence of hints before it. So no play
+    finds more secrets with its k-th guess, and halving finds exactly that many, until none is left.
     """
     total, left = 0.0, num_numbers
     for guess in range(1, max_guesses + 1):

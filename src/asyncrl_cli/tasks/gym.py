@@ -1,12 +1,14 @@
-"""Prompts from reasoning-gym: finds datasets by name, imports only the one wanted, checks its parameters, makes its entries.
+"""Prompts from reasoning-gym: finds datasets by name, imports only the one wanted, checks its parameters,
+makes its entries.
 
-`import reasoning_gym` takes a second and a half (sympy, matplotlib, every dataset); one dataset's own module takes a tenth of
-that. So dataset names are read from the text of the sources, and while the wanted module is imported, empty packages stand in for
-the packages that contain it. They are removed afterwards: a later `import reasoning_gym` gets the real package.
+`import reasoning_gym` takes a second and a half (sympy, matplotlib, every dataset); one dataset's own module
+takes a tenth of that. So dataset names are read from the text of the sources, and while the wanted module is
+imported, empty packages stand in for the packages that contain it. They are removed afterwards: a later
+`import reasoning_gym` gets the real package.
 
-Prompts are made in a process of their own. Some datasets iterate over sets of strings or draw from the global generator, so the
-same seed gives different entries in different processes. That process fixes the hash seed and the global generator, because a
-resumed run must find the prompts that it began with.
+Prompts are made in a process of their own. Some datasets iterate over sets of strings or draw from the global
+generator, so the same seed gives different entries in different processes. That process fixes the hash seed
+and the global generator, because a resumed run must find the prompts that it began with.
 """
 
 from __future__ import annotations
@@ -58,8 +60,12 @@ def dataset_modules() -> Mapping[str, str]:
         text = path.read_text(encoding="utf-8")
         if "register_dataset(" not in text:
             continue
-        named = re.findall(r"""(?:^DATASET_NAME\s*=|^register_dataset\()\s*["'](\w+)["']""", text, re.MULTILINE)
-        modules.update(dict.fromkeys(named, ".".join([PACKAGE, *path.relative_to(root).with_suffix("").parts])))
+        named = re.findall(
+            r"""(?:^DATASET_NAME\s*=|^register_dataset\()\s*["'](\w+)["']""", text, re.MULTILINE
+        )
+        modules.update(
+            dict.fromkeys(named, ".".join([PACKAGE, *path.relative_to(root).with_suffix("").parts]))
+        )
     return modules
 
 
@@ -89,12 +95,17 @@ def _imported(name: str, module: str) -> Registered:
     importlib.import_module(module)
     dataset_class, config_class = importlib.import_module(f"{PACKAGE}.factory").DATASETS[name]
     hints = get_type_hints(config_class)
-    return dataset_class, config_class, {field.name: hints[field.name] for field in dataclasses.fields(config_class) if field.init}
+    return (
+        dataset_class,
+        config_class,
+        {field.name: hints[field.name] for field in dataclasses.fields(config_class) if field.init},
+    )
 
 
 @contextmanager
 def _bare_packages_around(module: str) -> Iterator[None]:
-    """While active, reasoning_gym and the category's package are empty packages whose submodules can be imported."""
+    """While active, reasoning_gym and the category's package are empty packages whose submodules can be
+    imported."""
     category, _, _ = module.removeprefix(f"{PACKAGE}.").partition(".")
     if PACKAGE in sys.modules or module.count(".") < 2:
         yield
@@ -120,7 +131,8 @@ def make_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) 
     checked = {key: _checked_param(name, kinds, key, value) for key, value in params.items()}
     own = {key: value for key, value in (("seed", seed), ("size", size)) if key in kinds}
     try:
-        with _bare_packages_around(dataset_module(name)):  # some datasets read data files by the package's name
+        # some datasets read data files by the package's name
+        with _bare_packages_around(dataset_module(name)):
             return dataset_class(config_class(**checked, **own))
     except Exception as error:
         raise _refused_params(name, params, error) from error
@@ -143,7 +155,8 @@ def _checked_param(name: str, kinds: Mapping[str, Any], key: str, value: Any) ->
 
 
 def _refused_params(name: str, params: Mapping[str, Any], error: Exception) -> ConfigError:
-    """An error that names the parameters mentioned in the dataset's own error, or all that were given if it mentions none."""
+    """An error that names the parameters mentioned in the dataset's own error, or all that were given if it
+    mentions none."""
     reason = str(error) or type(error).__name__
     named = [key for key in params if key in reason] or list(params)
     given = ", ".join(f"task.params.{key} = {params[key]!r}" for key in named)
@@ -154,10 +167,11 @@ def _refused_params(name: str, params: Mapping[str, Any], error: Exception) -> C
 
 
 def make_entries(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[Item]]:
-    """Items of the reward's dataset: `num_prompts[stream]` of them for each stream, with their entries as metadata.
+    """Items of the reward's dataset: `num_prompts[stream]` of them for each stream, with their entries as
+    metadata.
 
-    A stream is an independent, reproducible sequence; no prompt is in two of them. Raises ConfigError for wrong parameters, or if
-    the dataset has too few prompts.
+    A stream is an independent, reproducible sequence; no prompt is in two of them. Raises ConfigError for
+    wrong parameters, or if the dataset has too few prompts.
     """
     try:
         return call_once(_made, spec, num_prompts, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0")
@@ -190,7 +204,8 @@ def _distinct(spec: RewardSpec, stream: str, num: int, taken: set[str]) -> list[
 
 
 def stream_seed(name: str, params: Mapping[str, Any], stream: str) -> int:
-    """The seed of a stream. A dataset makes item i from seed + i, so seeds must lie far apart, or two streams share items."""
+    """The seed of a stream. A dataset makes item i from seed + i, so seeds must lie far apart, or two streams
+    share items."""
     content = json.dumps([name, params, stream], sort_keys=True, default=repr)
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") % 2**31
 
@@ -208,10 +223,13 @@ def _items(spec: RewardSpec, seed: int, size: int) -> Iterator[Item]:
         yield make_item(prompt, entry["answer"], {"entry": entry})
 
 
-def _too_few(name: str, stream: str, num: int, num_found: int, num_distinct: int, num_tries: int) -> ConfigError:
+def _too_few(
+    name: str, stream: str, num: int, num_found: int, num_distinct: int, num_tries: int
+) -> ConfigError:
     key = "eval.prompts" if stream == "eval" else "task.train_prompts"
     return ConfigError(
-        f'dataset "{name}" with these parameters made only {num_found} of {num} new prompts for {key} in {num_tries} '
+        f'dataset "{name}" with these parameters made only {num_found} of {num} new prompts for {key} in '
+        f"{num_tries} "
         f"tries ({num_distinct} distinct ones in all, train and eval together)",
         hint=f"lower {key}, or widen task.params",
     )

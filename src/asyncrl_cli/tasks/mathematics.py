@@ -1,15 +1,17 @@
-"""Whether a written answer is the reference answer: math-verify's comparison, behind rules that math-verify lacks.
+"""Whether a written answer is the reference answer: math-verify's comparison, behind rules that math-verify
+lacks.
 
-math-verify compares values, so it takes `26+50` for 76, and a response that repeats its prompt would be right. Here an answer
-counts
+math-verify compares values, so it takes `26+50` for 76, and a response that repeats its prompt would be
+right. Here an answer counts
 
     if it is written like the reference, apart from spaces, braces, units, and signs with the same meaning; or
     if it is worked out, and math-verify finds it equal.
 
-Worked out: where the reference is a number the answer is one, too: no sum, product, root or binomial that has its value, and no
-fraction for an integer. For any reference, an expression that stands in the prompt is no answer, nor is an integral, a derivative
-or a sum that the reference does not have. A number of the prompt is none where the reference is written in another way (0.375 for
-3/8). Equivalent forms of other references are not told apart: (1+x)^2 is x^2+2x+1.
+Worked out: where the reference is a number the answer is one, too: no sum, product, root or binomial that has
+its value, and no fraction for an integer. For any reference, an expression that stands in the prompt is no
+answer, nor is an integral, a derivative or a sum that the reference does not have. A number of the prompt is
+none where the reference is written in another way (0.375 for 3/8). Equivalent forms of other references are
+not told apart: (1+x)^2 is x^2+2x+1.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from sympy import Derivative, Integral, Limit, Product, Sum
 
 from asyncrl_cli.tasks.final_answer import final_answer
 
-# math-verify's own timeouts silently return False, so they are switched off (it warns about that). Our timeout, around the
-# process, counts a failure.
+# math-verify's own timeouts silently return False, so they are switched off (it warns about that). Our
+# timeout, around the process, counts a failure.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_ANSWER_CHARS = 1000
@@ -52,7 +54,9 @@ SPELLINGS = (
 MIXED = re.compile(r"(\d)\s+(\d+)/(\d+)(?!\d)")
 PYTHONS_POWER = re.compile(r"(?<=[\w)])\s*\*\*\s*(?:\(([^()]*)\)|(-?\w+))")
 SCIENTIFIC = re.compile(r"^([+-]?\d+(?:\.\d*)?)[eE]\+?(-?\d+)$")
-UNIT = re.compile(r"(.*\d)\s+(?!(?:or|and|plus|minus|times|divided|over|to|is|not)\b)[A-Za-z]{2,}(?: [A-Za-z]{2,})?")
+UNIT = re.compile(
+    r"(.*\d)\s+(?!(?:or|and|plus|minus|times|divided|over|to|is|not)\b)[A-Za-z]{2,}(?: [A-Za-z]{2,})?"
+)
 
 DECIMAL = r"(?:[+-]|\\pm)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
 POWER_OF_TEN = r"10\^-?\d{1,3}"
@@ -64,15 +68,19 @@ ROW = re.compile(r"\d\s+-?\d")  # MIXED has joined mixed numbers
 WORDS = re.compile(
     r"[A-Z][a-z][A-Za-z' -]*|[A-Za-z' -]{4,}|yes|no|-?0[xbo][\da-fA-F]+|\d+(?:-\d+)+|\d\d?/\d\d?/\d{2,4}|\d\d?(?::\d\d){1,2}"
 )
-"""Words, numbers of another base, dates and times, scores: math-verify would take them for products and differences."""
+"""Words, numbers of another base, dates and times, scores: math-verify would take them for products and
+differences."""
 NOT_COMPUTED = (Derivative, Integral, Limit, Product, Sum)
-HUGE = re.compile(r"\^-?\d{4,}|\)\^-?\d{3,}|\^[^+*/,()]*\^|\^[\d*()-]{8,}|\d{4,}!|!\W*[!^]|\^[^+,]*!|\\binom\d{8,}")
+HUGE = re.compile(
+    r"\^-?\d{4,}|\)\^-?\d{3,}|\^[^+*/,()]*\^|\^[\d*()-]{8,}|\d{4,}!|!\W*[!^]|\^[^+,]*!|\\binom\d{8,}"
+)
 """Sympy may compute for ever with these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An answer as text. `latex` is for math-verify, `spelled` has one spelling of everything, and `plain` no spaces, too."""
+    """An answer as text. `latex` is for math-verify, `spelled` has one spelling of everything, and `plain` no
+    spaces, too."""
 
     latex: str
     spelled: str
@@ -88,14 +96,15 @@ class Written:
         return cls(latex, spelled, re.sub(r"\s", "", spelled))
 
     def is_all(self, number: re.Pattern[str]) -> bool:
-        """Whether it is a number of that kind, or a list of such numbers. Of equations only the last side counts."""
+        """Whether it is a number of that kind, or a list of such numbers. Of equations only the last side
+        counts."""
         if number.fullmatch(self.plain):
             return True
         return all(number.fullmatch(part.rpartition("=")[2]) for part in self.plain.strip("()[]").split(","))
 
     def repeats(self, prompt: str, gold: Written) -> bool:
-        """Whether it, or its last side, is an expression of the prompt, or a number there that `gold` writes in another way. Names
-        and words are none."""
+        """Whether it, or its last side, is an expression of the prompt, or a number there that `gold` writes
+        in another way. Names and words are none."""
         answer, asked = gold.plain.rpartition("=")[2], _spelled(_with_signs(prompt))
         for expression in (self.plain, self.plain.rpartition("=")[2]):
             if DIGITS.fullmatch(expression):
@@ -109,12 +118,15 @@ class Written:
 
     @property
     def is_row(self) -> bool:
-        """Whether it is a row of numbers with only space between them, which math-verify would multiply or add."""
+        """Whether it is a row of numbers with only space between them, which math-verify would multiply or
+        add."""
         return ROW.search(self.spelled) is not None
 
     def parsed(self) -> Any:
         """Without math-verify's second try, which takes any number out of what it cannot read."""
-        return parse(f"\\boxed{{{self.latex}}}", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
+        return parse(
+            f"\\boxed{{{self.latex}}}", extraction_config=[LatexExtractionConfig()], parsing_timeout=None
+        )
 
 
 def _with_signs(text: str) -> str:
@@ -130,8 +142,8 @@ def _spelled(text: str) -> str:
 
 @lru_cache(maxsize=1024)
 def reference(answer: str) -> tuple[Written, Any]:
-    """A dataset's answer, as text and parsed: all of it, or what it marks as the answer (GSM8K's `#### 72`, a boxed one). Raises
-    ValueError if it is empty."""
+    """A dataset's answer, as text and parsed: all of it, or what it marks as the answer (GSM8K's `#### 72`, a
+    boxed one). Raises ValueError if it is empty."""
     written = Written.of(final_answer(answer) or answer)
     if not (parsed := written.parsed()):
         raise ValueError(f"the item's answer is not mathematics: {answer!r:.80}")
@@ -139,7 +151,8 @@ def reference(answer: str) -> tuple[Written, Any]:
 
 
 def is_right(answer: str, expected: str, prompt: str) -> bool:
-    """Whether `answer` is the reference answer `expected` and worked out. `answer` is as `final_answer` found it."""
+    """Whether `answer` is the reference answer `expected` and worked out. `answer` is as `final_answer` found
+    it."""
     gold, parsed = reference(expected)
     if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(expected)):
         return False
@@ -161,7 +174,8 @@ def is_right(answer: str, expected: str, prompt: str) -> bool:
 
 
 def _is_computed(parsed: Any) -> bool:
-    """Whether it holds no integral, derivative, sum, product or limit that somebody else would have to compute."""
+    """Whether it holds no integral, derivative, sum, product or limit that somebody else would have to
+    compute."""
     return not any(not isinstance(one, str) and one.has(*NOT_COMPUTED) for one in parsed)
 
 

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def to_stderr(text: bytes) -> int:
-    """Write to our standard error. Returns how many bytes it took: none if it is gone, so that no child waits for it."""
+    """Write to our standard error. Returns how many bytes it took: none if it is gone, so that no child waits
+    for it."""
     try:
         return os.write(2, text)
     except OSError:

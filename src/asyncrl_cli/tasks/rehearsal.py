@@ -1,10 +1,12 @@
-"""A rehearsal of the reward before a run: does it reward the reference answers, and nothing that is no answer?
+"""A rehearsal of the reward before a run: does it reward the reference answers, and nothing that is no
+answer?
 
     items -> the reference in the usual forms ──> reward processes ──> rewards ─┬─> table
           -> the prompt, nothing, other answers ─┘                              └─> warnings, or an error
 
-No model is needed. What counts is what an advantage sees, the differences within an item: a text is rewarded like a right answer if
-it earns more than the least of the item's texts, and at least half of the way to the most that a form of the reference earns.
+No model is needed. What counts is what an advantage sees, the differences within an item: a text is rewarded
+like a right answer if it earns more than the least of the item's texts, and at least half of the way to the
+most that a form of the reference earns.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from asyncrl_cli.timeouts import timeout
 LIMIT_S = 20.0
 """For all texts together, once the reward's process has started."""
 MAX_PROBED, AT_ONCE = 8, 4
-"""Items tried if none has an answer; items scored at the same time, so that some are done when the time is up."""
+"""Items tried if none has an answer; items scored at the same time, so that some are done when the time is
+up."""
 FORMS = {
     "the reference answer as it is": "{}",
     "... in \\boxed{}": "\\boxed{{{}}}",
@@ -42,7 +45,8 @@ FORMS = {
 PROMPT, EMPTY, OTHER = "the prompt repeated", "an empty text", "another item's answer"
 EXPRESSION = "the prompt's expression, not worked out"
 FOILS = {PROMPT: 0.0, EXPRESSION: 0.0, EMPTY: 0.0, OTHER: 0.05}
-"""What must not score, and the share of items on which it may without a warning: some tasks have several right answers."""
+"""What must not score, and the share of items on which it may without a warning: some tasks have several
+right answers."""
 ARITHMETIC = re.compile(r"\(*\d[\d\s+\-*/^×÷().]*[\d)]")  # noqa: RUF001
 OPERATION = re.compile(r"[+*/^×÷]|\s-\s")  # noqa: RUF001
 WITHOUT_IT = "task.rehearsal_items = 0 starts the run without a rehearsal"
@@ -63,8 +67,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """`rows`: by what the texts are, in the table's order. `reason`: why there are none. `unscored`: a text of each item whose
-    reference scores in no form."""
+    """`rows`: by what the texts are, in the table's order. `reason`: why there are none. `unscored`: a text
+    of each item whose reference scores in no form."""
 
     name: str
     rows: dict[str, list[Scored]] = field(default_factory=dict)
@@ -98,7 +102,13 @@ class Rehearsal:
             }
             for what, scored in self.rows.items()
         }
-        return {"reward": self.name, "items": self.num_items, "reason": self.reason, "rows": rows, "warnings": self.warnings()}
+        return {
+            "reward": self.name,
+            "items": self.num_items,
+            "reason": self.reason,
+            "rows": rows,
+            "warnings": self.warnings(),
+        }
 
     def warnings(self) -> list[str]:
         """What the user should look at, with the worst example of each kind."""
@@ -106,7 +116,8 @@ class Rehearsal:
         if 0 < len(self.unscored) < self.num_items:  # all of them are an error, with the same example
             worst = self.unscored[0]
             found.append(
-                f"task.reward: for {len(self.unscored)} of {self.num_items} items the reference answer scores in none of the usual "
+                f"task.reward: for {len(self.unscored)} of {self.num_items} items the reference answer "
+                "scores in none of the usual "
                 f"forms, for example {worst.item['answer']!r:.60}: {_unscored(worst)}"
             )
         for what, most in FOILS.items():
@@ -115,27 +126,33 @@ class Rehearsal:
             if len(right) > most * len(scored):
                 worst = max(right, key=lambda one: one.reward or 0.0)
                 found.append(
-                    f"task.reward: {what}{',' * (',' in what)} is rewarded like a right answer for {len(right)} of {len(scored)} "
-                    f"items, for example {worst.text!r:.100}: {_outcome(worst)}, where the answer is {worst.item['answer']!r:.60}"
+                    f"task.reward: {what}{',' * (',' in what)} is rewarded like a right answer for "
+                    f"{len(right)} of {len(scored)} "
+                    f"items, for example {worst.text!r:.100}: {_outcome(worst)}, where the answer is "
+                    f"{worst.item['answer']!r:.60}"
                 )
         texts = [one for scored in self.rows.values() for one in scored]
         if failed := [one for one in texts if one.reward is None]:
             found.append(
-                f"task.reward failed for {len(failed)} of {len(texts)} texts, and such trajectories are left out; for example on "
+                f"task.reward failed for {len(failed)} of {len(texts)} texts, and such trajectories are left "
+                "out; for example on "
                 f"{failed[-1].text!r:.100}: {failed[-1].failure:.200}"
             )
         return found
 
     def check(self) -> None:
-        """Raises ConfigError if there are references and none of them scores in any form, or the reward asks for missing ones."""
+        """Raises ConfigError if there are references and none of them scores in any form, or the reward asks
+        for missing ones."""
         if self.refusal is not None:
             raise self.refusal
         if not self.rows or len(self.unscored) < self.num_items:
             return
         worst = self.unscored[0]
         raise ConfigError(
-            f"task.reward = {self.name}: no reference answer scores in any of the usual forms, on {self.num_items} items; for "
-            f"example {worst.text!r:.100}: {_unscored(worst)}, where the answer is {worst.item['answer']!r:.60}",
+            f"task.reward = {self.name}: no reference answer scores in any of the usual forms, on "
+            f"{self.num_items} items; for "
+            f"example {worst.text!r:.100}: {_unscored(worst)}, where the answer is "
+            f"{worst.item['answer']!r:.60}",
             hint=f"check task.answer_key and the reward; if it is meant to be so, {WITHOUT_IT}",
         )
 
@@ -150,8 +167,8 @@ def _unscored(one: Scored) -> str:
 
 
 async def rehearse(profile: Profile, task: Task) -> Rehearsal:
-    """Rehearse the task's reward on `task.rehearsal_items` training items, within LIMIT_S. The caller shows the result and calls
-    its `check`. Raises ExecutorFailed if the reward cannot be started."""
+    """Rehearse the task's reward on `task.rehearsal_items` training items, within LIMIT_S. The caller shows
+    the result and calls its `check`. Raises ExecutorFailed if the reward cannot be started."""
     kind, most = task.reward.kind, profile.task.rehearsal_items
     code = task.reward.function
     name = " + ".join(f'"{part.name}"' for part in task.reward.parts) or f'"{code.name if code else kind}"'
@@ -161,7 +178,9 @@ async def rehearse(profile: Profile, task: Task) -> Rehearsal:
         return Rehearsal(name=name, reason="a reward model scores the responses")
     plays_turns = environment_of(profile.task) != "one-turn" and task.tool_class is None
     if task.reward.plays or kind == "episode" or plays_turns:
-        return Rehearsal(name=name, reason="episodes of several turns get their rewards as a model plays them")
+        return Rehearsal(
+            name=name, reason="episodes of several turns get their rewards as a model plays them"
+        )
     items = [item for item in task.train if task.expected(item) is not None]
     began_s = time.monotonic()
     if kind == "exact-match":  # ours, and quick: it needs no process
@@ -174,7 +193,9 @@ async def rehearse(profile: Profile, task: Task) -> Rehearsal:
                 raise RewardFailed(describe(error)) from error
 
         return await _rehearsed(name, task, _some(items, most), score, began_s)
-    pool = RewardPool(task.reward, timeout_s=min(LIMIT_S, profile.task.reward_timeout_s), workers=default_workers())
+    pool = RewardPool(
+        task.reward, timeout_s=min(LIMIT_S, profile.task.reward_timeout_s), workers=default_workers()
+    )
     try:
         await pool.start()
         if not items:
@@ -221,7 +242,8 @@ async def _rehearsed(name: str, task: Task, items: Sequence[Item], score: Score,
 
 
 async def _scored_item(task: Task, items: Sequence[Item], index: int, score: Score) -> dict[str, Scored]:
-    """All texts of an item, by what they are. Answers that are wrong have the form in which this item's own earns most."""
+    """All texts of an item, by what they are. Answers that are wrong have the form in which this item's own
+    earns most."""
     item, expected = items[index], str(task.expected(items[index]))
     forms = FORMS if task.reward.adapter == "plain" else dict([next(iter(FORMS.items()))])
     texts = {what: form.format(expected) for what, form in forms.items()}
@@ -236,19 +258,26 @@ async def _scored_item(task: Task, items: Sequence[Item], index: int, score: Sco
     found |= await _scores(item, others, score)
     least = min((one.reward for one in found.values() if one.reward is not None), default=0.0)
     middle = (least + _earned(found[best])) / 2
-    return {what: replace(one, is_right=_earned(one) > least and _earned(one) >= middle) for what, one in found.items()}
+    return {
+        what: replace(one, is_right=_earned(one) > least and _earned(one) >= middle)
+        for what, one in found.items()
+    }
 
 
 def _expression(asked: str, expected: str) -> str:
     """The longest arithmetic expression in a prompt that is not the answer itself; "" if there is none."""
     found = [text.strip() for text in ARITHMETIC.findall(asked) if OPERATION.search(text)]
-    return max((text for text in found if text.replace(" ", "") != expected.replace(" ", "")), key=len, default="")
+    return max(
+        (text for text in found if text.replace(" ", "") != expected.replace(" ", "")), key=len, default=""
+    )
 
 
 def _other_answer(task: Task, items: Sequence[Item], index: int, expected: str) -> str | None:
     """The next item's answer that differs from this one; None if all are the same."""
     following = (str(task.expected(items[(index + step) % len(items)])) for step in range(1, len(items)))
-    return next((answer for answer in following if answer.strip().casefold() != expected.strip().casefold()), None)
+    return next(
+        (answer for answer in following if answer.strip().casefold() != expected.strip().casefold()), None
+    )
 
 
 async def _scores(item: Item, texts: Mapping[str, str], score: Score) -> dict[str, Scored]:
@@ -268,7 +297,8 @@ def _earned(one: Scored) -> float:
 
 
 async def _asks_in_vain(name: str, items: Sequence[Item], score: Score) -> ConfigError | None:
-    """For items without answers: the error if the reward reads `item["answer"]` and tells no text from another."""
+    """For items without answers: the error if the reward reads `item["answer"]` and tells no text from
+    another."""
     rewards, asks = set[float | None](), False
     for item in items:
         texts = (messages_of(item["prompt"])[-1]["content"], "", "1", "The answer is 1.")
@@ -279,6 +309,8 @@ async def _asks_in_vain(name: str, items: Sequence[Item], score: Score) -> Confi
         return None
     columns = ", ".join(list(items[0]["metadata"])[:10]) or "none besides the prompt"
     return ConfigError(
-        f'task.reward = {name} reads item["answer"], but no item has an answer, and all responses earn the same',
-        hint=f"task.answer_key names the column with the answers, or `column.field`; the columns are: {columns}",
+        f'task.reward = {name} reads item["answer"], but no item has an answer, and all responses earn the '
+        "same",
+        hint="task.answer_key names the column with the answers, or `column.field`; the columns are: "
+        f"{columns}",
     )

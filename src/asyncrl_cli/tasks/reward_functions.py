@@ -1,10 +1,12 @@
-"""Reward functions of the user: `load_function` makes a scorer of one. The names of its parameters tell how it is called.
+"""Reward functions of the user: `load_function` makes a scorer of one. The names of its parameters tell how
+it is called.
 
     ours    score(item, response) -> float
     TRL's   reward(prompts, completions, **columns) -> list[float | None], with lists of one
     verl's  compute_score(data_source, solution_str, ground_truth, extra_info) -> float, or a dict with a `score`
 
-Each may be a coroutine function. What TRL's `log_metric` is given, and the other numbers of verl's dict, become metrics.
+Each may be a coroutine function. What TRL's `log_metric` is given, and the other numbers of verl's dict,
+become metrics.
 """
 
 from __future__ import annotations
@@ -25,20 +27,22 @@ Figures = dict[str, float]
 
 
 class Signature(NamedTuple):
-    """How a function of another trainer is called. `arguments` returns them by name, and `reward` reads what the function returned.
-    Both may add to the figures."""
+    """How a function of another trainer is called. `arguments` returns them by name, and `reward` reads what
+    the function returned. Both may add to the figures."""
 
     arguments: Callable[[Item, str, Figures], dict[str, Any]]
     reward: Callable[[Any, Figures], Any]
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def load_function(code: UserCode, answer_key: str = DEFAULT_ANSWER) -> Scorer:
-    """Import a reward function. Raises any error of that import, or TypeError if it cannot be a reward. `answer_key`: the column of
-    the answer, by which TRL's functions ask for it, and which verl's get as it is in the data."""
+    """Import a reward function. Raises any error of that import, or TypeError if it cannot be a reward.
+    `answer_key`: the column of the answer, by which TRL's functions ask for it, and which verl's get as it is
+    in the data."""
     found, name = code.load(), code.attribute
     if inspect.isclass(found):
         raise TypeError(f"{name} is a class; name a function, or an instance that can be called")
@@ -71,12 +75,17 @@ def check_trl(name: str, signature: inspect.Signature) -> None:
 
 
 def _adapted(function: Callable[..., Any], signature: inspect.Signature, call: Signature) -> Scorer:
-    """The scorer that calls a function of another trainer. Without `**kwargs`, the function gets what it has parameters for."""
+    """The scorer that calls a function of another trainer. Without `**kwargs`, the function gets what it has
+    parameters for."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
     def asked(item: Item, response: str, figures: Figures) -> dict[str, Any]:
         given = call.arguments(item, response, figures)
-        return given if takes_all else {name: value for name, value in given.items() if name in signature.parameters}
+        return (
+            given
+            if takes_all
+            else {name: value for name, value in given.items() if name in signature.parameters}
+        )
 
     def score(item: Item, response: str) -> Any:
         figures = Figures()
@@ -90,7 +99,8 @@ def _adapted(function: Callable[..., Any], signature: inspect.Signature, call: S
 
 
 def _trl_arguments(answer_key: str, item: Item, response: str, figures: Figures) -> dict[str, Any]:
-    """As TRL gives them: text for a prompt that is text, messages for one of messages, and every column of the data."""
+    """As TRL gives them: text for a prompt that is text, messages for one of messages, and every column of
+    the data."""
     prompt, answer = item["prompt"], item["answer"]
     is_text = isinstance(prompt, str)
     columns = {answer_key: answer, "answer": answer, **item["metadata"]}
@@ -113,11 +123,14 @@ def _trl_reward(returned: Any, figures: Figures) -> Any:
 
 def _verl_arguments(answer_key: str, item: Item, response: str, figures: Figures) -> dict[str, Any]:
     columns = item["metadata"]
-    truths = (find(columns, name) for name in (GROUND_TRUTHS if answer_key == DEFAULT_ANSWER else (answer_key,)))
+    truths = (
+        find(columns, name) for name in (GROUND_TRUTHS if answer_key == DEFAULT_ANSWER else (answer_key,))
+    )
     return {
         "data_source": columns.get("data_source"),
         "solution_str": response,
-        "ground_truth": next((truth for truth in truths if truth is not None), item["answer"]),  # the item's answer is always text
+        # the item's answer is always text
+        "ground_truth": next((truth for truth in truths if truth is not None), item["answer"]),
         "extra_info": columns.get("extra_info") or {},
     }
 

@@ -1,4 +1,5 @@
-"""The pool's side of a process that computes rewards: starts it, gives it work, watches it, kills it if it hangs."""
+"""The pool's side of a process that computes rewards: starts it, gives it work, watches it, kills it if it
+hangs."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ MAX_DEATHS_OF_REWARD = 2
 
 
 class RewardFailed(Exception):
-    """This response has no reward; `str(error)` says why. `kind`: "raised" (also if the reward is not a finite number),
-    "timed-out", "blocked", "died"; "lost": its process died because of another reward, so it may be tried again; "unable": no
-    process can be started, or none lives long enough to score."""
+    """This response has no reward; `str(error)` says why. `kind`: "raised" (also if the reward is not a
+    finite number), "timed-out", "blocked", "died"; "lost": its process died because of another reward, so it
+    may be tried again; "unable": no process can be started, or none lives long enough to score."""
 
     def __init__(self, text: str, kind: str = "raised") -> None:
         super().__init__(text)
@@ -59,19 +60,22 @@ Backlog = asyncio.PriorityQueue[PendingReward]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """`timeout_s`: limit of one reward. `block_s`: how long a reward may run without awaiting. `again`: whether unanswered rewards
-    of a process that died are computed again in another one."""
+    """`timeout_s`: limit of one reward. `block_s`: how long a reward may run without awaiting. `again`:
+    whether unanswered rewards of a process that died are computed again in another one."""
 
     timeout_s: float
     block_s: float
     again: bool = True
 
 
-async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog, log_path: Path | None = None) -> RewardProcess:
-    """`log_path`: the file for what the process prints; None: our standard error. Raises RewardFailed if the system cannot start a
-    process."""
+async def start_process(
+    spec: RewardSpec, rules: Rules, backlog: Backlog, log_path: Path | None = None
+) -> RewardProcess:
+    """`log_path`: the file for what the process prints; None: our standard error. Raises RewardFailed if the
+    system cannot start a process."""
     try:
-        with tempfile.TemporaryFile() as shared:  # its memory stays mapped in both processes after it is closed
+        # its memory stays mapped in both processes after it is closed
+        with tempfile.TemporaryFile() as shared:
             os.truncate(shared.fileno(), mmap.PAGESIZE)
             process = await asyncio.create_subprocess_exec(
                 *command(serve, spec.python),
@@ -95,7 +99,8 @@ async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog, log_pa
 
 @dataclass(slots=True, eq=False)
 class RewardProcess:
-    """Takes rewards from `backlog` and computes them. Those still unanswered when it ends go back there, for another process."""
+    """Takes rewards from `backlog` and computes them. Those still unanswered when it ends go back there, for
+    another process."""
 
     process: asyncio.subprocess.Process
     board: RunningMark
@@ -109,7 +114,8 @@ class RewardProcess:
     _killed_for: RewardFailed | None = None
 
     async def greeting(self) -> int:
-        """Wait for the process's first line: how many rewards it takes at once. Raises RewardFailed if it cannot score."""
+        """Wait for the process's first line: how many rewards it takes at once. Raises RewardFailed if it
+        cannot score."""
         limit_s = max(START_TIMEOUT_S, self.rules.timeout_s)  # an import may take as long as a reward
         try:
             async with asyncio.timeout(limit_s):
@@ -150,7 +156,8 @@ class RewardProcess:
             await asyncio.sleep(0)  # give the other processes a turn, so that rewards spread over all
 
     def _withdraw(self, number: int, outcome: asyncio.Future[Outcome]) -> None:
-        """Tell the process that nobody waits for this reward any more. It cancels the reward if that is async."""
+        """Tell the process that nobody waits for this reward any more. It cancels the reward if that is
+        async."""
         if outcome.cancelled() and number in self._asked:
             send(self.process.stdin, pickle.dumps((number, None, "")))
 
@@ -163,8 +170,9 @@ class RewardProcess:
         return number, RewardFailed(*outcome) if isinstance(outcome, list) else Reward(outcome, *parts)
 
     async def _watch(self) -> None:
-        """Kill the process if a reward runs too long, or if it owes rewards but for long neither runs nor answers one. Once it has
-        ended, end `serve` too: a process that a reward started may still hold the pipe open."""
+        """Kill the process if a reward runs too long, or if it owes rewards but for long neither runs nor
+        answers one. Once it has ended, end `serve` too: a process that a reward started may still hold the
+        pipe open."""
         period_s = min(MAX_WATCH_PERIOD_S, self.rules.block_s / 4)
         while self.process.returncode is None:
             seen = self.board.read()[0]
@@ -182,12 +190,14 @@ class RewardProcess:
         if running != IDLE and running == seen and ran_s > rules.block_s:
             return RewardFailed(f"took longer than {rules.block_s:g} s and was killed", "blocked")
         if running == IDLE and self._asked and silent_s > 2 * rules.timeout_s + START_TIMEOUT_S:
-            return RewardFailed(f"its process gave no sign of life for {silent_s:.0f} s and was killed", "timed-out")
+            return RewardFailed(
+                f"its process gave no sign of life for {silent_s:.0f} s and was killed", "timed-out"
+            )
         return None
 
     async def end(self) -> str:
-        """End the process. An idle one exits when its stdin closes; a busy one, or one that does not exit, is killed. Returns how
-        it ended if it was idle and never gave a result, else ""."""
+        """End the process. An idle one exits when its stdin closes; a busy one, or one that does not exit, is
+        killed. Returns how it ended if it was idle and never gave a result, else ""."""
         self.process.stdin.close()
         culprit = self.board.read()[0]
         try:
@@ -203,7 +213,8 @@ class RewardProcess:
                 try:
                     await self._close_output()
                 finally:
-                    self.process._transport.close()  # the pipes, which a process that a reward has started may hold open
+                    # the pipes, which a process that a reward has started may hold open
+                    self.process._transport.close()
         return how if culprit == IDLE and not (self._killed_for or self._num_results) else ""
 
     async def _close_output(self) -> None:
@@ -213,13 +224,15 @@ class RewardProcess:
             self.output.cancel()
 
     async def _ends_soon(self) -> None:
-        """Wait at most END_TIMEOUT_S for the process to end. (`Process.wait` would also wait for its pipes to close.)"""
+        """Wait at most END_TIMEOUT_S for the process to end. (`Process.wait` would also wait for its pipes to
+        close.)"""
         limit_s = time.monotonic() + END_TIMEOUT_S
         while self.process.returncode is None and time.monotonic() < limit_s:  # noqa: ASYNC110
             await asyncio.sleep(END_LOOK_S)
 
     def _give_back(self, culprit: int, how: str) -> None:
-        """Return unanswered rewards to the backlog. Those that hung or killed too many processes fail; all do if not `again`."""
+        """Return unanswered rewards to the backlog. Those that hung or killed too many processes fail; all do
+        if not `again`."""
         for wanted in self._asked.values():
             wanted.num_deaths += wanted.number == culprit
             if self._killed_for and culprit in (wanted.number, IDLE):
@@ -227,6 +240,8 @@ class RewardProcess:
             elif wanted.num_deaths == MAX_DEATHS_OF_REWARD or (wanted.num_deaths and not self.rules.again):
                 wanted.end(RewardFailed(f"the reward process died ({how}) while scoring", "died"))
             elif not self.rules.again:
-                wanted.end(RewardFailed(f"the process that it shared with other rewards ended ({how})", "lost"))
+                wanted.end(
+                    RewardFailed(f"the process that it shared with other rewards ended ({how})", "lost")
+                )
             else:
                 self.backlog.put_nowait(wanted)

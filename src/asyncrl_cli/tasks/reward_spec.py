@@ -1,4 +1,5 @@
-"""The description of a task's reward, which every process can read; `scoring.build_scorer` makes a scorer from it."""
+"""The description of a task's reward, which every process can read; `scoring.build_scorer` makes a scorer
+from it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from asyncrl_cli.tasks.user_code import UserCode
 Adapter = Literal["plain", "worked"]
 AnswerFormat = Literal["final", "anywhere"]
 MAX_REWARD = 1e9
-"""The largest reward, positive or negative. Larger ones are mistakes, and their sums or squares would not be finite."""
+"""The largest reward, positive or negative. Larger ones are mistakes, and their sums or squares would not be
+finite."""
 NAMES_ANSWER = "names_answer"
 """The figure of a reward that is 1 if the response names the reference answer, and otherwise 0."""
 MAX_PARTS = 64
@@ -23,14 +25,25 @@ MAX_PARTS = 64
 class RewardSpec:
     """Describes a task's reward; small and picklable.
 
-    `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how the answer is found
-    in a response. `answer_key`: the column of the answer. Kinds: `agent`: `function` plays items and gives their rewards
-    (agents.py). `verifiers`: the verifiers environment `dataset` does, in the interpreter `python` ("": ours). `episode`: the
-    environment gives the reward, and responses are not scored. `none`: 0, to which a reward model adds its score. `several`: the
-    weighted sum of `parts`. `answer_format`: where `math-verify` looks for the answer.
+    `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how
+    the answer is found in a response. `answer_key`: the column of the answer. Kinds: `agent`: `function`
+    plays items and gives their rewards (agents.py). `verifiers`: the verifiers environment `dataset` does, in
+    the interpreter `python` ("": ours). `episode`: the environment gives the reward, and responses are not
+    scored. `none`: 0, to which a reward model adds its score. `several`: the weighted sum of `parts`.
+    `answer_format`: where `math-verify` looks for the answer.
     """
 
-    kind: Literal["dataset", "exact-match", "math-verify", "function", "agent", "verifiers", "episode", "none", "several"]
+    kind: Literal[
+        "dataset",
+        "exact-match",
+        "math-verify",
+        "function",
+        "agent",
+        "verifiers",
+        "episode",
+        "none",
+        "several",
+    ]
     dataset: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter = "plain"
@@ -69,7 +82,8 @@ class RewardPart:
 
 
 class Reward(float):
-    """A reward with its parts: the several rewards of which it is the sum, unweighted, and other figures, by name."""
+    """A reward with its parts: the several rewards of which it is the sum, unweighted, and other figures, by
+    name."""
 
     parts: Mapping[str, float]
 
@@ -80,14 +94,15 @@ class Reward(float):
 
 
 class NoReward:
-    """TRL's None: the reward does not apply to the item. It is left out of a sum of several, but cannot be the only one."""
+    """TRL's None: the reward does not apply to the item. It is left out of a sum of several, but cannot be
+    the only one."""
 
     def __repr__(self) -> str:
         return "None"
 
 
 def figures_of(reward: float) -> dict[str, float]:
-    """The parts of a reward as facts of its trajectory, which become the metrics `reward/<part>/mean`; `my_rewards.score` is the
-    part `my_rewards:score`."""
+    """The parts of a reward as facts of its trajectory, which become the metrics `reward/<part>/mean`;
+    `my_rewards.score` is the part `my_rewards:score`."""
     parts = reward.parts.items() if isinstance(reward, Reward) else ()
     return {f"reward/{re.sub('[:/]', '.', name)}": part for name, part in parts}

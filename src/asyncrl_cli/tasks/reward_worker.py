@@ -3,10 +3,10 @@
     pool -> child    pickles: (id, item, response); (id, None, "") if nobody waits for an async reward any more
     child -> pool    lines of JSON: [id, reward, parts], or [id, ["why there is none", kind]]
 
-The child's first line has id 0 and says how many rewards it takes at once, or why it cannot score. Ordinary rewards run one at a
-time; async ones run concurrently, each with its own timeout while it awaits. The pool kills the process if the board shows the same
-reward for longer than a limit. Agents (agents.py) are async rewards here: the child plays the item, and the "response" is the
-agent's access to the model.
+The child's first line has id 0 and says how many rewards it takes at once, or why it cannot score. Ordinary
+rewards run one at a time; async ones run concurrently, each with its own timeout while it awaits. The pool
+kills the process if the board shows the same reward for longer than a limit. Agents (agents.py) are async
+rewards here: the child plays the item, and the "response" is the agent's access to the model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ Request = tuple[int, Item | None, Any]
 
 
 class RunningMark:
-    """16 bytes that pool and child share: the id of the running request (0: none) and when it began (system-wide clock).
+    """16 bytes that pool and child share: the id of the running request (0: none) and when it began
+    (system-wide clock).
 
     If the child hangs in C code or dies, only the board tells which reward was the cause.
     """
@@ -57,7 +58,8 @@ class RunningMark:
         self.enter(IDLE)
 
     def read(self) -> tuple[int, float]:
-        """(id, seconds it has run). A read may see half of a write: act only after two reads with the same id."""
+        """(id, seconds it has run). A read may see half of a write: act only after two reads with the same
+        id."""
         request_id, since_s = _ENTRY.unpack_from(self._memory, 0)
         return request_id, time.monotonic() - since_s
 
@@ -112,12 +114,15 @@ class _Worker:
                 loop.call_soon_threadsafe(arrived.put_nowait, request)
 
         threading.Thread(target=read, daemon=True).start()
-        loop.set_default_executor(ThreadPoolExecutor(MAX_AWAITING))  # for rewards that put blocking calls into threads
+        # for rewards that put blocking calls into threads
+        loop.set_default_executor(ThreadPoolExecutor(MAX_AWAITING))
         running: dict[int, asyncio.Task[None]] = {}
         while (request := await arrived.get()) is not None:
             request_id, item, response = request
             if item is not None:
-                task = running[request_id] = asyncio.create_task(self._score_awaiting(request_id, item, response))
+                task = running[request_id] = asyncio.create_task(
+                    self._score_awaiting(request_id, item, response)
+                )
                 task.add_done_callback(lambda _, request_id=request_id: running.pop(request_id))
             elif request_id in running:
                 running[request_id].cancel()
@@ -143,9 +148,12 @@ class _Worker:
 
 
 @types.coroutine
-def announced(work: Coroutine[Any, Any, Any], request_id: int, board: RunningMark) -> Generator[Any, Any, Any]:
-    """`await work`, with `request_id` on the board only while `work` is really running, not while it awaits: blocking code in an
-    async reward stops the whole event loop, and the pool must know which reward does so."""
+def announced(
+    work: Coroutine[Any, Any, Any], request_id: int, board: RunningMark
+) -> Generator[Any, Any, Any]:
+    """`await work`, with `request_id` on the board only while `work` is really running, not while it awaits:
+    blocking code in an async reward stops the whole event loop, and the pool must know which reward does
+    so."""
     send, argument = work.send, None
     while True:
         board.enter(request_id)

@@ -4,13 +4,14 @@
                   ^           |
                   +-----------+  the process has died: another one is asked, unless this reward was running in two that died
 
-A process has one place for an ordinary reward, or 128 for async ones. If a reward runs longer than the timeout, its process is
-killed. So every `score` ends: with a reward, or with RewardFailed.
+A process has one place for an ordinary reward, or 128 for async ones. If a reward runs longer than the
+timeout, its process is killed. So every `score` ends: with a reward, or with RewardFailed.
 
-Why not pebble: a pool on pebble 5.2 failed 10 of this pool's 60 tests. Killing an idle process breaks pebble's pool for good. Its
-processes run one task at a time: 100 async rewards of 0.2 s took 20 s; here they take 0.25 s. Processes started by a reward survive
-when it is killed. Each process imports the parent's main module, which in a Ray worker is Ray (a start takes 2.3 s; here 0.8 s).
-loky and concurrent.futures have no time limit for a task.
+Why not pebble: a pool on pebble 5.2 failed 10 of this pool's 60 tests. Killing an idle process breaks
+pebble's pool for good. Its processes run one task at a time: 100 async rewards of 0.2 s took 20 s; here they
+take 0.25 s. Processes started by a reward survive when it is killed. Each process imports the parent's main
+module, which in a Ray worker is Ray (a start takes 2.3 s; here 0.8 s). loky and concurrent.futures have no
+time limit for a task.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from typing import Any
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_process import Backlog, PendingReward, RewardFailed, RewardProcess, Rules, start_process
+from asyncrl_cli.tasks.reward_process import (
+    Backlog,
+    PendingReward,
+    RewardFailed,
+    RewardProcess,
+    Rules,
+    start_process,
+)
 from asyncrl_cli.tasks.reward_spec import Reward, RewardSpec
 
 MAX_DEFAULT_WORKERS = 4
@@ -40,7 +48,8 @@ def default_workers() -> int:
 
 
 class RewardPool:
-    """Scores responses in `workers` child processes. One event loop; any number of concurrent `score` calls."""
+    """Scores responses in `workers` child processes. One event loop; any number of concurrent `score`
+    calls."""
 
     def __init__(
         self,
@@ -51,8 +60,8 @@ class RewardPool:
         block_s: float | None = None,
         log_path: Path | None = None,
     ) -> None:
-        """`timeout_s`: limit of one reward. `block_s`: how long one may run without awaiting (default: `timeout_s`). `log_path`:
-        the file for what rewards print (default: our standard error)."""
+        """`timeout_s`: limit of one reward. `block_s`: how long one may run without awaiting (default:
+        `timeout_s`). `log_path`: the file for what rewards print (default: our standard error)."""
         self._log_path = log_path
         self._spec = spec
         self._rules = Rules(timeout_s=timeout_s, block_s=block_s or timeout_s, again=not spec.plays)
@@ -122,10 +131,14 @@ class RewardPool:
             self._backlog.get_nowait().end(RewardFailed(self._broken, "unable"))
 
     async def _keep_process(self) -> None:
-        """Keep one process running: start another when it dies. Raises RewardFailed if none starts, or if they keep dying."""
+        """Keep one process running: start another when it dies. Raises RewardFailed if none starts, or if
+        they keep dying."""
         num_idle_deaths = 0
         while True:
-            process, died_idle = await start_process(self._spec, self._rules, self._backlog, self._log_path), ""
+            process, died_idle = (
+                await start_process(self._spec, self._rules, self._backlog, self._log_path),
+                "",
+            )
             try:
                 places = await process.greeting()
                 self._processes.add(process)
@@ -138,4 +151,6 @@ class RewardPool:
             self.num_restarts += 1
             num_idle_deaths = num_idle_deaths + 1 if died_idle else 0
             if num_idle_deaths == MAX_IDLE_DEATHS:
-                raise RewardFailed(f"{MAX_IDLE_DEATHS} reward processes in a row died ({died_idle})", "unable")
+                raise RewardFailed(
+                    f"{MAX_IDLE_DEATHS} reward processes in a row died ({died_idle})", "unable"
+                )

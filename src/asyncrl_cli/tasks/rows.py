@@ -1,6 +1,7 @@
 """Finds the prompt and the answer in one row of a file, and refuses values that cannot be used as either.
 
-A prompt is text, or a list of messages as in verl's and SkyRL's files. Every error names the file and the line or row.
+A prompt is text, or a list of messages as in verl's and SkyRL's files. Every error names the file and the
+line or row.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ MAX_COLUMNS_NAMED = 20
 def prompt_and_answer(
     row: Mapping[str, Any], prompt: str, answer: str, place: str, *, needs_answer: bool
 ) -> tuple[Prompt, str | None]:
-    """`prompt` and `answer` name a column, or a field in one (`column.field`). Raises a ConfigError that begins with `place`."""
+    """`prompt` and `answer` name a column, or a field in one (`column.field`). Raises a ConfigError that
+    begins with `place`."""
     return _prompt(row, prompt, place), _answer(row, answer_column(row, answer), place, needs_answer)
 
 
 def answer_column(row: Mapping[str, Any], named: str) -> str:
-    """The name of the answer's column: `named`, or verl's or SkyRL's if `named` is the default and the row lacks it."""
+    """The name of the answer's column: `named`, or verl's or SkyRL's if `named` is the default and the row
+    lacks it."""
     if named != DEFAULT_ANSWER or named in row:
         return named
     return next((name for name in GROUND_TRUTHS if find(row, name) is not None), named)
@@ -46,19 +49,23 @@ def _prompt(row: Mapping[str, Any], column: str, place: str) -> Prompt:
     messages = tuple(_message(entry, f"{column}[{index}]", place) for index, entry in enumerate(value))
     if not messages or messages[-1]["role"] == "assistant":
         end = "ends with the assistant's message" if messages else "holds no messages"
-        raise ConfigError(f'{place}: column "{column}" {end}', hint="a prompt ends where the model is to answer")
+        raise ConfigError(
+            f'{place}: column "{column}" {end}', hint="a prompt ends where the model is to answer"
+        )
     return messages
 
 
 def _message(value: Any, where: str, place: str) -> Mapping[str, str]:
-    """Fields that are null or empty count as absent: in Parquet every message of a column has the same fields."""
+    """Fields that are null or empty count as absent: in Parquet every message of a column has the same
+    fields."""
     given = {name: field for name, field in value.items() if field} if isinstance(value, Mapping) else {}
     role, content = given.get("role"), given.get("content")
     if role not in ROLES or not isinstance(content, str) or len(given) > 2:
         fields = first_names([f"{name:.80}" for name in given], MAX_COLUMNS_NAMED) or _kind(value)
         known = f", role {role:.40}" if isinstance(role, str) and role not in ROLES else ""
         raise ConfigError(
-            f"{place}: {where} is not a message (a role and a content, both text, nothing else); it has: {fields}{known}",
+            f"{place}: {where} is not a message (a role and a content, both text, nothing else); it has: "
+            f"{fields}{known}",
             hint=f"role is one of {', '.join(ROLES)}",
         )
     return {"role": role, "content": _whole_text(content, f"{where}.content", place)}
@@ -78,7 +85,8 @@ def _answer(row: Mapping[str, Any], column: str, place: str, needs_answer: bool)
 
 
 def _number(value: int | float | Decimal, column: str, place: str) -> str:
-    """A number as text. Whole numbers have no decimals: pandas makes a column of integers with one missing value doubles."""
+    """A number as text. Whole numbers have no decimals: pandas makes a column of integers with one missing
+    value doubles."""
     if isinstance(value, int):
         return str(value)
     if not math.isfinite(value):
@@ -89,7 +97,9 @@ def _number(value: int | float | Decimal, column: str, place: str) -> str:
 
 
 def _unfit(value: Any, expected: str, column: str, place: str, key: str) -> ConfigError:
-    return ConfigError(f'{place}: column "{column}" is neither {expected} but {_kind(value)}', hint=f"{key} names the column")
+    return ConfigError(
+        f'{place}: column "{column}" is neither {expected} but {_kind(value)}', hint=f"{key} names the column"
+    )
 
 
 def _kind(value: Any) -> str:
@@ -98,19 +108,23 @@ def _kind(value: Any) -> str:
 
 def _whole_text(value: str, column: str, place: str) -> str:
     if not value.strip():
-        raise ConfigError(f'{place}: column "{column}" is empty', hint=f"remove the row, or name another column: {KEYS}")
+        raise ConfigError(
+            f'{place}: column "{column}" is empty', hint=f"remove the row, or name another column: {KEYS}"
+        )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"U+{ord(value[error.start]):04X}"
         raise ConfigError(
-            f'{place}: column "{column}" holds the lone surrogate {half} at {error.start}', hint="write the file again as UTF-8"
+            f'{place}: column "{column}" holds the lone surrogate {half} at {error.start}',
+            hint="write the file again as UTF-8",
         ) from error
     return value
 
 
 def _column(row: Mapping[str, Any], name: str, place: str, key: str) -> Any:
-    """The value that `find` finds. Raises a ConfigError with a suggestion if the row has no such column or field."""
+    """The value that `find` finds. Raises a ConfigError with a suggestion if the row has no such column or
+    field."""
     value = find(row, name)
     if value is not None or name in (names := list(_names(row))):
         return value

@@ -1,7 +1,7 @@
 """Scorers: the functions that compute rewards, built from a RewardSpec in the process that runs them.
 
-A scorer takes (item, response) and returns a number; it may be a coroutine function. If it cannot score, it raises instead of
-returning 0. A response without an answer, or with an unreadable one, is simply wrong: 0.
+A scorer takes (item, response) and returns a number; it may be a coroutine function. If it cannot score, it
+raises instead of returning 0. A response without an answer, or with an unreadable one, is simply wrong: 0.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from asyncrl_cli.tasks.reward_spec import MAX_REWARD, NAMES_ANSWER, NoReward, Re
 
 
 def checked_reward(value: object) -> Reward:
-    """The reward with its parts. Raises TypeError or ValueError unless it is a finite number of at most MAX_REWARD: None or NaN is
-    a failure, not 0."""
+    """The reward with its parts. Raises TypeError or ValueError unless it is a finite number of at most
+    MAX_REWARD: None or NaN is a failure, not 0."""
     if not isinstance(value, numbers.Real):
         raise TypeError(f"the reward returned {type(value).__name__}, not a number: {value!r:.80}")
     reward = float(value)
     if not abs(reward) <= MAX_REWARD:
-        raise ValueError(f"the reward returned {reward:g}; a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}")
+        raise ValueError(
+            f"the reward returned {reward:g}; a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+        )
     return value if isinstance(value, Reward) else Reward(reward)
 
 
 def with_reference(spec: RewardSpec, item: Item, response: Any, reward: Reward) -> Reward:
-    """The reward with one more figure: whether the response names the reference answer, if there is one to look for."""
+    """The reward with one more figure: whether the response names the reference answer, if there is one to
+    look for."""
     answer = item.get("answer")
     if spec.adapter == "worked" or not isinstance(answer, str) or not isinstance(response, str):
         return reward
@@ -44,7 +47,9 @@ def _dataset_scorer(spec: RewardSpec) -> Scorer:
     if spec.adapter == "worked":
         find = WORKED[spec.dataset].answer
         return lambda item, response: dataset.score_answer(find(response), item["metadata"]["entry"])
-    return lambda item, response: dataset.score_answer(tagged(after_prompt(item, response)), item["metadata"]["entry"])
+    return lambda item, response: dataset.score_answer(
+        tagged(after_prompt(item, response)), item["metadata"]["entry"]
+    )
 
 
 def _exact_match_scorer(spec: RewardSpec) -> Scorer:
@@ -62,7 +67,9 @@ def _math_verify_scorer(spec: RewardSpec) -> Scorer:
 
     def score(item: Item, response: str) -> float:
         expected, found = _answer_of(item), final_answer(after_prompt(item, response))
-        return float(found is not None and is_right(found, expected, messages_of(item["prompt"])[-1]["content"]))
+        return float(
+            found is not None and is_right(found, expected, messages_of(item["prompt"])[-1]["content"])
+        )
 
     return score
 
@@ -78,7 +85,9 @@ def _several_scorer(spec: RewardSpec) -> Scorer:
     scorers = {part.name: (part.weight, build_scorer(part.spec)) for part in spec.parts}
 
     def summed(values: Mapping[str, Any]) -> Reward:
-        given = {name: checked_reward(value) for name, value in values.items() if not isinstance(value, NoReward)}
+        given = {
+            name: checked_reward(value) for name, value in values.items() if not isinstance(value, NoReward)
+        }
         if not given:
             raise ValueError("none of the rewards applies to the item")
         figures = {name: figure for reward in given.values() for name, figure in reward.parts.items()}
@@ -111,5 +120,6 @@ SCORERS: Mapping[str, Callable[[RewardSpec], Scorer]] = {
 
 
 def build_scorer(spec: RewardSpec) -> Scorer:
-    """The scorer of a spec. Raises any error of importing a function or package, or of a dataset's parameters."""
+    """The scorer of a spec. Raises any error of importing a function or package, or of a dataset's
+    parameters."""
     return SCORERS[spec.kind](spec)

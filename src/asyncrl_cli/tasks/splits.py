@@ -1,4 +1,5 @@
-"""Training and eval items of a task that is read from a file: eval items are held out, or come from further files.
+"""Training and eval items of a task that is read from a file: eval items are held out, or come from further
+files.
 
 The task's reward judges all of them, and no eval prompt is trained on.
 """
@@ -29,16 +30,21 @@ def file_of(source: str, key: str) -> Path:
     """The path in `jsonl:<path>` or `parquet:<path>`, the value of `key`. Raises ConfigError."""
     kind, _, path = source.partition(":")
     if kind not in KINDS or not path:
-        raise ConfigError(f'{key} = "{source}" is neither jsonl:<path> nor parquet:<path>', hint=f'{key} = "jsonl:data.jsonl"')
+        raise ConfigError(
+            f'{key} = "{source}" is neither jsonl:<path> nor parquet:<path>',
+            hint=f'{key} = "jsonl:data.jsonl"',
+        )
     if (kind == "parquet") != (expand(path).suffix == ".parquet"):
         raise ConfigError(
-            f'{key} = "{source}": the file does not look like {kind}', hint="only the names of parquet files end in .parquet"
+            f'{key} = "{source}": the file does not look like {kind}',
+            hint="only the names of parquet files end in .parquet",
         )
     return expand(path)
 
 
 def check_no_files(profile: Profile) -> None:
-    """Raises ConfigError if the profile names eval sets or a file of eval prompts. For tasks that are not read from a file."""
+    """Raises ConfigError if the profile names eval sets or a file of eval prompts. For tasks that are not
+    read from a file."""
     if profile.eval.sets:
         raise ConfigError(
             f"eval.sets are files, and the reward of {profile.task.source} judges its own prompts only",
@@ -46,7 +52,8 @@ def check_no_files(profile: Profile) -> None:
         )
     if profile.task.eval_path is not None:
         raise ConfigError(
-            f"task.eval_path is for tasks that are read from a file; {profile.task.source} makes its eval prompts itself",
+            f"task.eval_path is for tasks that are read from a file; {profile.task.source} makes its eval "
+            "prompts itself",
             hint="leave it out; eval.prompts says how many are made",
         )
 
@@ -54,28 +61,35 @@ def check_no_files(profile: Profile) -> None:
 def hold_out(
     items: Sequence[Item], num_eval: int, described: str, hint: str, own: Sequence[Item] | None = None
 ) -> tuple[list[Item], list[Item]]:
-    """Training items and eval items. Eval items are the first of `own` (the source's own eval items), or else those with the
-    smallest uids: a random choice that depends neither on a seed nor on the order of `items`. Raises ConfigError if none are left
-    to train on; `described`: how many items there are, for that error."""
+    """Training items and eval items. Eval items are the first of `own` (the source's own eval items), or else
+    those with the smallest uids: a random choice that depends neither on a seed nor on the order of `items`.
+    Raises ConfigError if none are left to train on; `described`: how many items there are, for that error."""
     held_out = list(sorted(items, key=lambda item: item["uid"]) if own is None else own)[:num_eval]
     uids = {item["uid"] for item in held_out}
     train = [item for item in items if item["uid"] not in uids]
     if not train:
         raise ConfigError(
-            f"task.source: {described}, and eval.prompts = {num_eval} of them are held out: none are left to train on", hint=hint
+            f"task.source: {described}, and eval.prompts = {num_eval} of them are held out: none are left to "
+            "train on",
+            hint=hint,
         )
     return train, held_out
 
 
 def splits_of(profile: Profile, path: Path, read_file: ReadFile) -> Splits:
-    """The items of a file; eval items are held out from it, or read from `task.eval_path`. Raises ConfigError."""
+    """The items of a file; eval items are held out from it, or read from `task.eval_path`. Raises
+    ConfigError."""
     num_eval, wanted = profile.eval.prompts, profile.task.train_prompts
     if profile.task.eval_path is not None:
         return _two_files(profile, path, expand(profile.task.eval_path), read_file)
     read = read_file(path, key="task.source", limit=None if wanted is None else wanted + num_eval)
     hint = "lower eval.prompts, or name a file of eval prompts in task.eval_path"
     train, held_out = hold_out(read.items, num_eval, f"{path} has {len(read.items)} distinct prompts", hint)
-    return train, held_out, _left_out(path, read, f"task.train_prompts = {wanted}, and eval.prompts = {num_eval}")
+    return (
+        train,
+        held_out,
+        _left_out(path, read, f"task.train_prompts = {wanted}, and eval.prompts = {num_eval}"),
+    )
 
 
 def _two_files(profile: Profile, path: Path, eval_path: Path, read_file: ReadFile) -> Splits:
@@ -87,7 +101,9 @@ def _two_files(profile: Profile, path: Path, eval_path: Path, read_file: ReadFil
         held_out = read.items
         notes += _left_out(eval_path, read, f"eval.prompts = {num_eval}")
     if len(held_out) < num_eval:
-        notes.append(f"{eval_path}: has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}")
+        notes.append(
+            f"{eval_path}: has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}"
+        )
     read = read_file(path, key="task.source", limit=None if wanted is None else wanted + len(held_out))
     train, said = _without(read.items, held_out, str(path), "among the eval prompts")
     if not train:
@@ -108,7 +124,8 @@ def _left_out(path: Path, read: Read, limited_by: str, num_more: int = 0) -> lis
 def read_sets(
     profile: Profile, train: Sequence[Item], read_file: ReadFile
 ) -> tuple[list[Item], dict[str, Sequence[Item]], list[str]]:
-    """The training items whose prompt is in none of the sets, the items of each set, and notes for the user. Raises ConfigError."""
+    """The training items whose prompt is in none of the sets, the items of each set, and notes for the user.
+    Raises ConfigError."""
     found: dict[str, Sequence[Item]] = {}
     for name, source in profile.eval.sets.items():
         if not NAME.fullmatch(name):
@@ -121,12 +138,17 @@ def read_sets(
     items = chain.from_iterable(found.values())
     kept, notes = _without(train, items, "task.source", "in one of eval.sets")
     if not kept:
-        raise ConfigError("task.source: every training prompt is in one of eval.sets", hint="train on another file")
+        raise ConfigError(
+            "task.source: every training prompt is in one of eval.sets", hint="train on another file"
+        )
     return kept, found, notes
 
 
-def _without(train: Sequence[Item], others: Iterable[Item], source: str, others_are: str) -> tuple[list[Item], list[str]]:
-    """The training items whose prompt is none of the others', and a note for the user if some are left out."""
+def _without(
+    train: Sequence[Item], others: Iterable[Item], source: str, others_are: str
+) -> tuple[list[Item], list[str]]:
+    """The training items whose prompt is none of the others', and a note for the user if some are left
+    out."""
     prompts = {prompt_key(item["prompt"]) for item in others}
     kept = [item for item in train if prompt_key(item["prompt"]) not in prompts]
     num_left = len(train) - len(kept)

@@ -31,14 +31,19 @@ SOURCES = {
     "verifiers": "<environment>",
 }
 MADE_PROMPTS, DRAWN_PROMPTS = 4096, 2048
-"""Number of training prompts if `task.train_prompts` is not set: of a reasoning-gym dataset, and of a builtin task."""
+"""Number of training prompts if `task.train_prompts` is not set: of a reasoning-gym dataset, and of a builtin
+task."""
 HELD_OUT_AT_LEAST = 512
-"""Minimum of eval prompts made by a dataset in its worked form, even if `eval.prompts` is smaller. builtin:tiny learns from the
-training prompts, which exclude these, so it is the same model for every smaller `eval.prompts`."""
+"""Minimum of eval prompts made by a dataset in its worked form, even if `eval.prompts` is smaller.
+builtin:tiny learns from the training prompts, which exclude these, so it is the same model for every smaller
+`eval.prompts`."""
 
 DATA_SOURCE = "data_source"
 """verl's column that chooses a row's reward."""
-EXACT = 'task.reward = "exact-match" compares the whole response with the answer ("math-verify" judges mathematics)'
+EXACT = (
+    'task.reward = "exact-match" compares the whole response with the answer ("math-verify" judges '
+    "mathematics)"
+)
 
 Demonstration = Callable[[Item, Random], str | Sequence[Mapping[str, Any]]] | None
 
@@ -47,10 +52,11 @@ Demonstration = Callable[[Item, Random], str | Sequence[Mapping[str, Any]]] | No
 class Task:
     """Items and reward of a task. All prompts differ, also between `train` and `eval`.
 
-    `eval` does not depend on the run's seed, so runs with different seeds can be compared. builtin:tiny learns from demonstrations,
-    correct and flawed ones (None if the task has none): texts, or conversations if `words` is not None. `words`: texts so frequent
-    that builtin:tiny has a token for each. `ceiling`: the mean reward of the best play, where it is known. `notes` tell the
-    user what was left out of the source, and why.
+    `eval` does not depend on the run's seed, so runs with different seeds can be compared. builtin:tiny
+    learns from demonstrations, correct and flawed ones (None if the task has none): texts, or conversations
+    if `words` is not None. `words`: texts so frequent that builtin:tiny has a token for each. `ceiling`: the
+    mean reward of the best play, where it is known. `notes` tell the user what was left out of the source,
+    and why.
     """
 
     name: str
@@ -67,17 +73,24 @@ class Task:
 
     @property
     def user_code(self) -> Mapping[str, UserCode]:
-        """The user's own code by the names of its records: `reward`, `reward-2`, ..., `environment`, `agent`."""
+        """The user's own code by the names of its records: `reward`, `reward-2`, ..., `environment`,
+        `agent`."""
         if self.reward.kind == "agent" and self.reward.function:
             return {"agent": self.reward.function}
         tools = self.tool_class
-        functions = [*self.reward.functions, *(code for part in (tools.rewards if tools else ()) for code in part.spec.functions)]
-        rewards = {f"reward-{number}" if number > 1 else "reward": code for number, code in enumerate(functions, start=1)}
+        functions = [
+            *self.reward.functions,
+            *(code for part in (tools.rewards if tools else ()) for code in part.spec.functions),
+        ]
+        rewards = {
+            f"reward-{number}" if number > 1 else "reward": code
+            for number, code in enumerate(functions, start=1)
+        }
         return {**rewards, **({"environment": tools.code} if tools else {})}
 
     def expected(self, item: Item) -> str | None:
-        """The text to compare a response with: the reference answer, in the worked form a correct response; None if there is
-        none."""
+        """The text to compare a response with: the reference answer, in the worked form a correct response;
+        None if there is none."""
         if self.reward.adapter == "worked" and self.demonstration:
             return str(self.demonstration(item, Random(0)))
         return item["answer"]
@@ -86,7 +99,8 @@ class Task:
 def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
     """The task of a profile. Raises ConfigError for errors in the profile or in a file.
 
-    `run_dir`: set for a resumed run, whose user code is imported from the recorded files; RefusedError if that is impossible.
+    `run_dir`: set for a resumed run, whose user code is imported from the recorded files; RefusedError if
+    that is impossible.
     """
     task = _load_items(profile, run_dir)
     if not has_tool_class(profile):
@@ -117,7 +131,8 @@ def _source_hint(source: str) -> str:
     if kind and ":" not in source:
         return f'task.source = "{kind}:{source:.200}"'
     return (
-        'a dataset of the hub is written to a file first: datasets.load_dataset(...)["train"].to_parquet("train.parquet"), and '
+        "a dataset of the hub is written to a file first: "
+        'datasets.load_dataset(...)["train"].to_parquet("train.parquet"), and '
         'task.source = "parquet:train.parquet"'
     )
 
@@ -128,7 +143,9 @@ def _builtin_task(profile: Profile, name: str, run_dir: Path | None) -> Task:
     reward, notes = resolve_reward(profile, RewardSpec(kind="none"), run_dir)
     taken: set[str] = set()
     held_out = drawn(task, name, form, "eval", max(num_eval, HELD_OUT_AT_LEAST), taken)[:num_eval]
-    train = drawn(task, name, form, f"train/{profile.run.seed}", profile.task.train_prompts or DRAWN_PROMPTS, taken)
+    train = drawn(
+        task, name, form, f"train/{profile.run.seed}", profile.task.train_prompts or DRAWN_PROMPTS, taken
+    )
     return Task(
         name=profile.task.source,
         train=tuple(train),
@@ -170,7 +187,8 @@ def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
 
 
 def _made(reward: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[Item]]:
-    """The items by stream; in the worked form with HELD_OUT_AT_LEAST eval prompts, if the dataset has that many."""
+    """The items by stream; in the worked form with HELD_OUT_AT_LEAST eval prompts, if the dataset has that
+    many."""
     if reward.adapter == "worked" and num_prompts["eval"] < HELD_OUT_AT_LEAST:
         with suppress(ConfigError):
             return make_entries(reward, {**num_prompts, "eval": HELD_OUT_AT_LEAST})
@@ -178,11 +196,13 @@ def _made(reward: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[
 
 
 def _adapter(profile: Profile, dataset: str | None) -> Adapter:
-    """`dataset`: a reasoning-gym dataset, "" for a file, None for a builtin task. All builtin tasks have a worked form."""
+    """`dataset`: a reasoning-gym dataset, "" for a file, None for a builtin task. All builtin tasks have a
+    worked form."""
     has_worked_form = dataset is None or dataset in WORKED
     if profile.task.adapter == "worked" and not has_worked_form:
         raise ConfigError(
-            f'task.adapter = "worked": {profile.task.source} has no worked form; only {", ".join(WORKED)} has',
+            f'task.adapter = "worked": {profile.task.source} has no worked form; only {", ".join(WORKED)} '
+            "has",
             hint='task.adapter = "plain"',
         )
     if profile.task.adapter == "auto":
@@ -192,7 +212,10 @@ def _adapter(profile: Profile, dataset: str | None) -> Adapter:
 
 def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
     if profile.task.params:
-        raise ConfigError(f"task.params is for reasoning-gym and builtin tasks, not for {profile.task.source}", hint="leave it out")
+        raise ConfigError(
+            f"task.params is for reasoning-gym and builtin tasks, not for {profile.task.source}",
+            hint="leave it out",
+        )
     reward, said = resolve_reward(profile, RewardSpec(kind="none", adapter=_adapter(profile, "")), run_dir)
     read = partial(
         read_items,
@@ -205,4 +228,11 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
         notes.append(f"{path}: its column {DATA_SOURCE} does not choose the reward here: {EXACT}")
     train, sets, left_out = read_sets(profile, train, read)
     notes = [*said, *notes, *left_out]
-    return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, notes=tuple(notes), eval_sets=sets)
+    return Task(
+        name=profile.task.source,
+        train=train,
+        eval=held_out,
+        reward=reward,
+        notes=tuple(notes),
+        eval_sets=sets,
+    )

@@ -1,14 +1,17 @@
-"""A user's environment in the convention of TRL's `environment_factory`: its description, and the player that runs it in a child.
+"""A user's environment in the convention of TRL's `environment_factory`: its description, and the player that
+runs it in a child.
 
-A class (or function) that takes no arguments makes the environment of one episode. `reset(**columns)` begins it and may return text
-to add to the user's message. All other public methods are the model's tools, described by docstrings and type hints. The reward is
-the sum of `get_reward()`, if there is one, and of the functions in task.reward. An attribute `done` that is true ends the episode.
+A class (or function) that takes no arguments makes the environment of one episode. `reset(**columns)` begins
+it and may return text to add to the user's message. All other public methods are the model's tools, described
+by docstrings and type hints. The reward is the sum of `get_reward()`, if there is one, and of the functions
+in task.reward. An attribute `done` that is true ends the episode.
 
     worker -> process    pickles: ("reset", seed, prompt, columns), ("calls", [(tool, arguments), ...]), ("reward", completion),
                          ("finish",)
     process -> worker    lines of JSON: first {"pid": ...}, then one per request (for "calls" one per tool call)
 
-A line with `failed` says why the episode cannot go on. An error raised by a tool is not such a failure: the model is told.
+A line with `failed` says why the episode cannot go on. An error raised by a tool is not such a failure: the
+model is told.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolClass:
-    """Small and picklable. `tools`: the schemas of its methods, in OpenAI's shape. `rewards`: functions in TRL's signature, called
-    with `prompts`, `completions`, `environments` and the columns, each a list of one, and TRL's other arguments."""
+    """Small and picklable. `tools`: the schemas of its methods, in OpenAI's shape. `rewards`: functions in
+    TRL's signature, called with `prompts`, `completions`, `environments` and the columns, each a list of one,
+    and TRL's other arguments."""
 
     code: UserCode
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -47,7 +51,8 @@ class ToolClass:
 
 
 def inspect_class(code: UserCode) -> tuple[list[dict[str, Any]], bool]:
-    """The tools' schemas, and whether the class has `get_reward`. Runs in a child; raises an error if the class cannot be used."""
+    """The tools' schemas, and whether the class has `get_reward`. Runs in a child; raises an error if the
+    class cannot be used."""
     from transformers.utils import get_json_schema
 
     environment = code.load()()
@@ -74,7 +79,9 @@ class TooLong(Exception):
 
 
 class Player:
-    def __init__(self, make: Callable[[], Any], rewards: Mapping[str, tuple[float, Callable[..., Any]]]) -> None:
+    def __init__(
+        self, make: Callable[[], Any], rewards: Mapping[str, tuple[float, Callable[..., Any]]]
+    ) -> None:
         """`rewards`: functions in TRL's signature by name, each with its weight."""
         self._make = make
         self._rewards = rewards
@@ -107,11 +114,15 @@ class Player:
             yield {**told, "done": bool(getattr(self._environment, "done", False))}
 
     def _call(self, name: str, arguments: Any) -> Line:
-        """The text for the model, and whether the call failed: the tool's result, or the error that it raised, in TRL's format."""
+        """The text for the model, and whether the call failed: the tool's result, or the error that it
+        raised, in TRL's format."""
         try:
             if name not in tool_names(self._environment):
                 raise ValueError(f"Tool {name} not found.")
-            return {"text": _bounded(str(self._value(getattr(self._environment, name)(**arguments)))), "raised": False}
+            return {
+                "text": _bounded(str(self._value(getattr(self._environment, name)(**arguments)))),
+                "raised": False,
+            }
         except TooLong:
             raise
         except (Exception, SystemExit) as error:
@@ -136,12 +147,16 @@ class Player:
         rewards = {name: checked_reward(reward) for name, reward in given.items() if reward is not None}
         if given and not rewards:
             raise ValueError("the reward is None")
-        total = sum(self._rewards[name][0] * reward if name in self._rewards else reward for name, reward in rewards.items())
+        total = sum(
+            self._rewards[name][0] * reward if name in self._rewards else reward
+            for name, reward in rewards.items()
+        )
         parts = figures_of(Reward(total, rewards)) if len(given) > 1 else {}
         return [{"reward": checked_reward(total), "facts": {**facts, **parts}}]
 
     def finish(self) -> Sequence[Line]:
-        """Drop the environment. `clean`: nothing that it started still runs, so the process can serve another one."""
+        """Drop the environment. `clean`: nothing that it started still runs, so the process can serve another
+        one."""
         self._environment = None
         return [{"clean": threading.active_count() == 1 and not self._has_tasks() and not _has_children()}]
 

@@ -1,4 +1,5 @@
-"""User code, which the profile names as `module:name`, and how every process imports it. This module itself imports little."""
+"""User code, which the profile names as `module:name`, and how every process imports it. This module itself
+imports little."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ _PRINTED = set[str]()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCode:
-    """`name`: "module:attribute". `import_path`: the directory in which the module is looked up first (the profile's directory if
-    the module is there, else the working directory). `file`: where it was found. `only_there`: it must be imported from `file`."""
+    """`name`: "module:attribute". `import_path`: the directory in which the module is looked up first (the
+    profile's directory if the module is there, else the working directory). `file`: where it was found.
+    `only_there`: it must be imported from `file`."""
 
     name: str
     import_path: str = ""
@@ -37,13 +39,17 @@ class UserCode:
             sys.path.insert(0, self.import_path)
         module = self.name.partition(":")[0]
         if self.only_there and (file := self.find()) != self.file:
-            raise ImportError(f"{module} is {file or 'not a file'} here, but the run began with {self.file or 'no file'}")
+            raise ImportError(
+                f"{module} is {file or 'not a file'} here, but the run began with {self.file or 'no file'}"
+            )
         return reduce(getattr, self.attribute.split("."), importlib.import_module(module))
 
     def find(self) -> str:
         """The module's file, absolute, without running the module; "" if it has none."""
         found = importlib.util.find_spec(self.name.partition(":")[0])
-        return os.path.abspath(found.origin) if found is not None and found.has_location and found.origin else ""
+        return (
+            os.path.abspath(found.origin) if found is not None and found.has_location and found.origin else ""
+        )
 
 
 def is_user_code(name: str) -> bool:
@@ -52,7 +58,8 @@ def is_user_code(name: str) -> bool:
 
 
 def report(error: BaseException) -> str:
-    """Return `describe(error)`. Print its traceback too, if it is one of the first different errors of this process."""
+    """Return `describe(error)`. Print its traceback too, if it is one of the first different errors of this
+    process."""
     reason = describe(error)
     if reason not in _PRINTED and len(_PRINTED) < MOST_TRACEBACKS:
         _PRINTED.add(reason)
@@ -65,6 +72,10 @@ def describe(error: BaseException) -> str:
     message = str(getattr(error, "message", "") or error).encode("utf-8", "backslashreplace").decode()
     place = ""
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and "importlib" not in frames[-1].filename and os.path.dirname(__file__) not in frames[-1].filename:
+    if (
+        frames
+        and "importlib" not in frames[-1].filename
+        and os.path.dirname(__file__) not in frames[-1].filename
+    ):
         place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
     return f"{type(error).__name__}: {message}"[:MAX_REASON_CHARS].replace("\n", " ") + place

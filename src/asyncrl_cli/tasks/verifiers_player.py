@@ -1,7 +1,8 @@
 """Loads and plays environments made with the package `verifiers`, in child processes, like agents.
 
-`task.python` may name another Python, which has `verifiers` but none of our dependencies: importing this module needs only the
-standard library. A package of the environments hub has a function `load_environment`; `task.params` are its arguments.
+`task.python` may name another Python, which has `verifiers` but none of our dependencies: importing this
+module needs only the standard library. A package of the environments hub has a function `load_environment`;
+`task.params` are its arguments.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from asyncrl_cli.tasks.user_code import describe
 
 Row = Mapping[str, Any]
 INSTALL = (
-    "pip install 'asyncrl-cli[verifiers]' and the environment's package; or, as verifiers pins many packages, into a virtual "
+    "pip install 'asyncrl-cli[verifiers]' and the environment's package; or, as verifiers pins many "
+    "packages, into a virtual "
     "environment of their own, and --set task.python=<its python>"
 )
 
 
 def load_environment(name: str, params: Mapping[str, Any]) -> Any:
-    """Load the environment. Raises ConfigError if this Python cannot load it, and any error of the environment's own package."""
+    """Load the environment. Raises ConfigError if this Python cannot load it, and any error of the
+    environment's own package."""
     source = f'task.source = "verifiers:{name}"'
     if importlib.util.find_spec("verifiers") is None:
         raise ConfigError(f"{source}: {sys.executable} does not have the package verifiers", hint=INSTALL)
@@ -41,15 +44,18 @@ def load_environment(name: str, params: Mapping[str, Any]) -> Any:
     environment = verifiers.load_environment(name, **params)
     if environment.requires_group_rollouts:
         raise ConfigError(
-            f"{source}: its rubric judges the rollouts of a prompt together, but here each is rewarded when it ends",
+            f"{source}: its rubric judges the rollouts of a prompt together, but here each is rewarded when "
+            "it ends",
             hint="take an environment whose reward functions look at one rollout",
         )
     return environment
 
 
-def read_rows(name: str, params: Mapping[str, Any], most_train: int | None, most_eval: int) -> tuple[list[Row], list[Row] | None]:
-    """The first rows of the environment's datasets for training and eval, as JSON values; None if it has none for eval. Raises
-    ConfigError, or ChildFailed with the error of its package."""
+def read_rows(
+    name: str, params: Mapping[str, Any], most_train: int | None, most_eval: int
+) -> tuple[list[Row], list[Row] | None]:
+    """The first rows of the environment's datasets for training and eval, as JSON values; None if it has none
+    for eval. Raises ConfigError, or ChildFailed with the error of its package."""
     try:
         environment = load_environment(name, params)
         train, held_out = environment.build_dataset(), environment.build_eval_dataset()
@@ -67,7 +73,8 @@ def _plain(dataset: Any, most: int | None) -> list[Row]:
 
 
 def player(name: str, params: Mapping[str, Any]) -> Callable[[Item, Access], Awaitable[float]]:
-    """Return a function that plays an item in the environment, over an OpenAI client, and returns the rubric's reward."""
+    """Return a function that plays an item in the environment, over an OpenAI client, and returns the
+    rubric's reward."""
     environment = load_environment(name, params)
     from verifiers.clients import OpenAIChatCompletionsClient
 

@@ -1,6 +1,8 @@
-"""`task.source = "verifiers:<environment>"`: prompts of an environment made with the package `verifiers`, and what plays them.
+"""`task.source = "verifiers:<environment>"`: prompts of an environment made with the package `verifiers`, and
+what plays them.
 
-The environment is loaded in child processes only (verifiers_player.py): here to read its datasets, in rollout workers to play it.
+The environment is loaded in child processes only (verifiers_player.py): here to read its datasets, in rollout
+workers to play it.
 """
 
 from __future__ import annotations
@@ -20,26 +22,47 @@ from asyncrl_cli.tasks.splits import Splits, hold_out
 from asyncrl_cli.tasks.verifiers_player import Row, read_rows
 
 LOAD_LIMIT_S = 600.0
-"""For the import of the package, which takes seconds, and of the environment, which may download its dataset."""
+"""For the import of the package, which takes seconds, and of the environment, which may download its
+dataset."""
 
 
 def verifiers_spec(profile: Profile, name: str) -> RewardSpec:
     """The spec of the environment's player. Raises ConfigError if `task.python` is not a program."""
     python = profile.task.python
     if python is not None and (found := shutil.which(expand(python))) is None:
-        raise ConfigError(f'task.python = "{python}" is not a program', hint="give the path of a virtual environment's bin/python")
-    return RewardSpec(kind="verifiers", dataset=name, params=profile.task.params, python="" if python is None else str(found))
+        raise ConfigError(
+            f'task.python = "{python}" is not a program',
+            hint="give the path of a virtual environment's bin/python",
+        )
+    return RewardSpec(
+        kind="verifiers",
+        dataset=name,
+        params=profile.task.params,
+        python="" if python is None else str(found),
+    )
 
 
 def verifiers_items(profile: Profile, spec: RewardSpec) -> Splits:
-    """The environment's items; eval items come from its own eval dataset, or are held out. Raises ConfigError."""
+    """The environment's items; eval items come from its own eval dataset, or are held out. Raises
+    ConfigError."""
     source, num_eval, wanted = profile.task.source, profile.eval.prompts, profile.task.train_prompts
     rows, eval_rows = _read(spec, None if wanted is None else wanted + num_eval, num_eval)
-    items, own = _distinct(rows, source), None if eval_rows is None else _distinct(eval_rows, f"{source} (eval)")
-    train, held_out = hold_out(items, num_eval, f"{source} has {len(items)} distinct rows", "lower eval.prompts", own)
-    notes = [f"{source}: left out {len(rows) - len(items):,} rows that repeat an earlier one"] if len(items) < len(rows) else []
+    items, own = (
+        _distinct(rows, source),
+        None if eval_rows is None else _distinct(eval_rows, f"{source} (eval)"),
+    )
+    train, held_out = hold_out(
+        items, num_eval, f"{source} has {len(items)} distinct rows", "lower eval.prompts", own
+    )
+    notes = (
+        [f"{source}: left out {len(rows) - len(items):,} rows that repeat an earlier one"]
+        if len(items) < len(rows)
+        else []
+    )
     if len(held_out) < num_eval:
-        notes.append(f"{source}: has {len(held_out)} distinct rows for eval, fewer than eval.prompts = {num_eval}")
+        notes.append(
+            f"{source}: has {len(held_out)} distinct rows for eval, fewer than eval.prompts = {num_eval}"
+        )
     return train[:wanted], held_out, notes
 
 
@@ -59,12 +82,14 @@ def _read(spec: RewardSpec, most_train: int | None, most_eval: int) -> tuple[lis
         python = spec.python or sys.executable
         raise ConfigError(
             f'task.source = "verifiers:{spec.dataset}" cannot be loaded: {failure}',
-            hint=f"install the environment's package for {python}; task.params are the arguments of its load_environment",
+            hint=f"install the environment's package for {python}; task.params are the arguments of its "
+            "load_environment",
         ) from failure
 
 
 def _distinct(rows: Sequence[Row], source: str) -> list[Item]:
-    """One item per distinct row. Rows with the same prompt may differ in what only the environment knows: a game's secret word."""
+    """One item per distinct row. Rows with the same prompt may differ in what only the environment knows: a
+    game's secret word."""
     items: dict[str, Item] = {}
     for number, row in enumerate(rows, start=1):
         prompt, answer = prompt_and_answer(row, "prompt", "answer", f"{source}:{number}", needs_answer=False)

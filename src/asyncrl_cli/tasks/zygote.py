@@ -1,11 +1,12 @@
-"""The parent of a rollout worker's environment processes: imports the user's class once, and forks a process on request.
+"""The parent of a rollout worker's environment processes: imports the user's class once, and forks a process
+on request.
 
     worker -> zygote    `fork` with one end of a socket, over which the new process talks; `kill PID`
     zygote -> worker    lines of JSON: {"ready": true} or {"failed": why}; then {"pid": ..., "code": ...} for each that ended
 
-Each process leads its own session and process group. When it is killed or dies, the rest of its group is killed. Anything that it
-orphaned in another session (a daemon) becomes the zygote's child, and is killed when the zygote ends. The zygote ends when its
-socket closes, which happens however the worker ends.
+Each process leads its own session and process group. When it is killed or dies, the rest of its group is
+killed. Anything that it orphaned in another session (a daemon) becomes the zygote's child, and is killed when
+the zygote ends. The zygote ends when its socket closes, which happens however the worker ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def run(requests: BinaryIO, results: BinaryIO, tool_class: ToolClass) -> None:
     libc.prctl(PR_SET_PDEATHSIG, 0)  # it must first kill its processes, and then ends by itself
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
-        rewards = {part.name: (part.weight, code.load()) for part in tool_class.rewards for code in part.spec.functions}
+        rewards = {
+            part.name: (part.weight, code.load())
+            for part in tool_class.rewards
+            for code in part.spec.functions
+        }
         player = Player(tool_class.code.load(), rewards)
     except (Exception, SystemExit) as error:
         _tell(control, {"failed": describe(error)})
@@ -160,5 +165,6 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _tell(control: socket.socket, line: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker is gone: the next read finds out
+    # the worker is gone: the next read finds out
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         control.sendall(json.dumps(line).encode() + b"\n")

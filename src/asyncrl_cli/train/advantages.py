@@ -1,20 +1,24 @@
 """Advantages from rewards: `algorithm.adv_estimator`. Pure Python, deterministic; one function per estimator.
 
-Each takes the rewards of an optimizer step, one list per group, and returns one advantage per trajectory in the same shape.
-With r a reward, m and s the mean and standard deviation (n - 1 in its denominator) of its group of n:
+Each takes the rewards of an optimizer step, one list per group, and returns one advantage per trajectory in
+the same shape. With r a reward, m and s the mean and standard deviation (n - 1 in its denominator) of its
+group of n:
 
     grpo                            (r - m) / (s + 1e-6); r - m without `normalize_advantages`
     rloo                            r - mean of the others of the group = (r - m) * n / (n - 1)
     reinforce_plus_plus             (r - M) / (S + 1e-6), with M and S over all trajectories of the optimizer step
     reinforce_plus_plus_baseline    the same, applied to r - m
 
-`gae`, and any of these with a KL penalty in the reward, need values per token, so the ranks compute them (credit.py).
+`gae`, and any of these with a KL penalty in the reward, need values per token, so the ranks compute them
+(credit.py).
 
-If all rewards of a group are equal, `grpo`, `rloo` and the `_baseline` give it advantages of 0: nothing is learned from it.
+If all rewards of a group are equal, `grpo`, `rloo` and the `_baseline` give it advantages of 0: nothing is
+learned from it.
 
-Sources: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), section 4.1, and Liu et al. 2025 (arXiv:2503.20783), section 3.2, for
-grpo with and without s; Ahmadian et al. 2024 (arXiv:2402.14740) for rloo; Hu 2025, REINFORCE++ (arXiv:2501.03262). Overlong
-shaping: Yu et al. 2025, DAPO (arXiv:2503.14476), equation 13.
+Sources: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), section 4.1, and Liu et al. 2025
+(arXiv:2503.20783), section 3.2, for grpo with and without s; Ahmadian et al. 2024 (arXiv:2402.14740) for
+rloo; Hu 2025, REINFORCE++ (arXiv:2501.03262). Overlong shaping: Yu et al. 2025, DAPO (arXiv:2503.14476),
+equation 13.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ def advantages_of(rewards: Rewards, algorithm: AlgorithmSection) -> list[list[fl
 
 
 def shaped_reward(meta: TrajectoryMeta, algorithm: AlgorithmSection, max_tokens: int) -> float:
-    """The reward minus DAPO's overlong penalty, which applies to the last `overlong_buffer_tokens` before the limit `max_tokens`
-    (rollout.max_response_tokens)."""
+    """The reward minus DAPO's overlong penalty, which applies to the last `overlong_buffer_tokens` before the
+    limit `max_tokens` (rollout.max_response_tokens)."""
     if algorithm.overlong_buffer_tokens is None:
         return meta.reward
     buffer = algorithm.overlong_buffer_tokens

@@ -1,6 +1,8 @@
-"""Advantages that need columns (scores.py): GAE, and every estimator if a KL penalty is subtracted from the rewards.
+"""Advantages that need columns (scores.py): GAE, and every estimator if a KL penalty is subtracted from the
+rewards.
 
-With mu the sampler and V the critic's values, for the sampled tokens t = 1 .. T of a trajectory, all its segments end to end:
+With mu the sampler and V the critic's values, for the sampled tokens t = 1 .. T of a trajectory, all its
+segments end to end:
 
     penalty_t    kl_coef * KL estimate of log ref - log mu at t, if `use_kl_in_reward`, else 0        (kl.py)
     gae          r_t = - penalty_t, plus the trajectory's reward at t = T
@@ -9,13 +11,15 @@ With mu the sampler and V the critic's values, for the sampled tokens t = 1 .. T
                  normalized: (A - mean) / sqrt(variance + 1e-8), over the sampled tokens of the optimizer step
     others       advantages.py, on the reward minus the sum of the trajectory's penalties
 
-Sources: Schulman et al. 2016 (arXiv:1506.02438), equations 11 and 16, for GAE; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5,
-for the penalty.
+Sources: Schulman et al. 2016 (arXiv:1506.02438), equations 11 and 16, for GAE; Ouyang et al. 2022
+(arXiv:2203.02155), section 3.5, for the penalty.
 
-What it is not: truncated responses are not bootstrapped. They count as ended, so no reward is expected after them. Values and
-advantages step from one sampled token to the next, and skip the tokens of tools between them.
+What it is not: truncated responses are not bootstrapped. They count as ended, so no reward is expected after
+them. Values and advantages step from one sampled token to the next, and skip the tokens of tools between
+them.
 
-Legend: F = sampled tokens of a rank's share of an optimizer step, trajectory by trajectory; P = its trajectories.
+Legend: F = sampled tokens of a rank's share of an optimizer step, trajectory by trajectory; P = its
+trajectories.
 """
 
 from __future__ import annotations
@@ -54,14 +58,19 @@ def credit(
     algorithm: AlgorithmSection,
     ranks: Ranks,
 ) -> dict[str, Metric]:
-    """Add the column of advantages to an optimizer step's microbatches, and with `gae` also the column of returns. A collective.
+    """Add the column of advantages to an optimizer step's microbatches, and with `gae` also the column of
+    returns. A collective.
 
-    `counts_P`: sampled tokens of each trajectory in the plan. Returns `reward/kl_penalty`, if there is a penalty: its mean over
-    trajectories.
+    `counts_P`: sampled tokens of each trajectory in the plan. Returns `reward/kl_penalty`, if there is a
+    penalty: its mean over trajectories.
     """
     ends_P = np.cumsum(counts_P, dtype=np.int64)
     penalties_F = _penalties(parts, sum(counts_P), algorithm)
-    sums_P = np.diff(np.cumsum(penalties_F, dtype=np.float64)[ends_P - 1], prepend=0.0) if len(ends_P) else np.zeros(0)
+    sums_P = (
+        np.diff(np.cumsum(penalties_F, dtype=np.float64)[ends_P - 1], prepend=0.0)
+        if len(ends_P)
+        else np.zeros(0)
+    )
     if algorithm.has_critic:
         rewards_F = -penalties_F
         rewards_F[ends_P - 1] += [plan.rewards[t.group][t.trajectory] for t in plan.trajectories]
@@ -71,7 +80,9 @@ def credit(
     deal(ADVANTAGES, parts, _to_device(advantages_F, ranks))
     if not algorithm.use_kl_in_reward:
         return {}
-    return {"reward/kl_penalty": Metric(kind="mean", amount=_to_device(sums_P, ranks).sum(), weight=len(sums_P))}
+    return {
+        "reward/kl_penalty": Metric(kind="mean", amount=_to_device(sums_P, ranks).sum(), weight=len(sums_P))
+    }
 
 
 def credited(
@@ -91,18 +102,22 @@ def credited(
 
 
 def gae(rewards_F: Floats, values_F: Floats, ends_P: NDArray[np.int64], gamma: float, lam: float) -> Floats:
-    """Advantages of trajectories laid end to end, of at least one token each; trajectory p ends before index `ends_P[p]`."""
+    """Advantages of trajectories laid end to end, of at least one token each; trajectory p ends before index
+    `ends_P[p]`."""
     is_last_F = np.zeros(len(rewards_F), dtype=bool)
     is_last_F[ends_P - 1] = True
     following_F = np.where(is_last_F, 0.0, np.append(values_F[1:], 0.0))
     deltas = (rewards_F + gamma * following_F - values_F)[::-1].tolist()
     decays = np.where(is_last_F, 0.0, gamma * lam)[::-1].tolist()
-    backwards = accumulate(zip(deltas, decays, strict=True), lambda later, now: now[0] + now[1] * later, initial=0.0)
+    backwards = accumulate(
+        zip(deltas, decays, strict=True), lambda later, now: now[0] + now[1] * later, initial=0.0
+    )
     return np.array(list(backwards)[:0:-1])
 
 
 def whitened(values_F: Floats, ranks: Ranks) -> Floats:
-    """Shifted and scaled to mean 0 and standard deviation 1 (n - 1 in its denominator) over all ranks. A collective."""
+    """Shifted and scaled to mean 0 and standard deviation 1 (n - 1 in its denominator) over all ranks. A
+    collective."""
     number, total = _summed([len(values_F), values_F.sum()], ranks)
     centred_F = values_F - total / max(number, 1.0)
     (squares,) = _summed([np.square(centred_F).sum()], ranks)
@@ -113,12 +128,18 @@ def _penalties(parts: Sequence[Microbatch], num_tokens: int, algorithm: Algorith
     if not algorithm.use_kl_in_reward:
         return np.zeros(num_tokens)
     for part in parts:
-        part.columns[_PENALTIES] = algorithm.kl_coef * kl_of(algorithm.kl_penalty, part.columns[REF] - part.logp_mu_N)
+        part.columns[_PENALTIES] = algorithm.kl_coef * kl_of(
+            algorithm.kl_penalty, part.columns[REF] - part.logp_mu_N
+        )
     return _on_host(joined(_PENALTIES, parts, num_tokens))
 
 
 def _with_critic(
-    rewards_F: Floats, ends_P: NDArray[np.int64], parts: Sequence[Microbatch], algorithm: AlgorithmSection, ranks: Ranks
+    rewards_F: Floats,
+    ends_P: NDArray[np.int64],
+    parts: Sequence[Microbatch],
+    algorithm: AlgorithmSection,
+    ranks: Ranks,
 ) -> Floats:
     values_F = _on_host(joined(VALUES, parts, len(rewards_F)))
     advantages_F = gae(rewards_F, values_F, ends_P, algorithm.gamma, algorithm.lam)
@@ -126,7 +147,9 @@ def _with_critic(
     return whitened(advantages_F, ranks) if algorithm.normalize_advantages else advantages_F
 
 
-def _of_trajectories(plan: OptimizerStepPlan, sums_P: Floats, algorithm: AlgorithmSection, ranks: Ranks) -> Floats:
+def _of_trajectories(
+    plan: OptimizerStepPlan, sums_P: Floats, algorithm: AlgorithmSection, ranks: Ranks
+) -> Floats:
     """Advantages of this rank's trajectories, computed from the rewards and penalties of all ranks."""
     everything = [(group, index) for group, of in plan.rewards.items() for index in range(len(of))]
     places = {key: place for place, key in enumerate(everything)}
@@ -134,7 +157,9 @@ def _of_trajectories(plan: OptimizerStepPlan, sums_P: Floats, algorithm: Algorit
     taken = np.zeros(len(places))
     taken[own] = sums_P
     from_all = iter(_summed(taken, ranks))
-    advantages = advantages_of([[reward - next(from_all) for reward in of] for of in plan.rewards.values()], algorithm)
+    advantages = advantages_of(
+        [[reward - next(from_all) for reward in of] for of in plan.rewards.values()], algorithm
+    )
     return np.array([advantage for of in advantages for advantage in of])[own]
 
 

@@ -6,11 +6,12 @@
     k3            e^L - 1 - L          unbiased, never negative
     low_var_kl    k3 with L clamped to +- 20 and the estimate to 10
 
-Sources: Schulman 2020, "Approximating KL Divergence", for k1 to k3; Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), equation 4,
-for k3 in the loss; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5, for k1 in the reward; verl's `kl_penalty`, for the names.
+Sources: Schulman 2020, "Approximating KL Divergence", for k1 to k3; Shao et al. 2024, DeepSeekMath
+(arXiv:2402.03300), equation 4, for k3 in the loss; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5, for k1
+in the reward; verl's `kl_penalty`, for the names.
 
-What it is not: in the loss p is theta, although older policies sampled the tokens. The term is not reweighted for that: importance
-weights and rejection (corrections.py) do not apply to it.
+What it is not: in the loss p is theta, although older policies sampled the tokens. The term is not reweighted
+for that: importance weights and rejection (corrections.py) do not apply to it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""LoRA (arXiv:2106.09685): the model's weights are frozen, and every chosen linear layer gets a trained low-rank product.
+"""LoRA (arXiv:2106.09685): the model's weights are frozen, and every chosen linear layer gets a trained
+low-rank product.
 
     y = W x + alpha / rank * B A x        A: rank x in, uniform at random.  B: out x rank, 0 at the start
 
-Names follow peft: beside `...q_proj.weight` there are `...q_proj.lora_A.weight` and `...q_proj.lora_B.weight`. Engines get
-W + alpha / rank * B A under W's name, merged here or by the workers (weights/adapters.py). peft's own layers are not used: they
-rename W to `base_layer.weight`, and only these few lines of them are needed (tests compare the two).
+Names follow peft: beside `...q_proj.weight` there are `...q_proj.lora_A.weight` and
+`...q_proj.lora_B.weight`. Engines get W + alpha / rank * B A under W's name, merged here or by the workers
+(weights/adapters.py). peft's own layers are not used: they rename W to `base_layer.weight`, and only these
+few lines of them are needed (tests compare the two).
 """
 
 from __future__ import annotations
@@ -41,13 +43,18 @@ class LoraLinear(torch.nn.Linear):
         return linear(input, self.weight, self.bias) + self.lora_B(self.lora_A(input)) * self.scale
 
     def merged_weight(self) -> torch.Tensor:
-        """The whole float32 weight with the adapter merged in, without gradient. A collective: the parameters are sharded."""
-        weight, a, b = (cast(DTensor, p.detach()).full_tensor() for p in (self.weight, self.lora_A.weight, self.lora_B.weight))
+        """The whole float32 weight with the adapter merged in, without gradient. A collective: the parameters
+        are sharded."""
+        weight, a, b = (
+            cast(DTensor, p.detach()).full_tensor()
+            for p in (self.weight, self.lora_A.weight, self.lora_B.weight)
+        )
         return merged(weight, a, b, self.scale)
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
-    """Freeze the model, and replace each chosen layer by a `LoraLinear`. The same seed gives the same adapters.
+    """Freeze the model, and replace each chosen layer by a `LoraLinear`. The same seed gives the same
+    adapters.
 
     Raises ConfigError as `chosen` does.
     """
@@ -59,7 +66,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
 
 
 def chosen(model: PreTrainedModel, lora: LoraSection) -> dict[str, torch.nn.Linear]:
-    """The layers that get an adapter, by name. Raises ConfigError if a name in `lora.target_modules` matches no linear layer."""
+    """The layers that get an adapter, by name. Raises ConfigError if a name in `lora.target_modules` matches
+    no linear layer."""
     head = model.get_output_embeddings()
     linears = {name: m for name, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head}
     ends = {name.rpartition(".")[2] for name in linears}
@@ -68,4 +76,8 @@ def chosen(model: PreTrainedModel, lora: LoraSection) -> dict[str, torch.nn.Line
             f"lora.target_modules: the model has no linear layer {', '.join(unknown)}",
             hint=f"it has {', '.join(sorted(ends))}; without this key all of them get an adapter",
         )
-    return {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in (lora.target_modules or ends)}
+    return {
+        name: layer
+        for name, layer in linears.items()
+        if name.rpartition(".")[2] in (lora.target_modules or ends)
+    }

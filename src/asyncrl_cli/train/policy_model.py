@@ -1,8 +1,9 @@
 """The policy under FSDP2: parameters, logprobs and entropies of tokens.
 
-Master weights are float32. With dtype bfloat16, forward and backward compute in bfloat16, and gradients are reduced in float32. A
-single rank uses FSDP2, too: it costs about 4 ms per microbatch (measured on a CPU), and a single code path is worth that. The
-attention function is chosen as in the transformers engine (models/attention.py).
+Master weights are float32. With dtype bfloat16, forward and backward compute in bfloat16, and gradients are
+reduced in float32. A single rank uses FSDP2, too: it costs about 4 ms per microbatch (measured on a CPU), and
+a single code path is worth that. The attention function is chosen as in the transformers engine
+(models/attention.py).
 
 Legend: B = rows, T = positions, H = hidden size, N = sampled tokens.
 """
@@ -37,10 +38,12 @@ from asyncrl_cli.weights.versions import Manifest, mean_abs_diff
 
 
 class PolicyModel(ShardedModel):
-    """One rank's part of the model. `parameters`: the model's (with LoRA the adapters'), by their first name if they are tied.
+    """One rank's part of the model. `parameters`: the model's (with LoRA the adapters'), by their first name
+    if they are tied.
 
-    `specs` describe the tensors that a publish sends, under their names in the model's files: every parameter once, in the
-    engine's dtype, then persistent buffers in their own dtype. With `lora.sync = "adapter"`: the adapters alone, in float32.
+    `specs` describe the tensors that a publish sends, under their names in the model's files: every parameter
+    once, in the engine's dtype, then persistent buffers in their own dtype. With `lora.sync = "adapter"`: the
+    adapters alone, in float32.
     """
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
@@ -48,8 +51,12 @@ class PolicyModel(ShardedModel):
         model: PreTrainedModel = self._content
         self._scorer = ForwardPass(model, profile.rollout.temperature, self.divide)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self._weights = {name: parameter for name, parameter in model.named_parameters() if ADAPTER not in name}
-        self._adapted = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
+        self._weights = {
+            name: parameter for name, parameter in model.named_parameters() if ADAPTER not in name
+        }
+        self._adapted = {
+            f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoraLinear)
+        }
         self._buffers = persistent_buffers(model)
         self._aliases = _aliases(model)
         self._wire_dtype = torch_dtype(profile.model.dtype)
@@ -65,7 +72,8 @@ class PolicyModel(ShardedModel):
         return model
 
     def scored(self, microbatch: Microbatch) -> Scored:
-        """Logprobs, with gradient, and entropies of the sampled tokens at the sampling temperature. A collective."""
+        """Logprobs, with gradient, and entropies of the sampled tokens at the sampling temperature. A
+        collective."""
         return self._gathered(partial(self._scorer, microbatch))
 
     def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
@@ -79,8 +87,8 @@ class PolicyModel(ShardedModel):
         return [list(islice(found, len(tokens) - 1)) for tokens in sequences]
 
     def load(self, manifest: Manifest, buckets: Iterable[Bucket]) -> None:
-        """Load a published version, without adapters. A collective. Raises ValueError if its tensors do not fit, ExecutorFailed if
-        the logprobs of its probes then differ from the trainer's."""
+        """Load a published version, without adapters. A collective. Raises ValueError if its tensors do not
+        fit, ExecutorFailed if the logprobs of its probes then differ from the trainer's."""
         tensors = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
         self.form.check(tensors, manifest.version)
         whole = self.form.to_memory(tensors)
@@ -91,11 +99,14 @@ class PolicyModel(ShardedModel):
             return
         off = mean_abs_diff(self.logprobs(manifest.probe_tokens), manifest.probe_logprobs)
         if off > MAX_LOGPROB_DIFF[self._profile.model.dtype]:
-            raise ExecutorFailed(f"logprobs of version {manifest.version} differ from the trainer's by {off:.2g} on average")
+            raise ExecutorFailed(
+                f"logprobs of version {manifest.version} differ from the trainer's by {off:.2g} on average"
+            )
 
     def full(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield whole tensors on the device, by their names in memory, for one part of the model at a time. `form.to_files` makes
-        the tensors of `specs` from them. A collective: every rank must iterate over all parts. Tensors may alias live memory."""
+        """Yield whole tensors on the device, by their names in memory, for one part of the model at a time.
+        `form.to_files` makes the tensors of `specs` from them. A collective: every rank must iterate over all
+        parts. Tensors may alias live memory."""
         for names in self._parts:
             yield {name: self._full(name) for name in names}
 
@@ -107,7 +118,8 @@ class PolicyModel(ShardedModel):
         return cast(DTensor, self._weights[name].detach().to(self._wire_dtype)).full_tensor()
 
     def _whole_parts(self) -> list[list[str]]:
-        """Groups of names that must be converted together: one per layer if the form converts, else one per tensor."""
+        """Groups of names that must be converted together: one per layer if the form converts, else one per
+        tensor."""
         parts: dict[str, list[str]] = {}
         for name in (*self._weights, *self._buffers):
             layer = LAYER.search(name)
@@ -117,14 +129,24 @@ class PolicyModel(ShardedModel):
         return sorted(parts.values(), key=lambda names: names[0] in self._buffers)
 
     def _make_specs(self) -> list[Spec]:
-        aliases = {self._file_name(name): tuple(map(self._file_name, others)) for name, others in self._aliases.items()}
-        empty = {n: torch.empty(p.shape, dtype=self._wire_dtype, device="meta") for n, p in self._weights.items()}
+        aliases = {
+            self._file_name(name): tuple(map(self._file_name, others))
+            for name, others in self._aliases.items()
+        }
+        empty = {
+            n: torch.empty(p.shape, dtype=self._wire_dtype, device="meta") for n, p in self._weights.items()
+        }
         empty |= {name: buffer.to("meta") for name, buffer in self._buffers.items()}
         converted: dict[str, torch.Tensor] = {}
         for names in self._parts:
             converted |= self.form.to_files({name: empty[name] for name in names})
         return [
-            Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), aliases=aliases.get(name, ()))
+            Spec(
+                name=name,
+                dtype=dtype_name(tensor.dtype),
+                shape=tuple(tensor.shape),
+                aliases=aliases.get(name, ()),
+            )
             for name, tensor in converted.items()
         ]
 
@@ -162,9 +184,12 @@ class ForwardPass:
         return Scored(*(part.joined(values_N, len(microbatch.targets_N)) for values_N in scored))
 
     def _logits(self, decoded: Any, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Run the model's own forward pass on the decoder's result, because some models scale or cap their logits."""
+        """Run the model's own forward pass on the decoder's result, because some models scale or cap their
+        logits."""
         decoder = getattr(self._model, self._decoder_name)
-        setattr(self._model, self._decoder_name, _Decoder(replace(decoded, last_hidden_state=hidden_NH[None])))
+        setattr(
+            self._model, self._decoder_name, _Decoder(replace(decoded, last_hidden_state=hidden_NH[None]))
+        )
         try:
             logits_NV: torch.Tensor = self._model(use_cache=False).logits.squeeze(0)
         finally:

@@ -3,9 +3,10 @@
     microbatches -> [ref] -> [critic] -> [prox] -> [advantages] -> [the critic learns]
                  -> per optimizer step: forward, loss, backward, AdamW
 
-A token's loss (losses/) is multiplied by its importance weight (corrections.py). The loss of an optimizer step is a mean over the
-sampled tokens, or the trajectories, of all ranks (`algorithm.loss_agg_mode`). If ranks need different numbers of microbatches,
-those with fewer add empty ones, because every rank must take part in every FSDP collective.
+A token's loss (losses/) is multiplied by its importance weight (corrections.py). The loss of an optimizer
+step is a mean over the sampled tokens, or the trajectories, of all ranks (`algorithm.loss_agg_mode`). If
+ranks need different numbers of microbatches, those with fewer add empty ones, because every rank must take
+part in every FSDP collective.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.advantages import needs_columns
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch
-from asyncrl_cli.train.corrections import WEIGHT_SQUARES, WEIGHTS, correct, importance_weights, loglinear_prox, signals
+from asyncrl_cli.train.corrections import (
+    WEIGHT_SQUARES,
+    WEIGHTS,
+    correct,
+    importance_weights,
+    loglinear_prox,
+    signals,
+)
 from asyncrl_cli.train.credit import ADVANTAGES, credited
 from asyncrl_cli.train.critic import Critic
 from asyncrl_cli.train.kl import kl_of
@@ -38,7 +46,8 @@ from asyncrl_cli.train.scores import PROX, REF, VALUES, Scores, fill, step_micro
 
 
 class PolicyUpdate:
-    """Runs train steps. `window_first`: a host copy of this rank's shards at the window's start, kept only if prox needs it."""
+    """Runs train steps. `window_first`: a host copy of this rank's shards at the window's start, kept only if
+    prox needs it."""
 
     def __init__(
         self,
@@ -68,13 +77,23 @@ class PolicyUpdate:
         return is_mine and self._profile.async_training.trigger_parameter_sync_step > 1
 
     def run(
-        self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload], scores: Scores | None = None
+        self,
+        step_in_window: int,
+        plan: RankPlan,
+        payloads: Mapping[int, GroupPayload],
+        scores: Scores | None = None,
     ) -> TrainReport:
         """Run the train step's optimizer steps. A collective."""
         started_s, steps = time.monotonic(), plan.optimizer_steps
         max_tokens = self._profile.trainer.max_tokens_per_microbatch
         work = step_microbatches(
-            steps, payloads, scores, window=plan.window, max_tokens=max_tokens, ranks=self._ranks, are_packed=self._are_packed
+            steps,
+            payloads,
+            scores,
+            window=plan.window,
+            max_tokens=max_tokens,
+            ranks=self._ranks,
+            are_packed=self._are_packed,
         )
         column_s, num_scored = self._columns(work, step_in_window)
         metrics, skipped = dict[str, Value](), 0
@@ -85,9 +104,13 @@ class PolicyUpdate:
             metrics |= of_critic
         seen, made = list[dict[str, Metric]](), list[tuple[float, float]]()
         for index in range(plan.critic_only, len(steps)):
-            made.append(self._optimizer_step(steps[index], work[index], step_in_window * len(steps) + index, seen))
+            made.append(
+                self._optimizer_step(steps[index], work[index], step_in_window * len(steps) + index, seen)
+            )
         if made:
-            metrics |= self._policy_metrics(seen, made, sum(step.num_loss_tokens for step in steps[-len(made) :]))
+            metrics |= self._policy_metrics(
+                seen, made, sum(step.num_loss_tokens for step in steps[-len(made) :])
+            )
         if num_scored:
             scored = sum(step.num_loss_tokens for step in steps[len(steps) - num_scored :])
             metrics["train/old_logprob_tokens"] = Sum(float(scored))
@@ -106,13 +129,15 @@ class PolicyUpdate:
         self, seen: Sequence[Mapping[str, Metric]], made: Sequence[tuple[float, float]], tokens: int
     ) -> dict[str, Value]:
         metrics = reduced(self._ranks, seen)
-        if WEIGHTS in metrics:  # their effective sample size, as a share of the tokens: (sum w)^2 / sum w^2 / tokens
+        # their effective sample size, as a share of the tokens: (sum w)^2 / sum w^2 / tokens
+        if WEIGHTS in metrics:
             weights, squares = metrics.pop(WEIGHTS).value, metrics.pop(WEIGHT_SQUARES).value
             metrics["correction/effective_ratio"] = Ratio(weights * weights / max(tokens, 1), squares)
         return metrics | optimizer_metrics("train", metrics["train/loss"], made)
 
     def _columns(self, work: list[list[Microbatch]], step_in_window: int) -> tuple[dict[str, float], int]:
-        """Compute all missing columns. Returns the seconds that each took, and the number that `_prox` returns."""
+        """Compute all missing columns. Returns the seconds that each took, and the number that `_prox`
+        returns."""
         seconds: dict[str, float] = {}
         for name, model in ((REF, self._reference), (VALUES, self._critic)):
             if model is not None:
@@ -130,8 +155,9 @@ class PolicyUpdate:
         seconds[name] = time.monotonic() - began_s
 
     def _prox(self, work: list[list[Microbatch]], step_in_window: int) -> int:
-        """Add the column of prox logprobs. Returns how many optimizer steps, counted from the last, needed a forward pass for it.
-        Where there is no column, theta's detached logprobs equal prox, or prox is estimated from theta's logprobs later."""
+        """Add the column of prox logprobs. Returns how many optimizer steps, counted from the last, needed a
+        forward pass for it. Where there is no column, theta's detached logprobs equal prox, or prox is
+        estimated from theta's logprobs later."""
         if self._algorithm.old_logprobs == "rollout":
             for part in chain.from_iterable(work):
                 part.columns[PROX] = part.logp_mu_N
@@ -144,9 +170,12 @@ class PolicyUpdate:
         if self.needs_window_first:
             live = self._model.locals()
             if self.window_first is None:
-                self.window_first = {n: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for n, t in live.items()}
+                self.window_first = {
+                    n: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for n, t in live.items()
+                }
             _copy_into(self.window_first, live)
-        # The first optimizer step starts from the weights that define prox, so its forward pass gives both theta and prox.
+        # The first optimizer step starts from the weights that define prox, so its forward pass gives both
+        # theta and prox.
         skipped = 0 if self._algorithm.rollout_is_batch_normalize else 1
         fill(PROX, self._model.numbers_N, chain.from_iterable(work[skipped:]))
         return len(work) - skipped
@@ -169,8 +198,8 @@ class PolicyUpdate:
         steps_done: int,
         seen: list[dict[str, Metric]],
     ) -> tuple[float, float]:
-        """`steps_done`: optimizer steps of the window before this one. Adds the metrics of each microbatch to `seen`. Returns the
-        gradient's norm and the learning rate."""
+        """`steps_done`: optimizer steps of the window before this one. Adds the metrics of each microbatch to
+        `seen`. Returns the gradient's norm and the learning rate."""
         normalizer = self._weight_normalizer(microbatches)
         for microbatch in microbatches:
             self._model.before_backward(is_last=microbatch is microbatches[-1])
@@ -184,8 +213,11 @@ class PolicyUpdate:
                 corrections["ref/kl"] = mean_of(kl_of("k3", log_ratios_N))
                 if self._algorithm.use_kl_loss:
                     kl_N = kl_of(self._algorithm.kl_loss_type, log_ratios_N)
-                    loss = loss + self._algorithm.kl_loss_coef * aggregated(kl_N, microbatch, plan, self._profile)
-            # FSDP averages gradients over ranks, but the loss is already divided by the count of all ranks: hence `world_size`.
+                    loss = loss + self._algorithm.kl_loss_coef * aggregated(
+                        kl_N, microbatch, plan, self._profile
+                    )
+            # FSDP averages gradients over ranks, but the loss is already divided by the count of all ranks:
+            # hence `world_size`.
             (loss * self._ranks.world_size).backward()
             entropy = Metric(kind="mean", amount=scored.entropy_N.sum(), weight=len(scored.entropy_N))
             metrics |= corrections | signals(batch, microbatch.staleness_N)
@@ -213,12 +245,15 @@ class PolicyUpdate:
         )
 
     def _weight_normalizer(self, microbatches: list[Microbatch]) -> float:
-        """For `rollout_is_batch_normalize`: 1 / the mean of all ranks' importance weights in this optimizer step."""
+        """For `rollout_is_batch_normalize`: 1 / the mean of all ranks' importance weights in this optimizer
+        step."""
         if not self._algorithm.rollout_is_batch_normalize:
             return 1.0
         total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
         for microbatch in microbatches:  # `_prox` has filled prox for all of them
-            weights_N, _ = importance_weights(self._loss_batch(microbatch, microbatch.columns[PROX], 0), self._algorithm)
+            weights_N, _ = importance_weights(
+                self._loss_batch(microbatch, microbatch.columns[PROX], 0), self._algorithm
+            )
             total += torch.stack([weights_N.double().sum(), total.new_tensor(len(weights_N))])
         weights, tokens = self._ranks.sum(total).tolist()
         return tokens / weights if weights else 1.0

@@ -1,4 +1,5 @@
-"""Reduces token losses to the loss of an optimizer step, and microbatch metrics to those of a train step, over all ranks."""
+"""Reduces token losses to the loss of an optimizer step, and microbatch metrics to those of a train step,
+over all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from asyncrl_cli.train.losses import Metric
 from asyncrl_cli.train.ranks import Ranks
 
 
-def aggregated(loss_N: torch.Tensor, microbatch: Microbatch, plan: OptimizerStepPlan, profile: Profile) -> torch.Tensor:
+def aggregated(
+    loss_N: torch.Tensor, microbatch: Microbatch, plan: OptimizerStepPlan, profile: Profile
+) -> torch.Tensor:
     """The microbatch's part of the optimizer step's loss, aggregated by `algorithm.loss_agg_mode`."""
     match profile.algorithm.loss_agg_mode:
         case "token-mean":
@@ -30,7 +33,8 @@ def aggregated(loss_N: torch.Tensor, microbatch: Microbatch, plan: OptimizerStep
 
 
 def reduced(ranks: Ranks, seen: Sequence[Mapping[str, Metric]]) -> dict[str, Value]:
-    """A train step's metrics over all ranks, from those of each microbatch. A collective: all ranks must have the same names."""
+    """A train step's metrics over all ranks, from those of each microbatch. A collective: all ranks must have
+    the same names."""
     if not seen:
         return {}
     kinds = {name: metric.kind for name, metric in sorted(seen[0].items())}
@@ -49,12 +53,16 @@ def reduced(ranks: Ranks, seen: Sequence[Mapping[str, Metric]]) -> dict[str, Val
 
 def finite(metrics: Mapping[str, Value]) -> dict[str, Value]:
     """The metrics with finite values. (A skipped step makes others infinite or NaN.)"""
-    return {name: value for name, value in metrics.items() if value.value is not None and math.isfinite(value.value)}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if value.value is not None and math.isfinite(value.value)
+    }
 
 
 def optimizer_metrics(prefix: str, loss: Value, steps: Sequence[tuple[float, float]]) -> dict[str, Value]:
-    """Metrics from the sum of the losses, and from `steps`: each step's gradient norm and learning rate. Steps whose norm is not
-    finite were skipped."""
+    """Metrics from the sum of the losses, and from `steps`: each step's gradient norm and learning rate.
+    Steps whose norm is not finite were skipped."""
     made = [norm for norm, _ in steps if math.isfinite(norm)]
     return {
         f"{prefix}/loss": Ratio(loss.value, len(steps)),

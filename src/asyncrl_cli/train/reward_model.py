@@ -1,9 +1,11 @@
 """The reward model: a sequence classifier. Each of its processes holds the whole model and works on its own.
 
-    tokens ──policy's tokenizer──> response ──own template or tokenizer──> ids ──classifier──> first logit = score
+    tokens ──policy's tokenizer──> response ──own template or tokenizer──> ids ──classifier──> first logit =
+    score
 
-The prompt's messages and the response, as the assistant's message, are rendered with the model's own chat template. A model without
-a template gets prompt and response joined end to end, with its tokenizer's special tokens.
+The prompt's messages and the response, as the assistant's message, are rendered with the model's own chat
+template. A model without a template gets prompt and response joined end to end, with its tokenizer's special
+tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ ANOTHER = "use a reward model with a longer context, or lower rollout.max_respon
 
 
 class RewardModel:
-    """`decode`: the policy tokenizer's, without special tokens. Raises PreflightError if the directory holds no classifier."""
+    """`decode`: the policy tokenizer's, without special tokens. Raises PreflightError if the directory holds
+    no classifier."""
 
     def __init__(self, profile: Profile, place: Place, decode: Callable[[list[int]], str]) -> None:
         directory, trusts = place.reward_model_dir, profile.model.trust_remote_code
@@ -38,28 +41,47 @@ class RewardModel:
         self._max_tokens = profile.trainer.max_tokens_per_microbatch
         self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts)
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            directory, dtype=torch_dtype(profile.model.dtype), trust_remote_code=trusts, output_loading_info=True
+            directory,
+            dtype=torch_dtype(profile.model.dtype),
+            trust_remote_code=trusts,
+            output_loading_info=True,
         )
         if missing := sorted(info["missing_keys"]):  # transformers would initialize them at random
-            what = f"reward_model.path: {directory} is not a sequence classifier: it lacks {first_names(missing)}"
+            what = (
+                f"reward_model.path: {directory} is not a sequence classifier: it lacks "
+                f"{first_names(missing)}"
+            )
             raise PreflightError(what, hint="use a model with a trained classification head")
         self._model: Any = model.eval().to(self._device)
         self._name_padding()
 
-    def score(self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]]:
-        """The scores of each group's trajectories. `items`: the groups' prompts. AsyncrlError if one is too long or not finite."""
-        texts = [self._text(item, one) for group, item in zip(groups, items, strict=True) for one in group.trajectories]
+    def score(
+        self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[float, ...]]:
+        """The scores of each group's trajectories. `items`: the groups' prompts. AsyncrlError if one is too
+        long or not finite."""
+        texts = [
+            self._text(item, one)
+            for group, item in zip(groups, items, strict=True)
+            for one in group.trajectories
+        ]
         has_template = self._tokenizer.chat_template is not None
         ids = self._tokenizer(texts, add_special_tokens=not has_template)["input_ids"] if texts else []
         scores, lengths = [math.nan] * len(ids), [len(tokens) for tokens in ids]
         longest, limit = max(lengths, default=0), positions_of(self._model.config.get_text_config())
         if limit is not None and longest > limit:
-            raise AsyncrlError(f"a prompt and its response have {longest} tokens, but the reward model takes {limit}", hint=ANOTHER)
+            raise AsyncrlError(
+                f"a prompt and its response have {longest} tokens, but the reward model takes {limit}",
+                hint=ANOTHER,
+            )
         for batch in microbatches(lengths, self._max_tokens, SPLIT_COST_TOKENS[self._device.type]):
             for index, found in zip(batch, self._logits([ids[index] for index in batch]), strict=True):
                 scores[index] = found
         if wrong := [found for found in scores if not math.isfinite(found)]:
-            raise AsyncrlError(f"the reward model's score for a response is {wrong[0]}", hint="check its weights and model.dtype")
+            raise AsyncrlError(
+                f"the reward model's score for a response is {wrong[0]}",
+                hint="check its weights and model.dtype",
+            )
         left = iter(scores)
         return [tuple(next(left) for _ in group.trajectories) for group in groups]
 
@@ -71,19 +93,25 @@ class RewardModel:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
 
     def _logits(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        padded = self._tokenizer.pad({"input_ids": ids}, padding_side="right", return_tensors="pt").to(self._device)
+        padded = self._tokenizer.pad({"input_ids": ids}, padding_side="right", return_tensors="pt").to(
+            self._device
+        )
         with torch.inference_mode():
             found: list[float] = self._model(**padded).logits[:, 0].float().tolist()
         return found
 
     def _name_padding(self) -> None:
-        """Set the configuration's padding token, by which classifiers find a row's last token, to the tokenizer's."""
+        """Set the configuration's padding token, by which classifiers find a row's last token, to the
+        tokenizer's."""
         tokenizer = self._tokenizer
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if tokenizer.pad_token_id is None:
             what = (
-                f"reward_model.path: the tokenizer in {tokenizer.name_or_path} has neither a padding token nor an end of sequence"
+                f"reward_model.path: the tokenizer in {tokenizer.name_or_path} has neither a padding token "
+                "nor an end of sequence"
             )
-            raise PreflightError(what, hint="set tokenizer.pad_token, and save the tokenizer beside the model")
+            raise PreflightError(
+                what, hint="set tokenizer.pad_token, and save the tokenizer beside the model"
+            )
         self._model.config.get_text_config().pad_token_id = tokenizer.pad_token_id

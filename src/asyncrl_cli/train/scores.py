@@ -4,10 +4,12 @@
     ref       the token's logprob under the reference
     critic    the critic's value of the state in which the token was sampled
 
-`score` computes a column for groups, in any process that has the stage's model. `PolicyTrainer.train` takes such columns and does
-not compute them again. The trainer computes missing columns for the microbatches that it trains (`fill`), once per token.
+`score` computes a column for groups, in any process that has the stage's model. `PolicyTrainer.train` takes
+such columns and does not compute them again. The trainer computes missing columns for the microbatches that
+it trains (`fill`), once per token.
 
-Legend: N = sampled tokens of a microbatch; F = those of a rank's share of an optimizer step, trajectory by trajectory.
+Legend: N = sampled tokens of a microbatch; F = those of a rank's share of an optimizer step, trajectory by
+trajectory.
 """
 
 from __future__ import annotations
@@ -32,15 +34,25 @@ _ASKED_FOR = "asked for"
 Column = Mapping[int, tuple[NDArray[np.float32], ...]]
 """By group index: an array per trajectory, with one number per sampled token, all segments end to end."""
 Scores = Mapping[str, Column]
-"""Columns by name. A rank without groups has the names, too, so that all ranks know which columns were passed in."""
+"""Columns by name. A rank without groups has the names, too, so that all ranks know which columns were passed
+in."""
 Score = Callable[[Microbatch], torch.Tensor]
 """The numbers of a microbatch's sampled tokens, (N); a collective."""
 
 
-def score(of: Score, payloads: Mapping[int, GroupPayload], *, max_tokens: int, ranks: Ranks, are_packed: bool = False) -> Column:
+def score(
+    of: Score,
+    payloads: Mapping[int, GroupPayload],
+    *,
+    max_tokens: int,
+    ranks: Ranks,
+    are_packed: bool = False,
+) -> Column:
     """Compute a column for these groups. A collective; each rank may have its own groups, or none."""
     plan = _everything(payloads)
-    (parts,) = step_microbatches([plan], payloads, window=0, max_tokens=max_tokens, ranks=ranks, are_packed=are_packed)
+    (parts,) = step_microbatches(
+        [plan], payloads, window=0, max_tokens=max_tokens, ranks=ranks, are_packed=are_packed
+    )
     fill(_ASKED_FOR, of, parts)
     counts = sampled_tokens(plan, payloads)
     values_F = joined(_ASKED_FOR, parts, sum(counts)).float().cpu().numpy()
@@ -58,10 +70,12 @@ def step_microbatches(
     ranks: Ranks,
     are_packed: bool = False,
 ) -> list[list[Microbatch]]:
-    """Microbatches of each optimizer step, with the columns of `scores`. `max_tokens` is per rank. Ranks with fewer microbatches
-    add empty ones, because all must take part in every FSDP collective."""
+    """Microbatches of each optimizer step, with the columns of `scores`. `max_tokens` is per rank. Ranks with
+    fewer microbatches add empty ones, because all must take part in every FSDP collective."""
     budget = max_tokens * ranks.sequence_size
-    build = partial(build_microbatches, window=window, max_tokens=budget, device=ranks.device, are_packed=are_packed)
+    build = partial(
+        build_microbatches, window=window, max_tokens=budget, device=ranks.device, are_packed=are_packed
+    )
     work = [build(step, payloads) for step in steps]
     counts = ranks.max(torch.tensor([max(len(parts), 1) for parts in work], device=ranks.device)).tolist()
     for parts, count in zip(work, counts, strict=True):
@@ -69,12 +83,17 @@ def step_microbatches(
     for name, column in (scores or {}).items():
         for step, parts in zip(steps, work, strict=True):
             arrays = [column[planned.group][planned.trajectory] for planned in step.trajectories]
-            deal(name, parts, torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *arrays])).to(ranks.device))
+            deal(
+                name,
+                parts,
+                torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *arrays])).to(ranks.device),
+            )
     return work
 
 
 def fill(name: str, of: Score, parts: Iterable[Microbatch]) -> None:
-    """Compute a column for the microbatches that lack it. A collective: it is missing on all ranks or on none."""
+    """Compute a column for the microbatches that lack it. A collective: it is missing on all ranks or on
+    none."""
     for part in parts:
         if name not in part.columns:
             part.columns[name] = of(part)

@@ -1,8 +1,9 @@
 """Makes a rank's model: created on the meta device, sharded over ranks by FSDP2, then filled from files.
 
-Every decoder layer is one shard group, and the rest (embedding, norm, head) another. A rank reads only its own rows of each tensor,
-so the host never holds more than the rank's shards and one tensor. Models whose tensors differ between files and memory
-(`SavedForm.converts`: joined experts), or have other names there, are an exception: transformers reads them whole, on every rank.
+Every decoder layer is one shard group, and the rest (embedding, norm, head) another. A rank reads only its
+own rows of each tensor, so the host never holds more than the rank's shards and one tensor. Models whose
+tensors differ between files and memory (`SavedForm.converts`: joined experts), or have other names there, are
+an exception: transformers reads them whole, on every rank.
 """
 
 from __future__ import annotations
@@ -54,15 +55,17 @@ EXPENSIVE = frozenset(
         torch.ops.torch_attn._varlen_attn.default,
     }
 )
-"""Operations whose results `selective` keeps: matrix products and attention, which take nearly all of a layer's time."""
+"""Operations whose results `selective` keeps: matrix products and attention, which take nearly all of a
+layer's time."""
 
 
 class Gathered(torch.nn.Module):
-    """The root of sharding. It calls functions that need the parameters of `content`; FSDP gathers them for the call.
+    """The root of sharding. It calls functions that need the parameters of `content`; FSDP gathers them for
+    the call.
 
-    On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer step. With two ranks,
-    gathering for each pass and reducing after each microbatch took a quarter of the time. On GPUs gradients alone may be kept
-    (`trainer.whole_gradients`).
+    On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer
+    step. With two ranks, gathering for each pass and reducing after each microbatch took a quarter of the
+    time. On GPUs gradients alone may be kept (`trainer.whole_gradients`).
     """
 
     def __init__(self, content: torch.nn.Module, ranks: Ranks, whole_gradients: bool | None) -> None:
@@ -89,23 +92,34 @@ class Gathered(torch.nn.Module):
             root.set_reshard_after_backward(is_last)
 
     def release(self) -> None:
-        """Call this after a call without backward pass: else FSDP keeps the gathered parameters, and the next call's are stale."""
+        """Call this after a call without backward pass: else FSDP keeps the gathered parameters, and the next
+        call's are stale."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def sharded(
-    model: PreTrainedModel, content: torch.nn.Module, model_dir: str, profile: Profile, form: SavedForm, ranks: Ranks
+    model: PreTrainedModel,
+    content: torch.nn.Module,
+    model_dir: str,
+    profile: Profile,
+    form: SavedForm,
+    ranks: Ranks,
 ) -> Gathered:
-    """This rank's part of `content`: a model on the meta device (`models.saved_form.skeleton`), its decoder, or either of them with
-    modules added. Added modules keep their values; the rest is filled from the files.
+    """This rank's part of `content`: a model on the meta device (`models.saved_form.skeleton`), its decoder,
+    or either of them with modules added. Added modules keep their values; the rest is filled from the files.
 
-    Master weights are float32. Forward and backward compute in `model.dtype`; gradients are reduced in float32.
+    Master weights are float32. Forward and backward compute in `model.dtype`; gradients are reduced in
+    float32.
     """
     # In eval mode: with dropout, prox and theta would be different functions of the same weights.
     model.float().eval().tie_weights()
-    added = {name: parameter.detach().clone() for name, parameter in content.named_parameters() if not parameter.is_meta}
+    added = {
+        name: parameter.detach().clone()
+        for name, parameter in content.named_parameters()
+        if not parameter.is_meta
+    }
     gathered = _divided(model, content, profile, ranks)
     gathered.to_empty(device=ranks.device)
     model.tie_weights()
@@ -117,21 +131,26 @@ def sharded(
 
 
 class ShardedModel(ABC):
-    """One rank's part of a model that gives each sampled token a number: its logprob (PolicyModel), or a value (Critic).
+    """One rank's part of a model that gives each sampled token a number: its logprob (PolicyModel), or a
+    value (Critic).
 
-    `parameters`: the trained, sharded float32 master weights, by name. `divide`: how the decoder takes microbatches. `is_packed`:
-    whether microbatches are packed without padding. OSError or ValueError, from transformers, if `model_dir` is not a model.
+    `parameters`: the trained, sharded float32 master weights, by name. `divide`: how the decoder takes
+    microbatches. `is_packed`: whether microbatches are packed without padding. OSError or ValueError, from
+    transformers, if `model_dir` is not a model.
     """
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
         transformers.logging.disable_progress_bar()
         self._profile, self._ranks = profile, ranks
-        model, empty = (skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code) for _ in range(2))
+        model, empty = (
+            skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code) for _ in range(2)
+        )
         self.form = SavedForm(empty)
         self._content = self._make_content(model)
         self._gathered = sharded(model, self._content, model_dir, profile, self.form, ranks)
         decoder = getattr(model, model.base_model_prefix)
-        attending = model if self._content is model else decoder  # the module whose outputs the choice of attention must keep
+        # the module whose outputs the choice of attention must keep
+        attending = model if self._content is model else decoder
         self.attention: Attention = self._gathered(partial(choose_attention, attending))
         self.divide: Divide = self._gathered(partial(choose_division, decoder, self.attention, ranks))
         self._gathered.release()
@@ -157,12 +176,16 @@ class ShardedModel(ABC):
         return numbers_N
 
     def column(self, payloads: Mapping[int, GroupPayload]) -> Column:
-        """The numbers of the groups' sampled tokens. A collective; each rank may have its own groups, or none."""
+        """The numbers of the groups' sampled tokens. A collective; each rank may have its own groups, or
+        none."""
         max_tokens = self._profile.trainer.max_tokens_per_microbatch
-        return score(self.numbers_N, payloads, max_tokens=max_tokens, ranks=self._ranks, are_packed=self.is_packed)
+        return score(
+            self.numbers_N, payloads, max_tokens=max_tokens, ranks=self._ranks, are_packed=self.is_packed
+        )
 
     def score(self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """`column` as a list, one entry per group, for a scorer with processes of its own (job/scorer_actor.py)."""
+        """`column` as a list, one entry per group, for a scorer with processes of its own
+        (job/scorer_actor.py)."""
         return list(self.column(dict(enumerate(groups))).values())
 
     def before_backward(self, *, is_last: bool) -> None:
@@ -184,18 +207,31 @@ def _divided(model: PreTrainedModel, content: torch.nn.Module, profile: Profile,
         if recompute != "none":
             layer.forward = partial(_recomputed, layer.forward, recompute)
         fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
-    return cast(Gathered, fully_shard(Gathered(content, ranks, profile.trainer.whole_gradients), mesh=ranks.mesh, mp_policy=policy))
+    return cast(
+        Gathered,
+        fully_shard(
+            Gathered(content, ranks, profile.trainer.whole_gradients), mesh=ranks.mesh, mp_policy=policy
+        ),
+    )
 
 
 def _fill_from_files(
-    model: PreTrainedModel, content: torch.nn.Module, added: Mapping[str, Any], model_dir: str, form: SavedForm, *, trusts: bool
+    model: PreTrainedModel,
+    content: torch.nn.Module,
+    added: Mapping[str, Any],
+    model_dir: str,
+    form: SavedForm,
+    *,
+    trusts: bool,
 ) -> None:
     others = {id(content.get_parameter(name)) for name in added}
     named = {**dict(model.named_parameters()), **persistent_buffers(model)}
     for tensor in named.values():
         tensor._is_hf_initialized = True
     model.initialize_weights()  # computes tensors that no file has, such as rotary frequencies
-    parts = {name: tensor for name, tensor in named.items() if not tensor.is_meta and id(tensor) not in others}
+    parts = {
+        name: tensor for name, tensor in named.items() if not tensor.is_meta and id(tensor) not in others
+    }
     read = _rows_in_files(model, parts, Path(model_dir))
     if form.converts or read is None:
         read = _rows_of_whole(model_dir, trust_remote_code=trusts)
@@ -214,12 +250,15 @@ def fill(tensor: torch.Tensor, read: Callable[[slice], torch.Tensor]) -> None:
 
 def first_row(parameter: DTensor) -> int:
     """The row of the whole parameter at which this rank's shard begins."""
-    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    _, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     return offsets[0]
 
 
 def _rows_in_files(model: PreTrainedModel, parts: Mapping[str, torch.Tensor], model_dir: Path) -> Read | None:
-    """A reader of rows in the files; None if they lack one of the `parts`. Files may have a tied tensor under any of its names."""
+    """A reader of rows in the files; None if they lack one of the `parts`. Files may have a tied tensor under
+    any of its names."""
     files = tensor_files(model_dir)
     saved = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items() if name in files}
     if not all(id(tensor) in saved for tensor in parts.values()):
@@ -227,21 +266,34 @@ def _rows_in_files(model: PreTrainedModel, parts: Mapping[str, torch.Tensor], mo
 
     def read(name: str, rows: slice) -> torch.Tensor:
         saved_name = saved[id(parts[name])]
-        with safe_open(files[saved_name], framework="pt") as file:  # opened per tensor: pages read stay mapped until it closes
-            return cast(torch.Tensor, file.get_tensor(saved_name) if rows == WHOLE else file.get_slice(saved_name)[rows])
+        # opened per tensor: pages read stay mapped until it closes
+        with safe_open(files[saved_name], framework="pt") as file:
+            return cast(
+                torch.Tensor,
+                file.get_tensor(saved_name) if rows == WHOLE else file.get_slice(saved_name)[rows],
+            )
 
     return read
 
 
 def _rows_of_whole(model_dir: str, *, trust_remote_code: bool) -> Read:
-    loaded = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, trust_remote_code=trust_remote_code
+    )
     whole = loaded.state_dict()
     return lambda name, rows: whole[name] if rows == WHOLE else whole[name][rows]
 
 
-def _recomputed(forward: Callable[..., Any], recompute: ActivationCheckpointing, *args: Any, **kwargs: Any) -> Any:
-    """A layer's forward that keeps only its inputs (if `selective`, also expensive results), and reruns in the backward pass."""
-    selective = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if recompute == "selective" else {}
+def _recomputed(
+    forward: Callable[..., Any], recompute: ActivationCheckpointing, *args: Any, **kwargs: Any
+) -> Any:
+    """A layer's forward that keeps only its inputs (if `selective`, also expensive results), and reruns in
+    the backward pass."""
+    selective = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+        if recompute == "selective"
+        else {}
+    )
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **selective, **kwargs)
 
 

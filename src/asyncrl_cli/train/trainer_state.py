@@ -1,4 +1,5 @@
-"""Trainer state on the host and on disk, from which a run resumes bit for bit. Loading never executes code from the files.
+"""Trainer state on the host and on disk, from which a run resumes bit for bit. Loading never executes code
+from the files.
 
     <directory>/  rank-00000.safetensors    one file per rank: its rows of weights, moments and the window's first weights; its RNG
                   trainer.json              counters, written by rank 0
@@ -6,8 +7,9 @@
                   critic.json               kinds load alike, so a resume may move the critic to its own processes or back
                   published.safetensors     the published version's weights, if they are not the trainer's own
 
-FSDP2 divides tensors between ranks by rows. The header of a file says which rows it has, so a checkpoint of N ranks loads on any
-number of ranks. (Each rank restores its own RNG state; the trainer itself draws no random numbers.)
+FSDP2 divides tensors between ranks by rows. The header of a file says which rows it has, so a checkpoint of N
+ranks loads on any number of ranks. (Each rank restores its own RNG state; the trainer itself draws no random
+numbers.)
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ ANOTHER_MODEL = "resume with the profile and the model that wrote it"
 
 
 class Counters(TypedDict):
-    """`trainer.json`, as rank 0 writes it. `has_window_first`: 1 if the window's first weights are among the tensors.
-    `critic_steps`: the critic's optimizer steps, if there is one. `base_logprob` and `reference_logprob`: the mean logprob that
-    LoRA's base model and the reference give to fixed random tokens."""
+    """`trainer.json`, as rank 0 writes it. `has_window_first`: 1 if the window's first weights are among the
+    tensors. `critic_steps`: the critic's optimizer steps, if there is one. `base_logprob` and
+    `reference_logprob`: the mean logprob that LoRA's base model and the reference give to fixed random
+    tokens."""
 
     schema_version: Literal[2]
     ranks: Count
@@ -81,11 +84,14 @@ HostState = dict[str, Rows]
 
 
 def to_host(
-    like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor], take: Callable[[int], NDArray[np.uint8]] = zeros
+    like: dict[str, DTensor],
+    local_tensors: dict[str, torch.Tensor],
+    take: Callable[[int], NDArray[np.uint8]] = zeros,
 ) -> HostState:
     """Copy this rank's shards to the host, into memory that `take` returns for a size in bytes.
 
-    Keys of `local_tensors` are `<kind>/<parameter>`. `like` has the parameters, which give shape and sharding.
+    Keys of `local_tensors` are `<kind>/<parameter>`. `like` has the parameters, which give shape and
+    sharding.
     """
     rows = HostState()
     for key, local in local_tensors.items():
@@ -113,21 +119,29 @@ def rank_file(directory: Path, rank: int, role: str = "rank") -> Path:
 
 
 def write_state(
-    rank: int, state: HostState, counters: Counters | CriticCounters, directory: Path, *, is_critics: bool = False
+    rank: int,
+    state: HostState,
+    counters: Counters | CriticCounters,
+    directory: Path,
+    *,
+    is_critics: bool = False,
 ) -> None:
     """Write this process's file, and on rank 0 the counters, with fsync. Raises OSError if that fails."""
     role, counters_file = ("critic", CRITIC_FILE) if is_critics else ("rank", COUNTERS_FILE)
     directory.mkdir(parents=True, exist_ok=True)
     places = json.dumps({key: (rows.first_row, rows.num_rows) for key, rows in state.items()})
-    write_weights({key: rows.tensor for key, rows in state.items()}, rank_file(directory, rank, role), rows=places)
+    write_weights(
+        {key: rows.tensor for key, rows in state.items()}, rank_file(directory, rank, role), rows=places
+    )
     if rank == 0:
         (directory / counters_file).write_text(json.dumps(counters, indent=1) + "\n")
     sync_files(directory)
 
 
 class SavedState:
-    """An open trainer state on disk, with the files of a critic in its own processes. `shapes`: of the whole tensors.
-    `critic_steps`: the critic's optimizer steps. Raises RefusedError unless all files are there and consistent."""
+    """An open trainer state on disk, with the files of a critic in its own processes. `shapes`: of the whole
+    tensors. `critic_steps`: the critic's optimizer steps. Raises RefusedError unless all files are there and
+    consistent."""
 
     def __init__(self, directory: Path) -> None:
         self.counters = load_json(directory / COUNTERS_FILE, Counters, hint=ANOTHER)
@@ -164,7 +178,8 @@ class SavedState:
             self._parts.setdefault(key, []).append((begin, part))
 
     def read(self, key: str, into: torch.Tensor, first_row: int = 0) -> None:
-        """Fill `into` with a tensor's rows from `first_row` on. Raises RefusedError if the files lack any of these rows."""
+        """Fill `into` with a tensor's rows from `first_row` on. Raises RefusedError if the files lack any of
+        these rows."""
         num_read = 0
         for begin, part in self._parts[key]:
             low, high = max(begin, first_row), min(begin + part.get_shape()[0], first_row + len(into))
@@ -176,13 +191,14 @@ class SavedState:
 
 
 def restore(like: dict[str, DTensor], live: dict[str, torch.Tensor], saved: SavedState) -> None:
-    """Fill this rank's live shards from disk, keyed and shaped as in `to_host`. If a tensor is missing or has another shape, raises
-    RefusedError and changes nothing."""
+    """Fill this rank's live shards from disk, keyed and shaped as in `to_host`. If a tensor is missing or has
+    another shape, raises RefusedError and changes nothing."""
     state = to_host(like, live)
     for key, rows in sorted(state.items()):
         if (found := saved.shapes.get(key)) != rows.whole_shape:
             raise RefusedError(
-                f"{saved.directory}: checkpoint is of another model: {key} is {found or 'absent'}, not {rows.whole_shape}",
+                f"{saved.directory}: checkpoint is of another model: {key} is {found or 'absent'}, not "
+                f"{rows.whole_shape}",
                 hint=ANOTHER_MODEL,
             )
         saved.read(key, rows.tensor, rows.first_row)

@@ -1,16 +1,21 @@
-"""Packs the rows of a microbatch end to end, without padding, and divides their tokens between ranks (sequence parallelism).
+"""Packs the rows of a microbatch end to end, without padding, and divides their tokens between ranks
+(sequence parallelism).
 
-    rows (B, T) -> P positions end to end -> P / S of them on each of S ranks -> decoder -> hidden states of its own tokens
-                                                attention: all P positions, with 1 / S of the heads on each rank
+    rows (B, T) -> P positions end to end -> P / S of them on each of S ranks -> decoder -> hidden states of
+    its own tokens
+                                                attention: all P positions, with 1 / S of the heads on each
+                                                rank
 
-Only attention mixes positions. Before it, all-to-alls exchange positions for heads, and after it back (DeepSpeed-Ulysses,
-arXiv:2309.14509). Where torch has a kernel for rows of different lengths (CUDA, bfloat16), attention uses it; elsewhere the rows
-are padded for attention alone. transformers has Ulysses for DeepSpeed only, and torch's context parallelism has no CPU kernel.
+Only attention mixes positions. Before it, all-to-alls exchange positions for heads, and after it back
+(DeepSpeed-Ulysses, arXiv:2309.14509). Where torch has a kernel for rows of different lengths (CUDA,
+bfloat16), attention uses it; elsewhere the rows are padded for attention alone. transformers has Ulysses for
+DeepSpeed only, and torch's context parallelism has no CPU kernel.
 
-What it is not: sliding windows, and layers that mix positions in other ways, are not supported. Such models keep padded rows.
+What it is not: sliding windows, and layers that mix positions in other ways, are not supported. Such models
+keep padded rows.
 
-Legend: B = rows, T = padded positions, P = positions end to end, S = ranks that share them, t = P / S, N = sampled tokens,
-n = those of this rank, H = query heads, J = key-value heads, D = head's size.
+Legend: B = rows, T = padded positions, P = positions end to end, S = ranks that share them, t = P / S, N =
+sampled tokens, n = those of this rank, H = query heads, J = key-value heads, D = head's size.
 """
 
 from __future__ import annotations
@@ -37,9 +42,11 @@ from asyncrl_cli.train.ranks import Ranks
 UNPADDED = "asyncrl_unpadded"
 SAMPLE_LENGTHS = (5, 23, 1, 14)
 MAX_TOKEN_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest relative difference of a token's hidden state due to rounding in a deep model. Seeing another row makes it larger."""
+"""Largest relative difference of a token's hidden state due to rounding in a deep model. Seeing another row
+makes it larger."""
 MAX_KERNEL_DIFF = 0.05
-"""Largest relative difference of attention's values and gradients: ten times the error of rounding a value to bfloat16."""
+"""Largest relative difference of attention's values and gradients: ten times the error of rounding a value to
+bfloat16."""
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Layout", float | None], torch.Tensor]
 """Causal attention of query (P, H, D), key and value (P, J, D), row by row."""
@@ -48,7 +55,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the rows are: row b takes positions `starts[b]` to `starts[b + 1]`. `slots_P`: their indices in padded (B, T)."""
+    """Where the rows are: row b takes positions `starts[b]` to `starts[b + 1]`. `slots_P`: their indices in
+    padded (B, T)."""
 
     starts: torch.Tensor
     slots_P: torch.Tensor
@@ -65,8 +73,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """This rank's part of a microbatch: the decoder's `inputs`; `select_n`, indices of its own sampled tokens in the decoder's
-    flattened result; `tokens_n`, their indices among all N tokens (None: all)."""
+    """This rank's part of a microbatch: the decoder's `inputs`; `select_n`, indices of its own sampled tokens
+    in the decoder's flattened result; `tokens_n`, their indices among all N tokens (None: all)."""
 
     inputs: dict[str, Any]
     select_n: torch.Tensor
@@ -77,7 +85,8 @@ class RankPart:
         return values_N if self.tokens_n is None else values_N[self.tokens_n]
 
     def joined(self, values_n: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The values of all N tokens, collected from the ranks: a collective. Gradients flow to this rank's own tokens only."""
+        """The values of all N tokens, collected from the ranks: a collective. Gradients flow to this rank's
+        own tokens only."""
         if self.tokens_n is None or self.sequence is None:
             return values_n
         whole_N = values_n.new_zeros(num_tokens).index_copy_(0, self.tokens_n, values_n.detach())
@@ -115,19 +124,22 @@ class Unpadded:
         tokens_n = ((places_N >= begin) & (places_N < begin + own)).nonzero().squeeze(1)
         mine = slice(begin, begin + own)
         inputs = microbatch.inputs_BT[rows_P[mine], positions_P[mine].clamp(max=width - 1)]
-        layout = Layout(starts.int(), rows_P * max(lengths) + positions_P, max(lengths), self.kernel, ranks.sequence)
+        layout = Layout(
+            starts.int(), rows_P * max(lengths) + positions_P, max(lengths), self.kernel, ranks.sequence
+        )
         arguments = {"input_ids": inputs[None], "position_ids": positions_P[None, mine], "layout": layout}
         return RankPart(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
 
 
 def is_packed(divide: Divide) -> bool:
-    """Whether nothing is computed for padding, not even in attention. A microbatch's budget then counts tokens alone."""
+    """Whether nothing is computed for padding, not even in attention. A microbatch's budget then counts
+    tokens alone."""
     return isinstance(divide, Unpadded) and divide.kernel is of_lengths
 
 
 def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks) -> Divide:
-    """`Unpadded` if the model allows it, and either tokens must be divided or a kernel makes it worthwhile; else `padded`. Sets the
-    decoder's attention, for which `attention` was chosen before. A collective.
+    """`Unpadded` if the model allows it, and either tokens must be divided or a kernel makes it worthwhile;
+    else `padded`. Sets the decoder's attention, for which `attention` was chosen before. A collective.
 
     Raises ConfigError if this model does not support `trainer.sequence_parallel_size`.
     """
@@ -147,9 +159,11 @@ def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks
             hint="--set trainer.sequence_parallel_size=1; the trainer's log says why it is not sdpa",
         )
     raise ConfigError(
-        f"trainer.sequence_parallel_size = {size}: a {config.model_type} model mixes positions by more than causal attention "
+        f"trainer.sequence_parallel_size = {size}: a {config.model_type} model mixes positions by more than "
+        "causal attention "
         "(sliding windows, soft-caps, recurrent layers), which cannot be divided",
-        hint="--set trainer.sequence_parallel_size=1, with trainer.activation_checkpointing=full for less memory",
+        hint="--set trainer.sequence_parallel_size=1, with trainer.activation_checkpointing=full for less "
+        "memory",
     )
 
 
@@ -162,7 +176,8 @@ def _attends_everywhere(config: Any) -> bool:
 
 @torch.no_grad()
 def _is_same(decoder: PreTrainedModel, divide: Divide, ranks: Ranks) -> bool:
-    """Whether `divide` gives a sample the same hidden states, up to rounding, on all ranks. If so, its attention stays set."""
+    """Whether `divide` gives a sample the same hidden states, up to rounding, on all ranks. If so, its
+    attention stays set."""
     size, generator = int(decoder.config.get_text_config().vocab_size), torch.Generator().manual_seed(0)
     sample = [torch.randint(size, (length + 1,), generator=generator).tolist() for length in SAMPLE_LENGTHS]
     microbatch, found = scoring_microbatch(sample, ranks.device), []
@@ -173,7 +188,8 @@ def _is_same(decoder: PreTrainedModel, divide: Divide, ranks: Ranks) -> bool:
         found.append(hidden.flatten(0, 1)[tried.select_n].float())
     expected, ours = part.of(found[0]), found[1]
     diffs = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
-    largest = torch.cat([diffs, diffs.new_zeros(1)]).nan_to_num(nan=torch.inf).max()  # a rank may have no token
+    # a rank may have no token
+    largest = torch.cat([diffs, diffs.new_zeros(1)]).nan_to_num(nan=torch.inf).max()
     is_same = bool(ranks.max(largest) < MAX_TOKEN_DIFF[hidden.dtype])
     if not is_same:
         decoder.set_attn_implementation("sdpa")
@@ -190,7 +206,9 @@ def in_padded_rows(
     return attended_BTHD.flatten(0, 1).index_select(0, layout.slots_P)
 
 
-def of_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None) -> torch.Tensor:
+def of_lengths(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None
+) -> torch.Tensor:
     """A `Kernel`: torch's flash attention for rows of different lengths, if all heads are of one size."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -208,15 +226,21 @@ def of_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layo
 
 
 def rows_kernel(config: Any, dtype: torch.dtype, ranks: Ranks) -> Kernel:
-    """`of_lengths` if its values and gradients for a sample equal those of `in_padded_rows` on all ranks. A collective."""
-    if ranks.device.type != "cuda" or dtype == torch.float32 or not getattr(config, "num_attention_heads", None):
+    """`of_lengths` if its values and gradients for a sample equal those of `in_padded_rows` on all ranks. A
+    collective."""
+    if (
+        ranks.device.type != "cuda"
+        or dtype == torch.float32
+        or not getattr(config, "num_attention_heads", None)
+    ):
         return in_padded_rows
     largest = ranks.max(kernel_diff(config, dtype, ranks))
     return of_lengths if largest < MAX_KERNEL_DIFF else in_padded_rows
 
 
 def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
-    """The largest difference of `of_lengths` from `in_padded_rows`, with the model's heads; infinite if a kernel does not run."""
+    """The largest difference of `of_lengths` from `in_padded_rows`, with the model's heads; infinite if a
+    kernel does not run."""
     microbatch = scoring_microbatch([[0] * (length + 1) for length in SAMPLE_LENGTHS], ranks.device)
     layout = Unpadded(in_padded_rows, ranks)(microbatch).inputs["layout"]
     heads = config.num_attention_heads
@@ -224,14 +248,18 @@ def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
     each = heads, *[getattr(config, "num_key_value_heads", None) or heads] * 2
     shapes = [(len(layout.slots_P), number, head_dim) for number in each]
     generator = torch.Generator().manual_seed(0)
-    sample = [torch.randn(shape, generator=generator).to(ranks.device, dtype).requires_grad_() for shape in shapes]
+    sample = [
+        torch.randn(shape, generator=generator).to(ranks.device, dtype).requires_grad_() for shape in shapes
+    ]
     found = []
     for kernel in (in_padded_rows, of_lengths):
         try:
             attended = kernel(*sample, layout, None)
             found.append([attended, *torch.autograd.grad(attended.float().square().sum(), sample)])
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
-            logger.warning("torch's attention for rows of different lengths does not run here: %s", first_line(error))
+            logger.warning(
+                "torch's attention for rows of different lengths does not run here: %s", first_line(error)
+            )
             return torch.tensor(torch.inf, device=ranks.device)
     diffs = [(ours - theirs).norm() / theirs.norm() for theirs, ours in zip(*found, strict=True)]
     return torch.stack(diffs).float().detach().nan_to_num(nan=torch.inf).max()
@@ -248,13 +276,18 @@ def attend(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for transformers on packed rows: query (1, H, t, D), key and value (1, J, t, D); returns (1, t, H, D)."""
+    """Attention for transformers on packed rows: query (1, H, t, D), key and value (1, J, t, D); returns (1,
+    t, H, D)."""
     if layout is None:  # the model does not pass it on; `_is_same` detects this
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     size = 1 if layout.sequence is None else layout.sequence.size()
     repeats = size // math.gcd(size, key.shape[1])  # every rank needs a whole key-value head
-    whole = [heads.repeat_interleave(repeats, dim=0) if repeats > 1 else heads for heads in (key[0], value[0])]
-    attended_PHD = layout.kernel(*(_all_positions(heads, layout.sequence) for heads in (query[0], *whole)), layout, scaling)
+    whole = [
+        heads.repeat_interleave(repeats, dim=0) if repeats > 1 else heads for heads in (key[0], value[0])
+    ]
+    attended_PHD = layout.kernel(
+        *(_all_positions(heads, layout.sequence) for heads in (query[0], *whole)), layout, scaling
+    )
     return _all_heads(attended_PHD, layout.sequence)[None], None
 
 

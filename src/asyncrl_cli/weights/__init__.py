@@ -1,1 +1,2 @@
-"""Weights on their way from the trainer to the rollout workers: buckets, transports, fingerprints, probes, kept versions."""
+"""Weights on their way from the trainer to the rollout workers: buckets, transports, fingerprints, probes,
+kept versions."""

@@ -1,10 +1,11 @@
-"""LoRA adapters on their way to the workers: merged by rank 0, or sent alone and merged by each worker (`lora.sync = "adapter"`).
+"""LoRA adapters on their way to the workers: merged by rank 0, or sent alone and merged by each worker
+(`lora.sync = "adapter"`).
 
     rank 0   A and B of each layer, float32 -> buckets
     worker   BaseFiles.whole(buckets): the base model's files and the adapters -> buckets of whole weights -> engine, as ever
 
-For each version, a worker reads the base model's files again, tensor by tensor, and keeps no copy. The result is what rank 0 would
-have sent, so engines and probes need not know of adapters.
+For each version, a worker reads the base model's files again, tensor by tensor, and keeps no copy. The result
+is what rank 0 would have sent, so engines and probes need not know of adapters.
 """
 
 from __future__ import annotations
@@ -45,26 +46,33 @@ class BaseFiles:
     """The files of the base model with which a worker's engine started."""
 
     def __init__(self, profile: Profile, model_dir: Path) -> None:
-        """Raises ConfigError if tensors have other names or shapes in the model's files than in memory, or are missing there."""
+        """Raises ConfigError if tensors have other names or shapes in the model's files than in memory, or
+        are missing there."""
         self._scale = scale_of(profile.lora)
         form = SavedForm(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code))
         required, known, files = form.required, form.known, tensor_files(model_dir)
         if form.converts or (missing := sorted(required.keys() - files.keys())):
             why = "are joined in memory" if form.converts else f"lack {first_names(missing)}"
             raise ConfigError(
-                f'lora.sync = "adapter": the tensors of {model_dir} {why}, so workers cannot merge adapters into them',
+                f'lora.sync = "adapter": the tensors of {model_dir} {why}, so workers cannot merge adapters '
+                "into them",
                 hint="--set lora.sync=merged",
             )
         self._files = {name: path for name, path in files.items() if name in known}
         self._specs = {
-            name: Spec(name=name, dtype=profile.model.dtype if name in required else dtype_name(known[name].dtype), shape=shape)
+            name: Spec(
+                name=name,
+                dtype=profile.model.dtype if name in required else dtype_name(known[name].dtype),
+                shape=shape,
+            )
             for name in self._files
             for shape in [tuple(known[name].shape)]
         }
 
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """Yield all weights, a bucket per tensor, once all adapters have arrived. Buckets of whole weights, which another trainer
-        may send through the gateway, pass unchanged. Raises ValueError if an adapter belongs to no weight."""
+        """Yield all weights, a bucket per tensor, once all adapters have arrived. Buckets of whole weights,
+        which another trainer may send through the gateway, pass unchanged. Raises ValueError if an adapter
+        belongs to no weight."""
         arriving = iter(buckets)
         first = next(arriving, None)
         if first is None:
@@ -77,9 +85,12 @@ class BaseFiles:
     def _merged(self, adapters: Mapping[str, torch.Tensor]) -> Iterator[Bucket]:
         own = {name for weight in self._files for name in adapter_names(weight)}
         if foreign := sorted(adapters.keys() - own):
-            raise ValueError(f"adapters arrived for weights that the base model does not have: {first_names(foreign)}")
+            raise ValueError(
+                f"adapters arrived for weights that the base model does not have: {first_names(foreign)}"
+            )
         for name, path in self._files.items():
-            with safe_open(path, framework="pt") as file:  # per tensor: pages that were read stay mapped while it is open
+            # per tensor: pages that were read stay mapped while it is open
+            with safe_open(path, framework="pt") as file:
                 weight, (a, b) = file.get_tensor(name), adapter_names(name)
             if a in adapters:
                 weight = merged(weight, adapters[a], adapters[b], self._scale)

@@ -3,8 +3,8 @@
     trainer   plan_layout(specs) -> Packing.put(name, tensor)... -> Packing.seal_bucket(i) -> Bucket   (gather, publish)
     worker    verified(buckets, manifest) -> unpack(bucket)...                                       (prefetch, load)
 
-A packed bucket owns its bytes: it never shares memory with a live parameter. Tied parameters travel once, under their
-first name; the other names are recorded as `aliases`.
+A packed bucket owns its bytes: it never shares memory with a live parameter. Tied parameters travel once,
+under their first name; the other names are recorded as `aliases`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[tuple[BucketEntry, ...]]:
-    """Lay out tensors in buckets in the given order. A tensor that is larger than a bucket gets its own bucket."""
+    """Lay out tensors in buckets in the given order. A tensor that is larger than a bucket gets its own
+    bucket."""
     if bucket_size_bytes < 1:
         raise ValueError(f"bucket size is {bucket_size_bytes} bytes: it must be positive")
     layout: list[list[BucketEntry]] = []
@@ -120,8 +121,8 @@ def zeros(num_bytes: int) -> NDArray[np.uint8]:
 class BufferPool:
     """Host memory for one version or snapshot after another: what its last user lets go is filled again.
 
-    New memory would be paged in anew for each version. `pins`: page-locked, into which a GPU copies without a detour; making such
-    memory takes longer than filling it.
+    New memory would be paged in anew for each version. `pins`: page-locked, into which a GPU copies without a
+    detour; making such memory takes longer than filling it.
     """
 
     def __init__(self, *, pins: bool) -> None:
@@ -132,16 +133,19 @@ class BufferPool:
         weakref.finalize(self, _unlock, self._locked).atexit = False
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory of that size, zeros where nobody ever wrote. It is used again once nothing refers to the array or its views."""
+        """Memory of that size, zeros where nobody ever wrote. It is used again once nothing refers to the
+        array or its views."""
         unused = self._unused.setdefault(num_bytes, deque())
         try:
             memory = unused.pop()
         except IndexError:
-            # Pages of its own: CUDA refuses copies into memory that shares a page with something page-locked. Not torch's own
-            # pinned memory, which is rounded up to a power of two.
+            # Pages of its own: CUDA refuses copies into memory that shares a page with something page-locked.
+            # Not torch's own pinned memory, which is rounded up to a power of two.
             memory = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
             if self._pins:
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), max(num_bytes, 1), 0))
+                torch.cuda.check_error(
+                    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), max(num_bytes, 1), 0)
+                )
                 self._locked.append(memory.data_ptr())
         data: NDArray[np.uint8] = memory.numpy()
         weakref.finalize(data, unused.append, memory).atexit = False  # in any thread; a deque needs no lock
@@ -154,7 +158,8 @@ def _unlock(addresses: Iterable[int]) -> None:
 
 
 class Packing:
-    """Buffers of one layout, to be filled tensor by tensor. `take`: returns memory of a size in bytes; by default it is new."""
+    """Buffers of one layout, to be filled tensor by tensor. `take`: returns memory of a size in bytes; by
+    default it is new."""
 
     def __init__(
         self,
@@ -163,9 +168,12 @@ class Packing:
     ) -> None:
         self.buckets = [Bucket(data=take(entries[-1].end_bytes), entries=entries) for entries in layout]
         for bucket in self.buckets:
-            for before, entry in pairwise(bucket.entries):  # what lay between tensors would be part of the fingerprint
+            # what lay between tensors would be part of the fingerprint
+            for before, entry in pairwise(bucket.entries):
                 bucket.data[before.end_bytes : entry.offset_bytes] = 0
-        self._places = {e.spec.name: (index, e) for index, bucket in enumerate(self.buckets) for e in bucket.entries}
+        self._places = {
+            e.spec.name: (index, e) for index, bucket in enumerate(self.buckets) for e in bucket.entries
+        }
         self._missing = [{entry.spec.name for entry in bucket.entries} for bucket in self.buckets]
 
     @property
@@ -184,7 +192,8 @@ class Packing:
         if self._missing[index]:
             return None
         if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()  # the copies into pinned memory have arrived
+            # the copies into pinned memory have arrived
+            torch.cuda.current_stream(tensor.device).synchronize()
         return index
 
     def seal(self) -> list[Bucket]:
@@ -192,7 +201,8 @@ class Packing:
         return [self.seal_bucket(index) for index in range(len(self.buckets))]
 
     def seal_bucket(self, index: int) -> Bucket:
-        """A filled bucket with its fingerprint. May be called in any thread, while other buckets are still being filled."""
+        """A filled bucket with its fingerprint. May be called in any thread, while other buckets are still
+        being filled."""
         assert not self._missing[index], f"never put: {sorted(self._missing[index])}"
         bucket = self.buckets[index]
         _ = bucket.fingerprint  # compute it here, in the thread that sends
@@ -201,14 +211,16 @@ class Packing:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Views of all packed tensors by their first names."""
         assert not any(self._missing), f"never put: {sorted(set().union(*self._missing))}"
-        return {name: view_of(self.buckets[index].data, entry) for name, (index, entry) in self._places.items()}
+        return {
+            name: view_of(self.buckets[index].data, entry) for name, (index, entry) in self._places.items()
+        }
 
 
 def unpack(bucket: Bucket, *, copy: bool = False) -> dict[str, torch.Tensor]:
     """Tensors of a bucket by name; aliases map to the same tensor object.
 
-    Unless `copy`, they are views of the bucket and must not be written to: the memory of an object store is read-only, and a write
-    to it kills the process.
+    Unless `copy`, they are views of the bucket and must not be written to: the memory of an object store is
+    read-only, and a write to it kills the process.
     """
     tensors: dict[str, torch.Tensor] = {}
     for entry in bucket.entries:
@@ -227,7 +239,8 @@ def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
     Only after the last bucket is the version known to be complete. Load nothing before that.
 
     Raises:
-        DamagedWeights: if a bucket differs or the number of buckets is wrong; the message names the version and the bucket.
+        DamagedWeights: if a bucket differs or the number of buckets is wrong; the message names the version
+        and the bucket.
     """
     count = len(manifest.fingerprints)
     arrived = 0
@@ -237,14 +250,17 @@ def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
             yield bucket
         arrived += 1
     if arrived != count:
-        raise DamagedWeights(f"weights of version {manifest.version}: {arrived} buckets arrived, {count} were sent")
+        raise DamagedWeights(
+            f"weights of version {manifest.version}: {arrived} buckets arrived, {count} were sent"
+        )
 
 
 def _compare(bucket: Bucket, index: int, manifest: Manifest) -> None:
     expected = manifest.fingerprints[index]
     if (found := fingerprint(bucket.data)) != expected:
         raise DamagedWeights(
-            f"weights of version {manifest.version}: bucket {index} of {len(manifest.fingerprints)} ({len(bucket.data)} bytes) "
+            f"weights of version {manifest.version}: bucket {index} of {len(manifest.fingerprints)} "
+            f"({len(bucket.data)} bytes) "
             f"arrived damaged: fingerprint {found:016x}, published as {expected:016x}",
             hint="the transport changed or mixed bytes; the worker keeps its old weights",
         )

@@ -1,12 +1,13 @@
-"""Versions on disk, as ordinary Hugging Face directories: for `weights.transport = "disk"`, for `weights.keep_versions`, and for
-workers that are asked to load a version from a path.
+"""Versions on disk, as ordinary Hugging Face directories: for `weights.transport = "disk"`, for
+`weights.keep_versions`, and for workers that are asked to load a version from a path.
 
     <root>/version-000012/   model*.safetensors, one file per bucket; config, tokenizer: transformers and vLLM open it
                              manifest.json: {"schema_version": 1, "version": 12, "files": {"model.safetensors": FINGERPRINT}}
 
-A version is written under a hidden name and then renamed, so it appears whole or not at all. With the transport, a worker checks
-what it reads against the bucket fingerprints that the driver sends. When loading from a path, it checks the files against
-`manifest.json`. Other trainers may write this file, too: FINGERPRINT is the file's xxh3_64 in 16 hex digits, as in `xxhsum -H3`.
+A version is written under a hidden name and then renamed, so it appears whole or not at all. With the
+transport, a worker checks what it reads against the bucket fingerprints that the driver sends. When loading
+from a path, it checks the files against `manifest.json`. Other trainers may write this file, too: FINGERPRINT
+is the file's xxh3_64 in 16 hex digits, as in `xxhsum -H3`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketFile:
-    """A bucket's ref: the file that it will have once the version is finished, and the layout of the tensors in it."""
+    """A bucket's ref: the file that it will have once the version is finished, and the layout of the tensors
+    in it."""
 
     path: Path
     entries: tuple[BucketEntry, ...]
@@ -71,8 +73,13 @@ class BucketFile:
             with safe_open(self.path, framework="pt") as file:
                 for entry in self.entries:
                     tensor = file.get_tensor(entry.spec.name)
-                    if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (entry.spec.shape, entry.spec.dtype):
-                        raise self._refused(f"{entry.spec.name} has another shape or dtype than was published")
+                    if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (
+                        entry.spec.shape,
+                        entry.spec.dtype,
+                    ):
+                        raise self._refused(
+                            f"{entry.spec.name} has another shape or dtype than was published"
+                        )
                     view_of(data, entry).copy_(tensor)
         except FileNotFoundError:
             raise self._refused("it is missing (is the run directory the same on all nodes?)") from None
@@ -86,9 +93,11 @@ class BucketFile:
 
 
 class DiskSender(Sender):
-    """Rank 0's end. `root` must be the same directory on all nodes; configuration and tokenizer are copied from `model_dir`.
+    """Rank 0's end. `root` must be the same directory on all nodes; configuration and tokenizer are copied
+    from `model_dir`.
 
-    With `durable`, files are flushed to disk before a version appears; otherwise a power cut may leave a damaged version.
+    With `durable`, files are flushed to disk before a version appears; otherwise a power cut may leave a
+    damaged version.
     """
 
     def __init__(self, root: Path, model_dir: Path, *, durable: bool = False) -> None:
@@ -109,16 +118,21 @@ class DiskSender(Sender):
         name = weight_file(len(self._put), self._num_buckets)
         tensors = unpack(bucket)
         with self._telling():
-            write_weights({entry.spec.name: tensors[entry.spec.name] for entry in bucket.entries}, self._working / name)
+            write_weights(
+                {entry.spec.name: tensors[entry.spec.name] for entry in bucket.entries}, self._working / name
+            )
         self._put.append(BucketFile(path=self._final / name, entries=bucket.entries))
         return self._put[-1]
 
     def finish(self, manifest: Manifest) -> None:
-        """Complete the version's directory and rename it. Replaces an older copy: a resumed run publishes a version again."""
+        """Complete the version's directory and rename it. Replaces an older copy: a resumed run publishes a
+        version again."""
         file_of = {entry.spec: file.path.name for file in self._put for entry in file.entries}
         with self._telling():
             copy_model_files(self._model_dir, self._working, parameter_dtype(file_of))
-            write_index(self._working, {spec.name: file for spec, file in file_of.items()}, manifest.num_bytes)
+            write_index(
+                self._working, {spec.name: file for spec, file in file_of.items()}, manifest.num_bytes
+            )
             write_manifest(self._working, manifest.version)
             if self._durable:
                 sync_files(self._working)
@@ -143,12 +157,19 @@ class DiskSender(Sender):
 
 
 def keep_version(
-    root: Path, manifest: Manifest, buckets: Sequence[Bucket], model_dir: Path, keep_versions: int | Literal["all"]
+    root: Path,
+    manifest: Manifest,
+    buckets: Sequence[Bucket],
+    model_dir: Path,
+    keep_versions: int | Literal["all"],
 ) -> None:
-    """Write a version for audits and tests. Of this and older versions, keep the newest `keep_versions` and remove the rest."""
+    """Write a version for audits and tests. Of this and older versions, keep the newest `keep_versions` and
+    remove the rest."""
     send(DiskSender(root, model_dir, durable=True), manifest, buckets)
     if keep_versions != "all":
-        for old in [version for version in kept_versions(root) if version <= manifest.version][:-keep_versions]:
+        for old in [version for version in kept_versions(root) if version <= manifest.version][
+            :-keep_versions
+        ]:
             remove_tree(version_directory(root, old))
 
 
@@ -169,13 +190,24 @@ def write_manifest(directory: Path, version: int) -> None:
 
 
 def read_version(directory: Path) -> tuple[Manifest, list[Bucket]]:
-    """Read a version and its buckets, one per file, for `Loader.prefetch`. Blocks, and holds the whole version in memory.
+    """Read a version and its buckets, one per file, for `Loader.prefetch`. Blocks, and holds the whole
+    version in memory.
 
-    Raises RefusedError for an unusable manifest, DamagedWeights for a file that is missing, unreadable or has another fingerprint.
+    Raises RefusedError for an unusable manifest, DamagedWeights for a file that is missing, unreadable or has
+    another fingerprint.
     """
-    told = load_json(directory / MANIFEST, OnDisk, hint="it names the version and a fingerprint for each weight file")
-    if told.schema_version != SCHEMA_VERSION or not told.files or any(Path(name).name != name for name in told.files):
-        raise RefusedError(f"{directory / MANIFEST} is refused: schema {told.schema_version}, files {first_names([*told.files])}")
+    told = load_json(
+        directory / MANIFEST, OnDisk, hint="it names the version and a fingerprint for each weight file"
+    )
+    if (
+        told.schema_version != SCHEMA_VERSION
+        or not told.files
+        or any(Path(name).name != name for name in told.files)
+    ):
+        raise RefusedError(
+            f"{directory / MANIFEST} is refused: schema {told.schema_version}, files "
+            f"{first_names([*told.files])}"
+        )
     buckets = [_bucket(directory / name, fingerprint) for name, fingerprint in sorted(told.files.items())]
     fingerprints = tuple(bucket.fingerprint for bucket in buckets)
     num_bytes = sum(len(bucket.data) for bucket in buckets)
@@ -195,7 +227,10 @@ def _bucket(path: Path, fingerprint: str) -> Bucket:
 
 
 def _packed(tensors: Mapping[str, torch.Tensor]) -> Bucket:
-    specs = [Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
+    specs = [
+        Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
     packing = Packing(plan_layout(specs, sys.maxsize))
     for name, tensor in tensors.items():
         packing.put(name, tensor)

@@ -1,12 +1,13 @@
-"""Holds the bytes of published versions in memory: on a rollout worker until its engine loads them, or on rank 0.
+"""Holds the bytes of published versions in memory: on a rollout worker until its engine loads them, or on
+rank 0.
 
 `object-store` and `disk`: the worker holds the bytes, in memory that its engine's processes map.
 
     worker   SharedWeights(buckets) -> anonymous file (memfd), one flat buffer ──> describe(): path, size, tensors
     engine   attached(path, num_bytes) -> the same pages, copied on write ──> views(...) -> the model's own loaders
 
-The file has no name; processes of the same user open it through /proc. It does not count against the size of /dev/shm, and it
-disappears when the last process that maps it ends, even by SIGKILL.
+The file has no name; processes of the same user open it through /proc. It does not count against the size of
+/dev/shm, and it disappears when the last process that maps it ends, even by SIGKILL.
 
 `nccl` and `ipc`: rank 0 holds the bytes, which go from its GPU straight into vLLM's processes.
 
@@ -15,8 +16,8 @@ disappears when the last process that maps it ends, even by SIGKILL.
     worker   prefetch: keeps the layouts (AnnouncedWeights). load: pauses its engine, then asks rank 0 for the bytes (RankZero)
     rank 0   sends that version to that worker, in a thread beside training: engines/vllm/{nccl,ipc}.py
 
-The worker asks, because only it knows when its engine has paused. So rank 0 prepares nothing on its GPU in advance, and no transfer
-waits for a worker that drains.
+The worker asks, because only it knows when its engine has paused. So rank 0 prepares nothing on its GPU in
+advance, and no transfer waits for a worker that drains.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ Layout = tuple[BucketEntry, ...]
 
 
 class SharedWeights(dict[str, torch.Tensor]):
-    """All tensors of one version by name; aliases map to the same tensor. The tensors are views of the shared buffer."""
+    """All tensors of one version by name; aliases map to the same tensor. The tensors are views of the shared
+    buffer."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         """Copy each bucket as it arrives, so that the whole version is never held twice."""
@@ -63,16 +65,22 @@ class SharedWeights(dict[str, torch.Tensor]):
             self |= dict.fromkeys(entry.spec.names, view_of(data, entry))
 
     def describe(self, required: Collection[str]) -> dict[str, Any]:
-        """Plain values that tell another process on this machine where the buffer is, and where each tensor lies in it.
+        """Plain values that tell another process on this machine where the buffer is, and where each tensor
+        lies in it.
 
-        Valid as long as this object lives. A tensor is described under its first name that is in `required`, or left out.
+        Valid as long as this object lives. A tensor is described under its first name that is in `required`,
+        or left out.
         """
         tensors = [
             (name, entry.spec.dtype, list(entry.spec.shape), entry.offset_bytes)
             for entry in self._entries
             if (name := entry.spec.name_among(required)) is not None
         ]
-        return {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}", "num_bytes": self.num_bytes, "tensors": tensors}
+        return {
+            "path": f"/proc/{os.getpid()}/fd/{self._descriptor}",
+            "num_bytes": self.num_bytes,
+            "tensors": tensors,
+        }
 
     def _append(self, bucket: Bucket) -> None:
         """Append the bucket's bytes, aligned."""
@@ -82,11 +90,13 @@ class SharedWeights(dict[str, torch.Tensor]):
         written = 0
         while written < len(data):
             written += os.pwrite(self._descriptor, data[written:], begin_bytes + written)
-        self._entries += [replace(entry, offset_bytes=begin_bytes + entry.offset_bytes) for entry in bucket.entries]
+        self._entries += [
+            replace(entry, offset_bytes=begin_bytes + entry.offset_bytes) for entry in bucket.entries
+        ]
 
     def _grow(self, num_bytes: int) -> None:
-        """Grow the file to at least that size and allocate its pages. Raises AsyncrlError if memory is short: the kernel would kill
-        processes rather than refuse."""
+        """Grow the file to at least that size and allocate its pages. Raises AsyncrlError if memory is short:
+        the kernel would kill processes rather than refuse."""
         missing = num_bytes - self.num_bytes
         if missing <= 0:
             return
@@ -94,23 +104,29 @@ class SharedWeights(dict[str, torch.Tensor]):
         if missing > available:
             held = f" beside the {self.num_bytes / 2**20:.0f} MiB that have arrived" if self.num_bytes else ""
             raise AsyncrlError(
-                f"received weights take {missing / 2**20:.0f} MiB of memory{held}, but only {available / 2**20:.0f} MiB are free",
-                hint="a rollout worker holds the next version's weights in memory beside the engine: give the machine more",
+                f"received weights take {missing / 2**20:.0f} MiB of memory{held}, but only "
+                f"{available / 2**20:.0f} MiB are free",
+                hint="a rollout worker holds the next version's weights in memory beside the engine: give "
+                "the machine more",
             )
         os.posix_fallocate(self._descriptor, self.num_bytes, missing)
         self.num_bytes = num_bytes
 
 
 def attached(path: str, num_bytes: int) -> NDArray[np.uint8]:
-    """Map another process's buffer. Writes copy the page and stay private. Raises ValueError if the file has another size."""
+    """Map another process's buffer. Writes copy the page and stay private. Raises ValueError if the file has
+    another size."""
     data = np.memmap(path, dtype=np.uint8, mode="c")
     if len(data) != num_bytes:
         raise ValueError(f"shared weights at {path} have {len(data)} bytes, but {num_bytes} were announced")
     return data
 
 
-def views(data: NDArray[np.uint8], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> list[tuple[str, torch.Tensor]]:
-    """Views of the tensors from `SharedWeights.describe`. Raises ValueError if one lies outside the buffer."""
+def views(
+    data: NDArray[np.uint8], tensors: Iterable[tuple[str, str, Sequence[int], int]]
+) -> list[tuple[str, torch.Tensor]]:
+    """Views of the tensors from `SharedWeights.describe`. Raises ValueError if one lies outside the
+    buffer."""
     found = []
     for name, dtype, shape, offset_bytes in tensors:
         entry = BucketEntry(spec=Spec(name=name, dtype=dtype, shape=tuple(shape)), offset_bytes=offset_bytes)
@@ -121,7 +137,8 @@ def views(data: NDArray[np.uint8], tensors: Iterable[tuple[str, str, Sequence[in
 
 
 class HeldVersions(Sender):
-    """Rank 0's `Sender` for direct transports: keeps the host buckets of published versions until `keep` drops them."""
+    """Rank 0's `Sender` for direct transports: keeps the host buckets of published versions until `keep`
+    drops them."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, list[Bucket]] = {}
@@ -139,15 +156,20 @@ class HeldVersions(Sender):
         return bucket.entries
 
     def finish(self, manifest: Manifest) -> None:
-        assert manifest.version == self._begun, f"version {self._begun} was begun, {manifest.version} is finished"
+        assert manifest.version == self._begun, (
+            f"version {self._begun} was begun, {manifest.version} is finished"
+        )
 
     def keep(self, wanted: Collection[int]) -> None:
         """Drop all other versions. The memory of one that is being sent is freed when the transfer ends."""
         with self._lock:
-            self._buckets = {version: buckets for version, buckets in self._buckets.items() if version in wanted}
+            self._buckets = {
+                version: buckets for version, buckets in self._buckets.items() if version in wanted
+            }
 
     def tensors(self, version: int, names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name for vLLM, tensor in host memory) for each of `names` (first name -> name for vLLM), in the layouts' order.
+        """(name for vLLM, tensor in host memory) for each of `names` (first name -> name for vLLM), in the
+        layouts' order.
 
         Raises:
             ValueError: before the first tensor is read, if the version is not held or lacks one of the names.
@@ -155,22 +177,29 @@ class HeldVersions(Sender):
         with self._lock:
             buckets = list(self._buckets.get(version, ()))
             held = sorted(self._buckets)
-        found = [(bucket, entry) for bucket in buckets for entry in bucket.entries if entry.spec.name in names]
+        found = [
+            (bucket, entry) for bucket in buckets for entry in bucket.entries if entry.spec.name in names
+        ]
         if not buckets or len(found) != len(names):
             raise ValueError(
-                f"rank 0 holds only {len(found)} of {len(names)} requested tensors of version {version} (versions held: {held})"
+                f"rank 0 holds only {len(found)} of {len(names)} requested tensors of version {version} "
+                f"(versions held: {held})"
             )
         return ((names[entry.spec.name], view_of(bucket.data, entry)) for bucket, entry in found)
 
 
 class AnnouncedWeights(dict[str, torch.Tensor]):
-    """A version of which only the layouts are known: maps all names, with aliases, to meta tensors of the right shape and dtype."""
+    """A version of which only the layouts are known: maps all names, with aliases, to meta tensors of the
+    right shape and dtype."""
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
         self.specs: tuple[Spec, ...] = tuple(entry.spec for layout in layouts for entry in layout)
         for spec in self.specs:
-            self |= dict.fromkeys(spec.names, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta"))
+            self |= dict.fromkeys(
+                spec.names, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+            )
 
     def chosen(self, required: Collection[str]) -> list[tuple[str, Spec]]:
-        """The tensors that an engine will load, each once, under its first name that is in `required`. Others are left out."""
+        """The tensors that an engine will load, each once, under its first name that is in `required`. Others
+        are left out."""
         return [(name, spec) for spec in self.specs if (name := spec.name_among(required)) is not None]

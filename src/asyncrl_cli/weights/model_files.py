@@ -1,5 +1,5 @@
-"""Writes Hugging Face directories: copies configuration and tokenizer, names and writes the weight files and their index. Also
-names and finds the directories of versions. Nothing here imports torch."""
+"""Writes Hugging Face directories: copies configuration and tokenizer, names and writes the weight files and
+their index. Also names and finds the directories of versions. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 RUN_COPY = "model"
-"""Folder in a run's directory with a copy of its model directory without the weights, so that an export needs nothing else."""
+"""Folder in a run's directory with a copy of its model directory without the weights, so that an export needs
+nothing else."""
 VERSIONS = "versions"
 """Folder in a run's directory with its kept versions."""
 PUBLISHED_FILE = "published.safetensors"
@@ -41,8 +42,9 @@ def kept_versions(root: Path) -> list[int]:
 
 
 def copy_model_files(model_dir: Path, target: Path, dtype: str | None = None) -> None:
-    """Copy everything but weights to an existing directory. `dtype` is that of the weights to be written there. It is set in the
-    copied configuration, because transformers and vLLM open weights with the dtype that it names."""
+    """Copy everything but weights to an existing directory. `dtype` is that of the weights to be written
+    there. It is set in the copied configuration, because transformers and vLLM open weights with the dtype
+    that it names."""
     for path in sorted(model_dir.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(path, target / path.name)
@@ -63,15 +65,19 @@ def keep_model_files(model_dir: Path, run_dir: Path) -> None:
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """Which weight file holds each tensor. The directory must have been checked before (models/inspection.py)."""
+    """Which weight file holds each tensor. The directory must have been checked before
+    (models/inspection.py)."""
     index = directory / f"{WEIGHTS}.index.json"
     if index.exists():
-        return {name: directory / file for name, file in load_json(index, dict[str, Any])["weight_map"].items()}
+        return {
+            name: directory / file for name, file in load_json(index, dict[str, Any])["weight_map"].items()
+        }
     return dict.fromkeys(tensor_shapes(directory / WEIGHTS), directory / WEIGHTS)
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str) -> None:
-    """Write a safetensors file with the permissions of any new file. (By default, safetensors lets only the owner read it.)"""
+    """Write a safetensors file with the permissions of any new file. (By default, safetensors lets only the
+    owner read it.)"""
     from safetensors.torch import save_file
 
     with naming(path):
@@ -90,11 +96,14 @@ def write_index(directory: Path, file_of: Mapping[str, str], num_bytes: int) -> 
     """Write the index, which names the file of each tensor. A single file needs no index."""
     if len(set(file_of.values())) > 1:
         content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
-        (directory / f"{WEIGHTS}.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (directory / f"{WEIGHTS}.index.json").write_text(
+            json.dumps(content, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The configuration with `dtype`, under the key that transformers writes, at the top and in each part that names a dtype."""
+    """The configuration with `dtype`, under the key that transformers writes, at the top and in each part
+    that names a dtype."""
     parts = {key: _with_dtype(value, dtype) if _says_dtype(value) else value for key, value in config.items()}
     return {**{key: value for key, value in parts.items() if key not in DTYPE_KEYS}, "dtype": dtype}
 

@@ -4,7 +4,8 @@
     driver   carries (manifest, refs) to every worker
     worker   ref -> bucket ..., and `buckets.verified` checks fingerprints
 
-The Sender of `object-store` is in job/transports.py (its refs are Ray's), of `disk` in disk.py, of `nccl` and `ipc` in held.py.
+The Sender of `object-store` is in job/transports.py (its refs are Ray's), of `disk` in disk.py, of `nccl` and
+`ipc` in held.py.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ if TYPE_CHECKING:  # it needs torch
 
 
 class Sender(Protocol):
-    """Rank 0's end of a transport. Handles one version and one call at a time; calls may come from any thread."""
+    """Rank 0's end of a transport. Handles one version and one call at a time; calls may come from any
+    thread."""
 
     def begin(self, version: int, num_buckets: int) -> None:
         """Start a version. Discards an unfinished one."""
 
     def put(self, bucket: Bucket) -> Any:
-        """Send a bucket, in the order of the layout. Returns a ref with which workers get it once the version is finished."""
+        """Send a bucket, in the order of the layout. Returns a ref with which workers get it once the version
+        is finished."""
 
     def finish(self, manifest: Manifest) -> None:
         """Complete the version after its last bucket."""

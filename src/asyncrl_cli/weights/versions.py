@@ -1,19 +1,22 @@
-"""The description of a version on its way to the workers, the time limits of the waits for it, and the probes that verify a load.
+"""The description of a version on its way to the workers, the time limits of the waits for it, and the probes
+that verify a load.
 
 This module does not import torch, because the driver imports it.
 
-The waits of `nccl` and `ipc` are bounded. Each has a longer limit than the waits inside it, so the innermost fails first, with the
-most precise error.
+The waits of `nccl` and `ipc` are bounded. Each has a longer limit than the waits inside it, so the innermost
+fails first, with the most precise error.
 
     rank 0     a meeting, a transfer: T = `weights.timeout_s`.  a turn: T for each worker of the job
     worker     a meeting, a transfer by nccl: T + WORKER_MARGIN_S, by ipc: T.  a call to rank 0's actor: rank 0's + CALL_MARGIN_S
     driver     a meeting: T + DRIVER_MARGIN_S.  a load: a turn + T + DRIVER_MARGIN_S, after a drain, however long that takes
     loop       until all have loaded: a load + LOOP_MARGIN_S in which nothing has moved
 
-At rank 0, a part of a transfer by ipc has no limit: it is a copy to the GPU, which waits for no other process.
+At rank 0, a part of a transfer by ipc has no limit: it is a copy to the GPU, which waits for no other
+process.
 
-Probes are fixed token sequences that trainer and workers score with the same weights. Fingerprints prove that the bytes arrived.
-Only logprobs show that the engine computes with them: it may hold prepacked or tied copies that a load does not update.
+Probes are fixed token sequences that trainer and workers score with the same weights. Fingerprints prove that
+the bytes arrived. Only logprobs show that the engine computes with them: it may hold prepacked or tied copies
+that a load does not update.
 """
 
 from __future__ import annotations
@@ -36,15 +39,19 @@ AT_ONCE_S = 10.0
 WORKER_MARGIN_S = 10.0
 """Time for rank 0's own error to arrive. If none has arrived by then, rank 0 is not answering."""
 CALL_MARGIN_S = 20.0
-"""Longer than WORKER_MARGIN_S, so that the worker, which waits for both ends, is the first to report a late meeting or transfer."""
+"""Longer than WORKER_MARGIN_S, so that the worker, which waits for both ends, is the first to report a late
+meeting or transfer."""
 DRIVER_MARGIN_S = 60.0
-"""Covers getting an address, the worker's margin and the pause; after a failure, telling rank 0 and ending vLLM's processes."""
+"""Covers getting an address, the worker's margin and the pause; after a failure, telling rank 0 and ending
+vLLM's processes."""
 LOOP_MARGIN_S = 60.0
 """Covers the time until the worker learns of the version and begins to load it."""
 ERRORS = 5.0
-"""Standard errors that a verdict needs. High, because neighbouring tokens' noise is correlated and a run has many syncs."""
+"""Standard errors that a verdict needs. High, because neighbouring tokens' noise is correlated and a run has
+many syncs."""
 OUTLIER = 5.0
-"""Tokens whose logprob changed by more than this many medians are left out: another expert may have processed them, for example."""
+"""Tokens whose logprob changed by more than this many medians are left out: another expert may have processed
+them, for example."""
 SLACK = 0.05
 """How far the share of a loaded version may be from 1, beyond what noise explains."""
 
@@ -53,8 +60,9 @@ SLACK = 0.05
 class Manifest:
     """Describes a version, so that workers can verify what they receive and load.
 
-    `fingerprints` are those of the buckets, in order. `probe_logprobs[i]` are the trainer's logprobs (at `temperature`) of
-    tokens 1.. of `probe_tokens[i]` under these weights; `previous_logprobs[i]` those under the previous version, if any.
+    `fingerprints` are those of the buckets, in order. `probe_logprobs[i]` are the trainer's logprobs (at
+    `temperature`) of tokens 1.. of `probe_tokens[i]` under these weights; `previous_logprobs[i]` those under
+    the previous version, if any.
     """
 
     version: int
@@ -68,12 +76,15 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the whole version, in 16 hex digits."""
-        return xxhash.xxh3_64_hexdigest(b"".join(fingerprint.to_bytes(8, "big") for fingerprint in self.fingerprints))
+        return xxhash.xxh3_64_hexdigest(
+            b"".join(fingerprint.to_bytes(8, "big") for fingerprint in self.fingerprints)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where rank 0 and a worker's vLLM processes form their NCCL group, and the wire sizes on which both ends must agree."""
+    """Where rank 0 and a worker's vLLM processes form their NCCL group, and the wire sizes on which both ends
+    must agree."""
 
     host: str
     port: int
@@ -83,32 +94,36 @@ class Meeting:
 
 
 class RankZero(Protocol):
-    """One worker's calls to rank 0, for `nccl` and `ipc`. Every call has a timeout, and its error says what rank 0 failed to do."""
+    """One worker's calls to rank 0, for `nccl` and `ipc`. Every call has a timeout, and its error says what
+    rank 0 failed to do."""
 
     async def meeting_point(self) -> tuple[str, int]: ...
 
     async def leave(self) -> None:
-        """End everything that rank 0 does for this worker, and free what rank 0's GPU holds for it. Answered at once."""
+        """End everything that rank 0 does for this worker, and free what rank 0's GPU holds for it. Answered
+        at once."""
 
     async def ask(self, call: str, *args: Any) -> Any:
         """Call a method of rank 0's end (`EngineKind.rank_zero_end`) for this worker."""
 
     async def join(self, meeting: Meeting) -> None:
-        """`nccl`: form the group, in which the trainer's rank 0 is rank 0. Replaces an older group of this worker."""
+        """`nccl`: form the group, in which the trainer's rank 0 is rank 0. Replaces an older group of this
+        worker."""
         await self.ask("join", meeting)
 
     async def turn(self) -> None:
-        """`nccl`: wait until rank 0 is not sending to another worker. Rank 0 then waits for this worker's `broadcast` or `leave`,
-        for as long as a transfer may take."""
+        """`nccl`: wait until rank 0 is not sending to another worker. Rank 0 then waits for this worker's
+        `broadcast` or `leave`, for as long as a transfer may take."""
         await self.ask("turn")
 
     async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
-        """`nccl`: send these tensors (`AnnouncedWeights.chosen`) to the group, in the order of their layouts; returns once they
-        are sent."""
+        """`nccl`: send these tensors (`AnnouncedWeights.chosen`) to the group, in the order of their layouts;
+        returns once they are sent."""
         await self.ask("broadcast", version, names)
 
     async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
-        """`ipc`: the next part of the version, as vLLM's update info; None after the last part. Part 0 starts over."""
+        """`ipc`: the next part of the version, as vLLM's update info; None after the last part. Part 0 starts
+        over."""
         found: dict[str, Any] | None = await self.ask("export", version, names, part)
         return found
 
@@ -131,18 +146,23 @@ def all_loads_s(weights: WeightsSection, workers: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """`share`: how far a worker's probe logprobs moved from the old version's to the new one's: 0 if nothing was loaded, 1 if
-    everything was. None if the probes cannot tell (`unclear`)."""
+    """`share`: how far a worker's probe logprobs moved from the old version's to the new one's: 0 if nothing
+    was loaded, 1 if everything was. None if the probes cannot tell (`unclear`)."""
 
     verdict: Literal["loaded", "not loaded", "unclear"]
     share: float | None
 
 
 def make_probes(
-    num_sequences: int, vocab_size: int, seed: int, length_tokens: int = PROBE_TOKENS, text: Sequence[int] = ()
+    num_sequences: int,
+    vocab_size: int,
+    seed: int,
+    length_tokens: int = PROBE_TOKENS,
+    text: Sequence[int] = (),
 ) -> tuple[tuple[int, ...], ...]:
-    """Make probe sequences, which depend only on the arguments: consecutive pieces of `text`, which is repeated if it is too short.
-    Without text, tokens are uniform over the vocabulary, where a model's logits are large and coarse in bfloat16."""
+    """Make probe sequences, which depend only on the arguments: consecutive pieces of `text`, which is
+    repeated if it is too short. Without text, tokens are uniform over the vocabulary, where a model's logits
+    are large and coarse in bfloat16."""
     if text:
         endless = cycle(text)
         return tuple(tuple(islice(endless, length_tokens)) for _ in range(num_sequences))
@@ -151,7 +171,8 @@ def make_probes(
 
 
 def mean_abs_diff(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
-    """Mean absolute difference over all tokens; infinite if any value is not finite, so that a NaN cannot pass a threshold."""
+    """Mean absolute difference over all tokens; infinite if any value is not finite, so that a NaN cannot
+    pass a threshold."""
     diffs = [abs(difference) for difference in _differences(ours, theirs)]
     if not diffs:
         raise ValueError("there are no probe logprobs to compare")
@@ -164,12 +185,16 @@ def median_abs_diff(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[f
     return statistics.median(diffs) if all(map(math.isfinite, diffs)) else math.inf
 
 
-def judge(worker: Sequence[Sequence[float]], new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]) -> Judgement:
-    """Whether a worker computes with the new version or still with (some of) the old one; docs/weights.md has the reasons.
+def judge(
+    worker: Sequence[Sequence[float]], new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]
+) -> Judgement:
+    """Whether a worker computes with the new version or still with (some of) the old one; docs/weights.md has
+    the reasons.
 
-    The share is the least-squares slope of worker - old on new - old. Each token's leave-one-out residual estimates the engines'
-    numerical noise, which may lower the share of a loaded version by up to the squared ratio of noise to change.
-    The slope's standard error is valid for noise of any distribution (HC3: MacKinnon and White 1985).
+    The share is the least-squares slope of worker - old on new - old. Each token's leave-one-out residual
+    estimates the engines' numerical noise, which may lower the share of a loaded version by up to the squared
+    ratio of noise to change. The slope's standard error is valid for noise of any distribution (HC3:
+    MacKinnon and White 1985).
     """
     both = list(zip(_differences(worker, old), _differences(new, old), strict=True))
     usual = OUTLIER * statistics.median(abs(change) for _, change in both)
@@ -178,17 +203,24 @@ def judge(worker: Sequence[Sequence[float]], new: Sequence[Sequence[float]], old
     if max(c * c for c in change) == size:  # no token changed, or only one
         return Judgement(verdict="unclear", share=None)
     share = math.fsum(m * c for m, c in zip(moved, change, strict=True)) / size
-    if not math.isfinite(share):  # `mean_abs_diff` reports values of the worker or the new version that are not finite
+    # `mean_abs_diff` reports values of the worker or the new version that are not finite
+    if not math.isfinite(share):
         return Judgement(verdict="unclear", share=None)
     off = [(m - share * c) / (1 - c * c / size) for m, c in zip(moved, change, strict=True)]
     noise = math.sqrt(math.fsum(e * e for e in off) / size)
     error = ERRORS * math.sqrt(math.fsum((e * c) ** 2 for e, c in zip(off, change, strict=True))) / size
     if abs(share - 1) > SLACK + noise**2 + error or share < 0.5 - error:
         return Judgement(verdict="not loaded", share=share)
-    return Judgement(verdict="loaded", share=share) if share > 0.5 + error else Judgement(verdict="unclear", share=None)
+    return (
+        Judgement(verdict="loaded", share=share)
+        if share > 0.5 + error
+        else Judgement(verdict="unclear", share=None)
+    )
 
 
 def _differences(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
     if [len(row) for row in ours] != [len(row) for row in theirs]:
-        raise ValueError(f"probe logprobs differ in shape: {[len(r) for r in ours]} and {[len(r) for r in theirs]}")
+        raise ValueError(
+            f"probe logprobs differ in shape: {[len(r) for r in ours]} and {[len(r) for r in theirs]}"
+        )
     return [a - b for ra, rb in zip(ours, theirs, strict=True) for a, b in zip(ra, rb, strict=True)]

@@ -1,6 +1,7 @@
 """The embedded engine and the trainer compute what a model's own attention does, whatever features it has.
 
-Tiny random models of many families. The expected logprobs are those of a plain forward of transformers' own (eager) attention.
+Tiny random models of many families. The expected logprobs are those of a plain forward of transformers' own
+(eager) attention.
 """
 
 from __future__ import annotations
@@ -47,11 +48,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3": ("Qwen3Config", HEAD, "sdpa"),
     "soft-cap: gemma2": ("Gemma2Config", HEAD | WINDOW | {"query_pre_attn_scalar": 16}, "eager"),
     "windows: gemma3": ("Gemma3TextConfig", HEAD | WINDOW | MIXED | {"query_pre_attn_scalar": 16}, "sdpa"),
-    "sinks: gpt-oss": ("GptOssConfig", HEAD | WINDOW | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}, "eager"),
+    "sinks: gpt-oss": (
+        "GptOssConfig",
+        HEAD | WINDOW | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "eager",
+    ),
     "window: mistral": ("MistralConfig", HEAD | WINDOW, "sdpa"),
-    "window in some layers: qwen2": ("Qwen2Config", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}, "sdpa"),
+    "window in some layers: qwen2": (
+        "Qwen2Config",
+        WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+        "sdpa",
+    ),
     "phi3": ("Phi3Config", {}, "sdpa"),
-    # Sizes for vLLM on CPUs (test_experts.py): heads of 32 are the smallest that it computes, experts of 48 it pads.
+    # Sizes for vLLM on CPUs (test_experts.py): heads of 32 are the smallest that it computes, experts of 48
+    # it pads.
     "experts: qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 32, "num_experts": 4}, "sdpa"),
 }
 
@@ -60,7 +70,9 @@ def make_model(family: str) -> PreTrainedModel:
     """Large weights: small ones make attention so flat that a soft-cap or a window hardly shows."""
     name, own_sizes, _ = FAMILIES[family]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES, **own_sizes), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        getattr(transformers, name)(**SIZES, **own_sizes), attn_implementation="eager"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")):
@@ -85,7 +97,9 @@ def sequences() -> list[list[int]]:
 def own_logprobs(model: PreTrainedModel, tokens: list[int]) -> list[float]:
     assert model.config._attn_implementation == "eager"
     with torch.no_grad():
-        logprobs = torch.log_softmax(model(torch.tensor([tokens]), use_cache=False).logits[0, :-1].float(), -1)
+        logprobs = torch.log_softmax(
+            model(torch.tensor([tokens]), use_cache=False).logits[0, :-1].float(), -1
+        )
     return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
 
 
@@ -94,7 +108,9 @@ def mean_diff(ours: list[float], theirs: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
-def test_the_trainers_logprobs_are_those_of_the_models_own_attention(family, tmp_path, make_trainer: Callable[..., Any]):
+def test_the_trainers_logprobs_are_those_of_the_models_own_attention(
+    family, tmp_path, make_trainer: Callable[..., Any]
+):
     model = make_model(family)
     trainer = make_trainer(trainer_parts(tiny.save(model, tmp_path / "model")))
     assert trainer.model.attention == FAMILIES[family][2]
@@ -109,7 +125,9 @@ def test_the_embedded_engine_samples_and_scores_by_the_models_own_attention(fami
     directory = tiny.save(model, tmp_path / "model")
 
     async def sampled() -> tuple[list[Any], list[list[float]]]:
-        engine = TransformersEngine(*made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24))
+        engine = TransformersEngine(
+            *made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24)
+        )
         try:
             await engine.start()
             assert engine.sampled_tokens == 0
@@ -128,10 +146,13 @@ def test_the_embedded_engine_samples_and_scores_by_the_models_own_attention(fami
 
 @pytest.mark.parametrize("family", ["soft-cap: gemma2"])
 def test_what_sdpa_leaves_out_is_seen_in_fresh_weights_that_hardly_show_it(family):
-    """At the start of training on random weights its logprobs differ by less than any alarm; later they would not."""
+    """At the start of training on random weights its logprobs differ by less than any alarm; later they would
+    not."""
     name, own_sizes, expected = FAMILIES[family]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES, **own_sizes), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        getattr(transformers, name)(**SIZES, **own_sizes), attn_implementation="eager"
+    ).eval()
     own = own_logprobs(model, sequences()[1])
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
@@ -145,12 +166,16 @@ def test_what_sdpa_leaves_out_is_seen_in_fresh_weights_that_hardly_show_it(famil
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "soft-cap: gemma2", "experts: qwen3-moe"])
-def test_trainer_and_engine_score_alike_in_either_dtype(family, dtype, tmp_path, make_trainer: Callable[..., Any]):
+def test_trainer_and_engine_score_alike_in_either_dtype(
+    family, dtype, tmp_path, make_trainer: Callable[..., Any]
+):
     directory = tiny.save(make_model(family), tmp_path / "model")
     trainer = make_trainer(trainer_parts(directory, dtype=dtype))
 
     async def scored() -> list[list[float]]:
-        engine = TransformersEngine(*made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24, dtype=dtype))
+        engine = TransformersEngine(
+            *made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24, dtype=dtype)
+        )
         try:
             await engine.start()
             return (await engine.score(sequences(), 1.0)).logprobs
@@ -158,16 +183,23 @@ def test_trainer_and_engine_score_alike_in_either_dtype(family, dtype, tmp_path,
             await engine.close()
 
     for ours, theirs in zip(trainer.model.logprobs(sequences()), asyncio.run(scored()), strict=True):
-        # A mixture of experts rounds by how many tokens come to an expert: the trainer's batch is a token shorter.
-        assert mean_diff(ours, theirs) < (2e-3 if family.startswith("experts") and dtype == "bfloat16" else 1e-6)
+        # A mixture of experts rounds by how many tokens come to an expert: the trainer's batch is a token
+        # shorter.
+        assert mean_diff(ours, theirs) < (
+            2e-3 if family.startswith("experts") and dtype == "bfloat16" else 1e-6
+        )
 
 
 def test_a_model_with_attention_that_cannot_be_exchanged_is_refused_by_the_embedded_engine(tmp_path: Path):
-    config = transformers.BloomConfig(vocab_size=64, hidden_size=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=tiny.EOS)
+    config = transformers.BloomConfig(
+        vocab_size=64, hidden_size=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=tiny.EOS
+    )
     directory = tiny.save(AutoModelForCausalLM.from_config(config), tmp_path / "model")
 
     async def start() -> None:
-        engine = TransformersEngine(*made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24))
+        engine = TransformersEngine(
+            *made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24)
+        )
         try:
             await engine.start()
         finally:

@@ -1,4 +1,5 @@
-"""A mixture of experts from the trainer to both engines: transformers joins a layer's experts in memory, files and vLLM do not."""
+"""A mixture of experts from the trainer to both engines: transformers joins a layer's experts in memory,
+files and vLLM do not."""
 
 from __future__ import annotations
 
@@ -94,14 +95,18 @@ def test_published_versions_on_disk_are_files_as_save_pretrained_writes_them(pub
 @pytest.mark.parametrize("dual_buffer", [True, False])
 def test_the_embedded_engine_loads_a_published_version(published, dual_buffer):
     async def loaded() -> tuple[list[list[float]], Any]:
-        engine = TransformersEngine(*made_for(published.model_dir, slots=4, max_prompt_tokens=64, max_response_tokens=24))
+        engine = TransformersEngine(
+            *made_for(published.model_dir, slots=4, max_prompt_tokens=64, max_response_tokens=24)
+        )
         try:
             await engine.start()
             if dual_buffer:
                 await engine.load(engine.receive(published.buckets), 1, "drain")
             else:
                 await engine.load_in_place(lambda: published.buckets, 1, "drain")
-            completion = await engine.generate("r", sequences()[0], Sampling(temperature=1.0, max_response_tokens=24), 0)
+            completion = await engine.generate(
+                "r", sequences()[0], Sampling(temperature=1.0, max_response_tokens=24), 0
+            )
             return (await engine.score(sequences(), 1.0)).logprobs, completion
         finally:
             await engine.close()

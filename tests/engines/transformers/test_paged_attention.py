@@ -1,4 +1,5 @@
-"""Who attends to what in one packed forward pass. (test_transformers_engine.py holds what comes out against plain forwards.)"""
+"""Who attends to what in one packed forward pass. (test_transformers_engine.py holds what comes out against
+plain forwards.)"""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from asyncrl_cli.engines.transformers.paged_attention import _make_blocks
         ([(1, 7), (1, 3)], [{0, 1}]),
         ([(1, 30)] * 8 + [(1, 2)] * 3, [{*range(8), 9, 10}, {8}]),
     ],
-    ids=["a group", "two groups", "one-token prompts", "one decodes between", "pieces of longer prompts", "all decode", "padding"],
+    ids=[
+        "a group",
+        "two groups",
+        "one-token prompts",
+        "one decodes between",
+        "pieces of longer prompts",
+        "all decode",
+        "padding",
+    ],
 )
 def test_sequences_with_equally_many_queries_share_a_call_and_see_their_own_keys(
     sequences: list[tuple[int, int]], together: list[set[int]]

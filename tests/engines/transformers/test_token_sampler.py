@@ -23,7 +23,9 @@ def sampled(num_rows: int, num_steps: int, **changes: float) -> list[list[int]]:
     how = Sampling(**{"temperature": 1.0, "max_response_tokens": num_steps, **changes})  # type: ignore[arg-type]
     requests = []
     for row in range(num_rows):
-        track = SampledTrack(request_id=str(row), prompt_tokens=[0], sampling=how, seed=row, done=loop.create_future())
+        track = SampledTrack(
+            request_id=str(row), prompt_tokens=[0], sampling=how, seed=row, done=loop.create_future()
+        )
         sampler.tracks[str(row)] = track
         requests.append(SimpleNamespace(state=SimpleNamespace(request_id=str(row))))
     logits = torch.tensor(PROBABILITIES).log().repeat(num_rows, 1)
@@ -51,13 +53,20 @@ class Watched(list[Any]):
 
 
 @pytest.mark.parametrize("how", [{"max_response_tokens": 3}, {"stop": ("2",)}, {}])
-def test_a_look_between_any_two_steps_of_the_thread_never_sees_an_ended_response_as_running(how: dict[str, Any]) -> None:
+def test_a_look_between_any_two_steps_of_the_thread_never_sees_an_ended_response_as_running(
+    how: dict[str, Any],
+) -> None:
     """It ends with its third token: at its limit, at a stop string, or at the end token."""
     loop, seen, ends = asyncio.new_event_loop(), list[Any](), list[Any]()
     sampling = Sampling(**{"temperature": 1.0, "max_response_tokens": 9, **how})
-    track = SampledTrack(request_id="a", prompt_tokens=[0], sampling=sampling, seed=0, done=loop.create_future())
+    track = SampledTrack(
+        request_id="a", prompt_tokens=[0], sampling=sampling, seed=0, done=loop.create_future()
+    )
     sampler = TokenSampler(version=3, call_soon=lambda *call: ends.append(track.completion("stop").tokens))
-    sampler.tail_text, sampler.eos_tokens = lambda tokens: "".join(map(str, tokens)), frozenset() if how else frozenset({2})
+    sampler.tail_text, sampler.eos_tokens = (
+        lambda tokens: "".join(map(str, tokens)),
+        frozenset() if how else frozenset({2}),
+    )
 
     def look() -> None:
         completion = track.so_far()

@@ -30,8 +30,12 @@ pytestmark = pytest.mark.slow
 
 
 @asynccontextmanager
-async def engine_of(model_dir: Path, *, slots: int = 8, max_response_tokens: int = 128) -> AsyncIterator[TransformersEngine]:
-    engine = TransformersEngine(*made_for(model_dir, slots=slots, max_prompt_tokens=64, max_response_tokens=max_response_tokens))
+async def engine_of(
+    model_dir: Path, *, slots: int = 8, max_response_tokens: int = 128
+) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(
+        *made_for(model_dir, slots=slots, max_prompt_tokens=64, max_response_tokens=max_response_tokens)
+    )
     try:
         async with asyncio.timeout(DEADLINE_S):
             await engine.start()
@@ -49,7 +53,9 @@ def sampling(max_response_tokens: int = 64, **changes: object) -> Sampling:
     return Sampling(**{"temperature": 1.0, "max_response_tokens": max_response_tokens, **changes})  # type: ignore[arg-type]
 
 
-async def all_of(engine: TransformersEngine, requests: list[list[int]], how: Sampling, first_seed: int = 0) -> list[Completion]:
+async def all_of(
+    engine: TransformersEngine, requests: list[list[int]], how: Sampling, first_seed: int = 0
+) -> list[Completion]:
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(engine.generate(f"r{first_seed + i}", prompt, how, first_seed + i))
@@ -75,7 +81,9 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_every_matrix_product_of_generating_and_scoring_is_in_float32(model_dir: Path, tmp_path: Path) -> None:
+def test_every_matrix_product_of_generating_and_scoring_is_in_float32(
+    model_dir: Path, tmp_path: Path
+) -> None:
     async def body() -> None:
         async with engine_of(model_dir) as engine:
             with counted_products(tmp_path) as products:
@@ -88,7 +96,8 @@ def test_every_matrix_product_of_generating_and_scoring_is_in_float32(model_dir:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (0.7, 1.0, 5), (0.9, 0.7, 4)]
+    ("temperature", "top_p", "top_k"),
+    [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (0.7, 1.0, 5), (0.9, 0.7, 4)],
 )
 def test_logprobs_are_of_the_scaled_untruncated_distribution(
     model: Qwen3ForCausalLM, model_dir: Path, temperature: float, top_p: float, top_k: int
@@ -98,7 +107,9 @@ def test_logprobs_are_of_the_scaled_untruncated_distribution(
             requests = prompts(12)
             how = sampling(temperature=temperature, top_p=top_p, top_k=top_k)
             for prompt, completion in zip(requests, await all_of(engine, requests, how), strict=True):
-                expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens, temperature)
+                expected = tiny.plain_logprobs(
+                    model, model.state_dict(), prompt + completion.tokens, temperature
+                )
                 assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
                 assert completion.versions == [0] * len(completion.tokens)
 
@@ -112,7 +123,11 @@ def test_logprobs_are_of_the_scaled_untruncated_distribution(
         ("batching.CACHE_SHARE_OF_MEMORY", 0.0),
         ("paged_attention.MODEL_TYPES", frozenset()),
     ],
-    ids=["prompts are prefilled in pieces", "a small cache evicts sequences", "attention is transformers' sdpa"],
+    ids=[
+        "prompts are prefilled in pieces",
+        "a small cache evicts sequences",
+        "attention is transformers' sdpa",
+    ],
 )
 def test_logprobs_are_the_same_when(
     model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: object
@@ -134,7 +149,8 @@ def test_logprobs_are_the_same_when(
 def test_the_prompts_of_a_group_are_prefilled_together(
     model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups of four, some of one token, that begin while others decode: the attention of many in one call is each one's own."""
+    """Groups of four, some of one token, that begin while others decode: the attention of many in one call is
+    each one's own."""
     counts: list[int] = []
     attend = paged_attention._attend
 
@@ -143,7 +159,9 @@ def test_the_prompts_of_a_group_are_prefilled_together(
             counts.append(len(block.queries_BP))
         return attend(*packed, block, scaling)
 
-    monkeypatch.setattr(paged_attention, "_attend", lambda *given: counted(*given[:3], block=given[3], scaling=given[4]))
+    monkeypatch.setattr(
+        paged_attention, "_attend", lambda *given: counted(*given[:3], block=given[3], scaling=given[4])
+    )
 
     async def body() -> None:
         async with engine_of(model_dir, slots=16) as engine:
@@ -184,7 +202,10 @@ def test_greedy_equals_the_argmax_of_plain_forwards(model: Qwen3ForCausalLM, mod
             for prompt, completion in zip(requests, first, strict=True):
                 for count, token in enumerate(completion.tokens):
                     context = prompt + completion.tokens[:count]
-                    scores = [tiny.plain_logprobs(model, model.state_dict(), [*context, t])[-1] for t in (token, 5, 17)]
+                    scores = [
+                        tiny.plain_logprobs(model, model.state_dict(), [*context, t])[-1]
+                        for t in (token, 5, 17)
+                    ]
                     assert scores[0] >= max(scores) - 1e-5
 
     run(body)
@@ -221,7 +242,9 @@ def test_a_response_ends_at_its_stop_string_or_its_length(model_dir: Path) -> No
     run(body)
 
 
-def test_an_end_of_sequence_token_ends_the_response_and_stays_in_it(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+def test_an_end_of_sequence_token_ends_the_response_and_stays_in_it(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
     async def body() -> None:
         async with engine_of(model_dir, slots=64) as engine:
             completions = await all_of(engine, prompts(64), sampling(128, temperature=2.0))
@@ -238,7 +261,9 @@ def test_all_slots_run_in_every_forward(model_dir: Path) -> None:
         async with engine_of(model_dir, slots=32) as engine:
             how = sampling(100, temperature=0.2)
             async with begun_together(engine, 32):
-                generating = asyncio.create_task(all_of(engine, [[2 + i, 3, 4, 5] * 8 for i in range(32)], how))
+                generating = asyncio.create_task(
+                    all_of(engine, [[2 + i, 3, 4, 5] * 8 for i in range(32)], how)
+                )
             completions = await generating
             forwards = engine._manager.current_batch
             longest = max(len(completion.tokens) for completion in completions)
@@ -250,7 +275,9 @@ def test_all_slots_run_in_every_forward(model_dir: Path) -> None:
 def test_more_requests_than_slots_wait_for_their_turn(model_dir: Path) -> None:
     async def body() -> None:
         seen: list[int] = []
-        engine = TransformersEngine(*made_for(model_dir, slots=3, max_prompt_tokens=64, max_response_tokens=32), seen.append)
+        engine = TransformersEngine(
+            *made_for(model_dir, slots=3, max_prompt_tokens=64, max_response_tokens=32), seen.append
+        )
         await engine.start()
         completions = await all_of(engine, prompts(10), sampling(12))
         await engine.close()
@@ -291,7 +318,9 @@ def _check_spans(
     for version in versions & set(completion.versions):
         expected = tiny.plain_logprobs(model, weights[version], tokens, 0.8)[len(prompt) - 1 :]  # type: ignore[arg-type]
         span = [i for i, v in enumerate(completion.versions) if v == version]
-        assert [completion.logprobs[i] for i in span] == pytest.approx([expected[i] for i in span], abs=tolerance)
+        assert [completion.logprobs[i] for i in span] == pytest.approx(
+            [expected[i] for i in span], abs=tolerance
+        )
 
 
 def test_recompute_kv_makes_each_span_the_new_weights_own(model: Qwen3ForCausalLM, model_dir: Path) -> None:
@@ -308,7 +337,9 @@ def test_recompute_kv_makes_each_span_the_new_weights_own(model: Qwen3ForCausalL
     run(body)
 
 
-def test_keep_kv_marks_the_spans_and_goes_on_with_the_old_cache(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+def test_keep_kv_marks_the_spans_and_goes_on_with_the_old_cache(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
     async def body() -> None:
         requests, completions, weights = await _in_flight_load(model, model_dir, "keep-kv")
         mixed = [c for c in completions if len(set(c.versions)) > 1]
@@ -327,7 +358,9 @@ def test_keep_kv_marks_the_spans_and_goes_on_with_the_old_cache(model: Qwen3ForC
 
 
 @asynccontextmanager
-async def engine_with_hits(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[TransformersEngine, list[int]]]:
+async def engine_with_hits(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[TransformersEngine, list[int]]]:
     """An engine, and how many tokens of each prompt it has found in its cache."""
     found: list[int] = []
     search = PagedAttentionCache.search_prefix_match
@@ -354,7 +387,9 @@ def test_a_later_turn_finds_the_blocks_of_its_earlier_ones_until_a_load(
             second = [*(question + answer.tokens)[:99], 5, 6, 7]
             before = await engine.generate("e", second, sampling(8), seed=2, first_version=0)
             await engine.load(weights[5], 5, interrupt)
-            after = [await engine.generate("e", second, sampling(8), seed=3, first_version=0) for _ in range(2)]
+            after = [
+                await engine.generate("e", second, sampling(8), seed=3, first_version=0) for _ in range(2)
+            ]
         blocks = (len(second) - 1) // 32 * 32
         assert found == [0, blocks, 0, blocks]
         for version, completion in ((0, before), (5, after[0]), (5, after[1])):
@@ -400,7 +435,9 @@ def test_drain_lets_running_responses_end_on_their_version(model: Qwen3ForCausal
 
 
 @pytest.mark.parametrize("interrupt", ["drain", "keep-kv", "recompute-kv"])
-def test_a_failed_load_leaves_the_old_version_serving(model: Qwen3ForCausalLM, model_dir: Path, interrupt: str) -> None:
+def test_a_failed_load_leaves_the_old_version_serving(
+    model: Qwen3ForCausalLM, model_dir: Path, interrupt: str
+) -> None:
     async def body() -> None:
         async with engine_of(model_dir) as engine:
             bad = tiny.weights_after(model, 1)
@@ -410,7 +447,9 @@ def test_a_failed_load_leaves_the_old_version_serving(model: Qwen3ForCausalLM, m
             brake = Brake(engine, {0: 20})
             generating = asyncio.create_task(all_of(engine, prompts(4), sampling()))
             async with brake.stopped():
-                with pytest.raises(ValueError, match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm"):
+                with pytest.raises(
+                    ValueError, match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm"
+                ):
                     await engine.load(bad, 9, interrupt)  # type: ignore[arg-type]
             for prompt, completion in zip(prompts(4), await generating, strict=True):
                 assert set(completion.versions) == {0}
@@ -427,14 +466,23 @@ def half_way(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**weights, second: torch.empty_like(weights[second], device="meta")}
 
 
-def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    """The load's thread has interrupted the first response when the event loop is asked to abort the others."""
+def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
+    """The load's thread has interrupted the first response when the event loop is asked to abort the
+    others."""
 
     async def body() -> None:
         async with engine_of(model_dir, slots=4) as engine:
-            loop, gone, asked, brake = asyncio.get_running_loop(), threading.Event(), [], Brake(engine, {0: 20})
+            loop, gone, asked, brake = (
+                asyncio.get_running_loop(),
+                threading.Event(),
+                [],
+                Brake(engine, {0: 20}),
+            )
             generating = [
-                asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], sampling(128, temperature=0.1), i)) for i in range(4)
+                asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], sampling(128, temperature=0.1), i))
+                for i in range(4)
             ]
             scheduler = engine._manager.batch_processor.scheduler
             requeue = scheduler.add_waiting_request
@@ -465,19 +513,30 @@ def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(model: Qwen3
 
 
 @pytest.mark.parametrize("interrupt", ["drain", "keep-kv", "recompute-kv"])
-def test_a_load_that_fails_half_way_ends_the_engine(model: Qwen3ForCausalLM, model_dir: Path, interrupt: str) -> None:
+def test_a_load_that_fails_half_way_ends_the_engine(
+    model: Qwen3ForCausalLM, model_dir: Path, interrupt: str
+) -> None:
     async def body() -> None:
         async with engine_of(model_dir, slots=2) as engine:
             endless, brake = sampling(128, temperature=0.1), Brake(engine, {0: 20})
             async with asyncio.timeout(DEADLINE_S):
-                generating = [asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], endless, i)) for i in range(4)]
+                generating = [
+                    asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], endless, i)) for i in range(4)
+                ]
                 async with brake.stopped(until=interrupt):
-                    with pytest.raises(ExecutorFailed, match=r"loading version 9 failed half-way: NotImplementedError: .*meta"):
+                    with pytest.raises(
+                        ExecutorFailed,
+                        match=r"loading version 9 failed half-way: NotImplementedError: .*meta",
+                    ):
                         await engine.load(half_way(tiny.weights_after(model, 1)), 9, interrupt)  # type: ignore[arg-type]
                 ended = await asyncio.gather(*generating, return_exceptions=True)
-            failed, finished = ended[2:] if interrupt == "drain" else ended, ended[:2] if interrupt == "drain" else []
+            failed, finished = (
+                ended[2:] if interrupt == "drain" else ended,
+                ended[:2] if interrupt == "drain" else [],
+            )
             assert [type(end) for end in failed] == [ExecutorFailed] * len(failed)
-            assert all(isinstance(end, Completion) and set(end.versions) == {0} for end in finished)  # before the copy
+            # before the copy
+            assert all(isinstance(end, Completion) and set(end.versions) == {0} for end in finished)
             sampled = engine.sampled_tokens
             with pytest.raises(ExecutorFailed, match="half-way"):
                 await engine.generate("late", [5], endless, 0)
@@ -507,8 +566,12 @@ def test_without_a_second_buffer_too_only_a_started_copy_ends_the_engine(
             completion = await engine.generate("on", [5, 6, 7], sampling(4), 0)
             assert set(completion.versions) == {0}
             name, own = "model.norm.weight", engine._model.state_dict
-            monkeypatch.setattr(engine._model, "state_dict", lambda: {k: v for k, v in own().items() if k != name})
-            with pytest.raises(ExecutorFailed, match=r"loading version 9 failed half-way: KeyError: 'model\.norm\.weight'"):
+            monkeypatch.setattr(
+                engine._model, "state_dict", lambda: {k: v for k, v in own().items() if k != name}
+            )
+            with pytest.raises(
+                ExecutorFailed, match=r"loading version 9 failed half-way: KeyError: 'model\.norm\.weight'"
+            ):
                 await engine.load_in_place(lambda: buckets, 9, "keep-kv")
             with pytest.raises(ExecutorFailed, match="half-way"):
                 await engine.generate("late", [5, 6, 7], sampling(4), 0)
@@ -520,7 +583,9 @@ def test_abort_returns_what_there_is_and_frees_the_slot(model_dir: Path) -> None
     async def body() -> None:
         async with engine_of(model_dir, slots=1) as engine:
             brake = Brake(engine, {0: 6})
-            first = asyncio.create_task(engine.generate("first", [5, 6, 7], sampling(128, temperature=0.1), 0))
+            first = asyncio.create_task(
+                engine.generate("first", [5, 6, 7], sampling(128, temperature=0.1), 0)
+            )
             queued = asyncio.create_task(engine.generate("queued", [5, 6, 7], sampling(), 0))
             async with brake.stopped():
                 await engine.abort("queued")
@@ -540,7 +605,9 @@ def test_a_cancelled_generate_gives_its_slot_back(model_dir: Path) -> None:
     async def body() -> None:
         async with engine_of(model_dir, slots=1) as engine:
             brake = Brake(engine, {0: 6})
-            running = asyncio.create_task(engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0))
+            running = asyncio.create_task(
+                engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0)
+            )
             waiting = asyncio.create_task(engine.generate("waiting", [5, 6, 7], sampling(), 0))
             async with brake.stopped():
                 for task in (waiting, running):
@@ -573,7 +640,9 @@ def test_closing_fails_what_still_runs_or_waits(model_dir: Path) -> None:
     async def body() -> None:
         async with engine_of(model_dir, slots=1) as engine:
             brake = Brake(engine, {0: 6})
-            running = asyncio.create_task(engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0))
+            running = asyncio.create_task(
+                engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0)
+            )
             waiting = asyncio.create_task(engine.generate("waiting", [5, 6, 7], sampling(), 0))
             async with brake.stopped():
                 closing = asyncio.create_task(engine.close())

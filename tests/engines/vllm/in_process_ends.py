@@ -1,5 +1,6 @@
-"""In-process ends of `nccl` and `ipc`: the second implementation of their ports. Real bytes go through queues and memory of this
-process, in the place of NCCL groups and CUDA IPC handles; who waits for whom, and what ends whom, is as with those."""
+"""In-process ends of `nccl` and `ipc`: the second implementation of their ports. Real bytes go through queues
+and memory of this process, in the place of NCCL groups and CUDA IPC handles; who waits for whom, and what
+ends whom, is as with those."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Exchange:
 
 @dataclass
 class InProcessPipe:
-    """One tensor at a time: a sender waits until the one before was taken, as a broadcast waits for its peers."""
+    """One tensor at a time: a sender waits until the one before was taken, as a broadcast waits for its
+    peers."""
 
     met: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
     slot: queue.Queue[tuple[str, torch.Tensor]] = field(default_factory=lambda: queue.Queue(maxsize=1))
@@ -48,7 +50,8 @@ class InProcessPipe:
 
 
 class InProcessGroup:
-    """Rank 0's end. Making one waits for the worker's end, for ever, as NCCL does (the test's own bound apart)."""
+    """Rank 0's end. Making one waits for the worker's end, for ever, as NCCL does (the test's own bound
+    apart)."""
 
     def __init__(self, exchange: Exchange, meeting: Meeting) -> None:
         self.meeting = meeting
@@ -88,7 +91,9 @@ class InProcessMemory:
         self.sizes: list[int] = []
         self.collected = 0
 
-    def produce(self, tensors: Iterator[tuple[str, torch.Tensor]], buffer_bytes: int) -> Iterator[InProcessChunk]:
+    def produce(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], buffer_bytes: int
+    ) -> Iterator[InProcessChunk]:
         handle = len(self.sizes)
         self.sizes.append(buffer_bytes)
         self.buffers[handle] = torch.zeros(buffer_bytes, dtype=torch.uint8)
@@ -149,12 +154,16 @@ class InProcessRankZero(RankZero):
 
 
 class InProcessLlm:
-    """What `AsyncLLM` and its processes are to a load. A process that receives hears nothing else until it has all, or is killed.
+    """What `AsyncLLM` and its processes are to a load. A process that receives hears nothing else until it
+    has all, or is killed.
 
-    `breaks_after`: the processes stop receiving after so many tensors, and stay: the other end hears nothing of it.
+    `breaks_after`: the processes stop receiving after so many tensors, and stay: the other end hears nothing
+    of it.
     """
 
-    def __init__(self, exchange: Exchange, memory: InProcessMemory | None = None, breaks_after: int | None = None) -> None:
+    def __init__(
+        self, exchange: Exchange, memory: InProcessMemory | None = None, breaks_after: int | None = None
+    ) -> None:
         self.weights: dict[str, torch.Tensor] = {}
         self.order: list[str] = []
         self.weight_version = ""
@@ -208,7 +217,9 @@ class InProcessLlm:
         self.weights, self.weight_version = self._loading, weight_version
 
     def _receive(self, info: dict[str, Any]) -> None:
-        for number, (name, dtype, shape) in enumerate(zip(info["names"], info["dtype_names"], info["shapes"], strict=True)):
+        for number, (name, dtype, shape) in enumerate(
+            zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
+        ):
             got, tensor = self._next(number)
             assert (got, str(tensor.dtype), list(tensor.shape)) == (name, f"torch.{dtype}", shape)
             self._loading[name] = tensor

@@ -1,4 +1,5 @@
-"""Rank 0's ends of `nccl` and `ipc`: exactly which bytes leave, in which order, and that no wait is without an end."""
+"""Rank 0's ends of `nccl` and `ipc`: exactly which bytes leave, in which order, and that no wait is without
+an end."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions, Layout, Sha
 from asyncrl_cli.weights.sending import send
 from asyncrl_cli.weights.versions import Manifest, Meeting
 from tests.engines import tiny
-from tests.engines.vllm.in_process_ends import POLL_S, WAIT_S, Exchange, InProcessChunk, InProcessGroup, InProcessMemory
+from tests.engines.vllm.in_process_ends import (
+    POLL_S,
+    WAIT_S,
+    Exchange,
+    InProcessChunk,
+    InProcessGroup,
+    InProcessMemory,
+)
 from tests.packed import pack
 
 WORKER = "rollout-0"
@@ -32,7 +40,9 @@ def weights_of(version: int, tied: bool = True) -> dict[str, torch.Tensor]:
     return tiny.weights_after(tiny.make_model(tied=tied), version)
 
 
-def published(held: HeldVersions, version: int, weights: dict[str, torch.Tensor], bucket_bytes: int = 300_000) -> list[Layout]:
+def published(
+    held: HeldVersions, version: int, weights: dict[str, torch.Tensor], bucket_bytes: int = 300_000
+) -> list[Layout]:
     buckets = pack(weights, bucket_bytes)
     assert len(buckets) > 2
     manifest = Manifest(version=version, num_bytes=0, fingerprints=(0,) * len(buckets), temperature=1.0)
@@ -51,7 +61,9 @@ def test_what_is_announced_has_the_shapes_and_names_of_the_weights_and_no_bytes(
     weights = weights_of(1, tied)
     announced = AnnouncedWeights(published(HeldVersions(), 1, weights))
     assert announced.keys() == weights.keys()
-    assert {name: (t.shape, t.dtype) for name, t in announced.items()} == {n: (t.shape, t.dtype) for n, t in weights.items()}
+    assert {name: (t.shape, t.dtype) for name, t in announced.items()} == {
+        n: (t.shape, t.dtype) for n, t in weights.items()
+    }
     assert {tensor.device.type for tensor in announced.values()} == {"meta"}
 
 
@@ -59,12 +71,16 @@ def test_what_is_announced_has_the_shapes_and_names_of_the_weights_and_no_bytes(
 def test_a_tied_tensor_travels_once_under_the_name_that_vllm_loads(required: str) -> None:
     weights = weights_of(1)
     assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
-    needed = {name for name in weights if name not in ("model.embed_tokens.weight", "lm_head.weight")} | {required}
+    needed = {name for name in weights if name not in ("model.embed_tokens.weight", "lm_head.weight")} | {
+        required
+    }
     chosen = AnnouncedWeights(published(HeldVersions(), 1, weights)).chosen(needed)
     assert [name for name, _ in chosen].count(required) == 1
     assert {name for name, _ in chosen} == needed
     told_otherwise = SharedWeights(pack(weights, 300_000)).describe(needed)["tensors"]
-    assert [(name, spec.dtype, list(spec.shape)) for name, spec in chosen] == [tensor[:3] for tensor in told_otherwise]
+    assert [(name, spec.dtype, list(spec.shape)) for name, spec in chosen] == [
+        tensor[:3] for tensor in told_otherwise
+    ]
 
 
 def test_rank_zero_holds_a_version_until_nobody_can_want_it() -> None:
@@ -75,9 +91,14 @@ def test_rank_zero_holds_a_version_until_nobody_can_want_it() -> None:
     published(held, 2, second)
     sending = held.tensors(1, names)
     held.keep([2])
-    assert all(torch.equal(tensor, first[name]) for name, tensor in sending)  # what is being sent is sent to its end
-    assert {name: tensor.sum() for name, tensor in held.tensors(2, names)} == {name: second[name].sum() for name in names}
-    with pytest.raises(ValueError, match=r"rank 0 holds only 0 of 35 requested tensors of version 1 \(versions held: \[2\]\)"):
+    # what is being sent is sent to its end
+    assert all(torch.equal(tensor, first[name]) for name, tensor in sending)
+    assert {name: tensor.sum() for name, tensor in held.tensors(2, names)} == {
+        name: second[name].sum() for name in names
+    }
+    with pytest.raises(
+        ValueError, match=r"rank 0 holds only 0 of 35 requested tensors of version 1 \(versions held: \[2\]\)"
+    ):
         held.tensors(1, names)
     with pytest.raises(ValueError, match=r"35 of 36 requested tensors of version 2"):
         held.tensors(2, names | {"another": "another"})
@@ -98,7 +119,8 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 class Held:
-    """Version 1 and 2 on rank 0, and groups that are made in this process. `passed_s`: rank 0's clock is ahead by so much."""
+    """Version 1 and 2 on rank 0, and groups that are made in this process. `passed_s`: rank 0's clock is
+    ahead by so much."""
 
     def __init__(self) -> None:
         self.passed_s = 0.0
@@ -107,7 +129,9 @@ class Held:
         self.exchange = Exchange()
         self.held = HeldVersions()
         self.weights = {version: weights_of(version) for version in (1, 2)}
-        self.layouts = {version: published(self.held, version, weights) for version, weights in self.weights.items()}
+        self.layouts = {
+            version: published(self.held, version, weights) for version, weights in self.weights.items()
+        }
         self.names = names_of(self.layouts[1], set(self.weights[1]))
         self.groups: list[InProcessGroup] = []
         self.links = NcclLinks(self.held, self._open, timeout_s=WAIT_S, clock=self.clock)
@@ -118,9 +142,12 @@ class Held:
         return time.monotonic() + self.passed_s
 
     def all_wait(self, turns: list[Future[None]]) -> bool:
-        """Once so many threads of the pool have looked several times at who has the turn: whether none of them has got it."""
+        """Once so many threads of the pool have looked several times at who has the turn: whether none of
+        them has got it."""
         ends_s = time.monotonic() + WAIT_S
-        while sum(looks > 9 for thread, looks in dict(self.looks).items() if thread != threading.get_ident()) < len(turns):
+        while sum(
+            looks > 9 for thread, looks in dict(self.looks).items() if thread != threading.get_ident()
+        ) < len(turns):
             assert time.monotonic() < ends_s, f"{len(turns)} threads should wait: {self.looks}"
             time.sleep(POLL_S)
         return not any(turn.done() for turn in turns)
@@ -142,25 +169,36 @@ class Held:
         return self.groups[-1]
 
 
-def test_a_worker_gets_exactly_the_version_it_asked_for_in_the_order_of_the_layouts(threads: ThreadPoolExecutor) -> None:
+def test_a_worker_gets_exactly_the_version_it_asked_for_in_the_order_of_the_layouts(
+    threads: ThreadPoolExecutor,
+) -> None:
     there = Held()
     group, other = there.joined(threads), there.joined(threads, "rollout-1")
     sending = threads.submit(there.links.broadcast, WORKER, 1, there.names)
     got = [group.pipe.slot.get(timeout=WAIT_S) for _ in there.names]
     sending.result(WAIT_S)
-    assert [name for name, _ in got] == list(there.names.values()) == [n for n in there.weights[1] if n != "lm_head.weight"]
+    assert (
+        [name for name, _ in got]
+        == list(there.names.values())
+        == [n for n in there.weights[1] if n != "lm_head.weight"]
+    )
     assert all(torch.equal(tensor, there.weights[1][name]) for name, tensor in got)
     assert group.pipe.slot.empty()
     assert other.pipe.slot.empty()
 
 
-def test_the_group_of_a_worker_that_leaves_is_destroyed_and_its_broadcast_ends(threads: ThreadPoolExecutor) -> None:
+def test_the_group_of_a_worker_that_leaves_is_destroyed_and_its_broadcast_ends(
+    threads: ThreadPoolExecutor,
+) -> None:
     there = Held()
     group = there.joined(threads)
     sending = threads.submit(there.links.broadcast, WORKER, 2, there.names)
     group.pipe.slot.get(timeout=WAIT_S)  # one of many tensors; then the worker is gone
     there.links.leave(WORKER)
-    with pytest.raises(AsyncrlError, match="rank 0 waited for rollout-0's vLLM processes to take version 2: rollout-0 has left"):
+    with pytest.raises(
+        AsyncrlError,
+        match="rank 0 waited for rollout-0's vLLM processes to take version 2: rollout-0 has left",
+    ):
         sending.result(WAIT_S)
     assert group.pipe.destroyed.wait(WAIT_S)
     with pytest.raises(AsyncrlError, match="rank 0 has no NCCL group with rollout-0"):
@@ -183,7 +221,9 @@ def test_a_restarted_worker_joins_anew_and_gets_all_of_the_version(threads: Thre
     assert not new.pipe.destroyed.is_set()
 
 
-def test_a_broadcast_that_nobody_takes_ends_in_bounded_time_and_ends_its_group(threads: ThreadPoolExecutor) -> None:
+def test_a_broadcast_that_nobody_takes_ends_in_bounded_time_and_ends_its_group(
+    threads: ThreadPoolExecutor,
+) -> None:
     there = Held()
     group = there.joined(threads)
     sending = threads.submit(there.links.broadcast, WORKER, 1, there.names)
@@ -202,7 +242,10 @@ def test_a_meeting_that_nobody_comes_to_ends_in_bounded_time_and_whoever_comes_l
     joining = threads.submit(there.links.join, WORKER, meeting)
     there.opens.wait(WAIT_S)
     there.passed_s = WAIT_S
-    with pytest.raises(AsyncrlError, match=r"for rollout-0's vLLM processes to meet it by NCCL: longer than weights.timeout_s"):
+    with pytest.raises(
+        AsyncrlError,
+        match=r"for rollout-0's vLLM processes to meet it by NCCL: longer than weights.timeout_s",
+    ):
         joining.result(WAIT_S)
     pipe = there.exchange.pipe(meeting.port)
     pipe.met.wait(WAIT_S)
@@ -224,7 +267,9 @@ def test_workers_are_sent_to_one_after_another(threads: ThreadPoolExecutor) -> N
     assert all(torch.equal(tensor, there.weights[2][name]) for name, tensor in got.items())
 
 
-def test_a_worker_waits_for_its_turn_before_it_pauses_and_one_that_leaves_gives_it_back(threads: ThreadPoolExecutor) -> None:
+def test_a_worker_waits_for_its_turn_before_it_pauses_and_one_that_leaves_gives_it_back(
+    threads: ThreadPoolExecutor,
+) -> None:
     there = Held()
     groups = [there.joined(threads, f"rollout-{number}") for number in range(3)]
     there.links.turn("rollout-0")
@@ -235,7 +280,9 @@ def test_a_worker_waits_for_its_turn_before_it_pauses_and_one_that_leaves_gives_
     (first,) = wait([second, third], timeout=WAIT_S, return_when=FIRST_COMPLETED).done
     has, waits = ("rollout-1", "rollout-2") if first is second else ("rollout-2", "rollout-1")
     there.links.leave(waits)  # gone while it waits
-    with pytest.raises(AsyncrlError, match=f"{waits} waited for rank 0, which was sending to {has}: {waits} has left"):
+    with pytest.raises(
+        AsyncrlError, match=f"{waits} waited for rank 0, which was sending to {has}: {waits} has left"
+    ):
         (third if first is second else second).result(WAIT_S)
     sending = threads.submit(there.links.broadcast, has, 1, there.names)
     for _ in there.names:
@@ -245,7 +292,9 @@ def test_a_worker_waits_for_its_turn_before_it_pauses_and_one_that_leaves_gives_
     there.links.turn(WORKER)  # the broadcast has given it back
 
 
-def test_a_transfer_that_hangs_costs_its_own_worker_and_not_the_next_in_line(threads: ThreadPoolExecutor) -> None:
+def test_a_transfer_that_hangs_costs_its_own_worker_and_not_the_next_in_line(
+    threads: ThreadPoolExecutor,
+) -> None:
     there = Held()
     hangs, next_one = there.joined(threads), there.joined(threads, "rollout-1")
     there.links.turn(WORKER)
@@ -262,7 +311,9 @@ def test_a_transfer_that_hangs_costs_its_own_worker_and_not_the_next_in_line(thr
     assert all(torch.equal(tensor, there.weights[1][name]) for name, tensor in got.items())
 
 
-def test_who_has_the_turn_and_begins_nothing_loses_it_and_is_sent_to_later(threads: ThreadPoolExecutor) -> None:
+def test_who_has_the_turn_and_begins_nothing_loses_it_and_is_sent_to_later(
+    threads: ThreadPoolExecutor,
+) -> None:
     there = Held()
     slow, next_one = there.joined(threads), there.joined(threads, "rollout-1")
     there.links.turn(WORKER)
@@ -281,7 +332,9 @@ def test_who_has_the_turn_and_begins_nothing_loses_it_and_is_sent_to_later(threa
     slow_sending.result(WAIT_S)
 
 
-def test_a_turn_that_is_never_given_back_fails_those_who_wait_after_a_transfer_for_each_worker(threads: ThreadPoolExecutor) -> None:
+def test_a_turn_that_is_never_given_back_fails_those_who_wait_after_a_transfer_for_each_worker(
+    threads: ThreadPoolExecutor,
+) -> None:
     there = Held()
     begun, destroyed, ends = threading.Event(), threading.Event(), threading.Event()
 
@@ -384,7 +437,13 @@ def test_a_worker_that_leaves_while_a_part_is_made_gives_its_buffer_back() -> No
         buffer = torch.zeros(8)
         buffers.append(weakref.ref(buffer))
         rank_zero.leave(WORKER)  # rank 0's other thread, which cannot interrupt this one
-        yield InProcessChunk(names=["a"], shapes=[[8]], dtype_names=["float32"], tensor_sizes=[32], ipc_handle={"here": (buffer,)})
+        yield InProcessChunk(
+            names=["a"],
+            shapes=[[8]],
+            dtype_names=["float32"],
+            tensor_sizes=[32],
+            ipc_handle={"here": (buffer,)},
+        )
 
     def collect() -> None:
         held_when_collected.append(buffers[0]() is not None)

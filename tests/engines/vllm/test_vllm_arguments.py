@@ -37,7 +37,8 @@ def check(made: Setup, known: Collection[str] | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "policy"), [("cpu", {}, "passive"), ("cpu", {"OMP_WAIT_POLICY": "active"}, "active"), ("cuda", {}, None)]
+    ("device", "given", "policy"),
+    [("cpu", {}, "passive"), ("cpu", {"OMP_WAIT_POLICY": "active"}, "active"), ("cuda", {}, None)],
 )
 def test_threads_of_its_processes_wait_without_spinning_on_cpus(
     monkeypatch: pytest.MonkeyPatch, device: str, given: dict[str, str], policy: str | None
@@ -61,7 +62,9 @@ def test_names_are_told_without_importing_vllm() -> None:
         "import sys; from asyncrl_cli.engines.vllm.kind import names_in_source as names; "
         "assert 'block_size' in names(); print({'vllm', 'torch'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert (done.stdout.strip(), done.stderr) == ("set()", "")
 
 
@@ -69,18 +72,27 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """An installed vLLM whose arg_utils.py is `text`."""
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "arg_utils.py").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    )
 
 
-def test_fields_of_both_classes_count_and_methods_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_of_both_classes_count_and_methods_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields = "".join(f"    {name}: int = 0\n" for name in NAMES)
     method = "    def get(self):\n        x: int = 1\n"
-    source(tmp_path, monkeypatch, f"class EngineArgs:\n{fields}{method}class AsyncEngineArgs(EngineArgs):\n    last: int = 0\n")
+    source(
+        tmp_path,
+        monkeypatch,
+        f"class EngineArgs:\n{fields}{method}class AsyncEngineArgs(EngineArgs):\n    last: int = 0\n",
+    )
     assert names_in_source() == {*NAMES, "last"}
 
 
 @pytest.mark.parametrize(
-    "text", ["class EngineArgs(", "class EngineArgs:\n    model: int = 0\n", "from elsewhere import EngineArgs\n"]
+    "text",
+    ["class EngineArgs(", "class EngineArgs:\n    model: int = 0\n", "from elsewhere import EngineArgs\n"],
 )
 def test_a_source_of_another_form_tells_nothing_and_nothing_is_refused_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
@@ -99,17 +111,29 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
 @pytest.mark.parametrize(
     ("made", "told", "least"),
     [
-        (setup(max_num_batched_tokens=299), "the longest sequence (300 tokens), which is not prefilled in parts", 300),
-        (setup("cuda", enable_chunked_prefill=False, max_num_batched_tokens=299), "the longest sequence (300 tokens)", 300),
+        (
+            setup(max_num_batched_tokens=299),
+            "the longest sequence (300 tokens), which is not prefilled in parts",
+            300,
+        ),
+        (
+            setup("cuda", enable_chunked_prefill=False, max_num_batched_tokens=299),
+            "the longest sequence (300 tokens)",
+            300,
+        ),
         (setup("cuda", slots=128, max_num_batched_tokens=127), "rollout.slots = 128", 128),
     ],
 )
-def test_a_pass_that_is_too_small_is_refused_with_the_least_that_is_not(made: Setup, told: str, least: int) -> None:
+def test_a_pass_that_is_too_small_is_refused_with_the_least_that_is_not(
+    made: Setup, told: str, least: int
+) -> None:
     with pytest.raises(ConfigError) as refused:
         check(made, NAMES)
     profile, place = made
     given = profile.rollout.engine_args
-    assert f"max_num_batched_tokens = {given['max_num_batched_tokens']} is less than {told}" in refused.value.message
+    assert (
+        f"max_num_batched_tokens = {given['max_num_batched_tokens']} is less than {told}"
+    ) in refused.value.message
     assert refused.value.hint.startswith(f"max_num_batched_tokens = {least} in rollout.engine_args")
     given["max_num_batched_tokens"] = least
     check((profile, place), NAMES)

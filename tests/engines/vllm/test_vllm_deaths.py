@@ -1,5 +1,5 @@
-"""Who goes when a process of a vLLM engine is killed, and two that share a model. An engine of its own for each test; that of
-test_vllm_engine.py is killed at the end."""
+"""Who goes when a process of a vLLM engine is killed, and two that share a model. An engine of its own for
+each test; that of test_vllm_engine.py is killed at the end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def test_a_killed_owner_takes_its_engines_processes_along(model_dir: Path, tmp_p
     program.write_text(HOLD_AN_ENGINE)
     paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
     words = [sys.executable, str(program), str(model_dir)]
-    owner = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths})
+    owner = subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
     try:
         assert owner.stdout is not None
         assert "generating\n" in owner.stdout  # vLLM writes its warnings there too
@@ -68,7 +70,8 @@ def test_a_killed_owner_takes_its_engines_processes_along(model_dir: Path, tmp_p
 
 @pytest.fixture
 def log_file(tmp_path: Path) -> Iterator[None]:
-    """Our stdout is a file, as a rollout worker's is: vLLM's processes inherit it. (Where pytest captures it, it is one anyway.)"""
+    """Our stdout is a file, as a rollout worker's is: vLLM's processes inherit it. (Where pytest captures it,
+    it is one anyway.)"""
     ours, file = os.dup(1), os.open(tmp_path / "rollout-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     yield
@@ -78,10 +81,14 @@ def log_file(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("log_file")
-def test_a_start_that_fails_in_another_process_is_told_with_its_error(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+def test_a_start_that_fails_in_another_process_is_told_with_its_error(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
     too_small = {"kv_cache_memory_bytes": 1000}
     with (
-        pytest.raises(ExecutorFailed, match=r"vLLM did not start: ValueError: No available memory for the cache blocks"),
+        pytest.raises(
+            ExecutorFailed, match=r"vLLM did not start: ValueError: No available memory for the cache blocks"
+        ),
         world(model, model_dir, engine_args=too_small),
     ):
         pass
@@ -103,6 +110,8 @@ def test_processes_that_share_a_model_sample_what_plain_forwards_score_and_die_t
             assert first.logprobs == pytest.approx(there.plain(0, prompt, first), abs=1e-4)
             assert second.logprobs == pytest.approx(there.plain(version, prompt, second), abs=1e-4)
             # Or the survivor, whose collective failed, was heard first.
-            await kill_and_expect(there, "Worker_TP1", "VllmWorker-1 with (SIGKILL|an unknown exit code)|.*gloo")
+            await kill_and_expect(
+                there, "Worker_TP1", "VllmWorker-1 with (SIGKILL|an unknown exit code)|.*gloo"
+            )
 
         there.run(body)

@@ -1,5 +1,6 @@
-"""Loads by `nccl` and `ipc` without a GPU: our infos in vLLM's own classes, its packing, its reload of tied layers, and the
-engine's whole path (pause, bytes from rank 0, version, resume, failure) with in-process ends for NCCL groups and CUDA handles."""
+"""Loads by `nccl` and `ipc` without a GPU: our infos in vLLM's own classes, its packing, its reload of tied
+layers, and the engine's whole path (pause, bytes from rank 0, version, resume, failure) with in-process ends
+for NCCL groups and CUDA handles."""
 
 from __future__ import annotations
 
@@ -64,7 +65,10 @@ def layouts_of(held: HeldVersions, version: int, weights: dict[str, torch.Tensor
 
 
 def test_vllms_nccl_engine_understands_our_infos() -> None:
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLWeightTransferEngine,
+        NCCLWeightTransferInitInfo,
+    )
 
     engine = object.__new__(NCCLWeightTransferEngine)
     init_info = engine.parse_init_info(nccl_init_info(MEETING))
@@ -75,9 +79,15 @@ def test_vllms_nccl_engine_understands_our_infos() -> None:
         1,
         3,
     )
-    assert (init_info.packed, init_info.packed_buffer_size_bytes, init_info.packed_num_buffers) == (True, 2**27, 2)
+    assert (init_info.packed, init_info.packed_buffer_size_bytes, init_info.packed_num_buffers) == (
+        True,
+        2**27,
+        2,
+    )
     weights = tiny.weights_after(tiny.make_model(tied=True), 1)
-    chosen = AnnouncedWeights(layouts_of(HeldVersions(), 1, weights)).chosen(weights.keys() - {"lm_head.weight"})
+    chosen = AnnouncedWeights(layouts_of(HeldVersions(), 1, weights)).chosen(
+        weights.keys() - {"lm_head.weight"}
+    )
     info = engine.parse_update_info(nccl_update_info(chosen))
     assert dict(zip(info.names, info.shapes, strict=True)) == {
         name: list(tensor.shape) for name, tensor in weights.items() if name != "lm_head.weight"
@@ -91,18 +101,27 @@ def test_vllms_ipc_engine_understands_our_infos(monkeypatch: pytest.MonkeyPatch)
     engine = object.__new__(IPCWeightTransferEngine)
     assert engine.parse_init_info({"packed": True}).packed
     handle = {"GPU-1": (torch.Tensor, torch.Size([4]), b"handle")}
-    chunk = InProcessChunk(names=["a"], shapes=[[2, 2]], dtype_names=["bfloat16"], tensor_sizes=[8], ipc_handle=handle)
+    chunk = InProcessChunk(
+        names=["a"], shapes=[[2, 2]], dtype_names=["bfloat16"], tensor_sizes=[8], ipc_handle=handle
+    )
     with pytest.raises(ValueError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
         engine.parse_update_info(update_info(chunk))
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # as vllm_launch.set_environment does for this backend
+    # as vllm_launch.set_environment does for this backend
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     info = engine.parse_update_info(update_info(chunk))
-    assert (info.names, info.shapes, info.dtype_names, info.tensor_sizes) == (["a"], [[2, 2]], ["bfloat16"], [8])
+    assert (info.names, info.shapes, info.dtype_names, info.tensor_sizes) == (
+        ["a"],
+        [[2, 2]],
+        ["bfloat16"],
+        [8],
+    )
     assert info.ipc_handles == handle
     assert pickle.loads(base64.b64decode(update_info(chunk)["ipc_handles_pickled"])) == handle
 
 
 def test_our_calls_of_vllms_trainer_side_have_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither can be made without a GPU: here they are bound to vLLM's signatures, and what it would iterate over is looked at."""
+    """Neither can be made without a GPU: here they are bound to vLLM's signatures, and what it would iterate
+    over is looked at."""
     from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 
     calls: dict[str, dict[str, Any]] = {}
@@ -126,12 +145,17 @@ def test_our_calls_of_vllms_trainer_side_have_its_names(monkeypatch: pytest.Monk
     tensors = {"a": torch.ones(3)}
 
     group = NcclGroup(MEETING, torch.device("cuda:0"))
-    assert calls["trainer_init"]["init_info"] == {"master_address": "10.0.0.7", "master_port": 29511, "world_size": 3}
+    assert calls["trainer_init"]["init_info"] == {
+        "master_address": "10.0.0.7",
+        "master_port": 29511,
+        "world_size": 3,
+    }
     group._device = torch.device("cpu")
     group.broadcast(iter(tensors.items()))
     broadcast = calls["packed_nccl_broadcast_producer"]
     assert (broadcast["group"], broadcast["src"]) == (communicator, 0)
-    assert (broadcast["buffer_size_bytes"], broadcast["num_buffers"]) == (2**27, 2)  # as in nccl_init_info of the same meeting
+    # as in nccl_init_info of the same meeting
+    assert (broadcast["buffer_size_bytes"], broadcast["num_buffers"]) == (2**27, 2)
     assert [broadcast["post_iter_func"](item) is tensors[item[0]] for item in broadcast["iterator"]] == [True]
     group.destroy()
     assert "destroy" in calls
@@ -157,16 +181,24 @@ def test_what_vllm_packs_of_rank_zeros_tensors_it_unpacks_by_our_info(wire_bytes
     info = nccl_update_info(chosen)
     sent = held.tensors(1, {spec.name: name for name, spec in chosen})
     dtypes = [getattr(torch, name) for name in info["dtype_names"]]
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(info["shapes"], dtypes, strict=True)]
+    sizes = [
+        torch.Size(shape).numel() * dtype.itemsize
+        for shape, dtype in zip(info["shapes"], dtypes, strict=True)
+    ]
     first, got, packs = 0, {}, 0
     while (chunk := pack_tensors(sent, lambda item: item[1], wire_bytes)) is not None:
         last, total = first, 0
-        while last < len(sizes) and total <= wire_bytes:  # as packed_nccl_broadcast_consumer sizes its next buffer
+        # as packed_nccl_broadcast_consumer sizes its next buffer
+        while last < len(sizes) and total <= wire_bytes:
             total += sizes[last]
             last += 1
         assert chunk.packed_tensor.nbytes == total
         part = slice(first, last)
-        got |= dict(unpack_tensor(chunk.packed_tensor, info["names"][part], info["shapes"][part], dtypes[part], sizes[part]))
+        got |= dict(
+            unpack_tensor(
+                chunk.packed_tensor, info["names"][part], info["shapes"][part], dtypes[part], sizes[part]
+            )
+        )
         first, packs = last, packs + 1
     assert packs == 1 if wire_bytes == 2**30 else packs > 3
     assert got.keys() == weights.keys()
@@ -179,7 +211,9 @@ def test_vllms_reload_puts_new_bytes_under_a_tied_layer_that_keeps_no_packed_cop
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8, bias=False)})
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8, bias=False)}
+    )
     model["head"].weight = model["embed"].weight
     model.requires_grad_(False)
     record_metadata_for_reloading(model)
@@ -211,14 +245,22 @@ class Direct:
     ) -> None:
         self.exchange, self.memory, self.held = Exchange(), InProcessMemory(), HeldVersions()
         self.weights = {version: tiny.weights_after(model, version) for version in (1, 2)}
-        self.layouts = {version: layouts_of(self.held, version, weights) for version, weights in self.weights.items()}
+        self.layouts = {
+            version: layouts_of(self.held, version, weights) for version, weights in self.weights.items()
+        }
         self.timeout_s = timeout_s
         if backend == "nccl":
-            self.end: Any = NcclLinks(self.held, lambda meeting: InProcessGroup(self.exchange, meeting), timeout_s=timeout_s)
+            self.end: Any = NcclLinks(
+                self.held, lambda meeting: InProcessGroup(self.exchange, meeting), timeout_s=timeout_s
+            )
         else:
-            self.end = IpcExports(self.held, self.memory.produce, buffer_bytes=100_000, collect=self.memory.collect)
+            self.end = IpcExports(
+                self.held, self.memory.produce, buffer_bytes=100_000, collect=self.memory.collect
+            )
         lengths = {"slots": 2, "max_prompt_tokens": 8, "max_response_tokens": 8}
-        self.made = made_for(model_dir, transport=backend, timeout_s=timeout_s, device=device, colocate=colocate, **lengths)
+        self.made = made_for(
+            model_dir, transport=backend, timeout_s=timeout_s, device=device, colocate=colocate, **lengths
+        )
         self.shape = skeleton(model_dir, trust_remote_code=False)
         self.llm = InProcessLlm(self.exchange, self.memory if backend == "ipc" else None, **llm)
         self.engine = self._engine(self.llm)
@@ -242,7 +284,9 @@ class Direct:
     def holds(self, version: int) -> bool:
         names = [name for name, _ in self.shape.named_parameters()]
         weights = self.weights[version]
-        return self.llm.order == names and all(torch.equal(self.llm.weights[name], weights[name]) for name in names)
+        return self.llm.order == names and all(
+            torch.equal(self.llm.weights[name], weights[name]) for name in names
+        )
 
 
 def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -270,7 +314,11 @@ def test_each_load_brings_all_bytes_of_its_version_within_one_pause(
             assert there.llm.weight_version == str(there.engine.version) == str(version)
             assert report.pause_s >= report.load_s > 0
             assert there.memory.collected == (version if backend == "ipc" else 0)
-        assert there.llm.init_info == {"packed": True} if backend == "ipc" else there.llm.init_info["world_size"] == 2
+        assert (
+            there.llm.init_info == {"packed": True}
+            if backend == "ipc"
+            else there.llm.init_info["world_size"] == 2
+        )
 
     run(body)
 
@@ -300,7 +348,9 @@ def test_a_colocated_engine_gives_back_its_weights_too_and_gets_cache_and_reques
     run(body)
 
 
-@pytest.mark.parametrize(("interrupt", "is_drained"), [("keep-kv", False), ("recompute-kv", False), ("drain", True)])
+@pytest.mark.parametrize(
+    ("interrupt", "is_drained"), [("keep-kv", False), ("recompute-kv", False), ("drain", True)]
+)
 def test_generation_goes_on_while_rank_zero_sends_to_another_worker(
     interrupt: Interrupt, is_drained: bool, model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
@@ -331,14 +381,18 @@ def test_generation_goes_on_while_rank_zero_sends_to_another_worker(
     run(body)
 
 
-def test_weights_that_do_not_fit_are_refused_before_the_engine_is_paused(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+def test_weights_that_do_not_fit_are_refused_before_the_engine_is_paused(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
     async def body() -> None:
         there = Direct(model, model_dir, "nccl")
         await there.connect()
         wrong = dict(there.weights[1])
         wrong["model.norm.weight"] = wrong["model.norm.weight"][:-1]
         there.layouts[1] = layouts_of(there.held, 1, wrong)
-        with pytest.raises(ValueError, match=r"do not fit the engine's model: wrong shape model\.norm\.weight"):
+        with pytest.raises(
+            ValueError, match=r"do not fit the engine's model: wrong shape model\.norm\.weight"
+        ):
             await there.load(1)
         assert there.llm.calls == []
         await there.load(2)
@@ -357,10 +411,12 @@ def test_a_version_that_rank_zero_does_not_hold_ends_the_engine_by_name(
         there.held.keep([2])
         began_s = time.monotonic()
         with pytest.raises(
-            ExecutorFailed, match=r"the transfer of version 1 by .* failed: .*0 of 36 requested tensors of version 1"
+            ExecutorFailed,
+            match=r"the transfer of version 1 by .* failed: .*0 of 36 requested tensors of version 1",
         ) as caught:
             await there.load(1)
-        assert time.monotonic() - began_s < WAIT_S  # vLLM's processes, which waited for bytes, are gone: nobody waits for them
+        # vLLM's processes, which waited for bytes, are gone: nobody waits for them
+        assert time.monotonic() - began_s < WAIT_S
         assert there.llm.killed.is_set()
         assert "resume" not in there.llm.calls
         with pytest.raises(ExecutorFailed) as later:
@@ -370,7 +426,9 @@ def test_a_version_that_rank_zero_does_not_hold_ends_the_engine_by_name(
     run(body)
 
 
-def test_processes_that_stop_receiving_half_way_end_both_sides_in_bounded_time(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+def test_processes_that_stop_receiving_half_way_end_both_sides_in_bounded_time(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
     async def body() -> None:
         there = Direct(model, model_dir, "nccl", breaks_after=5)
         await there.connect()
@@ -380,7 +438,8 @@ def test_processes_that_stop_receiving_half_way_end_both_sides_in_bounded_time(m
             await there.load(1)
         assert str(caught.value) == (
             "loading version 1 into vLLM failed half-way: the transfer of version 1 by NCCL failed: "
-            "rank 0 waited for rollout-0's vLLM processes to take version 1: longer than weights.timeout_s = 0.5 s"
+            "rank 0 waited for rollout-0's vLLM processes to take version 1: longer than weights.timeout_s = "
+            "0.5 s"
         )
         assert time.monotonic() - began_s < WAIT_S
         assert there.llm.killed.is_set()
@@ -452,7 +511,9 @@ async def at_once(*args: Any) -> None:
     pass
 
 
-def test_a_meeting_to_which_vllm_does_not_come_is_told_in_rank_zeros_words(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+def test_a_meeting_to_which_vllm_does_not_come_is_told_in_rank_zeros_words(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
     async def body() -> None:
         there = Direct(model, model_dir, "nccl")
         there.end._timeout_s = 0.5
@@ -461,7 +522,8 @@ def test_a_meeting_to_which_vllm_does_not_come_is_told_in_rank_zeros_words(model
             await there.connect()
         assert str(caught.value) == (
             "the meeting by NCCL at in-process:1 failed: "
-            "rank 0 waited for rollout-0's vLLM processes to meet it by NCCL: longer than weights.timeout_s = 0.5 s"
+            "rank 0 waited for rollout-0's vLLM processes to meet it by NCCL: longer than weights.timeout_s "
+            "= 0.5 s"
         )
         assert there.llm.killed.is_set()
 
@@ -469,10 +531,16 @@ def test_a_meeting_to_which_vllm_does_not_come_is_told_in_rank_zeros_words(model
 
 
 @pytest.mark.parametrize(
-    ("rank_zero", "vllm", "missing"), [(never, never, "rank 0"), (never, at_once, "rank 0"), (at_once, never, "vLLM's processes")]
+    ("rank_zero", "vllm", "missing"),
+    [(never, never, "rank 0"), (never, at_once, "rank 0"), (at_once, never, "vLLM's processes")],
 )
 def test_a_meeting_that_rank_zero_says_nothing_of_names_who_is_missing(
-    rank_zero: Any, vllm: Any, missing: str, model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    rank_zero: Any,
+    vllm: Any,
+    missing: str,
+    model: Qwen3ForCausalLM,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither end comes: it is rank 0, which would have said that it waits."""
     monkeypatch.setattr(transfers, "WORKER_MARGIN_S", 0.0)
@@ -483,16 +551,26 @@ def test_a_meeting_that_rank_zero_says_nothing_of_names_who_is_missing(
         there.llm.init_weight_transfer_engine = vllm  # type: ignore[method-assign]
         with pytest.raises(ExecutorFailed) as caught:
             await there.connect()
-        why = f"the meeting by NCCL at in-process:1 took longer than weights.timeout_s = 0.5 s: still waiting for {missing}"
+        why = (
+            "the meeting by NCCL at in-process:1 took longer than weights.timeout_s = 0.5 s: still "
+            f"waiting for {missing}"
+        )
         assert str(caught.value) == why
         assert there.llm.killed.is_set()
 
     run(body)
 
 
-@pytest.mark.parametrize(("export", "update", "missing"), [(never, at_once, "rank 0"), (None, never, "vLLM's processes")])
+@pytest.mark.parametrize(
+    ("export", "update", "missing"), [(never, at_once, "rank 0"), (None, never, "vLLM's processes")]
+)
 def test_a_part_that_does_not_come_through_names_who_is_missing(
-    export: Any, update: Any, missing: str, model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    export: Any,
+    update: Any,
+    missing: str,
+    model: Qwen3ForCausalLM,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def a_part(*args: Any) -> dict[str, Any]:
         return {}
@@ -507,14 +585,18 @@ def test_a_part_that_does_not_come_through_names_who_is_missing(
             await there.load(1)
         assert str(caught.value) == (
             "loading version 1 into vLLM failed half-way: "
-            f"the transfer of version 1 by CUDA IPC took longer than weights.timeout_s = 0.5 s: still waiting for {missing}"
+            "the transfer of version 1 by CUDA IPC took longer than weights.timeout_s = 0.5 s: still "
+            f"waiting for {missing}"
         )
 
     run(body)
 
 
 def test_a_load_that_has_ended_well_stays_so_when_rank_zero_answers_late(
-    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Qwen3ForCausalLM,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def late(self: Any) -> None:
         raise ExecutorLost("trainer-0 failed: the leave of rollout-0 took longer than 10 s")
@@ -544,7 +626,10 @@ def test_a_turn_that_does_not_come_fails_the_load_and_the_old_version_goes_on(
         await there.connect()
         with monkeypatch.context() as patch:
             patch.setattr(InProcessRankZero, "turn", refused)
-            with pytest.raises(ExecutorFailed, match="the wait until rank 0 sends to this worker failed: trainer-0: rank 0 has no"):
+            with pytest.raises(
+                ExecutorFailed,
+                match="the wait until rank 0 sends to this worker failed: trainer-0: rank 0 has no",
+            ):
                 await there.load(1)
         assert there.llm.calls == []
         assert there.engine._gate.is_open
@@ -554,8 +639,11 @@ def test_a_turn_that_does_not_come_fails_the_load_and_the_old_version_goes_on(
     run(body)
 
 
-def test_real_processes_of_vllm_are_ended_when_the_bytes_do_not_come(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    """vLLM itself, on a CPU: its generation fails at once with the transfer's error, and so does every later load."""
+def test_real_processes_of_vllm_are_ended_when_the_bytes_do_not_come(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
+    """vLLM itself, on a CPU: its generation fails at once with the transfer's error, and so does every later
+    load."""
 
     class Absent(InProcessRankZero):
         async def turn(self) -> None:
@@ -575,7 +663,9 @@ def test_real_processes_of_vllm_are_ended_when_the_bytes_do_not_come(model: Qwen
             running = asyncio.create_task(there.generate([5, 6, 7], sampling(256, temperature=0.1)))
             await there.sampled(20)
             began_s = time.monotonic()
-            with pytest.raises(ExecutorFailed, match=r"version 1 by NCCL failed: trainer-0 failed: .*out of memory"):
+            with pytest.raises(
+                ExecutorFailed, match=r"version 1 by NCCL failed: trainer-0 failed: .*out of memory"
+            ):
                 await there.engine.load(AnnouncedWeights(layouts), 1, "keep-kv")
             with pytest.raises(ExecutorFailed, match="version 1 by NCCL failed: trainer-0 failed"):
                 await running

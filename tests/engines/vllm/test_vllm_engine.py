@@ -1,4 +1,5 @@
-"""Real vLLM against plain forward passes of transformers, with real weight loads in flight. One engine for the whole module."""
+"""Real vLLM against plain forward passes of transformers, with real weight loads in flight. One engine for
+the whole module."""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ from asyncrl_cli.samples import overlaid
 from tests.engines import tiny
 from tests.engines.needs import needs_vllm
 from tests.engines.vllm.vllm_kills import kill_and_expect
-from tests.engines.vllm.vllm_world import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, World, prompts, sampling, world
+from tests.engines.vllm.vllm_world import (
+    MAX_PROMPT_TOKENS,
+    MAX_RESPONSE_TOKENS,
+    World,
+    prompts,
+    sampling,
+    world,
+)
 from tests.envs.test_group_runner import KEY, TEMPLATE, Questions, Rewards, group
 
 pytestmark = [
@@ -52,7 +60,8 @@ def there(model: Qwen3ForCausalLM, model_dir: Path) -> Iterator[World]:
     cache = {
         "block_size": PAGE_TOKENS,
         "kv_cache_memory_bytes": PAGES * PAGE_TOKENS * kv_bytes_per_token,
-        # Room for one whole response in a pass, and not for all: where prefills were cut to fit, seeded requests would end vLLM.
+        # Room for one whole response in a pass, and not for all: where prefills were cut to fit, seeded
+        # requests would end vLLM.
         "max_num_batched_tokens": MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS,
     }
     with world(model, model_dir, engine_args=cache) as running:
@@ -69,9 +78,13 @@ def test_logprobs_are_of_the_scaled_distribution(there: World, temperature: floa
     async def body() -> None:
         requests = prompts(12)
         version = there.engine.version
-        for prompt, completion in zip(requests, await there.all_of(requests, sampling(temperature=temperature)), strict=True):
+        for prompt, completion in zip(
+            requests, await there.all_of(requests, sampling(temperature=temperature)), strict=True
+        ):
             well_formed(completion)
-            assert completion.logprobs == pytest.approx(there.plain(version, prompt, completion, temperature), abs=1e-4)
+            assert completion.logprobs == pytest.approx(
+                there.plain(version, prompt, completion, temperature), abs=1e-4
+            )
             assert completion.versions == [version] * len(completion.tokens)
             assert completion.finish_reason == ("stop" if completion.tokens[-1] == tiny.EOS else "length")
 
@@ -79,7 +92,8 @@ def test_logprobs_are_of_the_scaled_distribution(there: World, temperature: floa
 
 
 def test_more_prompt_tokens_than_a_forward_pass_takes_are_no_trouble(there: World) -> None:
-    """vLLM on CPUs dies of a prompt that it computes in two parts, with a seed: eight prompts of 60 tokens, 320 per pass."""
+    """vLLM on CPUs dies of a prompt that it computes in two parts, with a seed: eight prompts of 60 tokens,
+    320 per pass."""
 
     async def body() -> None:
         requests = [[2 + (i + k) % 60 for k in range(60)] for i in range(8)]
@@ -94,10 +108,13 @@ def test_greedy_has_logprobs_of_the_unscaled_distribution(there: World) -> None:
     async def body() -> None:
         prompt = prompts(1)[0]
         greedy, sampled = await asyncio.gather(
-            there.generate(prompt, sampling(temperature=0.0)), there.generate(prompt, sampling(temperature=1.5))
+            there.generate(prompt, sampling(temperature=0.0)),
+            there.generate(prompt, sampling(temperature=1.5)),
         )
         assert greedy.logprobs == pytest.approx(there.plain(there.engine.version, prompt, greedy), abs=1e-4)
-        assert sampled.logprobs == pytest.approx(there.plain(there.engine.version, prompt, sampled, 1.5), abs=1e-4)
+        assert sampled.logprobs == pytest.approx(
+            there.plain(there.engine.version, prompt, sampled, 1.5), abs=1e-4
+        )
 
     there.run(body)
 
@@ -114,7 +131,11 @@ def test_a_seed_fixes_the_response_whoever_else_is_in_the_batch(there: World) ->
     async def body() -> None:
         prompt = prompts(1)[0]
         alone = await there.generate(prompt, sampling(), seed=5)
-        together = (await asyncio.gather(there.generate(prompt, sampling(), seed=5), there.all_of(prompts(6), sampling())))[0]
+        together = (
+            await asyncio.gather(
+                there.generate(prompt, sampling(), seed=5), there.all_of(prompts(6), sampling())
+            )
+        )[0]
         other = await there.generate(prompt, sampling(), seed=6)
         assert alone.tokens == together.tokens
         assert alone.tokens != other.tokens
@@ -138,8 +159,11 @@ def test_a_response_ends_at_its_stop_string_which_stays_in_it(there: World) -> N
     there.run(body)
 
 
-async def _in_flight_loads(there: World, interrupt: str) -> tuple[list[list[int]], list[Completion], list[int]]:
-    """24 requests on 8 slots; two more versions are loaded after some tokens. The versions before, between and after."""
+async def _in_flight_loads(
+    there: World, interrupt: str
+) -> tuple[list[list[int]], list[Completion], list[int]]:
+    """24 requests on 8 slots; two more versions are loaded after some tokens. The versions before, between
+    and after."""
     versions = [there.engine.version]
     requests = prompts(24)
     generating = asyncio.create_task(there.all_of(requests, sampling(100, temperature=0.8)))
@@ -156,11 +180,15 @@ async def _in_flight_loads(there: World, interrupt: str) -> tuple[list[list[int]
     return requests, completions, versions
 
 
-def _check_spans(there: World, prompt: list[int], completion: Completion, versions: set[int], tolerance: float) -> None:
+def _check_spans(
+    there: World, prompt: list[int], completion: Completion, versions: set[int], tolerance: float
+) -> None:
     for version in versions & set(completion.versions):
         expected = there.plain(version, prompt, completion, 0.8)
         span = [i for i, v in enumerate(completion.versions) if v == version]
-        assert [completion.logprobs[i] for i in span] == pytest.approx([expected[i] for i in span], abs=tolerance)
+        assert [completion.logprobs[i] for i in span] == pytest.approx(
+            [expected[i] for i in span], abs=tolerance
+        )
 
 
 def test_recompute_kv_makes_each_span_the_new_weights_own(there: World) -> None:
@@ -174,13 +202,17 @@ def test_recompute_kv_makes_each_span_the_new_weights_own(there: World) -> None:
     there.run(body)
 
 
-def test_every_turn_of_an_episode_has_the_logprobs_of_the_weights_that_sampled_it(there: World, model_dir: Path) -> None:
+def test_every_turn_of_an_episode_has_the_logprobs_of_the_weights_that_sampled_it(
+    there: World, model_dir: Path
+) -> None:
     """Weights are loaded with recompute-kv while some episodes sample and others are between turns."""
 
     async def body() -> None:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
         tokenizer.chat_template = TEMPLATE
-        means = Means(there.engine, Chat(tokenizer), Questions, Limits(64, 250, max_turns=8), Places(8, hold=True))
+        means = Means(
+            there.engine, Chat(tokenizer), Questions, Limits(64, 250, max_turns=8), Places(8, hold=True)
+        )
         runner, versions = GroupRunner(means, sampling(40, temperature=0.8)), [there.engine.version]
         running = asyncio.create_task(runner.run(group(n=12), lambda finished: None))
         for _ in range(2):
@@ -189,25 +221,37 @@ def test_every_turn_of_an_episode_has_the_logprobs_of_the_weights_that_sampled_i
             await there.load(versions[-1], "recompute-kv")
         result, payload = await running
         assert {meta.num_turns for meta in result.trajectories} == {3}
-        assert {version for meta in result.trajectories for version, _ in meta.version_tokens} == set(versions)
+        assert {version for meta in result.trajectories for version, _ in meta.version_tokens} == set(
+            versions
+        )
         assert max(meta.span for meta in result.trajectories) >= 1
         for trajectory in payload.trajectories:
             (segment,) = trajectory.segments
             for version in {*segment.versions_T.tolist()} - {-1}:
-                expected = [0.0, *tiny.plain_logprobs(there.model, there.weights[version], segment.tokens_T.tolist(), 0.8)]
+                expected = [
+                    0.0,
+                    *tiny.plain_logprobs(there.model, there.weights[version], segment.tokens_T.tolist(), 0.8),
+                ]
                 span = [t for t, other in enumerate(segment.versions_T) if other == version]
-                assert segment.logprobs_T[span].tolist() == pytest.approx([expected[t] for t in span], abs=1e-4)
+                assert segment.logprobs_T[span].tolist() == pytest.approx(
+                    [expected[t] for t in span], abs=1e-4
+                )
 
     there.run(body)
 
 
-def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(there: World, model_dir: Path, tmp_path: Path) -> None:
-    """Tokens, logprobs and versions of two weights are saved as a checkpoint saves them; a third one goes on from them."""
+def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(
+    there: World, model_dir: Path, tmp_path: Path
+) -> None:
+    """Tokens, logprobs and versions of two weights are saved as a checkpoint saves them; a third one goes on
+    from them."""
 
     async def body() -> None:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
         tokenizer.chat_template = None
-        means = Means(there.engine, Chat(tokenizer), partial(OneTurn, Rewards()), Limits(64, 320), Places(8, hold=True))
+        means = Means(
+            there.engine, Chat(tokenizer), partial(OneTurn, Rewards()), Limits(64, 320), Places(8, hold=True)
+        )
         runner, request = GroupRunner(means, sampling(200, temperature=0.8)), group(n=6)
         versions = [there.newer()]
         await there.load(versions[0], "recompute-kv")
@@ -227,8 +271,12 @@ def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(there: W
         versions.append(there.newer())
         await there.load(versions[2], "recompute-kv")
         sampled = there.engine.sampled_tokens
-        result, payload = await runner.run(replace(request, key=PartKey(KEY, 1), goes_on=kept), lambda finished: None, read)
-        assert there.engine.sampled_tokens - sampled == result.response_tokens - sum(one.tokens for one in kept.values())
+        result, payload = await runner.run(
+            replace(request, key=PartKey(KEY, 1), goes_on=kept), lambda finished: None, read
+        )
+        assert there.engine.sampled_tokens - sampled == result.response_tokens - sum(
+            one.tokens for one in kept.values()
+        )
         assert sum(not one.is_whole for one in kept.values()) >= 2, "the others ended before the cut"
         for index, trajectory in enumerate(payload.trajectories):
             (segment,), (before,) = trajectory.segments, read.trajectories[index].segments
@@ -236,11 +284,18 @@ def test_what_a_cut_has_kept_goes_on_after_a_resume_and_stays_as_it_was(there: W
             end = start + len(before.tokens_T)
             for name in ("tokens_T", "logprobs_T", "versions_T"):
                 np.testing.assert_array_equal(getattr(segment, name)[start:end], getattr(before, name))
-            assert set(segment.versions_T[end:].tolist()) == (set() if kept[index].is_whole else {versions[2]})
+            assert set(segment.versions_T[end:].tolist()) == (
+                set() if kept[index].is_whole else {versions[2]}
+            )
             for version in versions:
-                expected = [0.0, *tiny.plain_logprobs(there.model, there.weights[version], segment.tokens_T.tolist(), 0.8)]
+                expected = [
+                    0.0,
+                    *tiny.plain_logprobs(there.model, there.weights[version], segment.tokens_T.tolist(), 0.8),
+                ]
                 span = [t for t, other in enumerate(segment.versions_T) if other == version]
-                assert segment.logprobs_T[span].tolist() == pytest.approx([expected[t] for t in span], abs=1e-4)
+                assert segment.logprobs_T[span].tolist() == pytest.approx(
+                    [expected[t] for t in span], abs=1e-4
+                )
 
     there.run(body)
 
@@ -250,7 +305,9 @@ def test_keep_kv_marks_the_spans_and_goes_on_with_the_old_cache(there: World) ->
         requests, completions, _ = await _in_flight_loads(there, "keep-kv")
         for prompt, completion in zip(requests, completions, strict=True):
             _check_spans(there, prompt, completion, {completion.versions[0]}, 1e-4)
-        prompt, mixed = next((p, c) for p, c in zip(requests, completions, strict=True) if len(set(c.versions)) > 1)
+        prompt, mixed = next(
+            (p, c) for p, c in zip(requests, completions, strict=True) if len(set(c.versions)) > 1
+        )
         border = next(i for i, version in enumerate(mixed.versions) if version != mixed.versions[0])
         for version in (mixed.versions[0], mixed.versions[border]):
             assert abs(mixed.logprobs[border] - there.plain(version, prompt, mixed, 0.8)[border]) > 1e-4
@@ -274,7 +331,8 @@ def test_after_keep_kv_no_new_request_meets_prefixes_of_older_weights(there: Wor
 def test_a_request_that_a_load_overtakes_on_its_way_begins_again(
     there: World, monkeypatch: pytest.MonkeyPatch, max_response_tokens: int
 ) -> None:
-    """It was let in, and its salt chosen, before the load; vLLM hears of it after. Its cached prefix is of older weights."""
+    """It was let in, and its salt chosen, before the load; vLLM hears of it after. Its cached prefix is of
+    older weights."""
 
     async def body() -> None:
         long = [3 + i % 43 for i in range(MAX_PROMPT_TOKENS)]
@@ -307,13 +365,18 @@ def test_a_request_that_a_load_overtakes_on_its_way_begins_again(
     there.run(body)
 
 
-def test_without_the_salt_a_new_request_would_meet_prefixes_of_older_weights(there: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the salt is for: with one and the same salt, the cached keys and values are those of the weights before."""
+def test_without_the_salt_a_new_request_would_meet_prefixes_of_older_weights(
+    there: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the salt is for: with one and the same salt, the cached keys and values are those of the weights
+    before."""
 
     async def body() -> None:
         from vllm.inputs.engine import tokens_input
 
-        monkeypatch.setattr(vllm_requests, "prompt", lambda tokens, version: tokens_input(tokens, cache_salt="the same"))
+        monkeypatch.setattr(
+            vllm_requests, "prompt", lambda tokens, version: tokens_input(tokens, cache_salt="the same")
+        )
         long = [3 + i % 47 for i in range(MAX_PROMPT_TOKENS)]
         await there.generate(long, sampling())
         version = there.newer()
@@ -351,7 +414,8 @@ def test_a_load_that_does_not_fit_leaves_the_old_version_serving(there: World, i
         generating = asyncio.create_task(there.all_of(prompts(4), sampling()))
         await there.sampled(20)
         with pytest.raises(
-            ValueError, match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm.weight; wrong dtype model.layers.0"
+            ValueError,
+            match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm.weight; wrong dtype model.layers.0",
         ):
             await there.load_these(bad, version + 1, interrupt)  # type: ignore[arg-type]
         for prompt, completion in zip(prompts(4), await generating, strict=True):
@@ -367,7 +431,9 @@ def test_a_cancelled_drain_resumes_on_the_old_version(there: World) -> None:
         version = there.engine.version
         generating = asyncio.create_task(there.all_of(prompts(4), sampling(100, temperature=0.3)))
         await there.sampled(20)
-        loading = asyncio.create_task(there.load_these(tiny.weights_after(there.model, 1), version + 1, "drain"))
+        loading = asyncio.create_task(
+            there.load_these(tiny.weights_after(there.model, 1), version + 1, "drain")
+        )
         while there.engine._gate.is_open:  # noqa: ASYNC110  (the load closes it in its first turns)
             await asyncio.sleep(0)
         loading.cancel()
@@ -418,7 +484,9 @@ def test_abort_returns_what_there_is_and_frees_the_slot(there: World) -> None:
 
 def test_an_abort_right_after_the_start_is_not_lost(there: World) -> None:
     async def body() -> None:
-        running = asyncio.create_task(there.engine.generate("early", [5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1), 0))
+        running = asyncio.create_task(
+            there.engine.generate("early", [5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1), 0)
+        )
         await asyncio.sleep(0)
         await there.engine.abort("early")
         assert (await running).finish_reason == "abort"
@@ -428,7 +496,9 @@ def test_an_abort_right_after_the_start_is_not_lost(there: World) -> None:
 
 def test_a_cancelled_generate_gives_its_slot_back(there: World) -> None:
     async def body() -> None:
-        running = asyncio.create_task(there.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1)))
+        running = asyncio.create_task(
+            there.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1))
+        )
         await there.sampled(5)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -454,7 +524,8 @@ def test_decode_steps_are_the_passes_that_sampled_tokens_of_responses(there: Wor
             while len(llm.output_processor.request_states) < 8:  # noqa: ASYNC110  (each comes in a turn of its own task)
                 await asyncio.sleep(0)
         longest = max(len(completion.tokens) for completion in await generating)
-        assert longest <= engine.decode_steps - before <= longest + 1  # the last one may still be on its way to the engine
+        # the last one may still be on its way to the engine
+        assert longest <= engine.decode_steps - before <= longest + 1
         before = engine.decode_steps
         await engine.score(prompts(3), 1.0)
         await engine.score(prompts(1), 0.7)
@@ -481,7 +552,8 @@ def test_prompt_tokens_are_counted_and_those_that_were_cached(there: World) -> N
 
 
 async def counted(there: World, at_least: float) -> tuple[float, float]:
-    """Prompt tokens, and those that were cached. vLLM counts a request just after its last token was delivered."""
+    """Prompt tokens, and those that were cached. vLLM counts a request just after its last token was
+    delivered."""
     while (sums := there.engine.counters().sums)["prompt_tokens"] < at_least:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     return sums["prompt_tokens"], sums["cached_prompt_tokens"]
@@ -514,7 +586,9 @@ def test_only_a_later_turn_of_an_older_trajectory_meets_the_cache_of_older_weigh
         later_turn, completion = await cached(second, first_version=begun)
         assert set(completion.versions) == {version}
         assert later_turn == (pages if interrupt == "keep-kv" else 0)
-        is_new_alone = completion.logprobs == pytest.approx(there.plain(version, second, completion), abs=1e-4)
+        is_new_alone = completion.logprobs == pytest.approx(
+            there.plain(version, second, completion), abs=1e-4
+        )
         assert is_new_alone == (interrupt != "keep-kv")
 
     there.run(body)
@@ -529,9 +603,13 @@ def test_a_cache_that_is_too_small_is_told_by_counters_and_changes_no_logprob(th
         most = {"kv_cache_usage": 0.0, "engine_running": 0.0, "engine_waiting": 0.0}
         for first in range(5, 45, 8):  # an answer may still end early
             requests = [[first + i] * MAX_PROMPT_TOKENS for i in range(8)]
-            generating = asyncio.create_task(there.all_of(requests, sampling(MAX_RESPONSE_TOKENS, temperature=0.25)))
+            generating = asyncio.create_task(
+                there.all_of(requests, sampling(MAX_RESPONSE_TOKENS, temperature=0.25))
+            )
             while not generating.done():
-                most = {name: max(value, engine.counters().gauges.get(name, 0.0)) for name, value in most.items()}
+                most = {
+                    name: max(value, engine.counters().gauges.get(name, 0.0)) for name, value in most.items()
+                }
                 await asyncio.sleep(0.001)
             if engine.counters().sums["preemptions"] > 0:
                 break
@@ -541,7 +619,9 @@ def test_a_cache_that_is_too_small_is_told_by_counters_and_changes_no_logprob(th
         assert (most["engine_running"], most["engine_waiting"] > 0) == (8, True)
         for prompt, completion in zip(requests, generating.result(), strict=True):
             well_formed(completion)
-            assert completion.logprobs == pytest.approx(there.plain(version, prompt, completion, 0.25), abs=1e-4)
+            assert completion.logprobs == pytest.approx(
+                there.plain(version, prompt, completion, 0.25), abs=1e-4
+            )
 
     there.run(body)
 

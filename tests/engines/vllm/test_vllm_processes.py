@@ -36,7 +36,9 @@ class Llm:
         self.asked: list[str] = []
         self.pausing: Callable[[], Coroutine[Any, Any, None]] = lambda: asyncio.sleep(0)
         self.process = Process()
-        self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[self.process])))
+        self.engine_core = SimpleNamespace(
+            resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[self.process]))
+        )
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self.asked.append(f"pause {mode} {clear_cache}")

@@ -1,5 +1,6 @@
-"""A tied model: the head must follow the embedding, and if it did not, the probes would say so; and loads that fail. An engine of
-its own, whose functions are replaced in the process that holds the model. A test that ends it leaves the next one a new one."""
+"""A tied model: the head must follow the embedding, and if it did not, the probes would say so; and loads
+that fail. An engine of its own, whose functions are replaced in the process that holds the model. A test that
+ends it leaves the next one a new one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.weights.versions import make_probes, mean_abs_diff
 from tests.engines import tiny
 from tests.engines.needs import needs_vllm
-from tests.engines.vllm.vllm_world import FUNCTIONS_MAY_BE_SENT, MAX_RESPONSE_TOKENS, World, prompts, replace, sampling, world
+from tests.engines.vllm.vllm_world import (
+    FUNCTIONS_MAY_BE_SENT,
+    MAX_RESPONSE_TOKENS,
+    World,
+    prompts,
+    replace,
+    sampling,
+    world,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,7 +33,8 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 LOOKS = 1000
-"""At what the engine process holds, some milliseconds each: together they take much longer than DROP_AFTER_S."""
+"""At what the engine process holds, some milliseconds each: together they take much longer than
+DROP_AFTER_S."""
 ALARM = MAX_LOGPROB_DIFF["float32"]
 PROBES = [list(probe) for probe in make_probes(4, 64, 0)]
 
@@ -65,7 +75,8 @@ async def probe_diff(there: World, version: int) -> float:
 
 
 def packed_matrices(worker: Any) -> tuple[int, int]:
-    """For `in_engine`: how many there are, of all versions that it has loaded; and of the one that generates."""
+    """For `in_engine`: how many there are, of all versions that it has loaded; and of the one that
+    generates."""
     import gc
 
     from vllm._custom_ops import CPUDNNLGEMMHandler
@@ -75,7 +86,8 @@ def packed_matrices(worker: Any) -> tuple[int, int]:
 
 
 def collector(worker: Any, is_on: bool) -> None:
-    """For `in_engine`: Python's garbage collector, which runs when it likes, must not be what frees old layers."""
+    """For `in_engine`: Python's garbage collector, which runs when it likes, must not be what frees old
+    layers."""
     import gc
 
     gc.collect()
@@ -91,7 +103,9 @@ async def at_the_end_one_version_is_held(tied: World) -> AsyncIterator[None]:
             held, of_the_model = await tied.in_engine(packed_matrices)
             if held == of_the_model:
                 break
-        assert held == of_the_model > 0, f"{held} packed matrices after {LOOKS} looks, of which the model has {of_the_model}"
+        assert held == of_the_model > 0, (
+            f"{held} packed matrices after {LOOKS} looks, of which the model has {of_the_model}"
+        )
     finally:
         await tied.in_engine(collector, True)
 
@@ -143,7 +157,9 @@ def test_a_load_that_fails_half_way_ends_the_engine_rather_than_mix_versions(tie
 
     async def body() -> None:
         before = tied.engine.version
-        running = asyncio.create_task(tied.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1)))
+        running = asyncio.create_task(
+            tied.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1))
+        )
         await tied.sampled(5)
         await tied.in_engine(replace, "pack_tied_layers", "fails")
         with pytest.raises(ExecutorFailed, match=r"half-way.*no memory for packing"):

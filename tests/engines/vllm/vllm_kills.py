@@ -15,7 +15,8 @@ from tests.engines.vllm.vllm_processes import engine_processes
 from tests.engines.vllm.vllm_world import MAX_RESPONSE_TOKENS, World, sampling
 
 FAILS_WITHIN_S = 90.0
-"""Where two share a model, vLLM gives the survivor 5 s to end by itself and 4 s to heed a SIGTERM; and the machine may be busy."""
+"""Where two share a model, vLLM gives the survivor 5 s to end by itself and 4 s to heed a SIGTERM; and the
+machine may be busy."""
 GONE_WITHIN_S = 60.0
 
 
@@ -27,7 +28,8 @@ async def kill_and_expect(there: World, victim: str, how_it_ended: str) -> None:
     version = there.newer()
     waits.append(asyncio.create_task(there.load(version, "drain")))
     await asyncio.sleep(0)
-    waits.append(asyncio.create_task(there.generate([5, 6, 7], how)))  # behind the gate that the drain has closed
+    # behind the gate that the drain has closed
+    waits.append(asyncio.create_task(there.generate([5, 6, 7], how)))
     await asyncio.sleep(0)
     processes = engine_processes(os.getpid())
     processes[victim].send_signal(signal.SIGKILL)

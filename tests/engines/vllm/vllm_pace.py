@@ -1,7 +1,7 @@
 """Keeps a vLLM engine's processes from running ahead of the event loop that asks them.
 
-While the loop turns, it beats: it counts up in a file. The processes go on for a few passes without a beat, then they wait for one.
-So a response cannot end because the loop was late to ask for something else.
+While the loop turns, it beats: it counts up in a file. The processes go on for a few passes without a beat,
+then they wait for one. So a response cannot end because the loop was late to ask for something else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds vLLM's processes by what started them.
 
-Not by the titles that they give themselves ("VLLM::EngineCore"): setproctitle finds a process's command line from the first
-variable of its environment, and leaves everything as it is where that variable was set anew. Ray starts its workers with their
-environment in a random order, so now and then that is the case.
+Not by the titles that they give themselves ("VLLM::EngineCore"): setproctitle finds a process's command line
+from the first variable of its environment, and leaves everything as it is where that variable was set anew.
+Ray starts its workers with their environment in a random order, so now and then that is the case.
 """
 
 from __future__ import annotations
@@ -11,17 +11,23 @@ import psutil
 
 
 def engine_processes(pid: int) -> dict[str, psutil.Process]:
-    """Those of a process's newest engine: EngineCore, and below it Worker_TP0, Worker_TP1 ... where several share a model."""
+    """Those of a process's newest engine: EngineCore, and below it Worker_TP0, Worker_TP1 ... where several
+    share a model."""
     cores = spawned_by(pid)
     if not cores:
         return {}
-    return {"EngineCore": cores[-1]} | {f"Worker_TP{rank}": worker for rank, worker in enumerate(spawned_by(cores[-1].pid))}
+    return {"EngineCore": cores[-1]} | {
+        f"Worker_TP{rank}": worker for rank, worker in enumerate(spawned_by(cores[-1].pid))
+    }
 
 
 def spawned_by(pid: int) -> list[psutil.Process]:
     """In the order of their start; none if the process has ended."""
     try:
-        return sorted(filter(_is_spawned, psutil.Process(pid).children()), key=lambda child: (child.create_time(), child.pid))
+        return sorted(
+            filter(_is_spawned, psutil.Process(pid).children()),
+            key=lambda child: (child.create_time(), child.pid),
+        )
     except psutil.NoSuchProcess:
         return []
 

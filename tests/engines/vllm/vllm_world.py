@@ -30,14 +30,17 @@ MAX_RESPONSE_TOKENS = 256
 FUNCTIONS_MAY_BE_SENT = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 """In the environment of an engine's start."""
 KEPT: list[Any] = []
-"""ZMQ contexts of ended engines. vLLM leaves them to the garbage collector, which warns, in whatever test it happens to run; at the
-end of the interpreter nobody does."""
+"""ZMQ contexts of ended engines. vLLM leaves them to the garbage collector, which warns, in whatever test it
+happens to run; at the end of the interpreter nobody does."""
 
 
 class World:
-    """`weights[version]` are those that the engine held; each test loads versions of its own, always newer ones."""
+    """`weights[version]` are those that the engine held; each test loads versions of its own, always newer
+    ones."""
 
-    def __init__(self, model: Qwen3ForCausalLM, engine: VllmEngine, runner: asyncio.Runner, beats: Path) -> None:
+    def __init__(
+        self, model: Qwen3ForCausalLM, engine: VllmEngine, runner: asyncio.Runner, beats: Path
+    ) -> None:
         self.model = model
         self.engine = engine
         self.weights: dict[int, dict[str, Any]] = {0: model.state_dict()}
@@ -53,7 +56,8 @@ class World:
         return self._runner.run(bounded())
 
     def newer(self) -> int:
-        """A version that was not there yet, with weights of its own, whose responses hardly ever end early."""
+        """A version that was not there yet, with weights of its own, whose responses hardly ever end
+        early."""
         version = max(self.weights) + 1
         weights = tiny.weights_after(self.model, 1 + version % 5)
         head = "model.embed_tokens.weight" if self.model.config.tie_word_embeddings else "lm_head.weight"
@@ -74,7 +78,9 @@ class World:
             running = [tasks.create_task(self.generate(prompt, how)) for prompt in requests]
         return [task.result() for task in running]
 
-    async def generate(self, prompt: list[int], how: Sampling, seed: int | None = None, **turn: Any) -> Completion:
+    async def generate(
+        self, prompt: list[int], how: Sampling, seed: int | None = None, **turn: Any
+    ) -> Completion:
         """`turn`: `first_version`, for a later one."""
         self._num_requests += 1
         seed = self._num_requests if seed is None else seed
@@ -87,8 +93,8 @@ class World:
             await asyncio.sleep(0)
 
     async def in_engine(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function of ours in the process that holds the model, with vLLM's worker as its first argument. The engine
-        must have been started with `FUNCTIONS_MAY_BE_SENT`."""
+        """Calls a function of ours in the process that holds the model, with vLLM's worker as its first
+        argument. The engine must have been started with `FUNCTIONS_MAY_BE_SENT`."""
         assert self.engine._llm is not None
         return (await answer(self.engine._llm, self.engine._llm.collective_rpc(function, args=args)))[0]
 
@@ -101,9 +107,13 @@ class World:
         finally:
             await self.in_engine(replace, name, "original")
 
-    def plain(self, version: int, prompt: list[int], completion: Completion, temperature: float = 1.0) -> list[float]:
+    def plain(
+        self, version: int, prompt: list[int], completion: Completion, temperature: float = 1.0
+    ) -> list[float]:
         """Of the response's tokens, by a plain transformers forward of one version's weights."""
-        found = tiny.plain_logprobs(self.model, self.weights[version], prompt + completion.tokens, temperature)
+        found = tiny.plain_logprobs(
+            self.model, self.weights[version], prompt + completion.tokens, temperature
+        )
         return found[len(prompt) - 1 :]
 
 
@@ -129,8 +139,15 @@ def world(model: Qwen3ForCausalLM, directory: Path, **changes: Any) -> Iterator[
     with asyncio.Runner() as runner, tempfile.NamedTemporaryFile() as beats:
         beats.write(bytes(8))
         beats.flush()
-        settings = {"slots": 8, "max_prompt_tokens": MAX_PROMPT_TOKENS, "max_response_tokens": MAX_RESPONSE_TOKENS}
-        engine_args = {"worker_extension_cls": f"{Paced.__module__}.{Paced.__name__}", **changes.pop("engine_args", {})}
+        settings = {
+            "slots": 8,
+            "max_prompt_tokens": MAX_PROMPT_TOKENS,
+            "max_response_tokens": MAX_RESPONSE_TOKENS,
+        }
+        engine_args = {
+            "worker_extension_cls": f"{Paced.__module__}.{Paced.__name__}",
+            **changes.pop("engine_args", {}),
+        }
         engine = VllmEngine(*made_for(directory, engine_args=engine_args, **(settings | changes)))
         there = World(model, engine, runner, Path(beats.name))
         try:

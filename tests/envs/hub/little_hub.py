@@ -1,4 +1,5 @@
-"""An environment as packages of the environments hub are written: sums in one turn, and a shop whose prices a tool knows."""
+"""An environment as packages of the environments hub are written: sums in one turn, and a shop whose prices a
+tool knows."""
 
 import verifiers as vf
 from datasets import Dataset
@@ -19,7 +20,9 @@ def right(completion, answer, **kwargs) -> float:
 
 def looked_up(completion, answer, **kwargs) -> float:
     """1 for the right price that was looked up, 1/2 for a guess."""
-    calls = [call for message in completion if message.role == "assistant" for call in message.tool_calls or ()]
+    calls = [
+        call for message in completion if message.role == "assistant" for call in message.tool_calls or ()
+    ]
     return float(completion[-1].content == answer) * (1.0 if calls else 0.5)
 
 
@@ -37,6 +40,8 @@ def load_environment(num_sums: int = 4, together: bool = False) -> vf.Environmen
         rubric=vf.Rubric(funcs=[best if together else right]),
     )
     prices = {"pear": "3", "fig": "5", "nut": "?"}
-    things = Dataset.from_list([{"question": f"price of a {thing}?", "answer": answer} for thing, answer in prices.items()])
+    things = Dataset.from_list(
+        [{"question": f"price of a {thing}?", "answer": answer} for thing, answer in prices.items()]
+    )
     shop = vf.ToolEnv(dataset=things, rubric=vf.Rubric(funcs=[looked_up]), tools=[price], max_turns=3)
     return one_turn if together else vf.EnvGroup([one_turn, shop])

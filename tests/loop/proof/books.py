@@ -1,7 +1,7 @@
 """A second set of books of a run, kept from its events alone, to hold against the loop's own.
 
-Nothing of `loop.admission` or the ledger is used: what they count incrementally is counted here from scratch, each time,
-after the formulas of docs/admission.md. Slow on purpose, and for small worlds.
+Nothing of `loop.admission` or the ledger is used: what they count incrementally is counted here from scratch,
+each time, after the formulas of docs/admission.md. Slow on purpose, and for small worlds.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from tests.loop.proof.travel_book import TravelBook
 
 
 def in_time(deadlines: Iterable[int], version: int, takes_left: int, window_groups: int) -> bool:
-    """Whether groups of these deadlines can all be trained in time: `takes_left` in this version, W in each later one."""
+    """Whether groups of these deadlines can all be trained in time: `takes_left` in this version, W in each
+    later one."""
     due = sorted(deadlines)
     if not due:
         return True
     if due[0] < version:
         return False
     latest = due[-1] - version
-    return all(sum(deadline <= version + d for deadline in due) <= takes_left + d * window_groups for d in range(latest + 1))
+    return all(
+        sum(deadline <= version + d for deadline in due) <= takes_left + d * window_groups
+        for d in range(latest + 1)
+    )
 
 
 @dataclass(slots=True, kw_only=True)
 class PartBook:
-    """Responses that were placed on a worker when it held `version`. `indices`: once the worker was asked for them."""
+    """Responses that were placed on a worker when it held `version`. `indices`: once the worker was asked for
+    them."""
 
     worker: str
     version: int
@@ -43,9 +48,9 @@ class PartBook:
 
 @dataclass(slots=True, kw_only=True)
 class LiveAttempt:
-    """An attempt that is running, finished or in training. `parts` by number, without those that were lost; `num_lost` responses of
-    these have not been placed again, and go on from what was `kept` of them. `tokens`, `num_kept`, `rewards` and `payloads`: of
-    what has ended. `columns` by scorer."""
+    """An attempt that is running, finished or in training. `parts` by number, without those that were lost;
+    `num_lost` responses of these have not been placed again, and go on from what was `kept` of them.
+    `tokens`, `num_kept`, `rewards` and `payloads`: of what has ended. `columns` by scorer."""
 
     account: str
     deadline: int = -1
@@ -107,7 +112,8 @@ class WorkerBook:
 
 @dataclass(slots=True, kw_only=True)
 class Books:
-    """Every attempt of the run, and the counters of the current window; `live` in order of admission, `finish_order` of finish."""
+    """Every attempt of the run, and the counters of the current window; `live` in order of admission,
+    `finish_order` of finish."""
 
     settings: LoopSettings
     workers: dict[str, WorkerBook]
@@ -178,20 +184,33 @@ class Books:
         """What the scorer should compute next: what could be taken now, then the rest, in finish order."""
         if scorer == "prox":  # of the window's weights: what the window still takes
             of_window = self.takeable(self.takes_left, unscored=True)
-            return [key for key in sorted(of_window, key=self.finish_order.index) if scorer not in self.live[key].columns]
+            return [
+                key
+                for key in sorted(of_window, key=self.finish_order.index)
+                if scorer not in self.live[key].columns
+            ]
         if scorer == "critic":  # after the train step before: what the next one takes
             of_step = self.takeable(self.settings.schedule.step_groups, unscored=True)
-            return [key for key in sorted(of_step, key=self.finish_order.index) if scorer not in self.live[key].columns]
+            return [
+                key
+                for key in sorted(of_step, key=self.finish_order.index)
+                if scorer not in self.live[key].columns
+            ]
         could = self.takeable(len(self.finish_order), unscored=True)
-        order = [*sorted(could, key=self.finish_order.index), *(key for key in self.finish_order if key not in could)]
+        order = [
+            *sorted(could, key=self.finish_order.index),
+            *(key for key in self.finish_order if key not in could),
+        ]
         return [key for key in order if scorer not in self.live[key].columns]
 
     def takeable(self, num_groups: int, *, unscored: bool = False) -> list[AttemptKey]:
-        """In finish order as far as deadlines allow, looking at everything again after each take. `unscored`: also those that lack
-        a column."""
+        """In finish order as far as deadlines allow, looking at everything again after each take. `unscored`:
+        also those that lack a column."""
         taken: list[AttemptKey] = []
         while len(taken) < num_groups:
-            rest = (key for key in self.finish_order if key not in taken and (unscored or self.is_scored(key)))
+            rest = (
+                key for key in self.finish_order if key not in taken and (unscored or self.is_scored(key))
+            )
             allowed = next((key for key in rest if self.may_take(key, taken)), None)
             if allowed is None:
                 break
@@ -213,7 +232,10 @@ class Books:
         is_full = sum(max(0, worker.slots - worker.used) // unit for worker in up) * unit < num_responses
         queue = rollout.n * rollout.prefetch_groups if is_full else 0
         while placed.total() < num_responses:
-            room = {name: worker.slots - worker.used + queue - placed[name] for name, worker in self.workers.items()}
+            room = {
+                name: worker.slots - worker.used + queue - placed[name]
+                for name, worker in self.workers.items()
+            }
             able = [name for name in room if room[name] >= unit and not self.workers[name].loading]
             able = [name for name in able if self.workers[name].version >= at_least]
             if not able:
@@ -234,20 +256,31 @@ class Books:
 
     def start_in_time(self, version: int) -> bool:
         """Whether one more group, started on `version`, could be trained in time beside all others."""
-        deadline, on_stale = version + self.settings.schedule.max_staleness, self.settings.profile.async_training.on_stale
+        deadline, on_stale = (
+            version + self.settings.schedule.max_staleness,
+            self.settings.profile.async_training.on_stale,
+        )
         if on_stale == "accept":
             return True
         if version != self.version and (deadline <= self.version or self.travel.is_short):
             return False
         if on_stale != "wait":
             return True
-        return in_time([*self.untaken.values(), deadline], self.version, self.takes_left, self.settings.schedule.window_groups)
+        return in_time(
+            [*self.untaken.values(), deadline],
+            self.version,
+            self.takes_left,
+            self.settings.schedule.window_groups,
+        )
 
     def closed(self) -> str:
         """Why nothing may start now, "" if something may; the reasons in the order of docs/admission.md."""
         awake = [worker for worker in self.workers.values() if not worker.loading]
         lost = self.lost_first()
-        has_room = self.placement(self.settings.profile.rollout.n if lost is None else self.live[lost].num_lost) is not None
+        has_room = (
+            self.placement(self.settings.profile.rollout.n if lost is None else self.live[lost].num_lost)
+            is not None
+        )
         placement = self.placement_now()
         reasons = {
             "stopping": self.stopping,
@@ -255,12 +288,15 @@ class Books:
             "window": lost is None and len(self.untaken) + self.taken_in_window >= self.budget,
             "loading": not awake or (self.settings.profile.placement.colocate and not self.all_loaded()),
             "slots": not has_room,
-            "deadlines": placement is None or (lost is None and not self.start_in_time(self.oldest(placement))),
+            "deadlines": placement is None
+            or (lost is None and not self.start_in_time(self.oldest(placement))),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     def all_loaded(self) -> bool:
-        return {(worker.version, worker.loading) for worker in self.workers.values()} == {(self.version, False)}
+        return {(worker.version, worker.loading) for worker in self.workers.values()} == {
+            (self.version, False)
+        }
 
     def state(self) -> dict[str, Any]:
         """JSON for a checkpoint; workers are not part of it."""
@@ -277,7 +313,9 @@ class Books:
 
     def _live_state(self, key: AttemptKey, live: LiveAttempt) -> list[Any]:
         """A running part survives as what its worker has just said of it."""
-        ended = [[number, part.version, part.indices] for number, part in live.parts.items() if part.has_ended]
+        ended = [
+            [number, part.version, part.indices] for number, part in live.parts.items() if part.has_ended
+        ]
         kept = dict(live.kept)
         for number, part in live.parts.items():
             if live.account == "running" and not part.has_ended:
@@ -288,16 +326,39 @@ class Books:
         return [*key, *tokens, ended, live.num_parts, told]
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.version, self.taken_in_window, self.admitted = state["version"], state["taken_in_window"], state["admitted"]
-        for *key, account, deadline, tokens, payloads, num_kept, rewards, parts, num_parts, kept in state["live"]:
-            live = LiveAttempt(account=account, deadline=deadline, tokens=tokens, payloads=dict(payloads), num_parts=num_parts)
+        self.version, self.taken_in_window, self.admitted = (
+            state["version"],
+            state["taken_in_window"],
+            state["admitted"],
+        )
+        for *key, account, deadline, tokens, payloads, num_kept, rewards, parts, num_parts, kept in state[
+            "live"
+        ]:
+            live = LiveAttempt(
+                account=account,
+                deadline=deadline,
+                tokens=tokens,
+                payloads=dict(payloads),
+                num_parts=num_parts,
+            )
             live.num_kept, live.rewards = num_kept, set(rewards)
             for number, version, indices in parts:
-                part = PartBook(worker="", version=version, num_responses=len(indices), indices=tuple(indices), has_ended=True)
+                part = PartBook(
+                    worker="",
+                    version=version,
+                    num_responses=len(indices),
+                    indices=tuple(indices),
+                    has_ended=True,
+                )
                 live.parts[number] = part
             if account == "running":
-                live.num_lost = self.settings.profile.rollout.n - sum(part.num_responses for part in live.parts.values())
-            live.kept = {index: Kept(tuple((v, count) for v, count in versions), whole) for index, versions, whole in kept}
+                live.num_lost = self.settings.profile.rollout.n - sum(
+                    part.num_responses for part in live.parts.values()
+                )
+            live.kept = {
+                index: Kept(tuple((v, count) for v, count in versions), whole)
+                for index, versions, whole in kept
+            }
             self.live[AttemptKey(*key)] = live
         self.finish_order = [AttemptKey(*key) for key in state["finish_order"]]
         self.ended = {AttemptKey(*key): account for *key, account in state["ended"]}

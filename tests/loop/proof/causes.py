@@ -26,7 +26,9 @@ class Watching(Invariants):
     def note(self, text: str) -> None:
         super().note(text)
         if found := re.match(r"(rollout-\d+) (prefetches|loads) version (\d+)", text):
-            self.doing[found[1]] = f"{found[1]} is {'receiving' if found[2] == 'prefetches' else 'loading'} version {found[3]}"
+            self.doing[found[1]] = (
+                f"{found[1]} is {'receiving' if found[2] == 'prefetches' else 'loading'} version {found[3]}"
+            )
         elif found := re.match(r"(?:loaded|lost) .*'worker': '(rollout-\d+)'", text):
             self.doing.pop(found[1], None)
 
@@ -40,27 +42,47 @@ class Watching(Invariants):
         closed, feed = self.books.closed(), snapshot.reports["feed"]
         all_down = all(worker.down for worker in self.books.workers.values())
         expected = "restart" if closed == "loading" and all_down else closed
-        self.check(snapshot.admission == expected, "causes", f"closed by {snapshot.admission!r}, counted {expected!r}")
-        self.check(bool(snapshot.admission_cause) == bool(closed), "causes", f"{closed!r} because of {snapshot.admission_cause!r}")
+        self.check(
+            snapshot.admission == expected,
+            "causes",
+            f"closed by {snapshot.admission!r}, counted {expected!r}",
+        )
+        self.check(
+            bool(snapshot.admission_cause) == bool(closed),
+            "causes",
+            f"{closed!r} because of {snapshot.admission_cause!r}",
+        )
         wait = f"admission: {expected} ({snapshot.admission_cause})" if closed else ""
         state = State.BLOCKED if closed else State.BUSY
-        self.check((feed.state, feed.waiting_for) == (state, wait), "causes", f"feed {feed.state} for {feed.waiting_for!r}: {wait}")
+        self.check(
+            (feed.state, feed.waiting_for) == (state, wait),
+            "causes",
+            f"feed {feed.state} for {feed.waiting_for!r}: {wait}",
+        )
         for claim in snapshot.admission_cause.split(", ") if closed else ():
             self.check_claim(claim)
             Watching.said[f"{expected}: {re.sub(r'[0-9]+', 'N', claim)}"] += 1
 
     def check_claim(self, claim: str) -> None:
         books, workers = self.books, self.books.workers
-        used = [(sum(book.unfinished.values()) + book.eval_sequences, book.slots) for book in workers.values() if not book.down]
+        used = [
+            (sum(book.unfinished.values()) + book.eval_sequences, book.slots)
+            for book in workers.values()
+            if not book.down
+        ]
         slots = sum(book.slots for book in workers.values() if not book.down)
         evals = sum(book.eval_sequences for book in workers.values())
         if found := re.fullmatch(r"the eval of version (\d+) has held (rollout-\d+) for \d+ s", claim):
             book = workers[found[2]]
-            holds = (book.eval_sequences > 0 or not book.unfinished) and book.version == int(found[1]) < books.version
+            holds = (book.eval_sequences > 0 or not book.unfinished) and book.version == int(
+                found[1]
+            ) < books.version
         elif found := re.fullmatch(FINISHES, claim):
             holds = self.doing.get(found[1]) == f"{found[1]} is loading {found[4]}"
             with_slot, left = sum(workers[found[1]].unfinished.values()), int(found[2])
-            holds = holds and (left == with_slot if self.settings.profile.rollout.hold_slots else left >= with_slot)
+            holds = holds and (
+                left == with_slot if self.settings.profile.rollout.hold_slots else left >= with_slot
+            )
             holds = holds and (found[3] is None or found[3] in map(str, books.live))
         elif found := re.fullmatch(r"(rollout-\d+) is (?:receiving|loading) version \d+", claim):
             holds = self.doing.get(found[1]) == claim
@@ -71,7 +93,8 @@ class Watching(Invariants):
         elif found := re.fullmatch(r"(rollout-\d+) is about to receive version (\d+)", claim):
             holds = found[1] not in self.doing and workers[found[1]].version < int(found[2]) == self.published
         elif found := re.fullmatch(r"version (\d+) is being published", claim):
-            holds = self.published < int(found[1]) <= max(books.version, self.published + 1)  # the next is being gathered
+            # the next is being gathered
+            holds = self.published < int(found[1]) <= max(books.version, self.published + 1)
         elif found := re.fullmatch(r"(\d+) of (\d+) in use", claim):
             holds = (sum(min(pair) for pair in used), slots) == (int(found[1]), int(found[2]))
         elif found := re.fullmatch(r"(\d+) sequences queued", claim):
@@ -81,7 +104,11 @@ class Watching(Invariants):
         elif found := re.fullmatch(r"all (\d+) groups of the window have started", claim):
             holds = len(books.untaken) + books.taken_in_window >= books.budget == int(found[1])
         else:
-            known = ("the run is stopping", "every group of the run has started", f"version {books.version + 1} opens the next")
+            known = (
+                "the run is stopping",
+                "every group of the run has started",
+                f"version {books.version + 1} opens the next",
+            )
             holds = claim in known or re.fullmatch(r"\d+ more", claim)
         self.check(bool(holds), "causes", f"it is not so that {claim!r}; really: {self.doing}, {workers}")
 
@@ -90,6 +117,10 @@ class Watching(Invariants):
         if trainer is None:
             return
         training = snapshot.ledger["training"]
-        self.check((trainer.state is State.BUSY) == (training > 0), "causes", f"trainer {trainer.state}, training {training}")
+        self.check(
+            (trainer.state is State.BUSY) == (training > 0),
+            "causes",
+            f"trainer {trainer.state}, training {training}",
+        )
         if trainer.state is State.STARVED and snapshot.phase != "stopping":
             self.check(bool(trainer.waiting_for), "causes", "the trainer waits for nothing")

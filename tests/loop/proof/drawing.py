@@ -1,4 +1,5 @@
-"""What a scenario is, and how one is drawn from a seed: a mode, sizes, lengths, delays, faults, a stop, a resume."""
+"""What a scenario is, and how one is drawn from a seed: a mode, sizes, lengths, delays, faults, a stop, a
+resume."""
 
 from __future__ import annotations
 
@@ -13,13 +14,21 @@ from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD
 from tests.loop.keywords import changed, loop_settings
 from tests.loop.proof.faults import Fault, FaultKind, draw_faults, draw_lack_of_room, draw_worker_faults
 
-MODES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off", "colocate")
+MODES = (
+    "on-policy-pipeline",
+    "stream-off-policy",
+    "stale-samples",
+    "partial-rollout",
+    "one-step-off",
+    "colocate",
+)
 MAX_TOKENS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One drawn run. Seconds are means where they are drawn per call. `resume_at`: at which share of its checkpoints to resume."""
+    """One drawn run. Seconds are means where they are drawn per call. `resume_at`: at which share of its
+    checkpoints to resume."""
 
     seed: int
     mode: str
@@ -58,7 +67,11 @@ class Scenario:
     @property
     def least_workers(self) -> int:
         """How many workers have room for a group."""
-        return -(-self.settings.profile.rollout.n // self.slots) if self.settings.profile.rollout.placement == "response" else 1
+        return (
+            -(-self.settings.profile.rollout.n // self.slots)
+            if self.settings.profile.rollout.placement == "response"
+            else 1
+        )
 
     def workers_of(self, leg: int) -> int:
         """A resumed run may have more workers or fewer, as long as a group finds room."""
@@ -68,7 +81,9 @@ class Scenario:
     def __str__(self) -> str:
         shown = [name for name in (field.name for field in fields(self)) if name != "settings"]
         drawn = [f"  {name} = {getattr(self, name)}" for name in shown]
-        return "\n".join([*drawn, f"  profile = {self.settings.profile.model_dump(mode='json', exclude_unset=True)}"])
+        return "\n".join(
+            [*drawn, f"  profile = {self.settings.profile.model_dump(mode='json', exclude_unset=True)}"]
+        )
 
 
 LENGTHS: Mapping[str, Callable[[random.Random], int]] = {
@@ -84,7 +99,8 @@ TOOL_TIMEOUT_S = 8.0
 
 
 def draw(seed: int, *, with_turns: bool = False, with_scorer: bool = False) -> Scenario:
-    """`with_turns`, `with_scorer`: the scenario of that seed, but for certain with several turns, or a scorer."""
+    """`with_turns`, `with_scorer`: the scenario of that seed, but for certain with several turns, or a
+    scorer."""
     rng = random.Random(f"scenario {seed}")
     mode = rng.choice(MODES)
     settings = changed(_draw_settings(rng, mode), weights_mode=_draw_weights_mode(seed))
@@ -114,7 +130,9 @@ def draw(seed: int, *, with_turns: bool = False, with_scorer: bool = False) -> S
         resume_at=rng.random() if rng.random() < 0.3 else None,
         shuffle_seed=rng.choice((None, rng.randrange(2**31))),
     )
-    scenario = _with_filter(_with_turns(_with_restarts(_with_placement(scenario), expected_s), is_certain=with_turns))
+    scenario = _with_filter(
+        _with_turns(_with_restarts(_with_placement(scenario), expected_s), is_certain=with_turns)
+    )
     return _with_limits(_with_eval_deaths(_with_scorer(scenario, expected_s, is_certain=with_scorer)))
 
 
@@ -126,13 +144,20 @@ def _with_limits(scenario: Scenario) -> Scenario:
     ratio, batches = rng.choice((0.02, 0.05, 0.1, 0.2, 0.4)), rng.choice((1, 1, 2, 3))
     failed = rng.choice((scenario.failed_rewards, 0.1, 0.4))
     return replace(
-        scenario, settings=changed(scenario.settings, max_failed_ratio=ratio, max_num_gen_batches=batches), failed_rewards=failed
+        scenario,
+        settings=changed(scenario.settings, max_failed_ratio=ratio, max_num_gen_batches=batches),
+        failed_rewards=failed,
     )
 
 
 def _with_eval_deaths(scenario: Scenario) -> Scenario:
-    """In a quarter of the scenarios some workers die in an eval, mostly in the last one. The run may go on without them."""
-    rng, settings, names = random.Random(f"eval deaths {scenario.seed}"), scenario.settings, worker_names(scenario.num_workers)
+    """In a quarter of the scenarios some workers die in an eval, mostly in the last one. The run may go on
+    without them."""
+    rng, settings, names = (
+        random.Random(f"eval deaths {scenario.seed}"),
+        scenario.settings,
+        worker_names(scenario.num_workers),
+    )
     if rng.random() < 3 / 4:
         return scenario
     syncs, least = settings.schedule.syncs, scenario.least_workers
@@ -155,7 +180,9 @@ def _with_filter(scenario: Scenario) -> Scenario:
     """Dynamic sampling in a third of the scenarios: a half of the groups of two have equal rewards."""
     if random.Random(f"filter {scenario.seed}").random() < 2 / 3:
         return scenario
-    return replace(scenario, settings=changed(scenario.settings, filter_groups=True, max_num_gen_batches=1000))
+    return replace(
+        scenario, settings=changed(scenario.settings, filter_groups=True, max_num_gen_batches=1000)
+    )
 
 
 def _with_turns(scenario: Scenario, *, is_certain: bool) -> Scenario:
@@ -174,21 +201,33 @@ def _with_turns(scenario: Scenario, *, is_certain: bool) -> Scenario:
 
 
 def _with_scorer(scenario: Scenario, expected_s: float, *, is_certain: bool) -> Scenario:
-    """Scorers in a quarter of the scenarios in which they can have resources of their own: some that always wait, some that keep
-    up, some that all wait for. In half of these one dies or hangs, once or as often as restarts are allowed."""
+    """Scorers in a quarter of the scenarios in which they can have resources of their own: some that always
+    wait, some that keep up, some that all wait for. In half of these one dies or hangs, once or as often as
+    restarts are allowed."""
     rng = random.Random(f"scorer {scenario.seed}")
     if (rng.random() < 3 / 4 and not is_certain) or scenario.mode == "colocate":
         return scenario
     step_groups = scenario.settings.schedule.step_groups
     scorers = tuple(rng.sample((REF, PROX, REWARD), rng.choice((1, 1, 2, 3))))
     mortal = rng.choice(scorers)
-    num_faults = rng.randint(1, max(1, scenario.settings.profile.rollout.max_restarts)) if rng.random() < 0.5 else 0
+    num_faults = (
+        rng.randint(1, max(1, scenario.settings.profile.rollout.max_restarts)) if rng.random() < 0.5 else 0
+    )
     kinds = (FaultKind.WORKER_DIES, FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS)
-    faults = [Fault(kind=rng.choice(kinds), executor=mortal, at_s=rng.random() * expected_s) for _ in range(num_faults)]
-    group_score_s = rng.choice((0.0, 0.5 * scenario.train_s, scenario.train_s, 2 * scenario.train_s + 0.5)) / step_groups
+    faults = [
+        Fault(kind=rng.choice(kinds), executor=mortal, at_s=rng.random() * expected_s)
+        for _ in range(num_faults)
+    ]
+    group_score_s = (
+        rng.choice((0.0, 0.5 * scenario.train_s, scenario.train_s, 2 * scenario.train_s + 0.5)) / step_groups
+    )
     judge_s = random.Random(f"judge {scenario.seed}").choice((0.0, 0.05, 0.5))
     with_scorers = replace(
-        scenario, scorers=scorers, group_score_s=group_score_s, judge_s=judge_s, faults=(*scenario.faults, *faults)
+        scenario,
+        scorers=scorers,
+        group_score_s=group_score_s,
+        judge_s=judge_s,
+        faults=(*scenario.faults, *faults),
     )
     return _with_critic(with_scorers, expected_s)
 
@@ -201,13 +240,20 @@ def _with_critic(scenario: Scenario, expected_s: float) -> Scenario:
     kind = rng.choice((FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS))
     faults = [Fault(kind=kind, executor=CRITIC, at_s=rng.random() * expected_s)] if rng.random() < 0.2 else []
     learn_s = rng.choice((0.0, 0.5, 2.0)) * scenario.train_s
-    return replace(scenario, scorers=(*scenario.scorers, CRITIC), learn_s=learn_s, faults=(*scenario.faults, *faults))
+    return replace(
+        scenario, scorers=(*scenario.scorers, CRITIC), learn_s=learn_s, faults=(*scenario.faults, *faults)
+    )
 
 
 def _with_placement(scenario: Scenario) -> Scenario:
-    """Response by response in two thirds of the scenarios; in some of these a group is larger than what one worker holds."""
+    """Response by response in two thirds of the scenarios; in some of these a group is larger than what one
+    worker holds."""
     rng = random.Random(f"placement {scenario.seed}")
-    placement, n, slots = rng.choice(("response", "response", "group")), scenario.settings.profile.rollout.n, scenario.slots
+    placement, n, slots = (
+        rng.choice(("response", "response", "group")),
+        scenario.settings.profile.rollout.n,
+        scenario.slots,
+    )
     if placement == "response" and rng.random() < 0.5:
         n = rng.randint(2, 8)
         slots = rng.randint(-(-n // scenario.num_workers), n + 2)
@@ -228,7 +274,10 @@ def _with_restarts(scenario: Scenario, expected_s: float) -> Scenario:
         loads=settings.schedule.train_steps // settings.schedule.window_steps,
     )
     restart_s = rng.choice((0.0, 1.0, 20.0))
-    if not settings.profile.placement.colocate and (few := random.Random(f"away {scenario.seed}")).random() < 0.5:
+    if (
+        not settings.profile.placement.colocate
+        and (few := random.Random(f"away {scenario.seed}")).random() < 0.5
+    ):
         names = worker_names(scenario.num_workers)
         least = max(few.randint(1, scenario.num_workers), scenario.least_workers)
         settings = changed(settings, min_workers=least)
@@ -238,7 +287,11 @@ def _with_restarts(scenario: Scenario, expected_s: float) -> Scenario:
 
 def _draw_settings(rng: random.Random, mode: str) -> LoopSettings:
     is_ahead = mode in ("stale-samples", "partial-rollout")
-    eta = rng.choice([Fraction(text) for text in ("1/4", "1/2", "1", "2", "3")]) if is_ahead else Fraction(mode == "one-step-off")
+    eta = (
+        rng.choice([Fraction(text) for text in ("1/4", "1/2", "1", "2", "3")])
+        if is_ahead
+        else Fraction(mode == "one-step-off")
+    )
     step_groups = rng.randint(1, 3) * rng.choice((1, 1, 2))
     has_steps = {"on-policy-pipeline": 1, "one-step-off": 1, "stream-off-policy": rng.randint(2, 4)}
     policies = ("wait", "wait", "wait", "accept", "drop", "requeue")
@@ -269,7 +322,9 @@ def _draw_weights_mode(seed: int) -> Literal["async", "sync"]:
     return random.Random(f"weights {seed}").choice(("async", "async", "sync"))
 
 
-def _draw_faults(rng: random.Random, settings: LoopSettings, num_workers: int, expected_s: float) -> tuple[Fault, ...]:
+def _draw_faults(
+    rng: random.Random, settings: LoopSettings, num_workers: int, expected_s: float
+) -> tuple[Fault, ...]:
     """None in half of the scenarios."""
     if rng.random() < 0.5:
         return ()

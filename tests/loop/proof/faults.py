@@ -1,7 +1,7 @@
 """Faults that a simulated run meets, from a seed, and executors that meet them.
 
-Each fault happens at most once, and is counted when it really has. `Faults` outlives a world: a fault that has
-happened does not happen again in the resumed run, as with a machine that was replaced.
+Each fault happens at most once, and is counted when it really has. `Faults` outlives a world: a fault that
+has happened does not happen again in the resumed run, as with a machine that was replaced.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.simulated_trainer import NAME as TRAINER
-from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, SimulatedScorer, SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.simulated_trainer import (
+    ScorerTimes,
+    SimulatedScorer,
+    SimulatedTrainer,
+    TrainerTimes,
+)
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 
 T = TypeVar("T")
@@ -43,8 +48,8 @@ SO_FAR_S, NO_ROOM_AFTER_S = 5.0, 3.0
 
 
 class FaultKind(StrEnum):
-    """What may go wrong. The first two happen at a time (`at_s`), the third `seconds` after the worker is asked to help with the
-    eval of version `nth`, the others to an executor's `nth` such call (from 1)."""
+    """What may go wrong. The first two happen at a time (`at_s`), the third `seconds` after the worker is
+    asked to help with the eval of version `nth`, the others to an executor's `nth` such call (from 1)."""
 
     WORKER_DIES = "worker dies"
     """Its calls fail, pending and later ones."""
@@ -68,10 +73,16 @@ class FaultKind(StrEnum):
 
 
 FATAL = frozenset(
-    {FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS, FaultKind.DIES_IN_EVAL, FaultKind.LOST_PREFETCH, FaultKind.STEP_FAILS}
+    {
+        FaultKind.WORKER_DIES,
+        FaultKind.WORKER_HANGS,
+        FaultKind.DIES_IN_EVAL,
+        FaultKind.LOST_PREFETCH,
+        FaultKind.STEP_FAILS,
+    }
 )
-"""Faults that fail a run: with the executor's own error, after a checkpoint if the trainer is whole. Where restarts are allowed, a
-worker's are mended by them."""
+"""Faults that fail a run: with the executor's own error, after a checkpoint if the trainer is whole. Where
+restarts are allowed, a worker's are mended by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +122,8 @@ class Faults:
 
 
 class KeepingTrainer(SimulatedTrainer):
-    """Keeps the batches that it has trained and the versions that it has gathered. Fails in the steps that `faults` names."""
+    """Keeps the batches that it has trained and the versions that it has gathered. Fails in the steps that
+    `faults` names."""
 
     def __init__(self, times: TrainerTimes, faults: Faults | None = None) -> None:
         super().__init__(times)
@@ -146,9 +158,9 @@ class KeepingWorker(SimulatedWorker):
 
 
 class Mortal:
-    """An executor that meets faults: its calls fail when it dies, and when it hangs only their limits end them, as those of the
-    adapters on Ray. Faults with a time set in on its own clock, the others are met by its calls. What is still to happen when it is
-    restarted happens to the next process."""
+    """An executor that meets faults: its calls fail when it dies, and when it hangs only their limits end
+    them, as those of the adapters on Ray. Faults with a time set in on its own clock, the others are met by
+    its calls. What is still to happen when it is restarted happens to the next process."""
 
     name: str
 
@@ -180,13 +192,20 @@ class Mortal:
         if self._is_hung:
             task.cancel()
         task.add_done_callback(partial(_pass_on, answer))
-        limit_s = {"": None, CALL_KEY: self._call_timeout_s, WEIGHTS_KEY: self._weights_timeout_s, SO_FAR: SO_FAR_S}[key]
+        limit_s = {
+            "": None,
+            CALL_KEY: self._call_timeout_s,
+            WEIGHTS_KEY: self._weights_timeout_s,
+            SO_FAR: SO_FAR_S,
+        }[key]
         try:
             async with asyncio.timeout(limit_s):
                 return await answer
         except TimeoutError:
             hint = f"if it only needs longer, --set {key}=..."
-            raise ExecutorLost(f"{what} took longer than {key} = {limit_s:g} s", hint=hint, executor=self.name) from None
+            raise ExecutorLost(
+                f"{what} took longer than {key} = {limit_s:g} s", hint=hint, executor=self.name
+            ) from None
         finally:
             self._asked.pop(answer).cancel()
 
@@ -228,7 +247,15 @@ def _pass_on(answer: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
 
 class FaultyWorker(Mortal, KeepingWorker):
     def __init__(
-        self, name: str, slots: int, times: WorkerTimes, seed: int, *, faults: Faults, call_timeout_s: float = 600.0, **shared: Any
+        self,
+        name: str,
+        slots: int,
+        times: WorkerTimes,
+        seed: int,
+        *,
+        faults: Faults,
+        call_timeout_s: float = 600.0,
+        **shared: Any,
     ) -> None:
         super().__init__(name, slots, replace(times, load_s=self._with_slow_load(times)), seed, **shared)
         self._broken: set[PartKey] = set()
@@ -251,21 +278,30 @@ class FaultyWorker(Mortal, KeepingWorker):
     async def progress(self, seen: int) -> Progress:
         progress = await self._ask(super().progress(seen), "a progress report", CALL_KEY)
         ended = [
-            _without_one(result) if result.key in self._broken and result.trajectories else result for result in progress.ended
+            _without_one(result) if result.key in self._broken and result.trajectories else result
+            for result in progress.ended
         ]
         return replace(progress, ended=tuple(ended))
 
     async def prefetch(self, published: Published) -> float:
-        return await self._ask(self._prefetch(published), f"the transfer of version {published.version}", WEIGHTS_KEY)
+        return await self._ask(
+            self._prefetch(published), f"the transfer of version {published.version}", WEIGHTS_KEY
+        )
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         """A drain takes as long as responses do: who follows the worker sees that it hangs."""
         key = "" if interrupt == "drain" else WEIGHTS_KEY
-        return await self._ask(super().load(version, interrupt), f"the load of version {version} ({interrupt})", key)
+        return await self._ask(
+            super().load(version, interrupt), f"the load of version {version} ({interrupt})", key
+        )
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         for fault in self._faults.pending:
-            if (fault.kind, fault.executor, fault.nth) == (FaultKind.DIES_IN_EVAL, self.name, request.version):
+            if (fault.kind, fault.executor, fault.nth) == (
+                FaultKind.DIES_IN_EVAL,
+                self.name,
+                request.version,
+            ):
                 asyncio.get_running_loop().call_later(fault.seconds, self._meet_in_time, fault)
         return await self._ask(super().evaluate(request))
 
@@ -288,14 +324,17 @@ class FaultyWorker(Mortal, KeepingWorker):
 
     async def _prefetch(self, published: Published) -> float:
         late, lost, again = (
-            self._meets(kind) for kind in (FaultKind.LATE_PREFETCH, FaultKind.LOST_PREFETCH, FaultKind.REPEATED_PREFETCH)
+            self._meets(kind)
+            for kind in (FaultKind.LATE_PREFETCH, FaultKind.LOST_PREFETCH, FaultKind.REPEATED_PREFETCH)
         )
         send_s = await super().prefetch(published)
         await asyncio.sleep(late.seconds if late else 0.0)
         if lost is not None:
             self._die(f"simulated loss of version {published.version} on its way")
         if again is not None:
-            self._repeats.append(asyncio.get_running_loop().call_later(again.seconds, self._receive, published.version))
+            self._repeats.append(
+                asyncio.get_running_loop().call_later(again.seconds, self._receive, published.version)
+            )
         return send_s
 
     def _with_slow_load(self, times: WorkerTimes) -> Any:
@@ -374,16 +413,27 @@ def _without_one(result: PartResult) -> PartResult:
     first, *others = result.trajectories
     failures = (*result.failures, Failure("reward", "the reward raised"))
     return replace(
-        result, trajectories=tuple(others), failures=failures, failed_tokens=result.failed_tokens + first.response_tokens
+        result,
+        trajectories=tuple(others),
+        failures=failures,
+        failed_tokens=result.failed_tokens + first.response_tokens,
     )
 
 
 def draw_faults(
-    seed: int, *, workers: Sequence[str], trainer: str = "trainer-0", until_s: float, loads: int, groups: int, steps: int
+    seed: int,
+    *,
+    workers: Sequence[str],
+    trainer: str = "trainer-0",
+    until_s: float,
+    loads: int,
+    groups: int,
+    steps: int,
 ) -> Faults:
     """One fatal fault in half of the seeds, and up to three harmless ones of each kind.
 
-    `until_s`, `loads` and `groups` (per worker) and `steps` say how long the run is expected to be: later faults never happen.
+    `until_s`, `loads` and `groups` (per worker) and `steps` say how long the run is expected to be: later
+    faults never happen.
     """
     rng = random.Random(f"faults/{seed}")
     lengths = {
@@ -393,7 +443,12 @@ def draw_faults(
         FaultKind.REWARD_RAISES: groups,
     }
     drawn = [
-        Fault(kind=kind, executor=rng.choice(workers), nth=rng.randint(1, max(1, length)), seconds=rng.random() * until_s / 10)
+        Fault(
+            kind=kind,
+            executor=rng.choice(workers),
+            nth=rng.randint(1, max(1, length)),
+            seconds=rng.random() * until_s / 10,
+        )
         for kind, length in lengths.items()
         for _ in range(rng.randint(0, 3))
     ]
@@ -405,11 +460,18 @@ def draw_faults(
     return Faults(drawn)
 
 
-def draw_worker_faults(rng: random.Random, *, workers: Sequence[str], at_most: int, until_s: float, loads: int) -> list[Fault]:
+def draw_worker_faults(
+    rng: random.Random, *, workers: Sequence[str], at_most: int, until_s: float, loads: int
+) -> list[Fault]:
     """Up to `at_most` fatal faults of each worker: what `max_restarts` of as many is for."""
     kinds = (FaultKind.WORKER_DIES, FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS, FaultKind.LOST_PREFETCH)
     return [
-        Fault(kind=rng.choice(kinds), executor=worker, at_s=rng.random() * until_s, nth=rng.randint(1, max(1, loads)))
+        Fault(
+            kind=rng.choice(kinds),
+            executor=worker,
+            at_s=rng.random() * until_s,
+            nth=rng.randint(1, max(1, loads)),
+        )
         for worker in workers
         for _ in range(rng.randint(0, at_most))
     ]

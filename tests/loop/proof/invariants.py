@@ -1,7 +1,7 @@
 """What must hold in every run of the loop, checked after every event of it (docs/simulation.md).
 
-`Invariants` is an Observer. It hears every ledger transition, step and tick; `watched.py` wraps the ports, so that it also
-hears every call to an executor. From both it keeps books of its own (`books.py`) and compares:
+`Invariants` is an Observer. It hears every ledger transition, step and tick; `watched.py` wraps the ports, so
+that it also hears every call to an executor. From both it keeps books of its own (`books.py`) and compares:
 
     ledger       admitted = running + finished + training + trained + dropped + requeued, here and in the loop's own ledger
     admission    slots (and prefetch), window budget, deadlines, length of the run; open exactly when it should be
@@ -48,7 +48,8 @@ class InvariantError(AssertionError):
 
 
 class Invariants:
-    """Implements `loop.ports.Observer`. Call `watch(pipeline)` when the pipeline is made, `end(error)` when it has ended."""
+    """Implements `loop.ports.Observer`. Call `watch(pipeline)` when the pipeline is made, `end(error)` when
+    it has ended."""
 
     def __init__(
         self,
@@ -86,13 +87,20 @@ class Invariants:
         """From now on the loop's own counters are compared, too."""
         groups, ledger = pipeline.board.groups, self.ledger
         self._loop = LoopWatch(groups, self.settings, self.books, self.check)
-        tokens, mine = (groups.tokens_discarded, groups.tokens_trained), (ledger.discarded_tokens, ledger.trained_tokens)
-        self.check(tokens == mine, "waste", f"{tokens} tokens are discarded and trained at the start, counted {mine}")
+        tokens, mine = (
+            (groups.tokens_discarded, groups.tokens_trained),
+            (ledger.discarded_tokens, ledger.trained_tokens),
+        )
+        self.check(
+            tokens == mine, "waste", f"{tokens} tokens are discarded and trained at the start, counted {mine}"
+        )
         self._compare_everything()
 
     def event(self, event: Event) -> None:
         self.counts[event.name] += 1
-        self.note(f"{event.name} {event.key or ''} {dict(event.fields) or ''} v{event.version} step {event.step}")
+        self.note(
+            f"{event.name} {event.key or ''} {dict(event.fields) or ''} v{event.version} step {event.step}"
+        )
         if event.key is not None:
             self.ledger.hear(event)
         else:
@@ -115,21 +123,36 @@ class Invariants:
     def tick(self, snapshot: Snapshot) -> None:
         self.counts["ticks"] += 1
         books = self.books
-        self.check(snapshot.ledger == books.totals(), "ledger", f"a tick says {snapshot.ledger}, counted {books.totals()}")
-        self.check(snapshot.version == books.version, "version", f"a tick says {snapshot.version}, counted {books.version}")
+        self.check(
+            snapshot.ledger == books.totals(),
+            "ledger",
+            f"a tick says {snapshot.ledger}, counted {books.totals()}",
+        )
+        self.check(
+            snapshot.version == books.version,
+            "version",
+            f"a tick says {snapshot.version}, counted {books.version}",
+        )
         if snapshot.phase not in ("done", "stopped", "failed"):
             for name, worker in books.workers.items():
                 held = snapshot.worker_versions[name]
-                is_right = held == worker.version if worker.version >= 0 else held < books.version or books.version == 0
+                is_right = (
+                    held == worker.version
+                    if worker.version >= 0
+                    else held < books.version or books.version == 0
+                )
                 self.check(is_right, "loads", f"{name} holds {worker.version}, the loop says {held}")
             self.times.check_report(snapshot.reports["feed"])
             exceeded = self.ledger.limits.exceeded()
-            self.check(not exceeded or books.stopping, "limits", f"the run goes on, and {exceeded} are exceeded")
+            self.check(
+                not exceeded or books.stopping, "limits", f"the run goes on, and {exceeded} are exceeded"
+            )
             self._compare_everything()
         self.last_tick = snapshot
 
     def state(self, record: StepRecord | None = None) -> dict[str, Any]:
-        """Called when a cut is frozen: then nothing may be in training, and no group that has ended may run."""
+        """Called when a cut is frozen: then nothing may be in training, and no group that has ended may
+        run."""
         trained, in_training = self.books.trained, self.books.totals()["training"]
         self.check(in_training == 0, "cut", f"{in_training} groups are in training at a cut")
         step = self.steps.number + (record is not None)
@@ -150,17 +173,31 @@ class Invariants:
             raise self.violation
         phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
         assert self.last_tick is not None
-        self.check(self.last_tick.phase == phase, "ends", f"the last tick says {self.last_tick.phase}, the run is {phase}: {error}")
-        self.check((phase == "failed") == bool(self.failed_with), "ends", f"{phase}, with failed events {self.failed_with}")
+        self.check(
+            self.last_tick.phase == phase,
+            "ends",
+            f"the last tick says {self.last_tick.phase}, the run is {phase}: {error}",
+        )
+        self.check(
+            (phase == "failed") == bool(self.failed_with),
+            "ends",
+            f"{phase}, with failed events {self.failed_with}",
+        )
         must_fail = self.ledger.has_exhausted and not self.failed_with
         self.check(not must_fail, "ends", "a prompt was requeued too often, and the run has not failed")
         if error is None:
             self._check_whole()
         elif phase == "failed":
-            self.check(self.failed_with == [str(error)], "ends", f"failed events {self.failed_with}, the run raised {error}")
+            self.check(
+                self.failed_with == [str(error)],
+                "ends",
+                f"failed events {self.failed_with}, the run raised {error}",
+            )
         if self.stop_s is not None:
             took_s = self._now() - self.stop_s
-            self.check(took_s <= stop_limit_s, "ends", f"the stop took {took_s} s, more than {stop_limit_s} s")
+            self.check(
+                took_s <= stop_limit_s, "ends", f"the stop took {took_s} s, more than {stop_limit_s} s"
+            )
 
     def _held(self) -> dict[str, int]:
         """The newest version that each worker has had, of those that are present."""
@@ -171,16 +208,32 @@ class Invariants:
         books, settings = self.books, self.settings
         totals = books.totals()
         self.check(
-            books.trained == settings.schedule.groups, "ends", f"{books.trained} of {settings.schedule.groups} groups are trained"
+            books.trained == settings.schedule.groups,
+            "ends",
+            f"{books.trained} of {settings.schedule.groups} groups are trained",
         )
-        self.check(not books.live and not books.waiting, "ends", f"{totals} at the end, {books.waiting} wait to start again")
+        self.check(
+            not books.live and not books.waiting,
+            "ends",
+            f"{totals} at the end, {books.waiting} wait to start again",
+        )
         num_windows = -(-settings.schedule.train_steps // settings.schedule.window_steps)
-        self.check(books.version == num_windows, "ends", f"version {books.version} after {num_windows} windows")
+        self.check(
+            books.version == num_windows, "ends", f"version {books.version} after {num_windows} windows"
+        )
         held = self._held_at_last_step or self._held()
-        self.check(set(held.values()) == {num_windows}, "ends", f"the workers held {held}, the last version is {num_windows}")
+        self.check(
+            set(held.values()) == {num_windows},
+            "ends",
+            f"the workers held {held}, the last version is {num_windows}",
+        )
         outcomes = {key[:2]: account for key, account in books.ended.items() if account != "requeued"}
         num_fed = len(self.ledger.fed)
-        self.check(len(outcomes) == num_fed, "ends", f"{num_fed} prompts were fed, {len(outcomes)} trained or dropped")
+        self.check(
+            len(outcomes) == num_fed,
+            "ends",
+            f"{num_fed} prompts were fed, {len(outcomes)} trained or dropped",
+        )
 
     def check(self, holds: bool, invariant: str, message: str) -> None:
         if not holds:
@@ -211,23 +264,41 @@ class Invariants:
                 books.travel.set_out(name, worker.unfinished)
         late = books.late()
         if self.settings.profile.async_training.on_stale == "wait":
-            self.check(not late, "staleness", f"version {version} and {late} are untaken, past their deadline")
+            self.check(
+                not late, "staleness", f"version {version} and {late} are untaken, past their deadline"
+            )
         elif self.settings.profile.async_training.on_stale != "accept":
             self.ledger.must_go = set(late)
 
     def _on_published(self, event: Event) -> None:
         assert event.version is not None
-        self.check(event.version > self.published, "version", f"version {event.version} is published after {self.published}")
-        self.check(event.version <= self.books.version, "version", f"version {event.version} is published before it was gathered")
+        self.check(
+            event.version > self.published,
+            "version",
+            f"version {event.version} is published after {self.published}",
+        )
+        self.check(
+            event.version <= self.books.version,
+            "version",
+            f"version {event.version} is published before it was gathered",
+        )
         self.published = event.version
 
     def _on_loaded(self, event: Event) -> None:
         held = self.books.workers[event.fields["worker"]].version
-        self.check(event.version == held, "loads", f"{event.fields['worker']} holds {held}, the loop says {event.version}")
+        self.check(
+            event.version == held,
+            "loads",
+            f"{event.fields['worker']} holds {held}, the loop says {event.version}",
+        )
 
     def _on_checkpointed(self, event: Event) -> None:
         assert event.step is not None
-        self.check(event.step > self._checkpointed_step, "cut", f"checkpoint {event.step} after {self._checkpointed_step}")
+        self.check(
+            event.step > self._checkpointed_step,
+            "cut",
+            f"checkpoint {event.step} after {self._checkpointed_step}",
+        )
         self._checkpointed_step = event.step
 
     def _on_failed(self, event: Event) -> None:
@@ -240,9 +311,15 @@ class Invariants:
     def _on_lost(self, event: Event) -> None:
         name, allowed = event.fields["worker"], self.settings.profile.rollout.max_restarts
         self.lost[name] += 1
-        self.check(self.lost[name] <= allowed, "restarts", f"{name} is restarted {self.lost[name]} times, {allowed} are allowed")
+        self.check(
+            self.lost[name] <= allowed,
+            "restarts",
+            f"{name} is restarted {self.lost[name]} times, {allowed} are allowed",
+        )
         left = event.fields["restarts_left"]
-        self.check(left == allowed - self.lost[name], "restarts", f"{name}: {left} restarts are said to be left")
+        self.check(
+            left == allowed - self.lost[name], "restarts", f"{name}: {left} restarts are said to be left"
+        )
         if name in self.books.scorers:
             self.ledger.scorer_lost(name)
             return
@@ -256,9 +333,16 @@ class Invariants:
     def _on_away(self, event: Event) -> None:
         """The run goes on without a worker: enough others are there, or about to be."""
         name, least = event.fields["worker"], self.settings.profile.rollout.min_workers
-        book, others = self.books.workers[name], [book for other, book in self.books.workers.items() if other != name]
+        book, others = (
+            self.books.workers[name],
+            [book for other, book in self.books.workers.items() if other != name],
+        )
         here = sum(not other.away for other in others)
-        self.check(least is not None and here >= least, "restarts", f"{name} is away, {here} others are not, {least} are needed")
+        self.check(
+            least is not None and here >= least,
+            "restarts",
+            f"{name} is away, {here} others are not, {least} are needed",
+        )
         if not book.down:
             self._lose(name)
         book.away = True
@@ -267,11 +351,17 @@ class Invariants:
         if event.fields["worker"] in self.books.scorers:
             return
         book = self.books.workers[event.fields["worker"]]
-        self.check(book.down and book.loading, "restarts", f"{event.fields['worker']} is back, and was not down")
+        self.check(
+            book.down and book.loading, "restarts", f"{event.fields['worker']} is back, and was not down"
+        )
         book.down = book.away = False
 
     def _on_resumed(self, event: Event) -> None:
-        self.check(event.fields["from_step"] == self.steps.number, "cut", f"resumed from step {event.fields['from_step']}")
+        self.check(
+            event.fields["from_step"] == self.steps.number,
+            "cut",
+            f"resumed from step {event.fields['from_step']}",
+        )
 
     def _on_warning(self, event: Event) -> None:
         self.steps.warned_in.add(self.books.version)
@@ -280,11 +370,19 @@ class Invariants:
         assert event.version is not None
         self.check(event.version <= self.books.version, "version", f"an eval of version {event.version}")
         num_ended = event.fields["num_prompts"] + sum(event.fields.get("failures", {}).values())
-        self.check(num_ended == self._num_eval_prompts, "evals", f"{num_ended} of {self._num_eval_prompts} prompts were scored")
+        self.check(
+            num_ended == self._num_eval_prompts,
+            "evals",
+            f"{num_ended} of {self._num_eval_prompts} prompts were scored",
+        )
 
     def _gone_in_time(self, event: Event) -> None:
         if event.name not in ("dropped", "requeued"):
-            self.check(not self.ledger.must_go, "staleness", f"{self.ledger.must_go} are past their deadline and still there")
+            self.check(
+                not self.ledger.must_go,
+                "staleness",
+                f"{self.ledger.must_go} are past their deadline and still there",
+            )
 
     def _compare_ledger(self) -> None:
         if self._loop is not None:

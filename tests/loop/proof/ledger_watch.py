@@ -1,7 +1,7 @@
 """Every ledger transition of a run, checked against what may happen to a group, and entered into `Books`.
 
-Also what a group is made of: which workers had its responses, how many trajectories came back, on which weights their tokens were
-sampled.
+Also what a group is made of: which workers had its responses, how many trajectories came back, on which
+weights their tokens were sampled.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Check = Callable[[bool, str, str], None]
 
 
 class LedgerWatch:
-    """Call `hear(event)` for each event of a group, in order; `submitted` when a worker is asked for a part, `part_ended` when it
-    returns one, `lost` when it has died."""
+    """Call `hear(event)` for each event of a group, in order; `submitted` when a worker is asked for a part,
+    `part_ended` when it returns one, `lost` when it has died."""
 
     def __init__(self, settings: LoopSettings, books: Books, check: Check) -> None:
         self.settings = settings
@@ -47,7 +47,8 @@ class LedgerWatch:
         handle(event.key, event)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: what a worker says it cannot keep is lost to a resumed run, whose tokens count as discarded."""
+        """For a checkpoint: what a worker says it cannot keep is lost to a resumed run, whose tokens count as
+        discarded."""
         lost_tokens = sum(worker.so_far.rest_tokens for worker in self.books.workers.values())
         state = {
             "books": self.books.state(),
@@ -71,13 +72,27 @@ class LedgerWatch:
         if attempt is None or part is None:
             self.check(False, "ledger", f"{request.key} was never placed")
             return
-        check(part.worker == worker, "slots", f"{request.key} was placed on {part.worker}, and {worker} is asked")
+        check(
+            part.worker == worker,
+            "slots",
+            f"{request.key} was placed on {part.worker}, and {worker} is asked",
+        )
         check(request.key not in self.asked, "ledger", f"{request.key} is asked for twice")
         check(
-            len(request.indices) == part.num_responses, "slots", f"{request.key}: {request.indices} for {part.num_responses} slots"
+            len(request.indices) == part.num_responses,
+            "slots",
+            f"{request.key}: {request.indices} for {part.num_responses} slots",
         )
-        check(request.indices == part.indices, "ledger", f"{request.key}: {request.indices} are asked for, not {part.indices}")
-        check(dict(request.goes_on) == part.goes_on, "resume", f"{request.key} goes on with {request.goes_on}, not {part.goes_on}")
+        check(
+            request.indices == part.indices,
+            "ledger",
+            f"{request.key}: {request.indices} are asked for, not {part.indices}",
+        )
+        check(
+            dict(request.goes_on) == part.goes_on,
+            "resume",
+            f"{request.key} goes on with {request.goes_on}, not {part.goes_on}",
+        )
         self.asked.add(request.key)
 
     def part_ended(self, worker: str, result: PartResult) -> None:
@@ -91,7 +106,9 @@ class LedgerWatch:
             self.discarded_tokens += tokens
             return
         self.check(not part.has_ended, "ledger", f"{result.key} has ended twice")
-        self.check(part.worker == worker, "slots", f"{result.key} started on {part.worker}, came back from {worker}")
+        self.check(
+            part.worker == worker, "slots", f"{result.key} started on {part.worker}, came back from {worker}"
+        )
         part.has_ended = True
         attempt.num_kept += len(result.trajectories)
         attempt.rewards.update(meta.reward for meta in result.trajectories)
@@ -107,13 +124,19 @@ class LedgerWatch:
             is_rising = versions == sorted(set(versions))
             self.check(is_rising, "token versions", f"{result.key}: token versions {versions} fall or repeat")
             in_reach = began <= versions[0] and versions[-1] <= newest
-            self.check(in_reach, "token versions", f"{result.key}: {versions}, on weights {began} to {newest}")
+            self.check(
+                in_reach, "token versions", f"{result.key}: {versions}, on weights {began} to {newest}"
+            )
             sampled = sum(count for _, count in meta.version_tokens)
             self.check(
-                sampled == meta.response_tokens, "token versions", f"{sampled} of {meta.response_tokens} tokens have a version"
+                sampled == meta.response_tokens,
+                "token versions",
+                f"{sampled} of {meta.response_tokens} tokens have a version",
             )
             if self.settings.interrupt == "drain":
-                self.check(meta.span == 0, "spans", f"{result.key}: a span of {meta.span} without partial rollouts")
+                self.check(
+                    meta.span == 0, "spans", f"{result.key}: a span of {meta.span} without partial rollouts"
+                )
 
     def _check_kept(self, result: PartResult, part: PartBook) -> None:
         """What its responses went on from is among its tokens."""
@@ -124,7 +147,9 @@ class LedgerWatch:
             kept.update(dict(one.version_tokens))
         for meta in result.trajectories:
             has.update(dict(meta.version_tokens))
-        self.check(kept <= has, "resume", f"{result.key} went on from tokens of {dict(kept)}, and has {dict(has)}")
+        self.check(
+            kept <= has, "resume", f"{result.key} went on from tokens of {dict(kept)}, and has {dict(has)}"
+        )
 
     def lost(self, worker: str) -> None:
         """The worker's process is gone, and with it the parts that ran there; those that have ended stay."""
@@ -135,10 +160,16 @@ class LedgerWatch:
 
     def _running(self, key: AttemptKey, event: Event) -> None:
         books, n = self.books, self.settings.profile.rollout.n
-        self.check(books.lost_first() is None, "restarts", f"{key} starts before {books.lost_first()} is placed again")
+        self.check(
+            books.lost_first() is None,
+            "restarts",
+            f"{key} starts before {books.lost_first()} is placed again",
+        )
         self._check_placed(key, event, n)
         in_time = books.start_in_time(books.oldest(event.fields["workers"]))
-        self.check(in_time, "deadlines", f"{key}: started on {event.fields['workers']} it cannot be trained in time")
+        self.check(
+            in_time, "deadlines", f"{key}: started on {event.fields['workers']} it cannot be trained in time"
+        )
         self._check_prompt(key)
         books.live[key] = LiveAttempt(account="running")
         books.admitted += 1
@@ -148,22 +179,36 @@ class LedgerWatch:
         """Responses that were lost start again, within the bound of their group."""
         books = self.books
         self._expect(key, "running")
-        self.check(books.lost_first() == key, "restarts", f"{key} is placed again before {books.lost_first()}")
+        self.check(
+            books.lost_first() == key, "restarts", f"{key} is placed again before {books.lost_first()}"
+        )
         attempt = books.live[key]
         self._check_placed(key, event, attempt.num_lost)
         before, attempt.num_lost = attempt.deadline, 0
         self._place(key, event.fields["workers"])
-        self.check(attempt.deadline >= before, "deadlines", f"{key}: the deadline {before} falls to {attempt.deadline}")
+        self.check(
+            attempt.deadline >= before,
+            "deadlines",
+            f"{key}: the deadline {before} falls to {attempt.deadline}",
+        )
 
     def _check_placed(self, key: AttemptKey, event: Event, num_responses: int) -> None:
         books, placed = self.books, event.fields["workers"]
         closed, mine = books.closed(), books.placement_now()
         self.check(not closed, "admission", f"{key} starts, but admission is closed by: {closed}")
-        self.check(sum(placed.values()) == num_responses, "slots", f"{key}: {num_responses} responses are placed as {placed}")
+        self.check(
+            sum(placed.values()) == num_responses,
+            "slots",
+            f"{key}: {num_responses} responses are placed as {placed}",
+        )
         for name in placed:
             self.check(not books.workers[name].loading, "loads", f"{key} starts on {name} while it loads")
         self.check(placed == mine, "slots", f"{key} is placed as {placed}, should be {mine}")
-        self.check(event.version == books.oldest(placed), "loads", f"{key} starts on version {event.version}, on {placed}")
+        self.check(
+            event.version == books.oldest(placed),
+            "loads",
+            f"{key} starts on version {event.version}, on {placed}",
+        )
 
     def _place(self, key: AttemptKey, placed: Mapping[str, int]) -> None:
         attempt, workers = self.books.live[key], self.books.workers
@@ -176,18 +221,26 @@ class LedgerWatch:
         attempt.deadline = attempt.began + self.settings.schedule.max_staleness
 
     def _part_on(self, attempt: LiveAttempt, worker: str, num_responses: int) -> PartBook:
-        """The first responses that nobody has. Without partial rollouts an unfinished one goes on with its own version alone, and
-        only if it gets a slot now."""
-        version, placed = self.books.workers[worker].version, {i for part in attempt.parts.values() for i in part.indices}
+        """The first responses that nobody has. Without partial rollouts an unfinished one goes on with its
+        own version alone, and only if it gets a slot now."""
+        version, placed = (
+            self.books.workers[worker].version,
+            {i for part in attempt.parts.values() for i in part.indices},
+        )
         free_slots = max(0, self.books.workers[worker].slots - self.books.workers[worker].used)
-        indices = tuple(index for index in range(self.settings.profile.rollout.n) if index not in placed)[:num_responses]
+        indices = tuple(index for index in range(self.settings.profile.rollout.n) if index not in placed)[
+            :num_responses
+        ]
         part = PartBook(worker=worker, version=version, num_responses=num_responses, indices=indices)
         for place, index in enumerate(indices):
             if (kept := attempt.kept.pop(index, None)) is None:
                 continue
             is_of_now = {v for v, _ in kept.version_tokens} == {version} and place < free_slots
             if kept.is_whole or self.settings.interrupt != "drain" or is_of_now:
-                part.goes_on[index], part.version = kept, min(part.version, *(v for v, _ in kept.version_tokens))
+                part.goes_on[index], part.version = (
+                    kept,
+                    min(part.version, *(v for v, _ in kept.version_tokens)),
+                )
             else:
                 self.discarded_tokens += kept.tokens
         return part
@@ -202,14 +255,18 @@ class LedgerWatch:
             books.waiting.remove(before)
             return
         self.check(key.attempt == 0, "ledger", f"{key}: nothing requeued it")
-        self.check((key.uid, key.epoch) == self.fed[-1], "ledger", f"{key} is not what the feed gave: {self.fed[-1]}")
+        self.check(
+            (key.uid, key.epoch) == self.fed[-1], "ledger", f"{key} is not what the feed gave: {self.fed[-1]}"
+        )
 
     def _finished(self, key: AttemptKey, event: Event) -> None:
         self._check_whole(key)
         kept = self.books.live[key].num_kept
         self.check(kept >= 2, "ledger", f"{key} finished with {kept} trajectories")
         is_judged = "reward" not in self.books.scorers
-        self.check(not (is_judged and self._is_equal(key)), "filter", f"{key} finished, and its rewards are equal")
+        self.check(
+            not (is_judged and self._is_equal(key)), "filter", f"{key} finished, and its rewards are equal"
+        )
         self._count(key)
         if is_judged:
             self.limits.judged(is_equal=False)
@@ -232,20 +289,29 @@ class LedgerWatch:
         running = [number for number, part in attempt.parts.items() if not part.has_ended]
         self.check(not running and not attempt.num_lost, "ledger", f"{key} ends while parts {running} run")
         indices = sorted(index for part in attempt.parts.values() for index in part.indices)
-        self.check(indices == [*range(self.settings.profile.rollout.n)], "ledger", f"{key} has the responses {indices}")
+        self.check(
+            indices == [*range(self.settings.profile.rollout.n)],
+            "ledger",
+            f"{key} has the responses {indices}",
+        )
 
     def _scored(self, key: AttemptKey, event: Event) -> None:
         scorer = event.fields["scorer"]
         self._expect(key, "finished")
         columns = self.books.live[key].columns
         self.check(scorer not in columns, "scores", f"{key} is scored twice by {scorer}")
-        self.check((scorer, key) in self.computed, "scores", f"{key} counts as scored, and {scorer} has not scored it")
+        self.check(
+            (scorer, key) in self.computed,
+            "scores",
+            f"{key} counts as scored, and {scorer} has not scored it",
+        )
         columns[scorer] = (scorer, key)
         if scorer == "reward":
             self.limits.judged(is_equal=self._is_equal(key))
 
     def taken(self) -> None:
-        """The next step's groups are chosen: other groups' values are of another critic than they will be trained with."""
+        """The next step's groups are chosen: other groups' values are of another critic than they will be
+        trained with."""
         self.computed = {(scorer, key) for scorer, key in self.computed if scorer != "critic"}
         for attempt in self.books.live.values():
             if attempt.account == "finished":
@@ -260,22 +326,36 @@ class LedgerWatch:
     def _training(self, key: AttemptKey, event: Event) -> None:
         books = self.books
         self._expect(key, "finished")
-        self.check(books.may_take(key), "deadlines", f"{key} is taken, though others then cannot be trained in time")
-        self.check(books.is_scored(key), "scores", f"{key} is taken with the columns {list(books.live[key].columns)}")
+        self.check(
+            books.may_take(key), "deadlines", f"{key} is taken, though others then cannot be trained in time"
+        )
+        self.check(
+            books.is_scored(key), "scores", f"{key} is taken with the columns {list(books.live[key].columns)}"
+        )
         earlier = books.finish_order[: books.finish_order.index(key)]
         first = next((other for other in earlier if books.is_scored(other) and books.may_take(other)), key)
         self.check(not self._is_equal(key), "filter", f"{key} is taken, and its rewards are equal")
-        self.check(first == key, "takes", f"{key} is taken before {first}, which finished earlier and may be taken")
+        self.check(
+            first == key, "takes", f"{key} is taken before {first}, which finished earlier and may be taken"
+        )
         books.finish_order.remove(key)
         books.live[key].account = "training"
         books.taken_in_window += 1
-        self.check(books.takes_left >= 0, "takes", f"{books.taken_in_window} groups are taken in a window of {books.window_size}")
+        self.check(
+            books.takes_left >= 0,
+            "takes",
+            f"{books.taken_in_window} groups are taken in a window of {books.window_size}",
+        )
 
     def _trained(self, key: AttemptKey, event: Event) -> None:
         self._expect(key, "training")
         is_own = any(group.key == key for group in self.in_training)
         self.check(is_own, "ledger", f"{key} counts as trained and no trainer had it")
-        again = [other for other, account in self.books.ended.items() if account == "trained" and other[:2] == key[:2]]
+        again = [
+            other
+            for other, account in self.books.ended.items()
+            if account == "trained" and other[:2] == key[:2]
+        ]
         self.check(not again, "ledger", f"{key} is trained twice: {again}")
         self.trained_tokens += event.fields["tokens"]
         self._ends(key, "trained")
@@ -295,7 +375,11 @@ class LedgerWatch:
                 self._check_whole(key)
                 self._count(key)
                 self.limits.judged(is_equal=True)
-            self.check(self._is_equal(key), "filter", f"{key} is left out with rewards {self.books.live[key].rewards}")
+            self.check(
+                self._is_equal(key),
+                "filter",
+                f"{key} is left out with rewards {self.books.live[key].rewards}",
+            )
             self.discarded_tokens += self.books.live[key].tokens
         else:
             self._given_up(key, "drop" if reason == "stale" else "requeue")
@@ -303,13 +387,17 @@ class LedgerWatch:
 
     def _requeued(self, key: AttemptKey, event: Event) -> None:
         reason = event.fields["reason"]
-        self.check(self.books.live[key].account in ("running", "finished"), "ledger", f"{key} cannot be requeued")
+        self.check(
+            self.books.live[key].account in ("running", "finished"), "ledger", f"{key} cannot be requeued"
+        )
         if reason == "stale":
             self._given_up(key, "requeue")
             self.books.stale_requeues[key.uid, key.epoch] += 1
             count = self.books.stale_requeues[key.uid, key.epoch]
             self.has_exhausted |= count > self.settings.profile.async_training.max_requeues
-            may_exhaust = not self.has_exhausted or self.settings.profile.async_training.on_exhausted == "fail"
+            may_exhaust = (
+                not self.has_exhausted or self.settings.profile.async_training.on_exhausted == "fail"
+            )
             self.check(may_exhaust, "staleness", f"{key} was requeued {count} times")
         else:
             self.check(False, "ledger", f"{key} is requeued: {reason}")
@@ -323,7 +411,11 @@ class LedgerWatch:
             "staleness",
             f"{key} is given up under {self.settings.profile.async_training.on_stale}",
         )
-        self.check(attempt.deadline < self.books.version, "staleness", f"{key} is given up before its deadline {attempt.deadline}")
+        self.check(
+            attempt.deadline < self.books.version,
+            "staleness",
+            f"{key} is given up before its deadline {attempt.deadline}",
+        )
         self.discarded_tokens += attempt.tokens + attempt.kept_tokens
 
     def _expect(self, key: AttemptKey, account: str) -> None:
@@ -338,4 +430,6 @@ class LedgerWatch:
             self.books.finish_order.remove(key)
         self.books.ended[key] = account
         for worker in self.books.workers.values():
-            worker.unfinished = {part: left for part, left in worker.unfinished.items() if part.attempt != key}
+            worker.unfinished = {
+                part: left for part, left in worker.unfinished.items() if part.attempt != key
+            }

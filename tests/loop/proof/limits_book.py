@@ -21,7 +21,9 @@ class LimitsBook:
         """The limits that are exceeded now."""
         settings, most = self._settings, self._settings.profile.task.max_failed_ratio
         too_many = self._trajectories >= FROM_TRAJECTORIES and self._failed / self._trajectories > most
-        in_a_row = self._in_a_row / settings.schedule.step_groups > settings.profile.algorithm.max_num_gen_batches
+        in_a_row = (
+            self._in_a_row / settings.schedule.step_groups > settings.profile.algorithm.max_num_gen_batches
+        )
         return [name for name, is_over in ((RATIO, too_many), (BATCHES, in_a_row)) if is_over]
 
     def group_ended(self, num_failed: int) -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.loop.proof.scenarios SEED [--turns] [--scorer] [--trace]
 
-prints the scenario of a seed (`--turns`: for certain with several turns, `--scorer`: with a scorer) and runs it. The trace of
-events follows if an invariant broke, or with `--trace`.
+prints the scenario of a seed (`--turns`: for certain with several turns, `--scorer`: with a scorer) and runs
+it. The trace of events follows if an invariant broke, or with `--trace`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.keywords import changed
 from tests.loop.proof.causes import Watching
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, TOOL_TIMEOUT_S, Scenario, draw, worker_names
-from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyScorer, FaultyWorker, KeepingTrainer
+from tests.loop.proof.faults import (
+    FATAL,
+    Fault,
+    FaultKind,
+    Faults,
+    FaultyScorer,
+    FaultyWorker,
+    KeepingTrainer,
+)
 from tests.loop.proof.invariants import InvariantError, Invariants
 from tests.loop.proof.limits_book import BATCHES, RATIO
 from tests.loop.proof.memory import MemoryCheckpoints, resume_from
@@ -39,7 +47,8 @@ from tests.loop.proof.watched import WatchedFeed, WatchedScorer, WatchedTrainer,
 _MAX_LEGS = 40
 """More than there are faults: each ends one run at most."""
 _CALL_TIMEOUT_S = 200.0
-"""Longer than any group, shorter than `stall_timeout_s`: what hangs is named before anybody wonders why nothing moves."""
+"""Longer than any group, shorter than `stall_timeout_s`: what hangs is named before anybody wonders why
+nothing moves."""
 _WEIGHTS_TIMEOUT_S = 100.0
 
 
@@ -57,8 +66,9 @@ class Outcome:
 
 
 def run(scenario: Scenario, checks: type[Invariants] = Invariants) -> Outcome:
-    """Run a scenario. Whatever ends it early, it is resumed from its last checkpoint until it is done. Then it is resumed once
-    more: from its last checkpoint or, if it is drawn so, from another, as if it had crashed some time after it."""
+    """Run a scenario. Whatever ends it early, it is resumed from its last checkpoint until it is done. Then
+    it is resumed once more: from its last checkpoint or, if it is drawn so, from another, as if it had
+    crashed some time after it."""
     outcome, faults = Outcome(scenario=scenario), Faults(scenario.faults)
     cut, is_done, now = None, False, scenario
     try:
@@ -68,7 +78,9 @@ def run(scenario: Scenario, checks: type[Invariants] = Invariants) -> Outcome:
                 outcome.counts["ended early, then resumed to the end"] += len(outcome.errors)
                 break
             now, is_done = _mended(now, error), is_done or error is None
-            which = -1 if error is not None or scenario.resume_at is None else int(scenario.resume_at * len(cuts))
+            which = (
+                -1 if error is not None or scenario.resume_at is None else int(scenario.resume_at * len(cuts))
+            )
             cut = cuts[which] if cuts else cut
         else:
             raise InvariantError("ends", f"seed {scenario.seed}, {_MAX_LEGS} runs have not come to the end")
@@ -80,20 +92,34 @@ def run(scenario: Scenario, checks: type[Invariants] = Invariants) -> Outcome:
 
 def _mended(scenario: Scenario, error: BaseException | None) -> Scenario:
     """What a user changes before the resume of a run that a limit has ended."""
-    ways_out = {RATIO: {"max_failed_ratio": 1.0}, BATCHES: {"max_num_gen_batches": 1000}, "requeued": {"on_exhausted": "drop"}}
+    ways_out = {
+        RATIO: {"max_failed_ratio": 1.0},
+        BATCHES: {"max_num_gen_batches": 1000},
+        "requeued": {"on_exhausted": "drop"},
+    }
     changes = next((changes for named, changes in ways_out.items() if named in str(error)), None)
     return replace(scenario, settings=changed(scenario.settings, **changes)) if changes else scenario
 
 
 def _leg(
-    scenario: Scenario, outcome: Outcome, faults: Faults, leg: int, resume_from: ResumeFrom | None, checks: type[Invariants]
+    scenario: Scenario,
+    outcome: Outcome,
+    faults: Faults,
+    leg: int,
+    resume_from: ResumeFrom | None,
+    checks: type[Invariants],
 ) -> tuple[list[Any], AsyncrlError | None]:
-    """One run of the loop. Returns its checkpoints and what it raised, for a reason that the scenario explains."""
+    """One run of the loop. Returns its checkpoints and what it raised, for a reason that the scenario
+    explains."""
 
     async def main() -> tuple[list[Any], AsyncrlError | None]:
         slots = dict.fromkeys(worker_names(scenario.workers_of(leg)), scenario.slots)
         invariants = checks(
-            scenario.settings, slots, seed=scenario.seed, scorers=scenario.scorers, num_eval_prompts=scenario.num_eval_prompts
+            scenario.settings,
+            slots,
+            seed=scenario.seed,
+            scorers=scenario.scorers,
+            num_eval_prompts=scenario.num_eval_prompts,
         )
         try:
             return await _run_leg(scenario, invariants, faults, leg, resume_from)
@@ -115,9 +141,13 @@ async def _run_leg(
 ) -> tuple[list[Any], AsyncrlError | None]:
     checkpoints, pending = MemoryCheckpoints(write_s=scenario.write_s), list(faults.pending)
     try:
-        pipeline = Pipeline(scenario.settings, _world(scenario, invariants, faults, checkpoints, leg, resume_from))
+        pipeline = Pipeline(
+            scenario.settings, _world(scenario, invariants, faults, checkpoints, leg, resume_from)
+        )
     except RefusedError as refused:
-        raise InvariantError("resume", f"seed {scenario.seed}: its own checkpoint is refused: {refused}") from refused
+        raise InvariantError(
+            "resume", f"seed {scenario.seed}: its own checkpoint is refused: {refused}"
+        ) from refused
     invariants.watch(pipeline)
     if scenario.stop_at_s is not None and leg == 0:
         asyncio.get_running_loop().call_later(scenario.stop_at_s, _stop, pipeline, invariants)
@@ -132,7 +162,9 @@ async def _run_leg(
     invariants.end(error, _stop_limit_s(scenario, happened))
     _check_explained(scenario, invariants, error, happened)
     if error is None or not any(map(_has_no_restart, happened)):
-        _check_last_cut(invariants, [cut.step for cut, _ in checkpoints.cuts], is_resumed=resume_from is not None)
+        _check_last_cut(
+            invariants, [cut.step for cut, _ in checkpoints.cuts], is_resumed=resume_from is not None
+        )
     return checkpoints.cuts, error
 
 
@@ -149,18 +181,28 @@ def _stop_limit_s(scenario: Scenario, happened: Sequence[Fault]) -> float:
     return max(scenario.train_s, scenario.learn_s) + stall_s + 0.1
 
 
-def _check_explained(scenario: Scenario, invariants: Invariants, error: AsyncrlError | None, happened: Sequence[Fault]) -> None:
-    """Nothing fails without a fault that no restart can mend, and what such a fault ends says whose fault it is."""
+def _check_explained(
+    scenario: Scenario, invariants: Invariants, error: AsyncrlError | None, happened: Sequence[Fault]
+) -> None:
+    """Nothing fails without a fault that no restart can mend, and what such a fault ends says whose fault it
+    is."""
     settings = scenario.settings
     fatal = _not_mended(happened, settings.profile.rollout.max_restarts)
     message = f"{type(error).__name__}: {error}, after {happened}"
     if error is None or isinstance(error, Interrupted):
         may_be_away = settings.profile.rollout.min_workers is not None
-        is_quiet = all(_goes_unnoticed(scenario, fault) or invariants.lost[fault.executor] or may_be_away for fault in fatal)
+        is_quiet = all(
+            _goes_unnoticed(scenario, fault) or invariants.lost[fault.executor] or may_be_away
+            for fault in fatal
+        )
         invariants.check(is_quiet or error is not None, "ends", f"no error after {fatal}")
         holds = error is None or (invariants.stop_s is not None and not invariants.failed_with)
     elif isinstance(error, ExecutorFailed):
-        no_room = {fault.executor for fault in happened if fault.kind is FaultKind.NO_ROOM} if isinstance(error, NoRoom) else set()
+        no_room = (
+            {fault.executor for fault in happened if fault.kind is FaultKind.NO_ROOM}
+            if isinstance(error, NoRoom)
+            else set()
+        )
         holds = error.executor in {fault.executor for fault in fatal} | no_room
     elif isinstance(error, StallError):
         holds = any(fault.kind is FaultKind.WORKER_HANGS for fault in fatal)
@@ -175,17 +217,19 @@ def _check_explained(scenario: Scenario, invariants: Invariants, error: AsyncrlE
 
 
 def _goes_unnoticed(scenario: Scenario, fault: Fault) -> bool:
-    """Whether a run may end without having heard of the fault. A scorer with nothing left to do is asked for a report once a
-    second."""
+    """Whether a run may end without having heard of the fault. A scorer with nothing left to do is asked for
+    a report once a second."""
     age_s = asyncio.get_running_loop().time() - fault.at_s
     return fault.kind is FaultKind.WORKER_HANGS or (fault.executor in scenario.scorers and age_s <= 1.0)
 
 
 def _not_mended(happened: Sequence[Fault], max_restarts: int) -> list[Fault]:
-    """Fatal faults of executors that had more of them than restarts, which a lack of room uses up, too. (Two that come together
-    cost a worker one restart.)"""
+    """Fatal faults of executors that had more of them than restarts, which a lack of room uses up, too. (Two
+    that come together cost a worker one restart.)"""
     fatal = [fault for fault in happened if fault.kind in FATAL]
-    counts = Counter(fault.executor for fault in happened if fault.kind in FATAL or fault.kind is FaultKind.NO_ROOM)
+    counts = Counter(
+        fault.executor for fault in happened if fault.kind in FATAL or fault.kind is FaultKind.NO_ROOM
+    )
     return [fault for fault in fatal if _has_no_restart(fault) or counts[fault.executor] > max_restarts]
 
 
@@ -195,10 +239,15 @@ def _has_no_restart(fault: Fault) -> bool:
 
 
 def _check_last_cut(invariants: Invariants, steps: Sequence[int], *, is_resumed: bool) -> None:
-    """Whatever ends a run whose trainer is whole: its last step is in a checkpoint (or in the one that it was resumed from)."""
+    """Whatever ends a run whose trainer is whole: its last step is in a checkpoint (or in the one that it was
+    resumed from)."""
     is_kept = bool(steps) and steps[-1] == invariants.steps.number
     never_moved = is_resumed and not invariants.counts["steps"]
-    invariants.check(is_kept or never_moved, "cut", f"ended after step {invariants.steps.number}, checkpoints of steps {steps}")
+    invariants.check(
+        is_kept or never_moved,
+        "cut",
+        f"ended after step {invariants.steps.number}, checkpoints of steps {steps}",
+    )
 
 
 def _world(
@@ -219,7 +268,10 @@ def _world(
     return World(
         feed=WatchedFeed(NumberedFeed(), invariants),
         trainer=WatchedTrainer(trainer, invariants),
-        scorers=[WatchedScorer(_scorer(name, scenario, invariants, faults), invariants) for name in scenario.scorers],
+        scorers=[
+            WatchedScorer(_scorer(name, scenario, invariants, faults), invariants)
+            for name in scenario.scorers
+        ],
         workers=[WatchedWorker(worker, invariants, on_the_way, limit_s) for worker in workers],
         eval_sets={"": [{"uid": f"e{i}", "prompt": str(i)} for i in range(scenario.num_eval_prompts)]},
         observers=[invariants],
@@ -238,7 +290,9 @@ def _scorer(name: str, scenario: Scenario, invariants: Invariants, faults: Fault
         load_s=load_s,
         restart_s=scenario.restart_s,
     )
-    return FaultyScorer(name, times, faults=faults, call_timeout_s=_CALL_TIMEOUT_S, on_report=invariants.times.check_report)
+    return FaultyScorer(
+        name, times, faults=faults, call_timeout_s=_CALL_TIMEOUT_S, on_report=invariants.times.check_report
+    )
 
 
 def _worker_times(scenario: Scenario) -> WorkerTimes:
@@ -266,7 +320,10 @@ def _tool_calls(scenario: Scenario, rng: random.Random, tokens: int) -> list[Too
     """Up to the first that fails. All turns together are at most `MAX_TOKENS` long."""
     calls: list[ToolWait] = []
     for _ in range(rng.randint(0, scenario.max_turns - 1)):
-        luck, seconds = rng.random(), min(rng.expovariate(1 / scenario.tool_s) if scenario.tool_s else 0.0, TOOL_TIMEOUT_S)
+        luck, seconds = (
+            rng.random(),
+            min(rng.expovariate(1 / scenario.tool_s) if scenario.tool_s else 0.0, TOOL_TIMEOUT_S),
+        )
         if luck < scenario.hanging_tools:
             return [*calls, ToolWait(TOOL_TIMEOUT_S, 0, 0, "tool-timeout")]
         if luck < scenario.hanging_tools + scenario.failing_tools:
@@ -280,11 +337,14 @@ def _tool_calls(scenario: Scenario, rng: random.Random, tokens: int) -> list[Too
 
 
 def _trainer_times(scenario: Scenario) -> TrainerTimes:
-    return TrainerTimes(train_s=lambda batch: scenario.train_s, gather_s=scenario.gather_s, publish_s=scenario.publish_s)
+    return TrainerTimes(
+        train_s=lambda batch: scenario.train_s, gather_s=scenario.gather_s, publish_s=scenario.publish_s
+    )
 
 
 def _load_limit_s(scenario: Scenario) -> float:
-    """A load waits for the longest trajectory that runs (drain) at the slowest that its engine gets, then copies.
+    """A load waits for the longest trajectory that runs (drain) at the slowest that its engine gets, then
+    copies.
 
     Its turns may each wait for a slot that is not held, and for prefills of whoever comes and goes meanwhile.
     """
@@ -300,11 +360,15 @@ def main(arguments: Sequence[str]) -> int:
     seeds = [int(argument) for argument in arguments if not argument.startswith("--")]
     broken = 0
     for seed in seeds:
-        outcome = run(draw(seed, with_turns="--turns" in arguments, with_scorer="--scorer" in arguments), Watching)
+        outcome = run(
+            draw(seed, with_turns="--turns" in arguments, with_scorer="--scorer" in arguments), Watching
+        )
         print(f"seed {seed}\n{outcome.scenario}")
         if outcome.broken is not None or "--trace" in arguments:
             print("\n".join(outcome.trace))
-        print(f"{dict(outcome.counts)}\nended with {outcome.errors or 'no error'}; broken: {outcome.broken!r}")
+        print(
+            f"{dict(outcome.counts)}\nended with {outcome.errors or 'no error'}; broken: {outcome.broken!r}"
+        )
         if outcome.broken is not None and not isinstance(outcome.broken, InvariantError):
             raise outcome.broken
         broken += outcome.broken is not None

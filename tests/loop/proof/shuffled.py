@@ -16,14 +16,17 @@ from asyncrl_cli.simulate.world import VirtualTimeLoop
 
 
 class ShuffledLoop(VirtualTimeLoop):
-    """For every callback that gets ready it asks the stock loop for one turn, and gives that to any of those that wait for one."""
+    """For every callback that gets ready it asks the stock loop for one turn, and gives that to any of those
+    that wait for one."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._random = random.Random(seed)
         self._waiting: list[asyncio.Handle] = []
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self._waiting.append(handle)
         super().call_soon(self._run_any)

@@ -1,4 +1,5 @@
-"""Whether weights travel fast, after docs/admission.md ("short"): counted anew from all arrivals each time it is asked."""
+"""Whether weights travel fast, after docs/admission.md ("short"): counted anew from all arrivals each time it
+is asked."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ class TravelBook:
         self._weight = 0.8 ** (1 / num_workers)  # of an arrival, relative to the next one
         self._ran_before: dict[str, dict[PartKey, int]] = {}
         self._arrivals: list[tuple[int, int]] = []
-        """For each version that arrived at a worker: responses that ran there when it set out, and how many have ended since."""
+        """For each version that arrived at a worker: responses that ran there when it set out, and how many
+        have ended since."""
 
     @property
     def is_short(self) -> bool:
@@ -22,7 +24,8 @@ class TravelBook:
         return not self._arrivals or ended < ran / 2
 
     def set_out(self, worker: str, unfinished: Mapping[PartKey, int]) -> None:
-        """A version is made, or asked for, that is on its way to a worker from now on, unless one is already."""
+        """A version is made, or asked for, that is on its way to a worker from now on, unless one is
+        already."""
         self._ran_before.setdefault(worker, dict(unfinished))
 
     def arrived(self, worker: str, unfinished: Mapping[PartKey, int]) -> None:

@@ -1,4 +1,5 @@
-"""Ports that tell `Invariants` of every call, and hold executors to their contract: what `loop.ports` promises, in code."""
+"""Ports that tell `Invariants` of every call, and hold executors to their contract: what `loop.ports`
+promises, in code."""
 
 from __future__ import annotations
 
@@ -35,9 +36,12 @@ if TYPE_CHECKING:
 
 
 class WatchedWorker:
-    """Implements `loop.ports.RolloutWorker` around another one. `load_limit_s` bounds a load, its drain included."""
+    """Implements `loop.ports.RolloutWorker` around another one. `load_limit_s` bounds a load, its drain
+    included."""
 
-    def __init__(self, worker: RolloutWorker, invariants: Invariants, on_the_way: Counter[int], load_limit_s: float) -> None:
+    def __init__(
+        self, worker: RolloutWorker, invariants: Invariants, on_the_way: Counter[int], load_limit_s: float
+    ) -> None:
         """`on_the_way` counts the prefetches and loads in flight per version; all workers share one."""
         self.name = worker.name
         self.slots = worker.slots
@@ -81,7 +85,9 @@ class WatchedWorker:
             now = live[key.attempt].parts[key.number].num_responses - progress.freed_slots.get(key, 0)
             is_over = any(result.key == key for result in progress.ended)
             may_rise = is_over or not self._invariants.settings.profile.rollout.hold_slots
-            self._invariants.check(now <= before or may_rise, "slots", f"{key} takes {now} slots after {before}")
+            self._invariants.check(
+                now <= before or may_rise, "slots", f"{key} takes {now} slots after {before}"
+            )
             unfinished[key] = 0 if is_over else now
         for result in progress.ended:
             self._invariants.counts["turns"] += sum(meta.num_turns for meta in result.trajectories)
@@ -92,7 +98,11 @@ class WatchedWorker:
     async def prefetch(self, published: Published) -> float:
         version, check = published.version, self._invariants.check
         self._invariants.note(f"{self.name} prefetches version {version}")
-        check(version > self._book.version, "loads", f"{self.name} holds {self._book.version} and prefetches {version}")
+        check(
+            version > self._book.version,
+            "loads",
+            f"{self.name} holds {self._book.version} and prefetches {version}",
+        )
         self._on_the_way[version] += 1
         versions = sorted(+self._on_the_way)
         check(len(versions) <= 2, "loads", f"versions {versions} are on their way at once")
@@ -108,14 +118,26 @@ class WatchedWorker:
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         check, loop = self._invariants.check, asyncio.get_running_loop()
         self._invariants.note(f"{self.name} loads version {version} ({interrupt})")
-        check(version == self._prefetched, "loads", f"{self.name} loads {version} and has prefetched {self._prefetched}")
+        check(
+            version == self._prefetched,
+            "loads",
+            f"{self.name} loads {version} and has prefetched {self._prefetched}",
+        )
         check(self._book.eval_sequences == 0, "evals", f"{self.name} loads {version} during an eval")
         began_s = loop.time()
         with self._sent_or_lost(version):
             report = await self._worker.load(version, interrupt)
         took_s = loop.time() - began_s
-        check(took_s <= self._load_limit_s, "drain", f"{self.name} took {took_s} s to load, more than {self._load_limit_s} s")
-        check(report.version == version > self._book.version, "loads", f"{self.name} holds {self._book.version}, loaded {version}")
+        check(
+            took_s <= self._load_limit_s,
+            "drain",
+            f"{self.name} took {took_s} s to load, more than {self._load_limit_s} s",
+        )
+        check(
+            report.version == version > self._book.version,
+            "loads",
+            f"{self.name} holds {self._book.version}, loaded {version}",
+        )
         self._book.version, self._book.loading = version, False
         self._on_the_way[version] -= 1
         return report
@@ -123,7 +145,9 @@ class WatchedWorker:
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         holds = self._book.version == request.version and not self._book.loading
         self._invariants.check(
-            holds or self._book.down, "evals", f"{self.name} holds {self._book.version} and scores {request.version}"
+            holds or self._book.down,
+            "evals",
+            f"{self.name} holds {self._book.version} and scores {request.version}",
         )
         self._book.eval_sequences += len(request.tries)
         try:
@@ -131,7 +155,9 @@ class WatchedWorker:
         finally:
             self._book.eval_sequences -= len(request.tries)
         num_answers = len(result.outcomes)
-        self._invariants.check(num_answers == len(request.tries), "evals", f"{num_answers} answers to {len(request.tries)} tries")
+        self._invariants.check(
+            num_answers == len(request.tries), "evals", f"{num_answers} answers to {len(request.tries)} tries"
+        )
         return result
 
     async def abort_evals(self) -> None:
@@ -156,7 +182,11 @@ class WatchedWorker:
         self._invariants.note(f"{self.name} is restarted")
         check(book.down, "restarts", f"{self.name} is restarted, and has not failed")
         check(not book.unfinished, "restarts", f"{self.name} is restarted with {list(book.unfinished)} on it")
-        check(not self._invariants.is_lent, "restarts", f"{self.name} is restarted while the trainer has the resources")
+        check(
+            not self._invariants.is_lent,
+            "restarts",
+            f"{self.name} is restarted while the trainer has the resources",
+        )
         self._prefetched, self._paused = -1, False
         self._invariants.times.restarted(self.name)
         await self._worker.restart()
@@ -172,7 +202,8 @@ class WatchedWorker:
 
 
 class WatchedScorer:
-    """Implements `loop.ports.Scorer` around another one: it gets the groups that can be taken next, one call at a time."""
+    """Implements `loop.ports.Scorer` around another one: it gets the groups that can be taken next, one call
+    at a time."""
 
     def __init__(self, scorer: Scorer, invariants: Invariants) -> None:
         self.name = scorer.name
@@ -186,7 +217,9 @@ class WatchedScorer:
         version, current = published.version, self._invariants.books.version
         self._invariants.note(f"{self.name} loads version {version}")
         is_due = self.name == "prox" and self._held < version == current
-        self._invariants.check(is_due, "loads", f"{self.name} holds {self._held} and loads {version} in window {current}")
+        self._invariants.check(
+            is_due, "loads", f"{self.name} holds {self._held} and loads {version} in window {current}"
+        )
         await self._scorer.load(published)
         self._held = version
 
@@ -196,14 +229,24 @@ class WatchedScorer:
         check, asked = self._invariants.check, [group.key for group in groups]
         self._invariants.note(f"{self.name} scores {len(groups)} groups")
         check(not self._is_scoring, "scores", f"{self.name} has two calls at once")
-        check(not self._is_learning, "scores", f"{self.name} scores before it has learned from the last train step")
+        check(
+            not self._is_learning,
+            "scores",
+            f"{self.name} scores before it has learned from the last train step",
+        )
         num_taken = self._num_taken()
         due = self._invariants.books.unscored(self.name)[: len(asked)]
         check(asked == due, "scores", f"{self.name} scores {asked}, should be {due}")
         is_current = self.name != "prox" or self._held == self._invariants.books.version
         check(is_current, "scores", f"{self.name} scores with the weights of version {self._held}")
-        check([item["prompt"] for item in items] == [key.uid[1:] for key in asked], "scores", f"{self.name} is given other prompts")
-        tokens = [sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups]
+        check(
+            [item["prompt"] for item in items] == [key.uid[1:] for key in asked],
+            "scores",
+            f"{self.name} is given other prompts",
+        )
+        tokens = [
+            sum(meta.prompt_tokens + meta.response_tokens for meta in group.trajectories) for group in groups
+        ]
         is_small = len(tokens) == 1 or sum(tokens) <= self.call_tokens
         is_small &= len(tokens) <= self._invariants.settings.schedule.step_groups
         check(bool(tokens) and is_small, "scores", f"{self.name} is given groups of {tokens} tokens")
@@ -214,7 +257,9 @@ class WatchedScorer:
             self._is_scoring = False
         if self.name == "reward":
             for group, scores in zip(groups, columns, strict=True):
-                rewarded = tuple(meta.reward + score for meta, score in zip(group.trajectories, scores, strict=True))
+                rewarded = tuple(
+                    meta.reward + score for meta, score in zip(group.trajectories, scores, strict=True)
+                )
                 self._invariants.ledger.rewarded[group.key] = rewarded
         if self.name != "critic" or num_taken == self._num_taken():
             self._invariants.ledger.computed.update((self.name, key) for key in asked)
@@ -222,7 +267,9 @@ class WatchedScorer:
 
     async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
         played = [outcome for outcome in result.outcomes if not isinstance(outcome, Failure)]
-        self._invariants.check(len(items) == len(played) > 0, "scores", f"{self.name} judges {len(items)} of {len(played)}")
+        self._invariants.check(
+            len(items) == len(played) > 0, "scores", f"{self.name} judges {len(items)} of {len(played)}"
+        )
         try:
             return await self._scorer.judge(result, items)
         except asyncio.CancelledError:
@@ -236,8 +283,13 @@ class WatchedScorer:
     async def learn(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         """All taken groups are those of this step and of those before it."""
         self._invariants.note(f"{self.name} learns from step {batch.step}")
-        is_due = not self._is_learning and self._num_taken() == batch.step * self._invariants.settings.schedule.step_groups
-        self._invariants.check(is_due, "scores", f"{self.name} learns from step {batch.step} of {self._num_taken()} groups")
+        is_due = (
+            not self._is_learning
+            and self._num_taken() == batch.step * self._invariants.settings.schedule.step_groups
+        )
+        self._invariants.check(
+            is_due, "scores", f"{self.name} learns from step {batch.step} of {self._num_taken()} groups"
+        )
         self._is_learning = True
         made, report = await self._scorer.learn(batch)
         self._is_learning = False
@@ -278,7 +330,9 @@ class WatchedTrainer:
 
     async def publish(self, version: int) -> Published:
         published = await self._trainer.publish(version)
-        self._invariants.check(published.version == version, "version", f"published {published.version}, asked for {version}")
+        self._invariants.check(
+            published.version == version, "version", f"published {published.version}, asked for {version}"
+        )
         return published
 
     async def snapshot(self, step: int) -> None:
@@ -311,7 +365,9 @@ class WatchedFeed:
 
     def next(self) -> Prompt:
         prompt, fed = self._feed.next(), self._invariants.ledger.fed
-        self._invariants.check((prompt.uid, prompt.epoch) not in fed, "ledger", f"the feed gives {prompt.uid} again")
+        self._invariants.check(
+            (prompt.uid, prompt.epoch) not in fed, "ledger", f"the feed gives {prompt.uid} again"
+        )
         fed.append((prompt.uid, prompt.epoch))
         return prompt
 

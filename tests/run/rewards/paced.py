@@ -1,4 +1,5 @@
-"""A reward for runs that only go on while their test waits for something else: they leave the processors to others."""
+"""A reward for runs that only go on while their test waits for something else: they leave the processors to
+others."""
 
 import time
 

@@ -1,4 +1,5 @@
-"""The engine `transformers`: continuous batching over a transformers model. `asyncrl plan` uses the constants here, too."""
+"""The engine `transformers`: continuous batching over a transformers model. `asyncrl plan` uses the constants
+here, too."""
 
 PAGE_TOKENS = 32
 PREFILL_TOKENS_PACKED = 4096

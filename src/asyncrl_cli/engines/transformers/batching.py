@@ -1,16 +1,19 @@
-"""The engine's model: opened, configured for transformers' continuous batching, and asked for the logprobs of given tokens.
+"""The engine's model: opened, configured for transformers' continuous batching, and asked for the logprobs of
+given tokens.
 
-- `max_batch_tokens` leaves room for prefills beside one token of every slot. The scheduler serves decoding sequences
-  first and prefills with the rest of the budget. If the budget were just the number of slots, a new prompt would get a few
-  tokens per step, and half of the slots would stay empty as long as any sequence decodes.
-- `num_blocks` holds all slots at full length (memory allowing), and `safety_margin` is 0: no sequence waits for cache, and
-  none is evicted.
-- Blocks are shared: a request reuses the full blocks that an earlier turn, or another response to its prompt, left in the
-  cache. Blocks are looked up by their tokens alone, so a load must make all of them unfindable (`forget_prefixes`).
-- Attention is the trainer's (models/attention.py), never a faster kernel. If that is sdpa on a CPU, packed sequences are
-  attended one by one (paged_attention.py) instead of all at once under a mask.
-- TokenSampler chooses the tokens: continuous batching's own logprobs are of the truncated distribution, and its own
-  sampling has one seed for all requests.
+- `max_batch_tokens` leaves room for prefills beside one token of every slot. The scheduler serves decoding
+  sequences first and prefills with the rest of the budget. If the budget were just the number of slots, a new
+  prompt would get a few tokens per step, and half of the slots would stay empty as long as any sequence
+  decodes.
+- `num_blocks` holds all slots at full length (memory allowing), and `safety_margin` is 0: no sequence waits
+  for cache, and none is evicted.
+- Blocks are shared: a request reuses the full blocks that an earlier turn, or another response to its prompt,
+  left in the cache. Blocks are looked up by their tokens alone, so a load must make all of them unfindable
+  (`forget_prefixes`).
+- Attention is the trainer's (models/attention.py), never a faster kernel. If that is sdpa on a CPU, packed
+  sequences are attended one by one (paged_attention.py) instead of all at once under a mask.
+- TokenSampler chooses the tokens: continuous batching's own logprobs are of the truncated distribution, and
+  its own sampling has one seed for all requests.
 
 Legend: B = sequences, T = tokens of the longest, V = vocabulary.
 """
@@ -21,12 +24,25 @@ from math import ceil
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessorList,
+)
 
-from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS, PREFILL_TOKENS_PACKED, paged_attention
+from asyncrl_cli.engines.transformers import (
+    CACHE_SHARE_OF_MEMORY,
+    PAGE_TOKENS,
+    PREFILL_TOKENS_PACKED,
+    paged_attention,
+)
 from asyncrl_cli.engines.transformers.token_sampler import TokenSampler
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.attention import choose_attention, takes_attention
@@ -34,13 +50,15 @@ from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Place, Profile
 
 PREFILL_TOKENS_MASKED = 512
-"""Used instead of PREFILL_TOKENS_PACKED where attention needs a mask: the mask has (batch tokens) x (all cached tokens) entries."""
+"""Used instead of PREFILL_TOKENS_PACKED where attention needs a mask: the mask has (batch tokens) x (all
+cached tokens) entries."""
 MAX_LOGITS_BYTES = 256 * 2**20
 """Largest logits of one scoring pass."""
 
 
 def open_model(profile: Profile, place: Place) -> PreTrainedModel:
-    """Load the model with the same attention as the trainer. Raises PreflightError if its attention cannot be replaced."""
+    """Load the model with the same attention as the trainer. Raises PreflightError if its attention cannot be
+    replaced."""
     how = profile.model
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         place.model_dir, dtype=how.dtype, attn_implementation="eager", trust_remote_code=how.trust_remote_code
@@ -56,11 +74,14 @@ def open_model(profile: Profile, place: Place) -> PreTrainedModel:
 
 def unbatchable(model: PreTrainedModel, why: str) -> PreflightError:
     return PreflightError(
-        f'rollout.engine = "transformers" cannot batch a {model.config.model_type} model: {why}', hint="--set rollout.engine=vllm"
+        f'rollout.engine = "transformers" cannot batch a {model.config.model_type} model: {why}',
+        hint="--set rollout.engine=vllm",
     )
 
 
-def make_manager(model: PreTrainedModel, sampler: TokenSampler, profile: Profile) -> ContinuousBatchingManager:
+def make_manager(
+    model: PreTrainedModel, sampler: TokenSampler, profile: Profile
+) -> ContinuousBatchingManager:
     """A manager that is not started yet."""
     rollout, packed = profile.rollout, model.config._attn_implementation == paged_attention.NAME
     prefill_tokens = PREFILL_TOKENS_PACKED if packed else PREFILL_TOKENS_MASKED
@@ -88,8 +109,9 @@ def make_manager(model: PreTrainedModel, sampler: TokenSampler, profile: Profile
 def forget_prefixes(cache: PagedAttentionCache, *, goes_on: bool) -> None:
     """Stop later requests from finding the blocks filled so far. Call this inside a pause.
 
-    `goes_on`: running requests keep their blocks. The block that each is filling will hold keys of two versions, and continuous
-    batching would share it like any other. It cannot exclude single requests, so from then on nothing is shared.
+    `goes_on`: running requests keep their blocks. The block that each is filling will hold keys of two
+    versions, and continuous batching would share it like any other. It cannot exclude single requests, so
+    from then on nothing is shared.
     """
     cache.evict_cached_blocks()
     if goes_on and any(allocator.block_table for allocator in cache.cache_allocators.values()):
@@ -131,8 +153,8 @@ def _score_batch(model: PreTrainedModel, sequences: list[list[int]], temperature
 
 
 def _num_blocks(model: PreTrainedModel, slots: int, max_tokens: int) -> int:
-    """Number of cache blocks: for all slots at full length, within CACHE_SHARE_OF_MEMORY of the free memory. With fewer, sequences
-    may be evicted and prefilled again, which costs time but loses nothing."""
+    """Number of cache blocks: for all slots at full length, within CACHE_SHARE_OF_MEMORY of the free memory.
+    With fewer, sequences may be evicted and prefilled again, which costs time but loses nothing."""
     config = model.config.get_text_config()
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,16 +1,19 @@
-"""The engine `transformers`: the library's continuous batching in a background thread, behind the engine port.
+"""The engine `transformers`: the library's continuous batching in a background thread, behind the engine
+port.
 
-    generate() -> SlotGate -> add_request -> [generation thread: forward, TokenSampler] -> result handler -> returns
+    generate() -> SlotGate -> add_request -> [generation thread: forward, TokenSampler] -> result handler ->
+    returns
                                                         ^
     load(), score() -> worker thread -> manager.pause() -> parks the generation thread between two forwards
 
-Who waits for whom: `generate` waits for a slot (freed when another request leaves, or when a drain ends), then for its
-result (the generation thread calls back once per batch of finished responses; there is no polling and no cost per token
-in the event loop). `load` with `drain` waits for the running responses. A pause waits for at most one forward pass. If
-the generation thread dies, continuous batching fails every request and every pause.
+Who waits for whom: `generate` waits for a slot (freed when another request leaves, or when a drain ends),
+then for its result (the generation thread calls back once per batch of finished responses; there is no
+polling and no cost per token in the event loop). `load` with `drain` waits for the running responses. A pause
+waits for at most one forward pass. If the generation thread dies, continuous batching fails every request and
+every pause.
 
-token_sampler.py says what is reproducible. CUDA graphs and asynchronous batching are off, because the sampler reads each
-token on the host: on GPUs this engine is correct rather than fast.
+token_sampler.py says what is reproducible. CUDA graphs and asynchronous batching are off, because the sampler
+reads each token on the host: on GPUs this engine is correct rather than fast.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ CLOSE_TIMEOUT_S = 30.0
 SELF_CHECK_PROMPT_TOKENS = 256
 SELF_CHECK_TOKENS = 8
 MAX_SELF_CHECK_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""Of mean logprobs. In bfloat16, logits of a real model between 8 and 16 are rounded to sixteenths, differently by each path."""
+"""Of mean logprobs. In bfloat16, logits of a real model between 8 and 16 are rounded to sixteenths,
+differently by each path."""
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -51,10 +55,14 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
     stops_to_score = True
     _make_track = SampledTrack
 
-    def __init__(self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None) -> None:
+    def __init__(
+        self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None
+    ) -> None:
         super().__init__(profile, place, on_running)
         self._loop: asyncio.AbstractEventLoop
-        self._sampler = TokenSampler(version=place.version, call_soon=lambda *call: self._loop.call_soon_threadsafe(*call))
+        self._sampler = TokenSampler(
+            version=place.version, call_soon=lambda *call: self._loop.call_soon_threadsafe(*call)
+        )
         self._model: PreTrainedModel
         self._form: SavedForm
         self._manager: ContinuousBatchingManager
@@ -80,16 +88,26 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         await self._check_itself()
 
     async def _check_itself(self) -> None:
-        """Compare sampling with scoring. Sampling uses a paged cache; scoring and training use a plain forward pass. If the paged
-        path ignored a feature of the model, it would go unnoticed. Raises PreflightError unless the logprobs agree."""
+        """Compare sampling with scoring. Sampling uses a paged cache; scoring and training use a plain
+        forward pass. If the paged path ignored a feature of the model, it would go unnoticed. Raises
+        PreflightError unless the logprobs agree."""
         rollout = self._profile.rollout
-        (prompt,) = make_probes(1, self._vocab_size, seed=0, length_tokens=min(SELF_CHECK_PROMPT_TOKENS, rollout.max_prompt_tokens))
-        how = Sampling(temperature=1.0, max_response_tokens=min(SELF_CHECK_TOKENS, rollout.max_response_tokens))
+        (prompt,) = make_probes(
+            1,
+            self._vocab_size,
+            seed=0,
+            length_tokens=min(SELF_CHECK_PROMPT_TOKENS, rollout.max_prompt_tokens),
+        )
+        how = Sampling(
+            temperature=1.0, max_response_tokens=min(SELF_CHECK_TOKENS, rollout.max_response_tokens)
+        )
         answer = await self.generate("self-check", list(prompt), how, seed=0)
         scores = await self.score([[*prompt, *answer.tokens]], 1.0)
         diff = mean_abs_diff([answer.logprobs], [scores.logprobs[0][len(prompt) - 1 :]])
         if not diff < MAX_SELF_CHECK_DIFF[self._model.dtype]:
-            raise batching.unbatchable(self._model, f"its logprobs differ by {diff:.2g} from those of a plain forward pass")
+            raise batching.unbatchable(
+                self._model, f"its logprobs differ by {diff:.2g} from those of a plain forward pass"
+            )
         self._sampler.sampled_tokens = self._sampler.decode_steps = 0  # the self-check does not count
 
     def _start(self) -> None:
@@ -110,7 +128,9 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
         super()._check(request_id, prompt_tokens, sampling)
         if max(prompt_tokens) >= self._vocab_size:  # in a forward pass it would crash the engine
-            raise ValueError(f"prompt of {request_id} has the token {max(prompt_tokens)}, the model has {self._vocab_size}")
+            raise ValueError(
+                f"prompt of {request_id} has the token {max(prompt_tokens)}, the model has {self._vocab_size}"
+            )
 
     @property
     def _vocab_size(self) -> int:
@@ -123,7 +143,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             await asyncio.to_thread(self._manager.stop, block=True, timeout=CLOSE_TIMEOUT_S, hard_stop=True)
 
     async def _respond(self, track: SampledTrack) -> FinishReason:
-        """Submit the prompt to continuous batching, under a name that no cancelled request has, and wait for the response."""
+        """Submit the prompt to continuous batching, under a name that no cancelled request has, and wait for
+        the response."""
         self._num_submitted += 1
         name = f"{track.request_id}#{self._num_submitted}"
         manager, handlers = self._manager, self._manager.output_router.result_handlers
@@ -156,7 +177,9 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             converted = await asyncio.to_thread(self._form.to_memory, weights)
             return replace(await self._load(lambda: converted, version, interrupt), fetch_s=0.0)
 
-    async def load_in_place(self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt) -> PauseReport:
+    async def load_in_place(
+        self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt
+    ) -> PauseReport:
         def fetched() -> Weights:
             weights = {name: tensor for bucket in fetch() for name, tensor in unpack(bucket).items()}
             self._form.check(weights, version)
@@ -200,7 +223,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         return PauseReport(load_s=loaded_s - fetched_s, pause_s=pause_s, fetch_s=fetched_s - paused_s)
 
     def _copy(self, weights: Weights, version: int) -> None:
-        """Copy the weights into the model. On an error, fail all requests before a later forward pass can report a token."""
+        """Copy the weights into the model. On an error, fail all requests before a later forward pass can
+        report a token."""
         own = self._model.state_dict()
         try:
             with torch.no_grad():
@@ -213,8 +237,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             raise ExecutorFailed(failure) from error
 
     def _drop_caches(self) -> None:
-        """Free the cache of every running response and restart it with its tokens so far as the prompt, as continuous batching
-        itself does when its cache is full. Call this inside a pause."""
+        """Free the cache of every running response and restart it with its tokens so far as the prompt, as
+        continuous batching itself does when its cache is full. Call this inside a pause."""
         assert self._manager.batch_processor is not None
         scheduler = self._manager.batch_processor.scheduler
         for request in list(scheduler.active_requests.values()):

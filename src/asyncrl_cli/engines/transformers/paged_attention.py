@@ -1,18 +1,19 @@
 """Attention of packed sequences over transformers' paged cache.
 
-`packed_attention` is for CPUs: each sequence attends to its own keys only. `own_paged_attention` is for models whose attention
-does more than sdpa.
+`packed_attention` is for CPUs: each sequence attends to its own keys only. `own_paged_attention` is for
+models whose attention does more than sdpa.
 
-transformers' continuous batching packs all running sequences into one row. With `sdpa` a mask hides the other sequences, so
-one step of B sequences of length L costs B * B * L; `packed_attention` costs B * L. It is registered with transformers'
-AttentionInterface. Its name contains "flash" because that is how continuous batching recognises attention that takes
-`cu_seq_lens_*` and no mask.
+transformers' continuous batching packs all running sequences into one row. With `sdpa` a mask hides the other
+sequences, so one step of B sequences of length L costs B * B * L; `packed_attention` costs B * L. It is
+registered with transformers' AttentionInterface. Its name contains "flash" because that is how continuous
+batching recognises attention that takes `cu_seq_lens_*` and no mask.
 
-New keys are written to the cache. The keys of a sequence are read only once, for its attention. (The cache's own `update`
-would first copy all keys into one packed row.)
+New keys are written to the cache. The keys of a sequence are read only once, for its attention. (The cache's
+own `update` would first copy all keys into one packed row.)
 
-Legend: Q = packed query tokens, K = packed key tokens, H = query heads, J = key-value heads, G = H / J, D = head dimension,
-C = places in the cache. In a block: B = sequences, P = queries of each, L = keys of the longest.
+Legend: Q = packed query tokens, K = packed key tokens, H = query heads, J = key-value heads, G = H / J, D =
+head dimension, C = places in the cache. In a block: B = sequences, P = queries of each, L = keys of the
+longest.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ NAME = "asyncrl_flash_cpu"
 PAGED_EAGER = "paged|eager"
 """The name under which continuous batching looks up a model's `eager` attention."""
 MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3"})
-"""Models with plain causal attention: no window, no soft-cap, no sinks. Other models run with transformers' `sdpa`."""
+"""Models with plain causal attention: no window, no soft-cap, no sinks. Other models run with transformers'
+`sdpa`."""
 
 MAX_PADDING = 1.3
-"""Sequences are grouped into blocks of similar length, so that padding multiplies the keys read by at most this factor."""
+"""Sequences are grouped into blocks of similar length, so that padding multiplies the keys read by at most
+this factor."""
 MIN_BLOCK = 8
 """Blocks with fewer sequences are not split: another call would cost more than the padding it saves."""
 
@@ -58,8 +61,9 @@ class _Sequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Sequences handled in one call, each with P queries (its last tokens): the rows of the queries, and the cache places of the
-    keys, padded to the longest sequence. `mask_B1PL` hides padding and later keys. None: all have P keys."""
+    """Sequences handled in one call, each with P queries (its last tokens): the rows of the queries, and the
+    cache places of the keys, padded to the longest sequence. `mask_B1PL` hides padding and later keys. None:
+    all have P keys."""
 
     queries_BP: torch.Tensor
     places_BL: torch.Tensor
@@ -76,12 +80,15 @@ def packed_attention(
     cache: PagedAttentionCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, H, Q, D), key and value (1, J, Q, D) -> (1, Q, H, D). Without a cache this is transformers' causal sdpa."""
+    """query (1, H, Q, D), key and value (1, J, Q, D) -> (1, Q, H, D). Without a cache this is transformers'
+    causal sdpa."""
     if cache is None:
         kwargs = {name: kwargs[name] for name in ("dropout", "is_causal") if name in kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     allocator = cache.layer_to_allocator[module.layer_idx]
-    keys_CJD, values_CJD = (pages.view(-1, *pages.shape[2:]) for pages in allocator.get_cache_for_block_table(module.layer_idx))
+    keys_CJD, values_CJD = (
+        pages.view(-1, *pages.shape[2:]) for pages in allocator.get_cache_for_block_table(module.layer_idx)
+    )
     written_Q = kwargs["write_index"][allocator.index]
     keys_CJD.index_copy_(0, written_Q, key[0].transpose(0, 1))
     values_CJD.index_copy_(0, written_Q, value[0].transpose(0, 1))
@@ -92,7 +99,9 @@ def packed_attention(
     query_QHD = query[0].transpose(0, 1)
     out_QHD = torch.empty(query_QHD.shape, dtype=query.dtype)
     for block in _blocks_of(kwargs["cu_seq_lens_q"], starts_k, places_K, query.dtype):
-        out_QHD.index_copy_(0, block.queries_BP.view(-1), _attend(query_QHD, keys_CJD, values_CJD, block, scaling))
+        out_QHD.index_copy_(
+            0, block.queries_BP.view(-1), _attend(query_QHD, keys_CJD, values_CJD, block, scaling)
+        )
     return out_QHD[None], None
 
 
@@ -112,18 +121,27 @@ def own_paged_attention(
     own = own_attention(module)
     assert own is not None, "the engine refuses models without one"
     if cache is not None:
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
+        )
     return own(module, query, key, value, attention_mask, **kwargs)
 
 
 def _attend(
-    query_QHD: torch.Tensor, keys_CJD: torch.Tensor, values_CJD: torch.Tensor, block: _Block, scaling: float | None
+    query_QHD: torch.Tensor,
+    keys_CJD: torch.Tensor,
+    values_CJD: torch.Tensor,
+    block: _Block,
+    scaling: float | None,
 ) -> torch.Tensor:
     """(B * P, H, D)."""
     query_BPHD = query_QHD.index_select(0, block.queries_BP.view(-1)).unflatten(0, block.queries_BP.shape)
     flat, shape = block.places_BL.view(-1), block.places_BL.shape
-    keys_BJLD, values_BJLD = (kv.index_select(0, flat).unflatten(0, shape).transpose(1, 2) for kv in (keys_CJD, values_CJD))
-    # With one query, the G query heads of a key-value head are passed as G queries, so that no key is repeated.
+    keys_BJLD, values_BJLD = (
+        kv.index_select(0, flat).unflatten(0, shape).transpose(1, 2) for kv in (keys_CJD, values_CJD)
+    )
+    # With one query, the G query heads of a key-value head are passed as G queries, so that no key is
+    # repeated.
     is_single = query_BPHD.shape[1] == 1
     out = functional.scaled_dot_product_attention(
         query_BPHD[:, 0].unflatten(1, (keys_CJD.shape[1], -1)) if is_single else query_BPHD.transpose(1, 2),
@@ -137,7 +155,9 @@ def _attend(
     return out.flatten(1, 2) if is_single else out.transpose(1, 2).flatten(0, 1)
 
 
-def _blocks_of(starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.Tensor, dtype: torch.dtype) -> tuple[_Block, ...]:
+def _blocks_of(
+    starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.Tensor, dtype: torch.dtype
+) -> tuple[_Block, ...]:
     """The blocks of this forward pass, made once and stored on the `starts_q` tensor, which all layers share.
 
     `places_K`: where the packed keys are in the cache.
@@ -149,14 +169,21 @@ def _blocks_of(starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.T
     return blocks
 
 
-def _make_blocks(starts_q: list[int], starts_k: list[int], places_K: torch.Tensor, dtype: torch.dtype) -> tuple[_Block, ...]:
-    """Group sequences with the same number of queries into blocks. A new block begins where padding would read too many keys."""
+def _make_blocks(
+    starts_q: list[int], starts_k: list[int], places_K: torch.Tensor, dtype: torch.dtype
+) -> tuple[_Block, ...]:
+    """Group sequences with the same number of queries into blocks. A new block begins where padding would
+    read too many keys."""
     cut: list[list[_Sequence]] = []
     total = 0
     both = zip(pairwise(starts_q), pairwise(starts_k), strict=True)
-    for sequence in sorted((_Sequence(next_q - q, next_k - k, q, k) for (q, next_q), (k, next_k) in both), reverse=True):
+    for sequence in sorted(
+        (_Sequence(next_q - q, next_k - k, q, k) for (q, next_q), (k, next_k) in both), reverse=True
+    ):
         block = cut[-1] if cut else []
-        too_padded = len(block) >= MIN_BLOCK and block[0].num_keys * (len(block) + 1) > MAX_PADDING * (total + sequence.num_keys)
+        too_padded = len(block) >= MIN_BLOCK and block[0].num_keys * (len(block) + 1) > MAX_PADDING * (
+            total + sequence.num_keys
+        )
         if not block or block[0].num_queries != sequence.num_queries or too_padded:
             cut.append([])
             total = 0
@@ -175,7 +202,9 @@ def _make_block(sequences: list[_Sequence], places_K: torch.Tensor, dtype: torch
     if num_keys > num_queries:
         last_seen_BP = lengths_B[:, None] - num_queries + steps_P
         hidden_BPL = steps_L > last_seen_BP[..., None]
-        mask_B1PL = torch.zeros(hidden_BPL.shape, dtype=dtype).masked_fill_(hidden_BPL, float("-inf"))[:, None]
+        mask_B1PL = torch.zeros(hidden_BPL.shape, dtype=dtype).masked_fill_(hidden_BPL, float("-inf"))[
+            :, None
+        ]
     return _Block(first_queries_B[:, None] + steps_P, places_K[packed_BL], mask_B1PL)
 
 

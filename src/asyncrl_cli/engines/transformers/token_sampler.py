@@ -1,13 +1,13 @@
 """Samples the next token of every running sequence, and records its logprob and the version that sampled it.
 
-TokenSampler is a logits processor of transformers' continuous batching, which calls it once per forward pass in the
-generation thread. Only there are the untruncated distribution, the version and the token all known, so nothing has to be
-inferred from timestamps afterwards. The sampler returns scores in which only the chosen token is high; continuous batching
-takes the argmax.
+TokenSampler is a logits processor of transformers' continuous batching, which calls it once per forward pass
+in the generation thread. Only there are the untruncated distribution, the version and the token all known, so
+nothing has to be inferred from timestamps afterwards. The sampler returns scores in which only the chosen
+token is high; continuous batching takes the argmax.
 
-Random numbers depend on the request's seed and the position in the response, not on the rest of the batch. So the same
-prompt, seed and weights give the same response, if the probabilities are the same. (Their last bits depend on the batch's
-shape, which matters when a random number falls on the border between two tokens.)
+Random numbers depend on the request's seed and the position in the response, not on the rest of the batch. So
+the same prompt, seed and weights give the same response, if the probabilities are the same. (Their last bits
+depend on the batch's shape, which matters when a random number falls on the border between two tokens.)
 
 Legend: N = sequences that get a token in this pass, V = vocabulary.
 """
@@ -42,12 +42,15 @@ TOP_P = ContinuousBatchingTopPLogitsWarper(TopPLogitsWarper(top_p=1.0))
 class SampledTrack(Track):
     """The generation thread appends tokens; the event loop reads them when `done` is set."""
 
-    done: asyncio.Future[FinishReason] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    done: asyncio.Future[FinishReason] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     stream: int = field(init=False)
     """Start of this response's stream of random numbers."""
 
     def __post_init__(self) -> None:
-        self.stream = int(_mix(np.array([self.seed % 2**64], dtype=np.uint64))[0])  # makes neighbouring seeds unrelated
+        # makes neighbouring seeds unrelated
+        self.stream = int(_mix(np.array([self.seed % 2**64], dtype=np.uint64))[0])
 
     @property
     def tokens_left(self) -> int:
@@ -60,10 +63,12 @@ class SampledTrack(Track):
 
 
 class TokenSampler(ContinuousBatchingLogitsProcessor):
-    """`tracks` maps continuous batching's request ids to responses. The sample of a row without a response is dropped.
+    """`tracks` maps continuous batching's request ids to responses. The sample of a row without a response is
+    dropped.
 
-    `call_soon` runs a call in the event loop, to end responses at stop strings, which continuous batching does not support.
-    `eos_tokens` and `tail_text` (tokens -> text) depend on the model and are set once it is loaded.
+    `call_soon` runs a call in the event loop, to end responses at stop strings, which continuous batching
+    does not support. `eos_tokens` and `tail_text` (tokens -> text) depend on the model and are set once it is
+    loaded.
     """
 
     supported_kwargs: dict[str, type] = {}  # noqa: RUF012  (the base class declares it so)
@@ -103,21 +108,26 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
         return chosen
 
     def _choose(self, logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
-        """The next tokens (N,), by inverse transform sampling: one uniform number per row makes rows independent of each other."""
+        """The next tokens (N,), by inverse transform sampling: one uniform number per row makes rows
+        independent of each other."""
         probs_NV = _truncated(logprobs_NV, rows).exp()
         cumulative_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
         uniform_N1 = torch.from_numpy(_uniform(rows)).to(probs_NV.device)[:, None]
         tokens_N = torch.searchsorted(cumulative_NV, uniform_N1 * cumulative_NV[:, -1:], right=True)[:, 0]
         greedy = [track is not None and track.sampling.temperature == 0 for track in rows]
         if any(greedy):
-            tokens_N = torch.where(torch.tensor(greedy, device=tokens_N.device), logprobs_NV.argmax(dim=-1), tokens_N)
+            tokens_N = torch.where(
+                torch.tensor(greedy, device=tokens_N.device), logprobs_NV.argmax(dim=-1), tokens_N
+            )
         return tokens_N
 
     def _record(self, track: SampledTrack, token: int, logprob: float) -> None:
         """The order is that of `Track`: the event loop may look in between."""
         track.tokens.append(token)
         track.logprobs.append(logprob)
-        at_stop_string = token not in self.eos_tokens and bool(track.sampling.stop) and self._ends_in_stop(track)
+        at_stop_string = (
+            token not in self.eos_tokens and bool(track.sampling.stop) and self._ends_in_stop(track)
+        )
         if token in self.eos_tokens or at_stop_string:
             track.finished = "stop"
         elif track.tokens_left == 0:
@@ -129,14 +139,18 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
 
     def _ends_in_stop(self, track: Track) -> bool:
         longest = max(len(stop) for stop in track.sampling.stop)
-        text = self.tail_text(track.tokens[-4 * longest - 4 :])  # a character has at most 4 tokens (its bytes)
+        # a character has at most 4 tokens (its bytes)
+        text = self.tail_text(track.tokens[-4 * longest - 4 :])
         return any(stop in text for stop in track.sampling.stop)
 
 
 def _uniform(rows: list[SampledTrack | None]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each row, of 32 bits only: its product with a rounded sum of probabilities stays below the sum."""
+    """A number in [0, 1) for each row, of 32 bits only: its product with a rounded sum of probabilities stays
+    below the sum."""
     streams = np.array([track.stream if track is not None else 0 for track in rows], dtype=np.uint64)
-    positions = np.array([len(track.tokens) + 1 if track is not None else 0 for track in rows], dtype=np.uint64)
+    positions = np.array(
+        [len(track.tokens) + 1 if track is not None else 0 for track in rows], dtype=np.uint64
+    )
     return (_mix(streams + positions * _GOLDEN) >> np.uint64(32)).astype(np.float64) / 2.0**32
 
 
@@ -155,8 +169,11 @@ def _scaled(logits_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.T
 
 
 def _truncated(logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
-    """Apply top-k, then top-p among the tokens kept; the most likely token always stays. Rows with both off are unchanged."""
-    limits = [(track.sampling.top_k, track.sampling.top_p) if track is not None else (0, 1.0) for track in rows]
+    """Apply top-k, then top-p among the tokens kept; the most likely token always stays. Rows with both off
+    are unchanged."""
+    limits = [
+        (track.sampling.top_k, track.sampling.top_p) if track is not None else (0, 1.0) for track in rows
+    ]
     if all(limit == (0, 1.0) for limit in limits):
         return logprobs_NV
     vocabulary = logprobs_NV.shape[1]

@@ -1,8 +1,10 @@
-"""Loads weights into vLLM from memory that the rollout worker shares with it (weights/held.py), on CPUs and GPUs.
+"""Loads weights into vLLM from memory that the rollout worker shares with it (weights/held.py), on CPUs and
+GPUs.
 
-`update_weights` runs while generation is paused. It maps the shared buffer, and vLLM's layerwise reload loads the weights.
-Each layer is processed as at startup (on CPUs, linear weights are packed into a special layout), then copied into its old
-storage, which captured graphs refer to. On CPUs the reload misses experts and tied layers; `load` handles them.
+`update_weights` runs while generation is paused. It maps the shared buffer, and vLLM's layerwise reload loads
+the weights. Each layer is processed as at startup (on CPUs, linear weights are packed into a special layout),
+then copied into its old storage, which captured graphs refer to. On CPUs the reload misses experts and tied
+layers; `load` handles them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -30,7 +36,8 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 
 
 class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo]):
-    """vLLM makes one in each of its workers. With tensor parallelism each worker maps the buffer and takes its shards."""
+    """vLLM makes one in each of its workers. With tensor parallelism each worker maps the buffer and takes
+    its shards."""
 
     init_info_cls = WeightTransferInitInfo  # there is nothing to set up
     update_info_cls = BucketUpdateInfo
@@ -64,8 +71,8 @@ def load(model: torch.nn.Module, model_config: Any, weights: Iterable[tuple[str,
 def forget_kernels_of_experts(model: torch.nn.Module) -> None:
     """Make vLLM create the experts' CPU kernels again in the reload.
 
-    On CPUs, vLLM packs experts once, when it creates their kernel. A reload would replace packed weights with plain ones, and
-    generation would continue with wrong experts, without an error.
+    On CPUs, vLLM packs experts once, when it creates their kernel. A reload would replace packed weights with
+    plain ones, and generation would continue with wrong experts, without an error.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -76,8 +83,8 @@ def forget_kernels_of_experts(model: torch.nn.Module) -> None:
 def pack_tied_layers(model: torch.nn.Module) -> None:
     """Repack layers that share a weight and keep a packed copy of it, as vLLM does on CPUs.
 
-    A layer that shares its weight with another one (a tied lm_head) gets no tensor of its own, so the reload leaves its packed
-    copy unchanged: generation would continue with an old head, without an error.
+    A layer that shares its weight with another one (a tied lm_head) gets no tensor of its own, so the reload
+    leaves its packed copy unchanged: generation would continue with an old head, without an error.
     """
     owners: dict[int, list[torch.nn.Module]] = {}
     for layer in model.modules():

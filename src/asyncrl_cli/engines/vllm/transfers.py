@@ -1,11 +1,12 @@
-"""Brings a version's weights into vLLM's processes while they are paused: one class for each kind of transport.
+"""Brings a version's weights into vLLM's processes while they are paused: one class for each kind of
+transport.
 
     object-store, disk  SharedMemory: the worker has received the version, and vLLM's processes map its memory
     nccl                Nccl    join: both ends meet.  turn: rank 0 is free.  _bring: rank 0 broadcasts, vLLM receives and loads
     ipc                 Ipc     join: vLLM is set up.  _bring: rank 0 fills its buffer -> vLLM loads it -> the next part ...
 
-If a transfer fails or is late, this worker tells rank 0 to end its side. While vLLM's processes wait for bytes they react to
-nothing else, so the engine fails with the transfer's error and kills them.
+If a transfer fails or is late, this worker tells rank 0 to end its side. While vLLM's processes wait for
+bytes they react to nothing else, so the engine fails with the transfer's error and kills them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 async def paused(llm: AsyncLLM, interrupt: Interrupt) -> AsyncIterator[None]:
     """Pause generation for the block; unless `interrupt` is `keep-kv`, all caches are cleared.
 
-    If the pause fails or is cancelled, generation continues. If the block raises, the engine has failed and is not resumed.
+    If the pause fails or is cancelled, generation continues. If the block raises, the engine has failed and
+    is not resumed.
     """
     try:
         mode = "wait" if interrupt == "drain" else "keep"
@@ -48,16 +50,21 @@ async def paused(llm: AsyncLLM, interrupt: Interrupt) -> AsyncIterator[None]:
 
 
 class SharedMemory:
-    """vLLM's processes map the buffer that the worker has received, and BucketEngine loads it. Base class of the other kinds."""
+    """vLLM's processes map the buffer that the worker has received, and BucketEngine loads it. Base class of
+    the other kinds."""
 
     async def join(self, llm: AsyncLLM) -> None:
         """Set up the transport. Called once for each start of the engine, before the first update."""
 
     async def turn(self) -> None:
-        """Wait, before vLLM is paused, until rank 0 is free for this worker. ExecutorFailed if that takes too long."""
+        """Wait, before vLLM is paused, until rank 0 is free for this worker. ExecutorFailed if that takes too
+        long."""
 
-    async def update(self, llm: AsyncLLM, weights: Mapping[str, torch.Tensor], version: int, required: Collection[str]) -> None:
-        """Load the `required` tensors of `weights`. Call it within `paused`. If it raises, layers may be of either version."""
+    async def update(
+        self, llm: AsyncLLM, weights: Mapping[str, torch.Tensor], version: int, required: Collection[str]
+    ) -> None:
+        """Load the `required` tensors of `weights`. Call it within `paused`. If it raises, layers may be of
+        either version."""
         await answer(llm, llm.start_weight_update())
         await self._bring(llm, weights, version, required)
         await answer(llm, llm.finish_weight_update(weight_version=str(version)))
@@ -67,7 +74,8 @@ class SharedMemory:
 
 
 class Nccl(SharedMemory):
-    """Each end has two wire buffers of the size of a load bucket, which the last tensor in a buffer may exceed."""
+    """Each end has two wire buffers of the size of a load bucket, which the last tensor in a buffer may
+    exceed."""
 
     def __init__(self, rank_zero: RankZero, weights: WeightsSection) -> None:
         self._rank_zero = rank_zero
@@ -90,12 +98,17 @@ class Nccl(SharedMemory):
     async def _bring(self, llm: AsyncLLM, weights: Any, version: int, required: Collection[str]) -> None:
         chosen = weights.chosen(required)
         sends = self._rank_zero.broadcast(version, {spec.name: name for name, spec in chosen})
-        await self._both(sends, _updated(llm, nccl_update_info(chosen)), f"the transfer of version {version} by NCCL")
+        await self._both(
+            sends, _updated(llm, nccl_update_info(chosen)), f"the transfer of version {version} by NCCL"
+        )
 
-    async def _both(self, sends: Coroutine[Any, Any, None], receives: Coroutine[Any, Any, None], what: str) -> None:
+    async def _both(
+        self, sends: Coroutine[Any, Any, None], receives: Coroutine[Any, Any, None], what: str
+    ) -> None:
         """Run both ends. Neither can be interrupted from outside, so if one fails or is late, both are ended.
 
-        Rank 0 bounds its end by `timeout_s` and reports if vLLM's processes do not join. The margin lets that report arrive first.
+        Rank 0 bounds its end by `timeout_s` and reports if vLLM's processes do not join. The margin lets that
+        report arrive first.
         """
         ends: dict[str, asyncio.Task[None]] = {}
         try:
@@ -112,7 +125,8 @@ class Nccl(SharedMemory):
 
 
 class Ipc(SharedMemory):
-    """Parts pass through one buffer on the GPU that rank 0 and vLLM share. There is only one worker, so no turns."""
+    """Parts pass through one buffer on the GPU that rank 0 and vLLM share. There is only one worker, so no
+    turns."""
 
     def __init__(self, rank_zero: RankZero, weights: WeightsSection) -> None:
         self._rank_zero = rank_zero
@@ -122,14 +136,19 @@ class Ipc(SharedMemory):
     async def join(self, llm: AsyncLLM) -> None:
         await _joined(llm, {"packed": True})
 
-    async def update(self, llm: AsyncLLM, weights: Mapping[str, torch.Tensor], version: int, required: Collection[str]) -> None:
+    async def update(
+        self, llm: AsyncLLM, weights: Mapping[str, torch.Tensor], version: int, required: Collection[str]
+    ) -> None:
         try:
             await super().update(llm, weights, version, required)
         finally:
             await _leave(self._rank_zero)  # vLLM has closed the buffer or never will: rank 0 frees it
 
     async def _bring(self, llm: AsyncLLM, weights: Any, version: int, required: Collection[str]) -> None:
-        what, names = f"the transfer of version {version} by CUDA IPC", {spec.name: name for name, spec in weights.chosen(required)}
+        what, names = (
+            (f"the transfer of version {version} by CUDA IPC"),
+            {spec.name: name for name, spec in weights.chosen(required)},
+        )
         try:
             async with timeout(self._timeout_s):
                 await self._parts(llm, version, names)
@@ -185,7 +204,8 @@ async def _updated(llm: AsyncLLM, update_info: dict[str, Any]) -> None:
 
 
 async def _leave(rank_zero: RankZero) -> None:
-    """End rank 0's side of a transfer. If rank 0 does not answer, only log a warning, because rank 0 bounds its own waits."""
+    """End rank 0's side of a transfer. If rank 0 does not answer, only log a warning, because rank 0 bounds
+    its own waits."""
     try:
         await rank_zero.leave()
     except AsyncrlError as error:
@@ -193,8 +213,11 @@ async def _leave(rank_zero: RankZero) -> None:
 
 
 def _too_late(what: str, timeout_s: float, waits_for: str) -> ExecutorFailed:
-    """`waits_for` is rank 0 if neither end has answered: rank 0 would have reported that it waits for vLLM's processes."""
-    return ExecutorFailed(f"{what} took longer than {TIMEOUT_KEY} = {timeout_s:g} s: still waiting for {waits_for}")
+    """`waits_for` is rank 0 if neither end has answered: rank 0 would have reported that it waits for vLLM's
+    processes."""
+    return ExecutorFailed(
+        f"{what} took longer than {TIMEOUT_KEY} = {timeout_s:g} s: still waiting for {waits_for}"
+    )
 
 
 def _failure(what: str, error: BaseException) -> ExecutorFailed:

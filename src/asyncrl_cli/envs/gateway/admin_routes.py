@@ -5,8 +5,8 @@
     POST /pause           no model request begins any more; answers once none runs
     POST /resume
 
-weights/disk.py describes a version on disk. `interrupt` says what happens to responses that run during the load; "drain" waits
-for episodes, including those whose agent is at work.
+weights/disk.py describes a version on disk. `interrupt` says what happens to responses that run during the
+load; "drain" waits for episodes, including those whose agent is at work.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def admin_routes(gateway: Gateway, loads: Loads) -> list[web.AbstractRouteDef]:
             async with asyncio.timeout(PAUSE_LIMIT_S):
                 await gateway.pause()
         except TimeoutError:
-            raise Refused(503, f"a model request still runs after {PAUSE_LIMIT_S:g} s; no new one begins") from None
+            raise Refused(
+                503, f"a model request still runs after {PAUSE_LIMIT_S:g} s; no new one begins"
+            ) from None
         return web.json_response({"paused": True})
 
     async def resume(request: web.Request) -> web.Response:
@@ -81,7 +83,9 @@ def admin_routes(gateway: Gateway, loads: Loads) -> list[web.AbstractRouteDef]:
 
 def _described(loads: Loads) -> dict[str, Any]:
     last = loads.last_load
-    report = None if last is None else {"version": last.version, "load_s": last.load_s, "pause_s": last.pause_s}
+    report = (
+        None if last is None else {"version": last.version, "load_s": last.load_s, "pause_s": last.pause_s}
+    )
     return {"version": loads.held, "fingerprint": loads.fingerprint or None, "last_load": report}
 
 

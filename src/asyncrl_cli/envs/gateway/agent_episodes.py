@@ -1,11 +1,13 @@
-"""Episodes that an agent plays (`task.agent`): each has a session of the gateway, and the user's function runs in a child.
+"""Episodes that an agent plays (`task.agent`): each has a session of the gateway, and the user's function
+runs in a child.
 
     Episode ─> AgentEnvironment.play ─> a session ─> RewardPool (child processes): episode(client, item) ─> reward ─> End
                                             ^                                         │
                                             └───── requests of the client, HTTP <─────┘
 
-Who waits for whom: `play` waits for the agent or for a failure of the engine. The pool ends an agent that blocks
-(`env.tool_timeout_s`) or takes too long (`env.episode_timeout_s`). The client's requests wait for the engine.
+Who waits for whom: `play` waits for the agent or for a failure of the engine. The pool ends an agent that
+blocks (`env.tool_timeout_s`) or takes too long (`env.episode_timeout_s`). The client's requests wait for the
+engine.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from asyncrl_cli.tasks.rewards import RewardFailed
 MAX_STARTS = 3
 """How often an episode may start, if each time another episode kills the process that they share."""
 KINDS = {"timed-out": "episode-timeout", "blocked": "tool-timeout", "died": "tool-died", "lost": "tool-died"}
-"""Kinds of EpisodeFailed by those of RewardFailed. All others become `agent`: it raised, or returned no number."""
+"""Kinds of EpisodeFailed by those of RewardFailed. All others become `agent`: it raised, or returned no
+number."""
 
 
 @dataclass(eq=False)
 class AgentEnvironment(SelfPlayed):
-    """The environment of one episode that an agent plays: `agents.score(item, access)` runs the agent and returns its reward."""
+    """The environment of one episode that an agent plays: `agents.score(item, access)` runs the agent and
+    returns its reward."""
 
     gateway: Gateway
     agents: Rewards
@@ -38,7 +42,9 @@ class AgentEnvironment(SelfPlayed):
                 break
             except RewardFailed as failed:
                 if failed.kind != "lost" or start == MAX_STARTS:
-                    raise EpisodeFailed(KINDS.get(failed.kind, "agent"), f"agent of {episode.id}: {failed}") from None
+                    raise EpisodeFailed(
+                        KINDS.get(failed.kind, "agent"), f"agent of {episode.id}: {failed}"
+                    ) from None
         if not episode.conversation.num_sampled:
             raise EpisodeFailed("agent", f"agent of {episode.id}: it ended without an answer from the model")
         return End(reward=float(reward))

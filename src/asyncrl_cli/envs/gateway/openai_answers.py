@@ -1,4 +1,5 @@
-"""Answers in OpenAI's shape, whole or as the events of a stream. Extra fields have vLLM's names where vLLM has them.
+"""Answers in OpenAI's shape, whole or as the events of a stream. Extra fields have vLLM's names where vLLM
+has them.
 
     token_ids, weight_versions    of a choice: the sampled tokens, and the version of the weights that sampled each
     prompt_token_ids              of the answer: all tokens before the sampled ones
@@ -27,7 +28,8 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A session's reply to a request. `message`: in a chat, parsed from the tokens; otherwise it has only `content`."""
+    """A session's reply to a request. `message`: in a chat, parsed from the tokens; otherwise it has only
+    `content`."""
 
     prompt_tokens: list[int]
     completion: Completion
@@ -49,13 +51,28 @@ def answer(reply: Reply, request: ModelRequest) -> dict[str, Any]:
         choice |= {"token_ids": sampled.tokens, "weight_versions": sampled.versions}
     prefix, kind = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
     num_prompt, num_sampled = len(prompt_tokens), len(sampled.tokens)
-    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
-    head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": request.model or MODEL}
-    return {**head, "choices": [choice], "usage": usage, **({"prompt_token_ids": prompt_tokens} if request.wants_tokens else {})}
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
+    head = {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model or MODEL,
+    }
+    return {
+        **head,
+        "choices": [choice],
+        "usage": usage,
+        **({"prompt_token_ids": prompt_tokens} if request.wants_tokens else {}),
+    }
 
 
 def events(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
-    """The answer as a stream: the message, then its finish reason (a text comes with it), then the usage if asked for."""
+    """The answer as a stream: the message, then its finish reason (a text comes with it), then the usage if
+    asked for."""
     kind, chunks = answer["object"], answer["choices"]
     if kind == "chat.completion":
         kind, chunks = "chat.completion.chunk", _chat_chunks(answer["choices"][0])
@@ -81,9 +98,16 @@ def models() -> dict[str, Any]:
 
 
 def _message(reply: Reply) -> dict[str, Any]:
-    """The message as OpenAI writes it: the arguments of calls as text, and `content` null if there are calls but no content."""
-    calls = [{**call, "function": _as_text(call["function"])} for call in reply.message.get("tool_calls") or ()]
-    return {**reply.message, "content": reply.message.get("content") or None, "tool_calls": calls} if calls else dict(reply.message)
+    """The message as OpenAI writes it: the arguments of calls as text, and `content` null if there are calls
+    but no content."""
+    calls = [
+        {**call, "function": _as_text(call["function"])} for call in reply.message.get("tool_calls") or ()
+    ]
+    return (
+        {**reply.message, "content": reply.message.get("content") or None, "tool_calls": calls}
+        if calls
+        else dict(reply.message)
+    )
 
 
 def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +118,8 @@ def _chat_logprobs(reply: Reply) -> dict[str, Any]:
     pairs = zip(reply.completion.tokens, reply.completion.logprobs, strict=True)
     texts = ((reply.decode([token]), logprob) for token, logprob in pairs)
     content = [
-        {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []} for text, value in texts
+        {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+        for text, value in texts
     ]
     return {"content": content}
 
@@ -102,7 +127,12 @@ def _chat_logprobs(reply: Reply) -> dict[str, Any]:
 def _text_logprobs(reply: Reply) -> dict[str, Any]:
     texts = [reply.decode([token]) for token in reply.completion.tokens]
     offsets = list(accumulate(map(len, texts[:-1]), initial=0))
-    return {"tokens": texts, "token_logprobs": reply.completion.logprobs, "top_logprobs": None, "text_offset": offsets}
+    return {
+        "tokens": texts,
+        "token_logprobs": reply.completion.logprobs,
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
 
 
 def _event(answer: Mapping[str, Any], kind: str, choices: list[Any], **more: Any) -> bytes:

@@ -1,6 +1,8 @@
-"""Requests in OpenAI's shape: which fields are honoured, ignored or refused, and the error that a refused client gets.
+"""Requests in OpenAI's shape: which fields are honoured, ignored or refused, and the error that a refused
+client gets.
 
-Training must follow the profile, so the profile alone decides how tokens are sampled. There are three kinds of fields:
+Training must follow the profile, so the profile alone decides how tokens are sampled. There are three kinds
+of fields:
 
     honoured   messages, prompt, tools, tool_choice "none", stop, max_tokens, max_completion_tokens, stream, logprobs,
                return_token_ids
@@ -82,8 +84,8 @@ class ModelRequest(BaseModel):
         return tuple(stop for stop in given if stop)
 
     def ignored(self, sampling: Sampling) -> list[str]:
-        """Names of the given fields that have no effect, except those that ask for what the profile says anyway, and those that do
-        not fit into a header."""
+        """Names of the given fields that have no effect, except those that ask for what the profile says
+        anyway, and those that do not fit into a header."""
         same = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         others = (name for name, value in given.items() if name not in same or value != same[name])
@@ -122,9 +124,17 @@ class ChatMessage(BaseModel):
 
     def plain(self) -> Message:
         """The message with its content as one text, and without fields that were not given."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        text = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content or ())
+        )
         given = self.model_dump(exclude_none=True, exclude={"content"})
-        return {"role": given.pop("role"), "content": text, **{name: value for name, value in given.items() if value}}
+        return {
+            "role": given.pop("role"),
+            "content": text,
+            **{name: value for name, value in given.items() if value},
+        }
 
 
 class FunctionTool(BaseModel):
@@ -182,10 +192,19 @@ def parsed(body: bytes, kind: type[AnyBody]) -> AnyBody:
 
 
 def said(message: Message) -> str:
-    """A text by which messages are compared: the same for the same message, however a client writes it. It leaves out thinking,
-    which most clients do not send back, and has the arguments of calls as values."""
-    calls = [(call.get("id"), call["function"]["name"], _arguments(call["function"])) for call in message.get("tool_calls") or ()]
-    kept = [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
+    """A text by which messages are compared: the same for the same message, however a client writes it. It
+    leaves out thinking, which most clients do not send back, and has the arguments of calls as values."""
+    calls = [
+        (call.get("id"), call["function"]["name"], _arguments(call["function"]))
+        for call in message.get("tool_calls") or ()
+    ]
+    kept = [
+        message["role"],
+        message.get("content") or "",
+        calls,
+        message.get("tool_call_id"),
+        message.get("name"),
+    ]
     return json.dumps(kept, sort_keys=True)
 
 

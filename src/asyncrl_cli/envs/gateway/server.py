@@ -8,14 +8,15 @@
     /v1/...                                 the same with the admin key, outside of any trajectory
     /weights, /weights/load, /pause, /resume    admin key (admin_routes.py)
 
-Every request but /health needs a key, as `Authorization: Bearer <key>`; each session has its own. A wrong key or an unknown session
-gets 401, a closed session 410, too many requests at once 429, an invalid request 400, all in OpenAI's shape.
+Every request but /health needs a key, as `Authorization: Bearer <key>`; each session has its own. A wrong key
+or an unknown session gets 401, a closed session 410, too many requests at once 429, an invalid request 400,
+all in OpenAI's shape.
 
-Who waits for whom: a model request waits for `POST /resume` if the gateway is paused, at most PAUSE_LIMIT_S; then for the engine.
-When a client disconnects, its request is cancelled.
+Who waits for whom: a model request waits for `POST /resume` if the gateway is paused, at most PAUSE_LIMIT_S;
+then for the engine. When a client disconnects, its request is cancelled.
 
-Why aiohttp: Ray brings it (`ray[default]`), it runs in the worker's own event loop, and it cancels the handler of a client that
-disconnects. An ASGI server would need two more packages, and handles signals itself.
+Why aiohttp: Ray brings it (`ray[default]`), it runs in the worker's own event loop, and it cancels the
+handler of a client that disconnects. An ASGI server would need two more packages, and handles signals itself.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ from asyncrl_cli.envs.port import EpisodeFailed
 from asyncrl_cli.tasks.agents import Access
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 2**20, 64
-"""Limit for a request's body: so many bytes, and so many for each token of a context. A token of text takes about 4, or up to 12
-where a client escapes them; the rest is for text that the chat template drops, as it does with earlier thinking."""
+"""Limit for a request's body: so many bytes, and so many for each token of a context. A token of text takes
+about 4, or up to 12 where a client escapes them; the rest is for text that the chat template drops, as it
+does with earlier thinking."""
 BODY_LIMIT_S = 60.0
 """How long a client may take to send a body."""
 BACKLOG = 1024
@@ -114,13 +116,21 @@ class Gateway:
             await self._runner.cleanup()
 
     def open_session(
-        self, id: str, conversation: Conversation, sampling: Sampling, seed: int, on_running: OnRunning = lambda running: None
+        self,
+        id: str,
+        conversation: Conversation,
+        sampling: Sampling,
+        seed: int,
+        on_running: OnRunning = lambda running: None,
     ) -> tuple[Session, Access]:
-        """Open a session, whose requests to the engine are named by `id`. Returns it with the address and key for its client."""
+        """Open a session, whose requests to the engine are named by `id`. Returns it with the address and key
+        for its client."""
         session = Session(id, self._engine, conversation, sampling, self._limits, seed, on_running)
         number, key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self._sessions[number] = (key, session)
-        return session, Access(base_url=f"{self.url}/sessions/{number}/v1", key=key, model=openai_answers.MODEL)
+        return session, Access(
+            base_url=f"{self.url}/sessions/{number}/v1", key=key, model=openai_answers.MODEL
+        )
 
     async def close_session(self, session: Session) -> None:
         """Close a session: from now on its requests get 410."""
@@ -189,14 +199,21 @@ class Gateway:
             raise session.too_long(f"the request has more than {self._max_body_bytes:,} bytes") from None
         async with self._admitted():
             reply = await session.reply(asked)
-            answer = await asyncio.to_thread(openai_answers.answer, reply, asked)  # it decodes each token for logprobs
+            # it decodes each token for logprobs
+            answer = await asyncio.to_thread(openai_answers.answer, reply, asked)
         return await _answered(request, session, asked, answer)
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
-        """Within the block a model request runs. Raises Refused if there are too many, or if the gateway stays paused."""
+        """Within the block a model request runs. Raises Refused if there are too many, or if the gateway
+        stays paused."""
         if self._num_admitted >= MOST_PER_SLOT * self._engine.slots:
-            raise Refused(429, f"{self._num_admitted} requests run or wait", "rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+            raise Refused(
+                429,
+                f"{self._num_admitted} requests run or wait",
+                "rate_limit_exceeded",
+                retry_after_s=RETRY_AFTER_S,
+            )
         self._num_admitted += 1
         try:
             await self._when_resumed()
@@ -225,7 +242,8 @@ class Gateway:
 
 
 async def body_of(request: web.Request, kind: type[AnyBody]) -> AnyBody:
-    """The request's body as `kind`. Raises Refused (400), also if it does not arrive in time, and HTTPRequestEntityTooLarge."""
+    """The request's body as `kind`. Raises Refused (400), also if it does not arrive in time, and
+    HTTPRequestEntityTooLarge."""
     try:
         async with asyncio.timeout(BODY_LIMIT_S):
             body = await request.read()
@@ -243,13 +261,17 @@ async def _health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
-async def _answered(request: web.Request, session: Session, asked: ModelRequest, answer: dict[str, Any]) -> web.StreamResponse:
+async def _answered(
+    request: web.Request, session: Session, asked: ModelRequest, answer: dict[str, Any]
+) -> web.StreamResponse:
     """The answer, as one body or as a stream of server-sent events."""
     ignored = asked.ignored(session.sampling)
     headers = {"x-asyncrl-ignored": ", ".join(ignored)} if ignored else {}
     if not asked.stream:
         return web.json_response(answer, headers=headers)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
+    )
     await response.prepare(request)
     for event in openai_answers.events(answer, with_usage=asked.wants_usage):
         await response.write(event)

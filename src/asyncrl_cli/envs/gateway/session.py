@@ -1,4 +1,5 @@
-"""A session: one trajectory of an agent, of which only the requests are seen. They become the contexts of a conversation.
+"""A session: one trajectory of an agent, of which only the requests are seen. They become the contexts of a
+conversation.
 
 A request carries all messages of a chat. It is matched to the longest context so far that fits:
 
@@ -6,12 +7,15 @@ A request carries all messages of a chat. It is matched to the longest context s
     its ids, rendered anew, begin with all ids of a context                              the context's ids + the remaining ones
     otherwise (a rewritten history, a second chat)                                       a new context: a fork, prompt and all
 
-So sampled ids are never tokenized again where they are trained. Contexts change only when a response is complete: an aborted
-request leaves no trace, and if two requests continue the same context at once, the second one to end makes a fork.
+So sampled ids are never tokenized again where they are trained. Contexts change only when a response is
+complete: an aborted request leaves no trace, and if two requests continue the same context at once, the
+second one to end makes a fork.
 
-Texts are tokenized in a thread, so that a long one holds up no other session. Contexts are only read and changed in the event loop.
+Texts are tokenized in a thread, so that a long one holds up no other session. Contexts are only read and
+changed in the event loop.
 
-Who waits for whom: a request waits for the engine, which holds it back during a weight load. Closing a session ends its requests.
+Who waits for whom: a request waits for the engine, which holds it back during a weight load. Closing a
+session ends its requests.
 """
 
 from __future__ import annotations
@@ -37,8 +41,9 @@ CLOSED = "this session is closed: its trajectory has ended"
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`id` names its requests to the engine. `on_running(number of running requests)` is called at every change, until the session
-    is closed. `finish_reason`: of the last answer, or why there was no further one ("length", "max_turns")."""
+    """`id` names its requests to the engine. `on_running(number of running requests)` is called at every
+    change, until the session is closed. `finish_reason`: of the last answer, or why there was no further one
+    ("length", "max_turns")."""
 
     id: str
     engine: Engine
@@ -51,17 +56,22 @@ class Session:
     reward: float | None = None
     finish_reason: str = ""
     failed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Gets the engine's error, if it fails during a request; the client is only told that there is no answer."""
+    """Gets the engine's error, if it fails during a request; the client is only told that there is no
+    answer."""
     _running: set[str] = field(default_factory=set)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     async def reply(self, request: ChatRequest | TextRequest) -> Reply:
-        """The next message of a chat, or a response to a text or token ids. Raises Refused, and EpisodeFailed for what the chat
-        template or the tokenizer refuses."""
+        """The next message of a chat, or a response to a text or token ids. Raises Refused, and EpisodeFailed
+        for what the chat template or the tokenizer refuses."""
         return await (self._chat(request) if isinstance(request, ChatRequest) else self._complete(request))
 
     async def _chat(self, request: ChatRequest) -> Reply:
-        messages, tools, chat = [message.plain() for message in request.messages], request.offered_tools(), self.conversation.chat
+        messages, tools, chat = (
+            [message.plain() for message in request.messages],
+            request.offered_tools(),
+            self.conversation.chat,
+        )
         found = await self._continued(messages, tools)
         context, prompt = found or self._context_of(await asyncio.to_thread(chat.render, messages, tools))
         completion = await self._generated(prompt, request)
@@ -73,11 +83,15 @@ class Session:
     async def _complete(self, request: TextRequest) -> Reply:
         chat = self.conversation.chat
         asked = request.prompt
-        context, prompt = self._context_of(asked if isinstance(asked, list) else await asyncio.to_thread(chat.encode, asked))
+        context, prompt = self._context_of(
+            asked if isinstance(asked, list) else await asyncio.to_thread(chat.encode, asked)
+        )
         completion = await self._generated(prompt, request)
         self._keep(context, prompt, completion, [], ())
         text = _before(chat.decode(completion.tokens), request.stops)
-        return Reply(prompt_tokens=prompt, completion=completion, message={"content": text}, decode=chat.decode)
+        return Reply(
+            prompt_tokens=prompt, completion=completion, message={"content": text}, decode=chat.decode
+        )
 
     async def close(self) -> None:
         """End the session: its requests end soon after, and leave no trace."""
@@ -86,12 +100,20 @@ class Session:
             await self.engine.abort(request_id)
 
     async def _continued(self, messages: Sequence[Message], tools: Tools) -> tuple[Context, list[int]] | None:
-        """The longest context whose messages `messages` continue, and its ids with those of the new messages."""
+        """The longest context whose messages `messages` continue, and its ids with those of the new
+        messages."""
         told = [said(message) for message in messages]
-        for context in sorted(self.conversation.contexts, key=lambda context: len(context.messages), reverse=True):
+        for context in sorted(
+            self.conversation.contexts, key=lambda context: len(context.messages), reverse=True
+        ):
             num = len(context.messages)
-            if 0 < num < len(told) and context.tools == tools and told[:num] == [said(message) for message in context.messages]:
-                tokens, bridge = list(context.tokens), self.conversation.chat.bridge  # the context may grow meanwhile
+            if (
+                0 < num < len(told)
+                and context.tools == tools
+                and told[:num] == [said(message) for message in context.messages]
+            ):
+                # the context may grow meanwhile
+                tokens, bridge = list(context.tokens), self.conversation.chat.bridge
                 added = await asyncio.to_thread(bridge, tokens, context.messages, messages[num:], tools)
                 if added is not None:
                     return context, tokens + added
@@ -108,7 +130,9 @@ class Session:
         with self._counted(number) as request_id:
             try:
                 first_version = self.conversation.first_version
-                completion = await self.engine.generate(request_id, prompt, sampling, seed, first_version=first_version)
+                completion = await self.engine.generate(
+                    request_id, prompt, sampling, seed, first_version=first_version
+                )
             except ValueError as error:
                 raise Refused(400, str(error)) from None
             except ExecutorFailed as error:
@@ -122,7 +146,8 @@ class Session:
 
     @contextmanager
     def _counted(self, number: int) -> Iterator[str]:
-        """Yields the request's id for the engine: the session's own id, unless another of its requests is running."""
+        """Yields the request's id for the engine: the session's own id, unless another of its requests is
+        running."""
         request_id = f"{self.id}/{number}" if self._running else self.id
         self._running.add(request_id)
         self.on_running(len(self._running))
@@ -134,7 +159,8 @@ class Session:
                 self.on_running(len(self._running))
 
     def _sampling_for(self, prompt: list[int], request: ModelRequest) -> Sampling:
-        """The profile's sampling, within the request's limits. Raises Refused if there is no room for a response."""
+        """The profile's sampling, within the request's limits. Raises Refused if there is no room for a
+        response."""
         limits = self.limits
         if not self.is_open:
             raise Refused(410, CLOSED, "session_closed")
@@ -142,7 +168,9 @@ class Session:
             raise Refused(400, "the prompt has no tokens")
         if self.conversation.num_turns + len(self._running) >= limits.max_turns:
             self.finish_reason = "max_turns"
-            raise Refused(400, f"this trajectory has had its env.max_turns = {limits.max_turns} answers", "max_turns")
+            raise Refused(
+                400, f"this trajectory has had its env.max_turns = {limits.max_turns} answers", "max_turns"
+            )
         room = limits.max_context_tokens - len(prompt)
         if room < 1:
             more = " or more" if len(prompt) > FAR * limits.max_context_tokens else ""
@@ -154,10 +182,20 @@ class Session:
     def too_long(self, why: str) -> Refused:
         """The refusal of a request that is longer than a context may be."""
         self.finish_reason = "length"
-        most = f"{self.limits.max_context_tokens} tokens (env.max_context_tokens)"  # agents look for OpenAI's words
-        return Refused(400, f"this model's maximum context length is {most}; {why}", "context_length_exceeded")
+        # agents look for OpenAI's words
+        most = f"{self.limits.max_context_tokens} tokens (env.max_context_tokens)"
+        return Refused(
+            400, f"this model's maximum context length is {most}; {why}", "context_length_exceeded"
+        )
 
-    def _keep(self, context: Context, prompt: list[int], completion: Completion, messages: list[Message], tools: Tools) -> None:
+    def _keep(
+        self,
+        context: Context,
+        prompt: list[int],
+        completion: Completion,
+        messages: list[Message],
+        tools: Tools,
+    ) -> None:
         """Add a whole response to the context, or to a new one if that has grown meanwhile."""
         if not context.begins(prompt):
             context = Context()
@@ -167,6 +205,7 @@ class Session:
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string, which OpenAI leaves out of the answer. The sampled tokens keep it."""
+    """The text before the first stop string, which OpenAI leaves out of the answer. The sampled tokens keep
+    it."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found, default=len(text))]

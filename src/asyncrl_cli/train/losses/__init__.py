@@ -1,15 +1,17 @@
-"""Losses of the policy, one per file, chosen by `algorithm.loss_mode`; their input (LossBatch) and their metrics (Metric).
+"""Losses of the policy, one per file, chosen by `algorithm.loss_mode`; their input (LossBatch) and their
+metrics (Metric).
 
 A loss is a function of this signature:
 
     def loss(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]
 
-It returns the loss of each of the N tokens, and its metrics. The trainer multiplies each token's loss by its importance weight
-(train/corrections.py) and aggregates the tokens (`algorithm.loss_agg_mode`), so both work with every loss. To add a loss, add a
-file here and a line in `LOSSES`, or register an entry point of another package in the group `asyncrl.losses`.
+It returns the loss of each of the N tokens, and its metrics. The trainer multiplies each token's loss by its
+importance weight (train/corrections.py) and aggregates the tokens (`algorithm.loss_agg_mode`), so both work
+with every loss. To add a loss, add a file here and a line in `LOSSES`, or register an entry point of another
+package in the group `asyncrl.losses`.
 
-This module does not import torch, so that a profile can be checked without it. Legend: N = sampled tokens of a microbatch,
-row by row; R = its rows (sequences).
+This module does not import torch, so that a profile can be checked without it. Legend: N = sampled tokens of
+a microbatch, row by row; R = its rows (sequences).
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ if TYPE_CHECKING:
 
     Loss = Callable[["LossBatch", AlgorithmSection], tuple[torch.Tensor, dict[str, "Metric"]]]
 
-LOSSES = {name: f"asyncrl_cli.train.losses.{name}:{name}" for name in ("vanilla", "gspo", "cispo", "dppo", "sapo", "reinforce")}
+LOSSES = {
+    name: f"asyncrl_cli.train.losses.{name}:{name}"
+    for name in ("vanilla", "gspo", "cispo", "dppo", "sapo", "reinforce")
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBatch:
     """The sampled tokens of one microbatch, in float32. Only `logp_theta_N` carries a gradient.
 
-    `rows_N` is the row (sequence) of each token, 0 to `num_rows` - 1, for losses over whole sequences. A microbatch may be empty.
+    `rows_N` is the row (sequence) of each token, 0 to `num_rows` - 1, for losses over whole sequences. A
+    microbatch may be empty.
     """
 
     logp_theta_N: torch.Tensor
@@ -55,9 +61,11 @@ class LossBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A value from one microbatch, without gradient. It is reduced once per train step, over microbatches, steps and ranks.
+    """A value from one microbatch, without gradient. It is reduced once per train step, over microbatches,
+    steps and ranks.
 
-    A mean is summed `amount` divided by summed `weight`. Every microbatch, even an empty one, must return the same names.
+    A mean is summed `amount` divided by summed `weight`. Every microbatch, even an empty one, must return the
+    same names.
     """
 
     kind: Literal["sum", "mean", "max"]
@@ -75,7 +83,9 @@ def mean_of(values: torch.Tensor) -> Metric:
 
 def max_of(values: torch.Tensor) -> Metric:
     """The maximum of `values`; -inf (nothing was measured) if there are none."""
-    return Metric(kind="max", amount=values.detach().max() if values.numel() else values.new_tensor(-math.inf))
+    return Metric(
+        kind="max", amount=values.detach().max() if values.numel() else values.new_tensor(-math.inf)
+    )
 
 
 def find_loss(name: str) -> Loss:
@@ -84,6 +94,7 @@ def find_loss(name: str) -> Loss:
 
 
 def check_loss(name: str) -> None:
-    """Raises ConfigError for an unknown name. Does not import asyncrl's own losses, because they import torch."""
+    """Raises ConfigError for an unknown name. Does not import asyncrl's own losses, because they import
+    torch."""
     if name not in LOSSES:
         find_loss(name)

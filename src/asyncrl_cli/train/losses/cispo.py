@@ -4,7 +4,8 @@
 
 Every token keeps a gradient, even where PPO's clip would zero it.
 
-Source: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585), section 3.1. It has only the upper bound, as with `clip_ratio_low = 1`.
+Source: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585), section 3.1. It has only the upper bound, as with
+`clip_ratio_low = 1`.
 """
 
 from __future__ import annotations
@@ -19,4 +20,6 @@ def cispo(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, 
     """`correction/clipped_ratio`: share of tokens whose ratio was clipped."""
     ratio_N = torch.exp(batch.logp_theta_N.detach() - batch.logp_prox_N)
     clipped_N = ratio_N.clamp(1.0 - algorithm.clip_ratio_low, 1.0 + algorithm.clip_ratio_high)
-    return -clipped_N * batch.advantages_N * batch.logp_theta_N, {"correction/clipped_ratio": mean_of(clipped_N != ratio_N)}
+    return -clipped_N * batch.advantages_N * batch.logp_theta_N, {
+        "correction/clipped_ratio": mean_of(clipped_N != ratio_N)
+    }

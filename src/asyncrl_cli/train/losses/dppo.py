@@ -1,12 +1,15 @@
-"""DPPO with the binary total variation: the trust region bounds the change of a token's probability, not its ratio.
+"""DPPO with the binary total variation: the trust region bounds the change of a token's probability, not its
+ratio.
 
     loss = - u * A * (0 if A > 0 and theta - prox > delta_high, or A < 0 and prox - theta > delta_low; else 1)
 
-with u = theta / prox, and theta and prox the probabilities of the sampled token: |theta - prox| is the total variation between
-the two policies, with all other tokens merged into one. So the ratio of a rare token may change freely, unlike with PPO's clip.
+with u = theta / prox, and theta and prox the probabilities of the sampled token: |theta - prox| is the total
+variation between the two policies, with all other tokens merged into one. So the ratio of a rare token may
+change freely, unlike with PPO's clip.
 
-Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879), DPPO-Binary-TV.
-delta_low and delta_high are `clip_ratio_low` and `clip_ratio_high`, as probabilities: 0.15 in the paper.
+Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879),
+DPPO-Binary-TV. delta_low and delta_high are `clip_ratio_low` and `clip_ratio_high`, as probabilities: 0.15 in
+the paper.
 """
 
 from __future__ import annotations
@@ -25,4 +28,6 @@ def dppo(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, d
     is_high_N = (advantages_N > 0) & (moved_N > algorithm.clip_ratio_high)
     is_low_N = (advantages_N < 0) & (-moved_N > algorithm.clip_ratio_low)
     is_out_N = is_high_N | is_low_N
-    return (-ratio_N * advantages_N).masked_fill(is_out_N, 0.0), {"correction/clipped_ratio": mean_of(is_out_N)}
+    return (-ratio_N * advantages_N).masked_fill(is_out_N, 0.0), {
+        "correction/clipped_ratio": mean_of(is_out_N)
+    }

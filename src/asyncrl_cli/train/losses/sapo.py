@@ -1,11 +1,12 @@
-"""SAPO: a soft gate replaces the clip. With u = theta / prox and tau = tau_pos where A > 0, else tau_neg, per token
+"""SAPO: a soft gate replaces the clip. With u = theta / prox and tau = tau_pos where A > 0, else tau_neg, per
+token
 
     loss = - 4 / tau * sigmoid(tau * (u - 1)) * A
 
 Its derivative with respect to u is - A at u = 1, and shrinks smoothly on both sides.
 
-Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv:2511.20347), with tau_pos = 1, tau_neg = 1.05 and
-`loss_agg_mode = "seq-mean-token-mean"`.
+Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv:2511.20347), with tau_pos = 1, tau_neg =
+1.05 and `loss_agg_mode = "seq-mean-token-mean"`.
 
 What it is not: the loss is not 0 at u = 1 (unless A is 0). Only its gradient is meaningful.
 """

@@ -2,11 +2,12 @@
 
     loss = - min(u * A, clip(u, 1 - eps_low, 1 + eps_high) * A)
 
-With `clip_ratio_c` = c (dual clip) it is at most - c * A where A < 0. Multiplied by the weight w = prox / mu it is decoupled PPO.
+With `clip_ratio_c` = c (dual clip) it is at most - c * A where A < 0. Multiplied by the weight w = prox / mu
+it is decoupled PPO.
 
-Sources: Schulman et al. 2017 (arXiv:1707.06347); Yu et al. 2025, DAPO (arXiv:2503.14476), for two clip widths; Ye et al. 2020
-(arXiv:1912.09729), for the dual clip; Hilton et al. 2021 (arXiv:2110.00641) and Fu et al. 2025, AReaL (arXiv:2505.24298), for
-decoupling.
+Sources: Schulman et al. 2017 (arXiv:1707.06347); Yu et al. 2025, DAPO (arXiv:2503.14476), for two clip
+widths; Ye et al. 2020 (arXiv:1912.09729), for the dual clip; Hilton et al. 2021 (arXiv:2110.00641) and Fu et
+al. 2025, AReaL (arXiv:2505.24298), for decoupling.
 
 What it is not: it has no KL term, and the clip applies to a token's ratio, not to a sequence's.
 """
@@ -20,7 +21,8 @@ from asyncrl_cli.train.losses import LossBatch, Metric, mean_of
 
 
 def vanilla(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """`correction/clipped_ratio`: share of tokens whose loss was clipped; `_high` and `_low`: the share clipped by that bound."""
+    """`correction/clipped_ratio`: share of tokens whose loss was clipped; `_high` and `_low`: the share
+    clipped by that bound."""
     advantages_N = batch.advantages_N
     ratio_N = torch.exp(batch.logp_theta_N - batch.logp_prox_N)
     unclipped_N = ratio_N * advantages_N
