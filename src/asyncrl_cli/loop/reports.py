@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TypeVar
 
-from asyncrl_cli.loop.states import ExecutorReport, Span, State, Stay
+from asyncrl_cli.loop.states import WAITS_FOR_RESTART, ExecutorReport, Span, State, Stay
 
 K = TypeVar("K")
-WAITS_FOR_RESTART = "a restart"
-"""What an executor without a process waits for."""
 
 
 class _Process(Enum):

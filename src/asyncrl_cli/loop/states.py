@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+WAITS_FOR_RESTART = "a restart"
+"""What an executor without a process waits for."""
 _STEP_PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval")
 
 
