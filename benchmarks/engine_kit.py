@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asyncrl_cli.engines.port import Completion, Sampling
-from asyncrl_cli.profile.schema import Place, Profile, RolloutSection
+from asyncrl_cli.profile.schema import ProcessPlace, Profile, RolloutSection
 from asyncrl_cli.weights.buckets import Bucket, Packing, Spec, dtype_name, plan_layout
 
 if TYPE_CHECKING:
@@ -152,10 +152,10 @@ def make_builtin_model(directory: Path) -> RandomModel:
 
 def made_of(
     model: RandomModel, slots: int, response_tokens: int, **engine_args: Any
-) -> tuple[Profile, Place]:
+) -> tuple[Profile, ProcessPlace]:
     lengths = {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": response_tokens}
     profile = Profile(rollout=RolloutSection(slots=slots, engine_args=engine_args, **lengths))
-    return profile, Place(model_dir=str(model.directory), threads=THREADS)
+    return profile, ProcessPlace(model_dir=str(model.directory), threads=THREADS)
 
 
 @asynccontextmanager

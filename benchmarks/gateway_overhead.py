@@ -27,7 +27,7 @@ from asyncrl_cli.envs.chat import load_chat
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.episode import Limits
 from asyncrl_cli.envs.gateway.server import Gateway
-from asyncrl_cli.profile.schema import Place, Profile, RolloutSection
+from asyncrl_cli.profile.schema import ProcessPlace, Profile, RolloutSection
 
 
 async def direct(
@@ -69,7 +69,9 @@ async def measure(options: argparse.Namespace, directory: Path) -> list[tuple[fl
     rollout = RolloutSection(
         slots=options.sessions, max_prompt_tokens=longest, max_response_tokens=options.tokens
     )
-    engine = TransformersEngine(Profile(rollout=rollout), Place(model_dir=str(directory), threads=THREADS))
+    engine = TransformersEngine(
+        Profile(rollout=rollout), ProcessPlace(model_dir=str(directory), threads=THREADS)
+    )
     chat = load_chat(directory, trust_remote_code=False)
     gateway = Gateway(engine, chat, sampling, Limits(longest, longest + options.tokens, options.turns))
     try:

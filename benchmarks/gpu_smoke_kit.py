@@ -18,7 +18,7 @@ import torch
 from engine_kit import RandomModel, save_tokenizer
 
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
-from asyncrl_cli.profile.schema import ModelSection, Place, Profile, TrainerSection
+from asyncrl_cli.profile.schema import ModelSection, ProcessPlace, Profile, TrainerSection
 from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 from asyncrl_cli.train.balance import plan_train_step
 
@@ -82,8 +82,8 @@ class Machine:
             directory=directory, parameters=_parameters(SIZES[size]), vocab_size=SIZES[size][-1]
         )
 
-    def place(self, model: RandomModel) -> Place:
-        return Place(model_dir=str(model.directory), device=self.device, threads=self.threads)
+    def place(self, model: RandomModel) -> ProcessPlace:
+        return ProcessPlace(model_dir=str(model.directory), device=self.device, threads=self.threads)
 
     def synchronize(self) -> None:
         if self.is_gpu:

@@ -58,8 +58,8 @@ from asyncrl_cli.profile.schema import (
     CheckpointSection,
     EvalSection,
     Interrupt,
-    Place,
     PlacementSection,
+    ProcessPlace,
     Profile,
     RunSection,
     TrainerSection,
@@ -258,7 +258,7 @@ class LocalWorker(RolloutWorker):
 
     name = "rollout-0"
 
-    def __init__(self, profile: Profile, place: Place) -> None:
+    def __init__(self, profile: Profile, place: ProcessPlace) -> None:
         self.slots = profile.rollout.slots
         self._changes = LongPoll()
         self._meter = RolloutMeter(self.name, self.slots, time.monotonic, self._changes.note)

@@ -40,7 +40,7 @@ from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.profile.loaded import load
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.samples import GroupPayload, Trajectory
 from asyncrl_cli.train import sharded_model
 from asyncrl_cli.train.balance import plan_train_step
@@ -179,7 +179,7 @@ def _measured(case: Case, directory: str, rank: int) -> dict[str, float]:
     sharded_model.sharded = watched
     profile, place = (
         _profile(case, directory),
-        Place(model_dir=directory, workers=case.ranks, threads=case.threads),
+        ProcessPlace(model_dir=directory, workers=case.ranks, threads=case.threads),
     )
     trainer = PolicyTrainer(
         profile, place, rank=rank, init_method=f"file://{directory}/meet", total_optimizer_steps=2

@@ -60,7 +60,7 @@ from engine_kit import (
 )
 
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.weights.buckets import verified
 from asyncrl_cli.weights.versions import mean_abs_diff
@@ -320,7 +320,7 @@ def main() -> None:
             )
         with tempfile.TemporaryDirectory() as directory, object_store(int(megabytes * MB)):
             model = make_random_model(Path(directory), int(megabytes * MB / 4))
-            place, meeting = Place(model_dir=directory, threads=THREADS), f"file://{directory}/meet"
+            place, meeting = ProcessPlace(model_dir=directory, threads=THREADS), f"file://{directory}/meet"
             trainer = PolicyTrainer(Profile(), place, rank=0, init_method=meeting, total_optimizer_steps=1)
             for name in options.engine:
                 found = asyncio.run(measure(name, model, trainer, options))

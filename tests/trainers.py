@@ -13,7 +13,7 @@ from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
 from asyncrl_cli.profile.schema import (
     AlgorithmSection,
     LoraSection,
-    Place,
+    ProcessPlace,
     Profile,
     RunSection,
     TrainerSection,
@@ -45,7 +45,7 @@ SECTIONS = {
 
 class TrainerParts(NamedTuple):
     profile: Profile
-    place: Place
+    place: ProcessPlace
     total_optimizer_steps: int
 
     def made(self, init_method: str, rank: int = 0) -> Any:
@@ -77,7 +77,7 @@ def trainer_parts(
     for key, value in keys.items():
         section = getattr(profile, SECTIONS[key]).model_copy(update={key: value})
         profile = profile.model_copy(update={SECTIONS[key]: section})
-    place = Place(
+    place = ProcessPlace(
         model_dir=str(model_dir), ref_dir=str(ref_dir), device=device, threads=threads, workers=workers
     )
     return TrainerParts(profile, place, total_optimizer_steps)

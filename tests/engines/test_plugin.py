@@ -11,7 +11,7 @@ import pytest
 from asyncrl_cli.engines.port import Sampling, check_engine, make_engine
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.profile.loaded import load
-from asyncrl_cli.profile.schema import Place
+from asyncrl_cli.profile.schema import ProcessPlace
 
 MODULE = '''
 from asyncrl_cli.engines.port import Completion, Engine, EngineKind
@@ -67,7 +67,7 @@ def test_an_engine_of_another_package_is_made_from_the_profile() -> None:
         "base", ["rollout.engine=parrot", 'rollout.engine_args={word="hi"}', "rollout.slots=9"], environ={}
     ).profile
     check_engine(profile, "cpu")
-    engine = make_engine(profile, Place(model_dir="x"), lambda running: None)
+    engine = make_engine(profile, ProcessPlace(model_dir="x"), lambda running: None)
     completion = asyncio.run(engine.generate("r", [4, 5, 6], Sampling.of(profile.rollout, 1.0), 0))
     assert (engine.slots, engine.word, completion.tokens) == (9, "hi", [4, 5, 6])  # type: ignore[attr-defined]
     assert dict(engine.counters().sums) == {}

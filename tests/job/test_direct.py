@@ -36,7 +36,7 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.plugins import engine_kind
 from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.profile.schema import Place, Profile, WeightsSection
+from asyncrl_cli.profile.schema import ProcessPlace, Profile, WeightsSection
 from asyncrl_cli.train.ranks import own_device
 from asyncrl_cli.weights.buckets import fingerprint
 from asyncrl_cli.weights.held import AnnouncedWeights
@@ -330,7 +330,7 @@ def test_vllm_is_started_with_the_engine_that_receives_this_transport(
     assert weight_backend(profile) == backend
     environment = {"PATH": "/bin"}
     monkeypatch.setattr(os, "environ", environment)
-    set_environment(profile, Place(model_dir=str(tmp_path), device="cuda"))
+    set_environment(profile, ProcessPlace(model_dir=str(tmp_path), device="cuda"))
     assert environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == ("1" if transport == "ipc" else None)
 
 
@@ -386,7 +386,9 @@ def test_the_memory_estimate_counts_what_weights_pass_through_on_the_gpus(tmp_pa
 
 
 def test_a_gpu_without_a_number_is_the_first_one() -> None:
-    found = {device: own_device(Place(model_dir="", device=device)) for device in ("cuda", "cuda:3", "cpu")}
+    found = {
+        device: own_device(ProcessPlace(model_dir="", device=device)) for device in ("cuda", "cuda:3", "cpu")
+    }
     assert found == {
         "cuda": torch.device("cuda:0"),
         "cuda:3": torch.device("cuda:3"),

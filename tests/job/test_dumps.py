@@ -14,7 +14,7 @@ from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import rank_actors
 from asyncrl_cli.job.ray_ports import RayTrainer
 from asyncrl_cli.job.trainer_actor import TrainerActor
-from asyncrl_cli.profile.schema import ModelSection, Place, Profile
+from asyncrl_cli.profile.schema import ModelSection, ProcessPlace, Profile
 
 from .crew import make_model, small_profile
 
@@ -98,5 +98,7 @@ def test_samples_are_decoded_by_a_tokenizers_own_code_if_it_is_trusted(
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.setattr(rank_actors, "set_up_process", lambda **_: None)  # this process is the test's
     profile = Profile(model=ModelSection(trust_remote_code=trust))
-    trainer = TrainerActor(0, profile, Place(model_dir=str(directory)), tmp_path, log_path=tmp_path / "log")
+    trainer = TrainerActor(
+        0, profile, ProcessPlace(model_dir=str(directory)), tmp_path, log_path=tmp_path / "log"
+    )
     assert (trainer._tokenizer.decode([1, 2]) == "decoded by its own code") is trust

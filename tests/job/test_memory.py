@@ -23,7 +23,7 @@ from asyncrl_cli.plan.memory import (
 )
 from asyncrl_cli.plan.memory_fit import cache_warnings, device_needs, shortage
 from asyncrl_cli.profile.loaded import load
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from tests.marks import one_in
 from tests.trainers import TrainerParts
 
@@ -66,7 +66,7 @@ def test_a_trainers_bytes_are_those_of_its_tensors(config: PretrainedConfig, tmp
     profile, _, estimate = planned(
         str(tmp_path), "model.dtype=bfloat16", "async_training.trigger_parameter_sync_step=2"
     )
-    trainer = TrainerParts(profile, Place(model_dir=str(tmp_path)), 4).made(f"file://{tmp_path}/meet")
+    trainer = TrainerParts(profile, ProcessPlace(model_dir=str(tmp_path)), 4).made(f"file://{tmp_path}/meet")
     try:
         weights, moments = trainer.model.locals(), trainer.optimizer.moments()
         trainer.gather(0)
@@ -93,7 +93,7 @@ def test_the_bytes_of_a_reference_and_a_critic_are_those_of_their_tensors(
     profile, _, estimate = planned(
         str(tmp_path), 'algorithm.adv_estimator="gae"', "algorithm.use_kl_in_reward=true"
     )
-    trainer = TrainerParts(profile, Place(model_dir=str(tmp_path)), 4).made(f"file://{tmp_path}/meet")
+    trainer = TrainerParts(profile, ProcessPlace(model_dir=str(tmp_path)), 4).made(f"file://{tmp_path}/meet")
     try:
         reference, critic = trainer.reference.locals(), trainer.critic.locals()
         moments = trainer.critic.optimizer.moments()

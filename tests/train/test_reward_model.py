@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from asyncrl_cli.errors import AsyncrlError, PreflightError
 from asyncrl_cli.models.tiny import tiny_tokenizer
-from asyncrl_cli.profile.schema import Place, Profile, RunSection
+from asyncrl_cli.profile.schema import ProcessPlace, Profile, RunSection
 from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 from asyncrl_cli.train.reward_model import RewardModel
 from tests.train.train_samples import save_tiny_model
@@ -61,7 +61,9 @@ def reward_model(directory, max_tokens=8192):
         update={"trainer": base.trainer.model_copy(update={"max_tokens_per_microbatch": max_tokens})}
     )
     return RewardModel(
-        profile, Place(model_dir="", reward_model_dir=str(directory)), lambda ids: "".join(map(chr, ids))
+        profile,
+        ProcessPlace(model_dir="", reward_model_dir=str(directory)),
+        lambda ids: "".join(map(chr, ids)),
     )
 
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
-from asyncrl_cli.profile.schema import Place, Profile, TrainerSection
+from asyncrl_cli.profile.schema import ProcessPlace, Profile, TrainerSection
 from asyncrl_cli.train import keeps_whole_gradients, sharded_model
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.policy_model import ForwardPass, PolicyModel
@@ -34,7 +34,7 @@ SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]]
 
 @pytest.fixture
 def ranks(tmp_path):
-    made = Ranks(Profile(), Place(model_dir=""), rank=0, init_method=f"file://{tmp_path}/rendezvous")
+    made = Ranks(Profile(), ProcessPlace(model_dir=""), rank=0, init_method=f"file://{tmp_path}/rendezvous")
     yield made
     made.close()
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.schema import Place, Profile, TrainerSection
+from asyncrl_cli.profile.schema import ProcessPlace, Profile, TrainerSection
 from asyncrl_cli.train import unpadded
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.policy_model import ForwardPass, PolicyModel
@@ -162,7 +162,11 @@ def differences(directory: str, rank: int) -> list[tuple[float, float, float]]:
     torch.set_num_threads(1)
     device, init_method = torch.device("cpu"), f"file://{directory}/rendezvous"
     ranks = Ranks(
-        Profile(), Place(model_dir=directory, workers=2), rank=rank, init_method=init_method, sequence_size=2
+        Profile(),
+        ProcessPlace(model_dir=directory, workers=2),
+        rank=rank,
+        init_method=init_method,
+        sequence_size=2,
     )
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     expected = expected_of(theirs)

@@ -65,9 +65,9 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a run's weights as a Hugging Face model directory."""
+    from asyncrl_cli.errors import counted
     from asyncrl_cli.export.export import export as export_weights
     from asyncrl_cli.observe.starting import Starting
-    from asyncrl_cli.plan.cluster import counted
 
     with Starting("auto") as progress:
         progress("looking for the weights")

@@ -16,9 +16,8 @@ from asyncrl_cli.bench.space import HEADINGS, Setting
 from asyncrl_cli.bench.tune import LIMITS, Asked, Tuned, tune
 from asyncrl_cli.cli.console import RUNS_DIR, print_json, print_prose, print_text, say, stderr, stdout, warn
 from asyncrl_cli.cli.submit import set_words
-from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.errors import ConfigError, RefusedError, counted
 from asyncrl_cli.observe.starting import Starting
-from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.toml_files import is_file_reference, locate, toml_key, toml_value
 from asyncrl_cli.simulate.workload_files import WINDOW, Residual

@@ -15,7 +15,7 @@ from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.meters import SlotStays
 from asyncrl_cli.loop.states import Stay
 from asyncrl_cli.profile.arithmetic import max_context_tokens
-from asyncrl_cli.profile.schema import Interrupt, Place, Profile
+from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -140,7 +140,7 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
     _make_track: type[AnyTrack]
 
     def __init__(
-        self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None
+        self, profile: Profile, place: ProcessPlace, on_running: Callable[[int], None] = lambda running: None
     ) -> None:
         self.slots = profile.rollout.slots
         self._profile = profile

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.loop.states import Stay
 from asyncrl_cli.plugins import engine_kind
-from asyncrl_cli.profile.schema import Interrupt, Place, Profile, RolloutSection, WeightsSection
+from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile, RolloutSection, WeightsSection
 
 if TYPE_CHECKING:
     import torch
@@ -250,7 +250,7 @@ class EngineKind:
     `make` has no default.
     """
 
-    make: Callable[[Profile, Place, Callable[[int], None]], Engine]
+    make: Callable[[Profile, ProcessPlace, Callable[[int], None]], Engine]
     """Makes an engine that is not yet started. Its last argument is a callback, called in the event loop with
     the number of generating sequences whenever that changes."""
     keys: frozenset[str] = frozenset()
@@ -286,7 +286,7 @@ def continues_kept(profile: Profile) -> bool:
     return not profile.rollout.stop or kind_of(profile).finds_stops_in_kept
 
 
-def make_engine(profile: Profile, place: Place, on_running: Callable[[int], None]) -> Engine:
+def make_engine(profile: Profile, place: ProcessPlace, on_running: Callable[[int], None]) -> Engine:
     """The profile's engine, not yet started. Raises PreflightError if it cannot run on this machine."""
     kind = kind_of(profile)
     kind.check_here(place.device)

@@ -30,7 +30,7 @@ from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.models.resolve import further_models
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.samples import NOT_SAMPLED, GroupPayload, Segment, Trajectory
 
 BATCHES = 2
@@ -174,7 +174,7 @@ class CpuTime:
 class GenerationAlone:
     """A rollout worker's engine with all slots full, as an actor."""
 
-    def __init__(self, index: int, work: Work, place: Place, *, log_path: Path) -> None:
+    def __init__(self, index: int, work: Work, place: ProcessPlace, *, log_path: Path) -> None:
         set_up_process(threads=place.threads, log_path=log_path)
         self._index, self._work, self._place = index, work, place
         self._numbers = itertools.count()

@@ -34,7 +34,7 @@ from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.worker_tasks import CALL_KEY
 from asyncrl_cli.plan.cluster import LOOPBACK
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.samples import GroupPayload, joined
 from asyncrl_cli.train.balance import RankPlan, plan_train_step, training_order
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
@@ -54,7 +54,7 @@ class RankActor(ABC):
     ROLE: ClassVar[str]
     INPUT: ClassVar[str]
 
-    def __init__(self, name: str, rank: int, profile: Profile, place: Place, log_path: Path) -> None:
+    def __init__(self, name: str, rank: int, profile: Profile, place: ProcessPlace, log_path: Path) -> None:
         set_up_process(threads=place.threads, log_path=log_path)
         self._name = name
         self._rank = rank

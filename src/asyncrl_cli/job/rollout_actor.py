@@ -41,7 +41,7 @@ from asyncrl_cli.job.transports import arriving, merging
 from asyncrl_cli.loop.attempts import AttemptKey, PartResult
 from asyncrl_cli.loop.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress, SoFar
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Place, Profile, WeightsSection
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, ProcessPlace, Profile, WeightsSection
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.builtin import environment_of
 from asyncrl_cli.tasks.code_choice import import_limit_s
@@ -70,7 +70,7 @@ class RolloutActor:
         self,
         index: int,
         profile: Profile,
-        place: Place,
+        place: ProcessPlace,
         reward: RewardSpec,
         tool_class: ToolClass | None = None,
         *,

@@ -26,7 +26,7 @@ from asyncrl_cli.job.transports import arriving, merging
 from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.loop.ports import EvalResult, Published
 from asyncrl_cli.loop.states import ExecutorReport, State
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
 from asyncrl_cli.samples import GroupPayload, joined
 from asyncrl_cli.train.balance import split_by_tokens
@@ -41,7 +41,9 @@ class ScorerActor(RankActor):
 
     ROLE, INPUT = "scorer", "finished groups"
 
-    def __init__(self, rank: int, task: str, profile: Profile, place: Place, *, log_path: Path) -> None:
+    def __init__(
+        self, rank: int, task: str, profile: Profile, place: ProcessPlace, *, log_path: Path
+    ) -> None:
         super().__init__(task, rank, profile, place, log_path)
         self.NEEDS = f"asyncrl_cli.train.{'reward_model' if task == REWARD else 'critic'}"
         self._ranks: Ranks | None = None

@@ -26,7 +26,7 @@ from asyncrl_cli.job.rank_actors import RankActor, taken
 from asyncrl_cli.job.transports import ObjectStoreSender, Sending
 from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.safe_files import MIB
 from asyncrl_cli.samples import GroupPayload, SampledGroup, dump_samples, joined, overlaid
 from asyncrl_cli.storage import telling_storage
@@ -58,7 +58,7 @@ class TrainerActor(RankActor):
         self,
         rank: int,
         profile: Profile,
-        place: Place,
+        place: ProcessPlace,
         run_dir: Path,
         probe_items: Sequence[Item] = (),
         *,

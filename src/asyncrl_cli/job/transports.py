@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.weights.sending import Sender, send
 from asyncrl_cli.weights.versions import Manifest
 
@@ -103,7 +103,7 @@ def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
         yield from verified(_in_order(gets, refs), manifest)
 
 
-def merging(profile: Profile, place: Place) -> Whole:
+def merging(profile: Profile, place: ProcessPlace) -> Whole:
     """How a receiver converts the buckets that arrive: with `lora.sync = "adapter"` it makes whole weights of
     them."""
     if profile.lora.sync == "merged":

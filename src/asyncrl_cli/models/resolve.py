@@ -113,7 +113,7 @@ def fetched_tokenizer(profile: Profile) -> Path:
 
 def further_models(profile: Profile, model_dir: Path) -> dict[str, str]:
     """Directories of the reference, the critic and the reward model, if the run has them, by their names in
-    `Place`. A model whose path is not set in the profile uses the policy's directory, `model_dir`.
+    `ProcessPlace`. A model whose path is not set in the profile uses the policy's directory, `model_dir`.
 
     Raises PreflightError if one is missing or incomplete, or lacks some of the policy's tokens. Only a reward
     model, which has its own tokenizer, may lack them.

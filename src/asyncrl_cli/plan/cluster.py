@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.errors import ConfigError, PreflightError, counted
 from asyncrl_cli.profile.nodes import asked_ranks, asked_workers, shape_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.sharing import ROLLOUT, TRAIN, share_of, tasks_apart
@@ -74,10 +74,6 @@ def cache_bytes_left(memory_bytes: int, share: float, held_bytes: int) -> int:
     """Bytes of the KV cache of an engine that may use this share of the memory and holds `held_bytes`
     besides."""
     return max(int(share * memory_bytes) - held_bytes, 0)
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def local_cluster() -> ClusterResources:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.errors import ConfigError, counted
 from asyncrl_cli.plan.cluster import (
     ClusterResources,
     asked_gpus,
-    counted,
     cpu_counts,
     cuda_counts,
     scorer_processes,

@@ -18,8 +18,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from asyncrl_cli.plan.cluster import counted
-from asyncrl_cli.profile.schema import Place
+from asyncrl_cli.errors import counted
+from asyncrl_cli.profile.schema import ProcessPlace
 
 TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
 
@@ -193,9 +193,9 @@ def _ranges(numbers: Collection[int]) -> str:
     return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
 
 
-def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> Place:
+def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> ProcessPlace:
     """What a role's workers need to know about their place. `version`: of the weights in `model_dir`."""
     role, path = plan.role(name), str(model_dir.absolute())
-    return Place(
+    return ProcessPlace(
         model_dir=path, device=plan.device, threads=role.threads, workers=role.workers, version=version
     )

@@ -401,7 +401,7 @@ class Profile(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """Where one process of a role computes. A job's plan adds this to the profile. The role has `workers`
     processes, each with `device` and `threads`. `model_dir` holds the model, with the weights of `version`.
     `ref_dir` and `critic_dir` hold the initial weights of these models if they differ from `model_dir`;

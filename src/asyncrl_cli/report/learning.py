@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from asyncrl_cli.errors import counted
 from asyncrl_cli.observe.eval_changes import change_of, change_text
 from asyncrl_cli.observe.format import clock, number, scored
 from asyncrl_cli.observe.line_types import EventLine
 from asyncrl_cli.observe.lines import Totals
-from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.report.verdict import Remark
 
 MOST_WARNINGS = 5

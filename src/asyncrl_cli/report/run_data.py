@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.errors import AsyncrlError, RefusedError
+from asyncrl_cli.errors import AsyncrlError, RefusedError, counted
 from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.observe.format import clock, count, evenly, event_text, is_number
 from asyncrl_cli.observe.line_types import EventLine
 from asyncrl_cli.observe.lines import Totals, num_lines
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.status import read_status
-from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import PlacementSection

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.loop.values import Ratio, Value
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch
@@ -60,7 +60,9 @@ class Critic(ShardedModel):
     """One rank's part of the critic, with its optimizer. A token's number is the value of the state it was
     sampled in."""
 
-    def __init__(self, profile: Profile, place: Place, ranks: Ranks, *, total_optimizer_steps: int) -> None:
+    def __init__(
+        self, profile: Profile, place: ProcessPlace, ranks: Ranks, *, total_optimizer_steps: int
+    ) -> None:
         super().__init__(profile, place.critic_dir or place.model_dir, ranks)
         own, trainer = profile.critic, profile.trainer
         section = trainer.model_copy(update={"lr": own.lr or trainer.lr, "grad_clip": own.grad_clip})
@@ -137,7 +139,7 @@ class CriticApart(Critic):
     the same. `write` may run in any thread; the other calls belong to one thread.
     """
 
-    def __init__(self, profile: Profile, place: Place, ranks: Ranks) -> None:
+    def __init__(self, profile: Profile, place: ProcessPlace, ranks: Ranks) -> None:
         super().__init__(profile, place, ranks, total_optimizer_steps=Schedule.of(profile).optimizer_steps)
         self._snapshots: dict[int, tuple[HostState, CriticCounters]] = {}
 

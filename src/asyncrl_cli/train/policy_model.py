@@ -24,7 +24,7 @@ from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.saved_form import persistent_buffers
 from asyncrl_cli.models.shape import LAYER
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
-from asyncrl_cli.profile.schema import LoraSection, Place, Profile
+from asyncrl_cli.profile.schema import LoraSection, ProcessPlace, Profile
 from asyncrl_cli.profile.sharing import REF
 from asyncrl_cli.train.batch import Microbatch, scoring_microbatch
 from asyncrl_cli.train.chunked_logprobs import Head, Scored
@@ -155,7 +155,7 @@ class PolicyModel(ShardedModel):
         return converted
 
 
-def frozen_model(task: str, profile: Profile, place: Place, ranks: Ranks) -> PolicyModel:
+def frozen_model(task: str, profile: Profile, place: ProcessPlace, ranks: Ranks) -> PolicyModel:
     """This rank's part of the model for `ref` or `prox`, which is never trained and has no adapters."""
     model_dir = (place.ref_dir if task == REF else "") or place.model_dir
     return PolicyModel(profile.model_copy(update={"lora": LoraSection()}), model_dir, ranks)

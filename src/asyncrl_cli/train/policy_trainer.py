@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.profile.sharing import CRITIC, is_apart
 from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.samples import GroupPayload
@@ -83,7 +83,7 @@ class PolicyTrainer:
     def __init__(
         self,
         profile: Profile,
-        place: Place,
+        place: ProcessPlace,
         *,
         rank: int,
         init_method: str,

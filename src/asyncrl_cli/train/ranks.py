@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from asyncrl_cli.profile.schema import Place, Profile, TrainerSection
+from asyncrl_cli.profile.schema import ProcessPlace, Profile, TrainerSection
 from asyncrl_cli.train import MOMENTS_SLICE_BYTES
 from asyncrl_cli.train.first_meeting import first_collective, met
 
@@ -37,7 +37,7 @@ class Ranks:
     """
 
     def __init__(
-        self, profile: Profile, place: Place, *, rank: int, init_method: str, sequence_size: int = 1
+        self, profile: Profile, place: ProcessPlace, *, rank: int, init_method: str, sequence_size: int = 1
     ) -> None:
         self.rank = rank
         self.world_size = world_size = place.workers
@@ -101,7 +101,7 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def own_device(place: Place) -> torch.device:
+def own_device(place: ProcessPlace) -> torch.device:
     """This process's device. On a CPU, torch computes with `place.threads` threads from here on. `cuda`
     becomes `cuda:0`, because torch needs an index. (With Ray, each process sees only its own GPU, as number
     0.)"""

@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from asyncrl_cli.errors import AsyncrlError, PreflightError, first_names
 from asyncrl_cli.models.inspection import positions_of
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.samples import GroupPayload, Trajectory
 from asyncrl_cli.tasks.item import messages_of
 from asyncrl_cli.train.balance import microbatches
@@ -34,7 +34,7 @@ class RewardModel:
     """`decode`: the policy tokenizer's, without special tokens. Raises PreflightError if the directory holds
     no classifier."""
 
-    def __init__(self, profile: Profile, place: Place, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, profile: Profile, place: ProcessPlace, decode: Callable[[list[int]], str]) -> None:
         directory, trusts = place.reward_model_dir, profile.model.trust_remote_code
         self._device = own_device(place)
         self._decode = decode

@@ -16,14 +16,14 @@ import pytest
 from asyncrl_cli.engines.vllm.kind import names_in_source
 from asyncrl_cli.engines.vllm.launch import OURS, check_engine_args, engine_arguments, set_environment
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from tests.engines.made import made_for
 from tests.engines.needs import needs_vllm
 
 NAMES = (*OURS, "block_size", "max_num_batched_tokens", "enable_chunked_prefill")
 
 
-Setup = tuple[Profile, Place]
+Setup = tuple[Profile, ProcessPlace]
 
 
 def setup(device: str = "cpu", slots: int = 8, **engine_args: object) -> Setup:

@@ -47,7 +47,7 @@ from asyncrl_cli.engines.transformers.token_sampler import TokenSampler
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.attention import choose_attention, takes_attention
 from asyncrl_cli.profile.arithmetic import max_context_tokens
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 
 PREFILL_TOKENS_MASKED = 512
 """Used instead of PREFILL_TOKENS_PACKED where attention needs a mask: the mask has (batch tokens) x (all
@@ -56,7 +56,7 @@ MAX_LOGITS_BYTES = 256 * 2**20
 """Largest logits of one scoring pass."""
 
 
-def open_model(profile: Profile, place: Place) -> PreTrainedModel:
+def open_model(profile: Profile, place: ProcessPlace) -> PreTrainedModel:
     """Load the model with the same attention as the trainer. Raises PreflightError if its attention cannot be
     replaced."""
     how = profile.model

@@ -36,7 +36,7 @@ from asyncrl_cli.engines.transformers import batching
 from asyncrl_cli.engines.transformers.token_sampler import SampledTrack, TokenSampler
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
-from asyncrl_cli.profile.schema import Interrupt, Place, Profile
+from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.weights.buckets import Bucket, unpack
 from asyncrl_cli.weights.versions import make_probes, mean_abs_diff
 
@@ -56,7 +56,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
     _make_track = SampledTrack
 
     def __init__(
-        self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None
+        self, profile: Profile, place: ProcessPlace, on_running: Callable[[int], None] = lambda running: None
     ) -> None:
         super().__init__(profile, place, on_running)
         self._loop: asyncio.AbstractEventLoop

@@ -39,7 +39,7 @@ from asyncrl_cli.engines.vllm.requests import SCORE_PREFIX, VllmCounters, VllmTr
 from asyncrl_cli.engines.vllm.transfers import DIRECT, SharedMemory, paused
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
-from asyncrl_cli.profile.schema import Interrupt, Place, Profile
+from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.timeouts import timeout
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.held import SharedWeights
@@ -60,7 +60,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
     _make_track = VllmTrack
 
     def __init__(
-        self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None
+        self, profile: Profile, place: ProcessPlace, on_running: Callable[[int], None] = lambda running: None
     ) -> None:
         super().__init__(profile, place, on_running)
         self.version = place.version

@@ -19,7 +19,7 @@ from asyncrl_cli.engines.port import Engine, EngineKind
 from asyncrl_cli.engines.vllm.launch import OURS, check_engine_args, instead, memory
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.profile.arithmetic import max_context_tokens, tensor_parallel_size
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, Place, Profile, WeightsSection
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, ProcessPlace, Profile, WeightsSection
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +164,7 @@ def names_in_source() -> frozenset[str] | None:
     return names if OURS.keys() <= names else None
 
 
-def _make(profile: Profile, place: Place, on_running: Callable[[int], None]) -> Engine:
+def _make(profile: Profile, place: ProcessPlace, on_running: Callable[[int], None]) -> Engine:
     from asyncrl_cli.engines.vllm.engine import VllmEngine
 
     return VllmEngine(profile, place, on_running)

@@ -14,7 +14,7 @@ from asyncrl_cli.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
 from asyncrl_cli.errors import ConfigError, nearest
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 from asyncrl_cli.profile.arithmetic import max_context_tokens, tensor_parallel_size
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, Place, Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, ProcessPlace, Profile
 
 OURS = {
     "model": "model.path",
@@ -101,7 +101,7 @@ def is_eager(profile: Profile, device: str) -> bool:
     return device == "cpu" if told is None else told
 
 
-def set_environment(profile: Profile, place: Place) -> None:
+def set_environment(profile: Profile, place: ProcessPlace) -> None:
     """Set environment variables for this process and vLLM's, before vLLM is imported. Most do not override
     the user's value."""
     os.environ[OWNER_VARIABLE] = str(os.getpid())
@@ -128,7 +128,7 @@ def set_environment(profile: Profile, place: Place) -> None:
         os.environ.setdefault(name, value)
 
 
-def engine_arguments(profile: Profile, place: Place) -> dict[str, Any]:
+def engine_arguments(profile: Profile, place: ProcessPlace) -> dict[str, Any]:
     """Arguments for `AsyncEngineArgs`. The user's `engine_args` override the others; `kind.conflicts` refuses
     names in OURS."""
     rollout, device = profile.rollout, place.device
@@ -219,7 +219,7 @@ def instead(name: str) -> str:
     return f"--set {OURS[name]}=..." if OURS[name] else "asyncrl sets it, and relies on it"
 
 
-def _kv_bytes_per_token(profile: Profile, place: Place) -> int | None:
+def _kv_bytes_per_token(profile: Profile, place: ProcessPlace) -> int | None:
     """Bytes of one token's keys and values in all layers; None if the model's sizes are unknown."""
     try:
         return shape_of(place.model_dir).kv_values_per_token * BYTES_OF[profile.model.dtype]
@@ -231,7 +231,7 @@ def memory(profile: Profile, device: str) -> EngineMemory:
     """Memory of vLLM's processes and of its KV cache. On a CPU the cache has the size that the slots need. On
     a GPU, or with `rollout.gpu_memory_utilization`, it takes the rest of that share of memory, regardless of
     the slots."""
-    arguments = engine_arguments(profile, Place(model_dir=profile.model.path, device=device))
+    arguments = engine_arguments(profile, ProcessPlace(model_dir=profile.model.path, device=device))
     shared_by, told = arguments["tensor_parallel_size"], arguments.get("kv_cache_memory_bytes")
     processes, are = 1, "EngineCore, a process"
     if shared_by > 1:

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 from asyncrl_cli.engines.vllm.launch import check_engine_args, engine_arguments, weight_backend
 from asyncrl_cli.engines.vllm.requests import VllmCounters
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.tasks.child import how_it_ended
 from asyncrl_cli.timeouts import timeout
 
@@ -98,7 +98,7 @@ _logs: WeakKeyDictionary[AsyncLLM, EngineLog] = WeakKeyDictionary()
 """The log of each running engine, from its start on."""
 
 
-def start_llm(profile: Profile, place: Place, counters: VllmCounters) -> AsyncLLM:
+def start_llm(profile: Profile, place: ProcessPlace, counters: VllmCounters) -> AsyncLLM:
     """Start vLLM; blocks until the model is loaded and the cache allocated. `counters` becomes its stat
     logger.
 
