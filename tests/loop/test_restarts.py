@@ -620,7 +620,7 @@ def test_a_resumed_run_goes_on_with_the_tokens_of_running_responses(mode):
     discarded, placed = resumed.recorder.steps[-1].tokens_discarded, resumed.recorder.named("replaced")
     assert sum(event.fields.get("kept_tokens", 0) for event in placed) == kept_tokens - discarded
     assert kept_tokens > 10 * discarded
-    sampled = sum(worker._engine.counters()[0] for worker in resumed.workers)
+    sampled = sum(worker.engine.counters()[0] for worker in resumed.workers)
     trained = sum(
         meta.response_tokens
         for batch in resumed.trainer.batches

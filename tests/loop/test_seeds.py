@@ -4,24 +4,25 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from asyncrl_cli.loop import evals
+from asyncrl_cli.loop import admission
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, Kept, Stage
+from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change, Changes
-from asyncrl_cli.loop.evals import Evaluator
+from asyncrl_cli.loop.evals import Evaluator, RunningEval
 from asyncrl_cli.loop.filtering import FailuresLimit, GroupFilter
 from asyncrl_cli.loop.fleet import Fleet, Travel, WorkerSlots
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.reports import ReportBook, _Executor, _Process
+from asyncrl_cli.loop.reports import ExecutorHistory, ReportBook
+from asyncrl_cli.loop.restarting import Restarts
 from asyncrl_cli.loop.rollouts import Publishing
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.loop.weight_sync import WeightSync
-from asyncrl_cli.loop.worker_tasks import WorkerTasks
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import DeadlockError, NumberedFeed
 from tests.loop.proof.books import in_time
@@ -192,8 +193,8 @@ def first_broken(seeds, invariant: str = "") -> Outcome:
     pytest.fail("no seed noticed the mistake")
 
 
-def deadline_from_the_trainer(admission, version):
-    return admission.version + admission._max_staleness
+def deadline_from_the_trainer(admission, version, original=Admission.deadline_from):
+    return original(admission, admission.version)
 
 
 def take_without_looking(admission, num_groups, *, unscored=False):
@@ -210,9 +211,9 @@ def publish_that_forgets_who_is_late(admission, original=Admission.publish):
     return []
 
 
-def tell_that_skips_finishes(groups, attempt, original=Groups._tell, **fields):
-    if attempt.stage is not Stage.FINISHED:
-        original(groups, attempt, **fields)
+def event_that_skips_finishes(board, name, *, original=Board.event, **fields):
+    if name != Stage.FINISHED.value:
+        original(board, name, **fields)
 
 
 def notify_without_groups(changes, changed=Change.RUN, original=Changes.notify):
@@ -224,35 +225,32 @@ def slots_that_are_free_too_early(slots, key, unfinished, original=WorkerSlots.s
     original(slots, key, max(0, unfinished - 1))
 
 
-def feed_that_goes_back(feed, state):
-    feed._given = max(0, state["given"] - 1)
+def feed_that_goes_back(feed, state, original=NumberedFeed.restore):
+    original(feed, {"given": max(0, state["given"] - 1)})
 
 
 def load_without_drain(worker, version, interrupt, original=SimulatedWorker.load):
     return original(worker, version, "keep-kv")
 
 
-def clock_that_loses_time(clock, now_s, original=StateClock._close):
-    clock._since_s = min(now_s, clock._since_s + 1e-3)
-    original(clock, now_s)
+def clock_that_loses_time(clock, stays=(), original=StateClock.report):
+    report = original(clock, stays)
+    return replace(
+        report, state_s={state: max(0.0, time_s - 1e-3) for state, time_s in report.state_s.items()}
+    )
 
 
-def end_that_forgets_waste(groups, result, original=Groups._end_part):
+def end_that_forgets_waste(groups, results, original=Groups.parts_ended):
     discarded = groups.tokens_discarded
-    attempt = original(groups, result)
+    has_ended = original(groups, results)
     groups.tokens_discarded = discarded
-    return attempt
+    return has_ended
 
 
 def count_and_end(limit, result, original=FailuresLimit.count):
     """The group that exceeds the limit has ended, and does not leave `running`."""
     original(limit, result)
     limit.check()
-
-
-class TakesNothingBack(deque):
-    def extendleft(self, tries):
-        """What a lost worker had not scored is forgotten."""
 
 
 async def go_on_at_once(publishing):
@@ -269,13 +267,15 @@ def down_but_not_loading(slots, is_down, original=WorkerSlots.set_down):
     slots.fleet.update(slots)
 
 
-def begin_without_a_base(executor, report, arrived_s):
-    executor.process, executor.base = _Process.UP, None
+def begin_without_a_base(history, report, arrived_s, original=ExecutorHistory.begin):
+    original(history, report, arrived_s)
+    history.base = None
 
 
-def use_none(tasks, error, original=WorkerTasks._use_restart):
-    original(tasks, error)
-    tasks._restarts_left += 1
+def use_none(restarts, original=Restarts.use):
+    number = original(restarts)
+    restarts.left += 1
+    return number
 
 
 def lose_whole_groups(admission, worker, original=Admission.lose):
@@ -317,10 +317,6 @@ def part_of_the_workers_version(attempt, num_responses, worker, version, origina
     return part
 
 
-def is_never_away(tasks, original=WorkerTasks._can_be_away):
-    return tasks._board.profile.rollout.min_workers is not None
-
-
 def deadline_of_the_newest(admission, attempt, placement, original=Admission.admit):
     parts = original(admission, attempt, placement)
     admission.ledger.set_deadline(attempt, admission.deadline_from(max(part.version for part in parts)))
@@ -351,15 +347,15 @@ MISTAKES = {
     "a take looks at no deadline": (Admission, "takeable", take_without_looking, {"takes", "deadlines"}),
     "a group is taken without its columns": (Admission, "is_scored", lambda *_: True, {"takes"}),
     "admission looks at no deadline": (
-        Admission,
-        "_in_time",
+        admission,
+        "takeable_in_time",
         lambda *_: True,
         {"admission", "takes", "deadlines", "scores"},
     ),
     "weights count as travelling fast for ever": (Travel, "arrived", lambda *_: None, {"admission"}),
     "the window is never emptied": (Admission, "publish", publish_without_reset, {"admission"}),
     "late groups are kept": (Admission, "publish", publish_that_forgets_who_is_late, {"staleness"}),
-    "the ledger's event is lost": (Groups, "_tell", tell_that_skips_finishes, {"ledger", "admission"}),
+    "the ledger's event is lost": (Board, "event", event_that_skips_finishes, {"ledger", "admission"}),
     "slots are freed too early": (
         WorkerSlots,
         "set_unfinished",
@@ -368,8 +364,8 @@ MISTAKES = {
     ),
     "the feed repeats a prompt on resume": (NumberedFeed, "restore", feed_that_goes_back, {"ledger"}),
     "a worker does not drain": (SimulatedWorker, "load", load_without_drain, {"spans", "colocate"}),
-    "an executor loses time": (StateClock, "_close", clock_that_loses_time, {"time"}),
-    "waste is not counted": (Groups, "_end_part", end_that_forgets_waste, {"waste"}),
+    "an executor loses time": (StateClock, "report", clock_that_loses_time, {"time"}),
+    "waste is not counted": (Groups, "parts_ended", end_that_forgets_waste, {"waste"}),
     "a group of mixed rewards is left out": (GroupFilter, "leaves_out", judge_the_first_two, {"filter"}),
     "a dead worker keeps its responses": (Admission, "lose", lambda *_: None, {"restarts", "admission"}),
     "the responses of a dead worker never start again": (
@@ -384,8 +380,8 @@ MISTAKES = {
         down_but_not_loading,
         {"loads", "admission"},
     ),
-    "a restarted executor's sums begin anew": (_Executor, "begin", begin_without_a_base, {"time"}),
-    "restarts have no limit": (WorkerTasks, "_use_restart", use_none, {"restarts"}),
+    "a restarted executor's sums begin anew": (ExecutorHistory, "begin", begin_without_a_base, {"time"}),
+    "restarts have no limit": (Restarts, "use", use_none, {"restarts"}),
     "a dead worker's tokens are forgotten": (ReportBook, "lost", lambda *_: 0, {"waste", "time"}),
     "without partial rollouts a response goes on with newer weights": (
         Kept,
@@ -405,9 +401,9 @@ MISTAKES = {
         part_of_the_workers_version,
         {"deadlines", "admission", "token versions"},
     ),
-    "too many workers are away": (WorkerTasks, "_can_be_away", is_never_away, {"restarts"}),
+    "too many workers are away": (Fleet, "can_spare", lambda *_: True, {"restarts"}),
     "three versions are on their way": (WeightSync, "room", True, {"loads"}),
-    "an eval forgets what a lost worker had": (evals, "deque", TakesNothingBack, {"evals"}),
+    "an eval forgets what a lost worker had": (RunningEval, "put_back", lambda *_: None, {"evals"}),
     "an eval that a lost worker has left is left to nobody": (
         Evaluator,
         "is_left_to",
@@ -416,7 +412,7 @@ MISTAKES = {
     ),
     "a limit ends the run while a group ends": (FailuresLimit, "count", count_and_end, {"cut"}),
     "a limit ends no run": (Groups, "check_limits", lambda *_: None, {"limits"}),
-    "a synchronous trainer does not wait": (Publishing, "_held_by_all", go_on_at_once, {"sync"}),
+    "a synchronous trainer does not wait": (Publishing, "until_held_by_all", go_on_at_once, {"sync"}),
 }
 
 

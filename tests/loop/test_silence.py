@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import ExecutorLost
-from asyncrl_cli.loop.ports import Progress
+from asyncrl_cli.loop.ports import PartRequest, Progress
 from asyncrl_cli.loop.states import State
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from tests.loop.worlds import MODES, Ran, run_world, settings
@@ -68,22 +68,21 @@ def test_groups_may_queue_on_a_busy_worker_for_longer_than_the_limit() -> None:
 
 def stand_still_at(monkeypatch: pytest.MonkeyPatch, at_s: float) -> None:
     """From then on the engine of rollout-1's first process makes no token; its process goes on to answer."""
-    begin = SimulatedWorker._begin
+    submit = SimulatedWorker.submit
     begun: list[str] = []
 
     def stand_still(worker: SimulatedWorker) -> None:
-        engine = worker._engine
-        engine.freeze()
-        monkeypatch.setattr(engine, "thaw", lambda version, *, recompute: None)
+        worker.engine.freeze()
+        monkeypatch.setattr(worker.engine, "thaw", lambda version, *, recompute: None)
 
-    def begins(worker: SimulatedWorker) -> None:
-        begin(worker)
+    def submits(worker: SimulatedWorker, request: PartRequest) -> None:
+        submit(worker, request)
         if worker.name == "rollout-1" and not begun:
             begun.append(worker.name)
-            asyncio.get_running_loop().call_later(at_s, stand_still, worker)
-            asyncio.get_running_loop().call_later(at_s + 10 * LIMIT_S, int)  # the clock goes on
+            asyncio.get_running_loop().call_at(at_s, stand_still, worker)
+            asyncio.get_running_loop().call_at(at_s + 10 * LIMIT_S, int)  # the clock goes on
 
-    monkeypatch.setattr(SimulatedWorker, "_begin", begins)
+    monkeypatch.setattr(SimulatedWorker, "submit", submits)
 
 
 @pytest.mark.parametrize("mode", ["on-policy-pipeline", "stale-samples", "colocate"])
@@ -113,18 +112,11 @@ def test_rewards_have_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
     poll = SimulatedWorker.progress
 
     async def progress(worker: SimulatedWorker, seen: int) -> Progress:
-        told = await poll(worker, seen)
-        (report,) = told.reports
-        state = State.BUSY if worker._parts else State.STARVED
-        reward = replace(
-            report,
-            name=worker.name.replace("rollout", "reward"),
-            role="reward",
-            state=state,
-            sums={},
-            spans=(),
-        )
-        return replace(told, reports=(report, reward))
+        progress = await poll(worker, seen)
+        (report,) = progress.reports
+        name = worker.name.replace("rollout", "reward")
+        reward = replace(report, name=name, role="reward", state=State.BUSY, sums={}, spans=())
+        return replace(progress, reports=(report, reward))
 
     assert isinstance(run_long("stale-samples", tokens=50, reward_s=3 * LIMIT_S).error, ExecutorLost)
     monkeypatch.setattr(SimulatedWorker, "progress", progress)

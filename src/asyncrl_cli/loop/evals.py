@@ -51,7 +51,7 @@ class Evaluator:
             for sample in samples
         ]
         self.last_version: int | None = None
-        self.running: _Eval | None = None
+        self.running: RunningEval | None = None
         self.ended: list[EvalSummary] = []
         """Results that no step's record contains yet."""
         self._profile, self._judge = profile, judge
@@ -60,7 +60,7 @@ class Evaluator:
         self._now = asyncio.get_running_loop().time
         self._ended_s = 0.0
         self._version_before: int | None = None
-        self._left: _Eval | None = None
+        self._left: RunningEval | None = None
         """An eval whose last worker was lost."""
 
     @property
@@ -131,7 +131,7 @@ class Evaluator:
             self._ended_s -= left.eval_s
             self.running = left
         else:
-            self.running = _Eval(version, self.tries, self._now())
+            self.running = RunningEval(version, self.tries, self._now())
         self._version_before, self.last_version = self.last_version, version
 
     def worker_lost(self) -> int | None:
@@ -150,9 +150,11 @@ class Evaluator:
         self.running, self.last_version, self._left = None, self._version_before, current
         return current.version
 
-    async def _score(self, current: _Eval, worker: RolloutWorker, slots: WorkerSlots, chunk: int) -> None:
+    async def _score(
+        self, current: RunningEval, worker: RolloutWorker, slots: WorkerSlots, chunk: int
+    ) -> None:
         while current.queue and not current.timed_out:
-            tries = tuple(current.queue.popleft() for _ in range(min(chunk, len(current.queue))))
+            tries = current.next(chunk)
             slots.change_evals(len(tries))
             request, outcomes = (
                 EvalRequest(version=current.version, tries=tries, seed=self._profile.run.seed),
@@ -169,7 +171,7 @@ class Evaluator:
                 )
             finally:
                 if outcomes is None:
-                    current.queue.extendleft(reversed(tries))
+                    current.put_back(tries)
             current.ended += zip(tries, outcomes, strict=True)
 
     async def _judged(self, judge: Scorer, tries: Sequence[EvalTry], result: EvalResult) -> list[EvalOutcome]:
@@ -193,7 +195,7 @@ class Evaluator:
             for meta in result.outcomes
         ]
 
-    def _end(self, current: _Eval) -> None:
+    def _end(self, current: RunningEval) -> None:
         self._ended_s = self.active_s
         self.running = None
         if current.timed_out:
@@ -206,7 +208,7 @@ class Evaluator:
                 self._tell(current, name)
         self._changes.notify()
 
-    def _tell(self, current: _Eval, name: str) -> None:
+    def _tell(self, current: RunningEval, name: str) -> None:
         """Notify the observers of the eval's result on the set `name`."""
         ended = [(entry, outcome) for entry, outcome in current.ended if entry.eval_set == name]
         failures = [outcome for _, outcome in ended if isinstance(outcome, Failure)]
@@ -234,7 +236,7 @@ class Evaluator:
         self._event("eval", version=current.version, **scored, **fields, **by_prompt)
 
 
-class _Eval:
+class RunningEval:
     def __init__(self, version: int, tries: Sequence[EvalTry], started_s: float) -> None:
         self.version = version
         self.num_tries = len(tries)
@@ -246,6 +248,13 @@ class _Eval:
         """By worker that the eval runs on: since when it does."""
         self.timed_out = False
         self.ended: list[tuple[EvalTry, EvalOutcome]] = []
+
+    def next(self, at_most: int) -> tuple[EvalTry, ...]:
+        return tuple(self.queue.popleft() for _ in range(min(at_most, len(self.queue))))
+
+    def put_back(self, tries: Sequence[EvalTry]) -> None:
+        """These have no outcome, because their worker was lost or the eval timed out."""
+        self.queue.extendleft(reversed(tries))
 
     def __str__(self) -> str:
         return f"version {self.version}: {len(self.ended)} of {self.num_tries} trajectories"

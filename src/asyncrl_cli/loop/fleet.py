@@ -223,6 +223,11 @@ class Fleet:
         """The workers that are not away: the run waits for these."""
         return [worker for worker in self.by_name.values() if not worker.away]
 
+    def can_spare(self, worker: WorkerSlots, least: int) -> bool:
+        """Whether at least that many workers are left if this one is away. Workers that are being restarted count:
+        they will come back, or ask this themselves."""
+        return sum(not other.away for other in self.by_name.values() if other is not worker) >= least
+
     def is_gone(self) -> bool:
         """Whether no worker has a process."""
         return all(worker.down for worker in self.by_name.values())

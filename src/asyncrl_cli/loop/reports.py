@@ -20,7 +20,7 @@ class _Process(Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Executor:
+class ExecutorHistory:
     """`report` is the newest, with the sums of `base` added: what earlier processes counted, minus what
     should not count. `spans` and `stays` have not been taken yet and are on the driver's clock, which is
     `offset_s` ahead of the executor's. Time before `from_s` does not count: the run or the present process
@@ -113,7 +113,7 @@ class ReportBook:
 
     def __init__(self, began_s: float = float("-inf")) -> None:
         self.began_s = began_s
-        self._executors: dict[str, _Executor] = {}
+        self._executors: dict[str, ExecutorHistory] = {}
 
     @property
     def latest(self) -> dict[str, ExecutorReport]:
@@ -125,7 +125,7 @@ class ReportBook:
         executor = self._executors.get(report.name)
         if executor is None:
             nothing = replace(report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in report.sums else {})
-            executor = self._executors[report.name] = _Executor(
+            executor = self._executors[report.name] = ExecutorHistory(
                 report=nothing, worker=worker, from_s=self.began_s
             )
         previous = executor.report
@@ -198,7 +198,7 @@ class ReportBook:
             self._executors[name].stays.clear()
         return taken
 
-    def _of(self, worker: str) -> list[_Executor]:
+    def _of(self, worker: str) -> list[ExecutorHistory]:
         return [executor for executor in self._executors.values() if executor.worker == worker]
 
 

@@ -26,6 +26,18 @@ LOOK_EVERY_S = 10.0
 """How often the loop looks for room for an executor that is away."""
 
 
+class Restarts:
+    """`rollout.max_restarts`: the restarts of one executor, successful or not."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = self.left = allowed
+
+    def use(self) -> str:
+        """Use one. Returns its number, such as "1 of 3"."""
+        self.left -= 1
+        return f"{self.allowed - self.left} of {self.allowed}"
+
+
 class RestartableTasks(ABC):
     """The tasks of one executor. A new process is started once the tasks of the old one have ended."""
 
@@ -36,7 +48,7 @@ class RestartableTasks(ABC):
         self._tasks = tasks
         self._running: dict[asyncio.Task[None], None] = {}
         self._restarting: asyncio.Task[None] | None = None
-        self._restarts_left = board.profile.rollout.max_restarts
+        self._restarts = Restarts(board.profile.rollout.max_restarts)
 
     @abstractmethod
     def begin(self) -> None:
@@ -75,8 +87,8 @@ class RestartableTasks(ABC):
         board, name = self._board, self._executor.name
         if self.is_down:
             return
-        if not self._restarts_left and not self._can_be_away():
-            if not board.profile.rollout.max_restarts and not board.stopping:
+        if not self._restarts.left and not self._can_be_away():
+            if not self._restarts.allowed and not board.stopping:
                 board.warn(f"{name} is not restarted: {RESTARTS_KEY} = 0")
             board.stop(error)
             return
@@ -86,10 +98,10 @@ class RestartableTasks(ABC):
             return
         board.groups.tokens_discarded += board.reports.lost(name, board.now_s())
         self._lose()
-        if self._restarts_left:
+        if self._restarts.left:
             self._use_restart(error)
         else:
-            self._go_away(error, f"{RESTARTS_KEY} = {board.profile.rollout.max_restarts} are used up")
+            self._go_away(error, f"{RESTARTS_KEY} = {self._restarts.allowed} are used up")
         ending = [task for task in self._running if task is not asyncio.current_task()]
         for task in ending:
             task.cancel()
@@ -98,14 +110,11 @@ class RestartableTasks(ABC):
 
     def _use_restart(self, error: ExecutorFailed) -> None:
         board, name = self._board, self._executor.name
-        self._restarts_left -= 1
         board.restarts += 1
-        left, allowed = self._restarts_left, board.profile.rollout.max_restarts
-        board.restarting[name] = f"{allowed - left} of {allowed}"
-        board.event("lost", worker=name, error=str(error), restarts_left=left)
-        board.warn(
-            f"{str(error).rstrip('.')}; restarting it ({allowed - left} of {RESTARTS_KEY} = {allowed})"
-        )
+        board.restarting[name] = number = self._restarts.use()
+        board.event("lost", worker=name, error=str(error), restarts_left=self._restarts.left)
+        number = number.replace("of ", f"of {RESTARTS_KEY} = ")
+        board.warn(f"{str(error).rstrip('.')}; restarting it ({number})")
 
     def _go_away(self, error: ExecutorFailed, why: str) -> None:
         board, name = self._board, self._executor.name
@@ -131,7 +140,7 @@ class RestartableTasks(ABC):
         board.away.pop(name, None)
         board.reports.returned(name, board.now_s())
         board.event(
-            "restarted", worker=name, restart_s=board.now_s() - began_s, restarts_left=self._restarts_left
+            "restarted", worker=name, restart_s=board.now_s() - began_s, restarts_left=self._restarts.left
         )
         self.begin()
         board.changes.notify()
@@ -154,7 +163,7 @@ class RestartableTasks(ABC):
                 if isinstance(error, NoRoom) and self._can_be_away():
                     self._go_away(error, "no room")
                     await asyncio.sleep(LOOK_EVERY_S)
-                elif self._restarts_left:
+                elif self._restarts.left:
                     self._use_restart(error)
                 elif self._can_be_away():
                     self._go_away(error, "no restart is left")

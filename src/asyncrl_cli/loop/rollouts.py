@@ -96,7 +96,7 @@ class Publishing:
         board = self._board
         begins_window = board.admission.taken_in_window == 0
         self._publish_beside(await self._gather(board.version) if begins_window else None)
-        await self._held_by_all()
+        await self.until_held_by_all()
 
     async def end_window(self) -> None:
         """Gather the weights and raise the version. Workers receive it during the next step."""
@@ -117,7 +117,7 @@ class Publishing:
             self._publish_beside(gather_s)
         board.changes.notify()
         with self._times.waiting("gather"):
-            await self._held_by_all()
+            await self.until_held_by_all()
 
     async def finish(self) -> None:
         """Wait until every worker holds the last version and its eval has ended. A run resumed at its last
@@ -169,7 +169,7 @@ class Publishing:
         except StallError as error:
             board.stop(error)
 
-    async def _held_by_all(self) -> None:
+    async def until_held_by_all(self) -> None:
         """weights.mode = "sync": wait until every worker has loaded the version that was just published."""
         board = self._board
         if board.profile.weights.mode == "async":

@@ -168,12 +168,8 @@ class WorkerTasks(RestartableTasks):
         self.slots.set_down(is_down)
 
     def _can_be_away(self) -> bool:
-        """Other workers that are being restarted count: they will come back, or ask this themselves."""
-        least, workers = self._board.profile.rollout.min_workers, self._board.admission.workers.values()
-        return (
-            least is not None
-            and sum(not worker.away for worker in workers if worker is not self.slots) >= least
-        )
+        least = self._board.profile.rollout.min_workers
+        return least is not None and self._board.admission.fleet.can_spare(self.slots, least)
 
     def _go_away(self, error: ExecutorFailed, why: str) -> None:
         self.slots.away = True

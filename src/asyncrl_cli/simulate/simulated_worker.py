@@ -49,7 +49,7 @@ class SimulatedWorker:
         self._poll = LongPoll(self._times.progress_s, self._times.poll_s)
         self._meter = RolloutMeter(self.name, self.slots, asyncio.get_running_loop().time, self._poll.note)
         times = self._times
-        self._engine = SimulatedEngine(
+        self.engine = SimulatedEngine(
             self.slots,
             times.decoding,
             speed=self.speed,
@@ -58,7 +58,7 @@ class SimulatedWorker:
             trace_sequences=times.trace_sequences,
             on_running=self._running,
         )
-        self._machine.add(self._engine)
+        self._machine.add(self.engine)
         self._was_running = False
         self._parts: dict[PartKey, Responses] = {}
         self._ended: list[PartResult] = []
@@ -67,7 +67,7 @@ class SimulatedWorker:
 
     @property
     def version(self) -> int:
-        return self._engine.version
+        return self.engine.version
 
     def submit(self, request: PartRequest) -> None:
         assert request.key not in self._parts, f"{request.key} is already running"
@@ -80,7 +80,7 @@ class SimulatedWorker:
         self._parts[request.key] = Responses(
             trajectories_of(request.seed, request.indices, self._times, request.key.attempt),
             self._times,
-            self._engine,
+            self.engine,
             end,
             on_waiting=self._meter.waiting,
             on_slot=self._poll.note,
@@ -100,14 +100,14 @@ class SimulatedWorker:
 
     async def progress(self, seen: int) -> Progress:
         seen = await self._poll.after(seen)
-        sampled_tokens, decode_steps, running_tokens = self._engine.counters()
+        sampled_tokens, decode_steps, running_tokens = self.engine.counters()
         report = self._meter.report(
             version=self.version,
             sampled_tokens=int(round(sampled_tokens, 6)),  # rounding must not take one back
             decode_steps=decode_steps,
             running_tokens=sum([part.ended_tokens for part in self._parts.values()]) + int(running_tokens),
-            sums={"preemptions": self._engine.preemptions} if self._times.cache.is_limited else {},
-            stays=self._engine.take_stays(),
+            sums={"preemptions": self.engine.preemptions} if self._times.cache.is_limited else {},
+            stays=self.engine.take_stays(),
         )
         freed = {key: number for key, part in self._parts.items() if (number := part.num_without_slot)}
         ended, self._ended = tuple(self._ended), []
@@ -131,12 +131,12 @@ class SimulatedWorker:
         assert version > self.version, f"{self.name} goes from version {self.version} to {version}"
         self._meter.load_begins(interrupt)
         if interrupt == "drain":
-            await self._engine.drained()
+            await self.engine.drained()
         load_s = times.load_s(self._rng)
-        self._engine.freeze()
+        self.engine.freeze()
         stopped_s = times.fetch_s + load_s + times.pause_s
         await self._take(stopped_s, f"the load of version {version} ({interrupt})")
-        self._engine.thaw(version, recompute=interrupt == "recompute-kv")
+        self.engine.thaw(version, recompute=interrupt == "recompute-kv")
         self._meter.load_ended()
         return LoadReport(
             version=version, send_s=times.fetch_s, load_s=load_s, pause_s=stopped_s, logprob_abs_diff=0.0
@@ -153,7 +153,7 @@ class SimulatedWorker:
         answers = Responses(
             drawn,
             self._times,
-            self._engine,
+            self.engine,
             lambda _: done.set(),
             on_waiting=self._meter.waiting,
             on_slot=lambda: None,
@@ -170,7 +170,7 @@ class SimulatedWorker:
             answers.abort()
 
     async def pause(self) -> None:
-        assert self._engine.running == 0, f"{self.name} is paused while sequences run"
+        assert self.engine.running == 0, f"{self.name} is paused while sequences run"
         self._meter.pause(True)
 
     async def resume(self) -> None:
@@ -182,7 +182,7 @@ class SimulatedWorker:
     async def restart(self) -> None:
         for responses in [*self._parts.values(), *self._evals]:
             responses.abort()
-        self._machine.remove(self._engine)
+        self._machine.remove(self.engine)
         self._begin()
         await asyncio.sleep(self._times.restart_s(self._rng))
 

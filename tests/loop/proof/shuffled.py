@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from contextvars import Context
+from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,14 @@ class ShuffledLoop(VirtualTimeLoop):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._random = random.Random(seed)
-        self._waiting: list[asyncio.Handle] = []
+        self._waiting: list[tuple[asyncio.Handle, Callable[[], object]]] = []
 
     def call_soon(
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
-        self._waiting.append(handle)
+        run = partial((context or copy_context()).run, callback, *args)
+        self._waiting.append((handle, run))
         super().call_soon(self._run_any)
         return handle
 
@@ -41,9 +42,9 @@ class ShuffledLoop(VirtualTimeLoop):
         waiting = self._waiting
         chosen = int(self._random.random() * len(waiting))
         waiting[chosen], waiting[-1] = waiting[-1], waiting[chosen]
-        handle = waiting.pop()
+        handle, run = waiting.pop()
         if not handle.cancelled():
-            handle._run()
+            run()
 
 
 def loop_of(seed: int | None) -> Callable[[], VirtualTimeLoop]:
