@@ -36,10 +36,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from asyncrl_cli.contracts.events import Observer, Snapshot, StepRecord
 from asyncrl_cli.job.process import collect_garbage_seldom
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.watching import Observer, Snapshot, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
@@ -56,7 +56,7 @@ DECODING = Decoding(step_s=0.02, step_s_per_sequence=1e-4, prefill_s_per_token=1
 TRAIN_S = 3.0
 COUNTED_WINDOWS = 5
 MOST_GROWTH = 1.1
-EXECUTORS = ("asyncrl_cli.simulate.", "asyncrl_cli.loop.meters")
+EXECUTORS = ("asyncrl_cli.simulate.", "asyncrl_cli.measure.meters")
 PORT_CALLS = ("abort", "progress", "prefetch", "load", "train", "gather", "publish", "report")
 
 

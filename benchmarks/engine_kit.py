@@ -138,7 +138,7 @@ def save_tokenizer(directory: Path, end_of_sequence: int) -> None:
 
 def make_builtin_model(directory: Path) -> RandomModel:
     """builtin:tiny's architecture with random weights."""
-    from asyncrl_cli.models.tiny import tiny_model
+    from asyncrl_cli.builtin.tiny import tiny_model
 
     model = tiny_model(64, seed=0)
     vocab_size = int(model.config.vocab_size)

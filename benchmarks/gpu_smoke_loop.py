@@ -26,20 +26,12 @@ from engine_kit import RandomModel
 from gpu_smoke_engine import need_batching, rollout_section
 from gpu_smoke_kit import GROUP_SIZE, Figures, Machine, Wrong, trainer_on
 
-from asyncrl_cli.engines.port import Completion, Sampling
-from asyncrl_cli.engines.transformers.engine import TransformersEngine
-from asyncrl_cli.envs.chat import load_chat
-from asyncrl_cli.envs.episode import Limits, Means
-from asyncrl_cli.envs.group_runner import GroupRunner
-from asyncrl_cli.envs.places import Places
-from asyncrl_cli.envs.port import Answer, End, Environment, Turn
-from asyncrl_cli.errors import Interrupted
-from asyncrl_cli.job.exchange import PartDesk
-from asyncrl_cli.loop.attempts import AttemptKey, Prompt
-from asyncrl_cli.loop.board import World
-from asyncrl_cli.loop.meters import CallMeter, LongPoll, RolloutMeter
-from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.ports import (
+from asyncrl_cli.base.errors import Interrupted
+from asyncrl_cli.contracts.attempts import AttemptKey, Prompt
+from asyncrl_cli.contracts.environment import Answer, End, Environment, Turn
+from asyncrl_cli.contracts.events import Observer, StepRecord
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.ports import (
     LoadReport,
     PartRequest,
     Progress,
@@ -49,8 +41,18 @@ from asyncrl_cli.loop.ports import (
     TrainBatch,
     TrainReport,
 )
-from asyncrl_cli.loop.states import ExecutorReport, State
-from asyncrl_cli.loop.watching import Observer, StepRecord
+from asyncrl_cli.contracts.trajectories import joined
+from asyncrl_cli.engines.port import Completion, Sampling
+from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.envs.chat import load_chat
+from asyncrl_cli.envs.episode import Limits, Means
+from asyncrl_cli.envs.group_runner import GroupRunner
+from asyncrl_cli.envs.places import Places
+from asyncrl_cli.job.exchange import PartDesk
+from asyncrl_cli.loop.board import World
+from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.measure.meters import CallMeter, LongPoll, RolloutMeter
+from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.profile.arithmetic import LoopSettings, max_context_tokens
 from asyncrl_cli.profile.schema import (
@@ -64,8 +66,6 @@ from asyncrl_cli.profile.schema import (
     RunSection,
     TrainerSection,
 )
-from asyncrl_cli.samples import joined
-from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.train.balance import plan_train_step, training_order
 from asyncrl_cli.weights.versions import mean_abs_diff
 

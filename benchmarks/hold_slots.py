@@ -56,7 +56,7 @@ KEYS = {
 }
 ENVIRONMENT = """
 import asyncio, os, random
-from asyncrl_cli.envs.guess import Guess
+from asyncrl_cli.builtin.guess import Guess
 
 class SlowGuess(Guess):
     async def step(self, answer):

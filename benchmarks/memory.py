@@ -32,8 +32,9 @@ import torch
 from tests.train.train_samples import make_segment, meta_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult
+from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.job.process import M_MMAP_THRESHOLD, keep_freed_memory
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiling import compile_job
@@ -41,7 +42,6 @@ from asyncrl_cli.plan.job_plan import TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.samples import GroupPayload, Trajectory
 from asyncrl_cli.train import sharded_model
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.lines import read_metrics
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER

@@ -17,9 +17,9 @@ from pathlib import Path
 from tests.cli.test_errors import MISTAKES
 from tests.profile.test_check import CONFLICTS
 
-from asyncrl_cli import errors
+from asyncrl_cli.base import errors
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.meanings import meanings
 from asyncrl_cli.profile.keys import expected, keys, sections
 from asyncrl_cli.profile.loaded import load

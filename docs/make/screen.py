@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.status import read_status
 

@@ -19,6 +19,7 @@ import numpy as np
 from asyncrl_cli.checkpoint import sealed
 from asyncrl_cli.checkpoint.payloads import write_payloads
 from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
@@ -26,7 +27,6 @@ from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, StatusFile, TimelineFile
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded, load, to_document, to_toml
-from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import run_virtual

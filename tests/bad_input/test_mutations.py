@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.job.preparing import refuse_other_prompts
 from asyncrl_cli.job.run import Run

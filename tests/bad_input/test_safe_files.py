@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular, read_lines, read_text
+from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.safe_files import UnsafeFile, load_json, open_regular, read_lines, read_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench import compare
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.compare import contest_of
 from asyncrl_cli.bench.results import Comparison, FinishedRun
 from asyncrl_cli.bench.table import rows_of
-from asyncrl_cli.errors import ConfigError
 
 SETS = ("placement.device=cpu",)
 

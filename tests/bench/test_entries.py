@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.compare import Contest, contest_of
 from asyncrl_cli.bench.entries import check_sets
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.simulate.workload_files import load_workload
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of
 from asyncrl_cli.bench.results import Contestant, FinishedRun, Range, summarise
-from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.simulate.capacities import Capacities, ideal_times
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError
 from asyncrl_cli.bench import compare, real
 from asyncrl_cli.bench.compare import compare_real, contest_of
 from asyncrl_cli.bench.real import RealRun, make_run, runs_of
-from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.simulate.capacities import Capacities
 
 SETS = ("placement.device=cpu",)

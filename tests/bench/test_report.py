@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.bench import pictures
 from asyncrl_cli.bench.pictures import view_length_s
 from asyncrl_cli.bench.report import output_directory, report_text, write_report, write_results
@@ -24,7 +25,6 @@ from asyncrl_cli.bench.results import (
     shown_workers,
 )
 from asyncrl_cli.bench.table import heading_of, table_of
-from asyncrl_cli.errors import RefusedError
 
 NAMES = (
     "colocate",

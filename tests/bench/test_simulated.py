@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.base.errors import ConfigError, Interrupted
 from asyncrl_cli.bench.compare import compare_simulated, contest_of, remarks_of
 from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
-from asyncrl_cli.errors import ConfigError, Interrupted
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for, residuals
 

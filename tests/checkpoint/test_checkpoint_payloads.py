@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
-from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
+from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 
 
 def payload(uid, lengths, seed=0):

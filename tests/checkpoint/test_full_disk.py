@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.base.errors import StorageError
+from asyncrl_cli.base.storage import naming, replace_text, storage_error, telling_storage
 from asyncrl_cli.checkpoint.sealed import load_checkpoint
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.errors import StorageError
-from asyncrl_cli.loop.ports import Cut
+from asyncrl_cli.contracts.ports import Cut
 from asyncrl_cli.observe.observers import LineFile
-from asyncrl_cli.storage import naming, replace_text, storage_error, telling_storage
 
 MIB = 2**20
 

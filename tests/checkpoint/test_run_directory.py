@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.paths import ADDRESS_VARIABLE, as_typed
 from asyncrl_cli.checkpoint import find
 from asyncrl_cli.checkpoint.find import is_locked, resolve
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, check_free, fresh_name, request_stop
-from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.paths import ADDRESS_VARIABLE, as_typed
 
 HOLDER = """
 import sys

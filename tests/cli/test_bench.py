@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.bench import compare, pictures
 from asyncrl_cli.bench.results import Comparison, Contestant, FinishedRun, summarise
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.errors import ExecutorFailed
 
 WORKLOAD = """
 notes = "made up"

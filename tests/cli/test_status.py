@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import typer
 
+from asyncrl_cli.base.paths import ADDRESS_VARIABLE
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.console import run_to_its_end
 from asyncrl_cli.job.driving import RunResult
 from asyncrl_cli.job.run import Run
 from asyncrl_cli.observe.overview import next_command
-from asyncrl_cli.paths import ADDRESS_VARIABLE
 from asyncrl_cli.profile.schema import Profile
 from tests.cli.statuses import say_status
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.contracts.item import messages_of
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.toml_files import shipped_templates
-from asyncrl_cli.tasks.item import messages_of
 from asyncrl_cli.tasks.task import load_task
 
 QWEN_1_5B = {

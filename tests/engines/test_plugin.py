@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.engines.port import Sampling, check_engine, make_engine
-from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import ProcessPlace
 
 MODULE = '''
 from asyncrl_cli.engines.port import Completion, Engine, EngineKind
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.base.errors import ConfigError, PreflightError
 
 
 class Parrot(Engine):

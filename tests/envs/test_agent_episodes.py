@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.envs.episode import Episode, Means
 from asyncrl_cli.envs.gateway.agent_episodes import AgentEnvironment
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.rewards import RewardPool
-from asyncrl_cli.tasks.user_code import UserCode
+from asyncrl_cli.sandbox.rewards import RewardPool
 from tests.envs.gateways import CHAT, LIMITS, SAMPLING, gateway, text_of
 from tests.waiting import until
 

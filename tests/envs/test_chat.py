@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 
+from asyncrl_cli.base.errors import PreflightError
+from asyncrl_cli.builtin.tiny_chat import chat_tokenizer
+from asyncrl_cli.contracts.environment import Answer, EpisodeFailed
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
-from asyncrl_cli.envs.port import Answer, EpisodeFailed
-from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.models.tiny_chat import chat_tokenizer
 from tests.envs.chat_models import ALPHABET, MODELS, TEMPLATES, TOOLS, WORDS, ChatModel, Said
 
 BY_NAME = {model.name: model for model in MODELS}

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.envs.chat import Chat, load_chat
 from asyncrl_cli.envs.conversation import Conversation
-from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.job.preparing import check_chat
 from asyncrl_cli.models.chat_templates import TOOLS, with_template
 from asyncrl_cli.profile.loaded import load

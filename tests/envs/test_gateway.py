@@ -13,11 +13,11 @@ import aiohttp
 import pytest
 from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
 
+from asyncrl_cli.contracts.environment import EpisodeFailed
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.gateway import server as gateway_server
 from asyncrl_cli.envs.gateway.server import BODY_BYTES
-from asyncrl_cli.envs.port import EpisodeFailed
 from tests.envs.gateways import CHAT, SAMPLING, CharacterChat, Served, gateway, ids, text_of
 from tests.waiting import until
 

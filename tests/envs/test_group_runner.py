@@ -17,19 +17,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
+from asyncrl_cli.contracts.attempts import AttemptKey, Failure, PartKey, TrajectoryMeta
+from asyncrl_cli.contracts.environment import Answer, End, Environment, OneTurn, SelfPlayed, Turn
+from asyncrl_cli.contracts.ports import EvalRequest, EvalTry, PartRequest, SoFar
+from asyncrl_cli.contracts.trajectories import GroupPayload, joined, overlaid
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.envs.chat import Chat, render_prompts
 from asyncrl_cli.envs.episode import Episode, Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.envs.port import Answer, End, Environment, OneTurn, SelfPlayed, Turn
-from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, TrajectoryMeta
-from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest, SoFar
-from asyncrl_cli.samples import GroupPayload, joined, overlaid
-from asyncrl_cli.tasks.rewards import RewardFailed
+from asyncrl_cli.sandbox.rewards import RewardFailed
 from asyncrl_cli.train.balance import OptimizerStepPlan, PlannedTrajectory
 from asyncrl_cli.train.batch import build_microbatches
 from tests.engines import tiny

@@ -19,15 +19,15 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl_cli.contracts.environment import Answer, End, EpisodeFailed, Turn
+from asyncrl_cli.contracts.item import make_item
+from asyncrl_cli.contracts.reward_spec import RewardPart, RewardSpec
+from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.envs.call_log import CallLog, RepeatedCalls, noted_calls
-from asyncrl_cli.envs.port import Answer, End, EpisodeFailed, Turn
-from asyncrl_cli.envs.processes import EnvironmentProcesses, ProcessEnded
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
 from asyncrl_cli.job.reaper import families, living
-from asyncrl_cli.tasks.item import make_item
-from asyncrl_cli.tasks.reward_spec import RewardPart, RewardSpec
+from asyncrl_cli.sandbox.environment_processes import EnvironmentProcesses, ProcessEnded
 from asyncrl_cli.tasks.tool_class import ToolClass, inspect_class
-from asyncrl_cli.tasks.user_code import UserCode
 
 HERE = str(Path(__file__).parent)
 FAULTY = ToolClass(code=UserCode(name="faulty:Faulty", import_path=HERE))

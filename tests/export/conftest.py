@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.loop.ports import Cut
-from asyncrl_cli.models.tiny import tiny_tokenizer
+from asyncrl_cli.contracts.ports import Cut
 from asyncrl_cli.profile.loaded import to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.policy_trainer import PolicyTrainer

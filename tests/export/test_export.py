@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError, RefusedError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, RefusedError
 from asyncrl_cli.export import writing
 from asyncrl_cli.export.export import export
 from asyncrl_cli.export.source import _step_of
@@ -362,7 +362,7 @@ def test_experts_are_written_as_in_the_models_own_files(tmp_path, make_trainer, 
     one."""
     from transformers import Qwen3MoeConfig
 
-    from asyncrl_cli.models.tiny import tiny_tokenizer
+    from asyncrl_cli.builtin.tiny import tiny_tokenizer
     from tests.trainers import trainer_parts
 
     config = Qwen3MoeConfig(

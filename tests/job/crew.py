@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
@@ -21,7 +22,6 @@ from asyncrl_cli.profile.schema import (
     TrainerSection,
     WeightsSection,
 )
-from asyncrl_cli.tasks.reward_spec import RewardSpec
 
 CHARACTERS = "0123456789+=#., "
 REWARD = RewardSpec(kind="exact-match")
@@ -58,7 +58,7 @@ def nodes(*cpus_and_gpus: tuple[int, int], elastic_cpus: bool = False) -> Cluste
 
 
 def make_model(directory: Path) -> Path:
-    from asyncrl_cli.models.tiny import tiny_model, tiny_tokenizer
+    from asyncrl_cli.builtin.tiny import tiny_model, tiny_tokenizer
 
     tokenizer = tiny_tokenizer(CHARACTERS)
     tiny_model(len(tokenizer), seed=1).save_pretrained(directory)
@@ -70,7 +70,7 @@ def make_classifier(directory: Path) -> Path:
     import torch
     from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-    from asyncrl_cli.models.tiny import tiny_tokenizer
+    from asyncrl_cli.builtin.tiny import tiny_tokenizer
 
     tokenizer = tiny_tokenizer(CHARACTERS)
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from ray.exceptions import OutOfDiskError
 
-from asyncrl_cli.errors import ExecutorFailed, ExecutorLost, RefusedError
+from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, RefusedError
 from asyncrl_cli.job.session import ray_session
 
 from .crew import nodes, small_profile

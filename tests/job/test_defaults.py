@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError, ExecutorLost
+from asyncrl_cli.base.errors import ConfigError, ExecutorLost
+from asyncrl_cli.contracts.ports import Cut
 from asyncrl_cli.job import run as run_module
 from asyncrl_cli.job.critic_actor import RayCritic
 from asyncrl_cli.job.ray_ports import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.run import Run
-from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.models.shape import ModelShape, shape_of_config
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.resolving import for_device, for_job

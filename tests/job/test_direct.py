@@ -18,23 +18,23 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError
 
+from asyncrl_cli.base.errors import ConfigError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.base.plugins import engine_kind
 from asyncrl_cli.engines.vllm.launch import set_environment, weight_backend
 from asyncrl_cli.engines.vllm.nccl import NcclLinks
 from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import calls, rank_actors, ray_ports, trainer_actor
 from asyncrl_cli.job.calls import Limit, RayRankZero
 from asyncrl_cli.job.ray_ports import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.job.trainer_actor import TrainerActor
-from asyncrl_cli.loop.meters import RolloutMeter
+from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.models.shape import shape_of_directory
 from asyncrl_cli.plan.cluster import cuda_counts
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
-from asyncrl_cli.plugins import engine_kind
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import ProcessPlace, Profile, WeightsSection
 from asyncrl_cli.train.ranks import own_device

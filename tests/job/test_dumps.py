@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import rank_actors
 from asyncrl_cli.job.ray_ports import RayTrainer
 from asyncrl_cli.job.trainer_actor import TrainerActor

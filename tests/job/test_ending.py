@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
+from asyncrl_cli.contracts.ports import Cut
 from asyncrl_cli.job.driving import RunResult, run_to_the_end
 from asyncrl_cli.job.process import StopRequests
-from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.simulate.world import run_virtual
 
 DIRECTORY: Any = SimpleNamespace(name="otter", path=Path("otter"), stop_requests=lambda: 0)

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RaySystemError, RayTaskError
 
-from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.contracts.attempts import AttemptKey, Failure, PartKey, PartResult
+from asyncrl_cli.contracts.ports import PartRequest, Progress
+from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, SETTLE_S, PartDesk, PartExchange
 from asyncrl_cli.job.ray_ports import RayRolloutWorker
 from asyncrl_cli.job.rollout_actor import RolloutActor
-from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, PartResult
-from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll
-from asyncrl_cli.loop.ports import PartRequest, Progress
-from asyncrl_cli.loop.states import ExecutorReport, State
-from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S, LongPoll
+from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.simulate.world import run_virtual
 from tests.loop.proof.shuffled import loop_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.job import run as run_module
 from asyncrl_cli.job import workers
 from asyncrl_cli.job.ray_ports import RayTrainer

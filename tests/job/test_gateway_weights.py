@@ -18,7 +18,7 @@ from asyncrl_cli.envs.gateway.admin_routes import admin_routes
 from asyncrl_cli.envs.gateway.server import Gateway
 from asyncrl_cli.envs.places import Places, TrajectoryPlace
 from asyncrl_cli.job.rollout_actor import Loader
-from asyncrl_cli.loop.meters import RolloutMeter
+from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.disk import write_manifest
 from tests.engines import tiny

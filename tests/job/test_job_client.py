@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.job import job_client
 from asyncrl_cli.job.job_server import JobServer
 

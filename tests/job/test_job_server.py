@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.base.errors import ConfigError, PreflightError
+from asyncrl_cli.base.paths import ADDRESS_VARIABLE
 from asyncrl_cli.job import job_server
 from asyncrl_cli.job.job_server import COMMAND, MARK, Job, JobServer, _without_rays_own
 from asyncrl_cli.job.shipping import PROFILE, Cargo
-from asyncrl_cli.paths import ADDRESS_VARIABLE
 
 
 def test_the_entrypoint_keeps_what_was_shipped_and_becomes_the_driver(

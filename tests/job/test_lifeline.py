@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from asyncrl_cli.errors import SessionLost
+from asyncrl_cli.base.errors import SessionLost
 from asyncrl_cli.job import lifeline as module
 from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.lifeline import lifeline, lost_session

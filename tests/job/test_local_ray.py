@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from asyncrl_cli.errors import SessionLost
+from asyncrl_cli.base.errors import SessionLost
 from asyncrl_cli.job import local_ray
 from asyncrl_cli.job.local_ray import AGENT, agents_of
 

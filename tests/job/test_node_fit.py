@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.cluster import ClusterResources
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import Bundle, JobPlan, plan_rows

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan, _ranges, plan_rows
 from asyncrl_cli.profile.algorithm_section import RewardModelSection

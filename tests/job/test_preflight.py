@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.job.node_probe import Probe
 from asyncrl_cli.job.preflight import NodeFacts, Wanted, _token_in, ahead_s, findings, refuse
 from asyncrl_cli.plan.machine import Finding

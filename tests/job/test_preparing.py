@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from asyncrl_cli.base.errors import ConfigError, PreflightError
+from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.job.preparing import check_adapters, check_prompt_lengths, checked_tokenizer, tokens
-from asyncrl_cli.models.tiny import tiny_tokenizer
 from asyncrl_cli.profile.schema import LoraSection, Profile
 
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.contracts.item import fingerprint, make_item
 from asyncrl_cli.job.driving import PromptFeed
-from asyncrl_cli.tasks.item import fingerprint, make_item
 
 
 def items_named(*names: str) -> list:
@@ -153,7 +153,7 @@ def test_the_fingerprint_is_the_same_in_another_process():
     """Strings hash, and so sets are ordered, and objects are addressed, differently in each."""
     script = (
         "from datetime import datetime, timezone; from decimal import Decimal\n"
-        "from asyncrl_cli.tasks.item import fingerprint, make_item\n"
+        "from asyncrl_cli.contracts.item import fingerprint, make_item\n"
         "when = datetime(2026, 1, 2, tzinfo=timezone.utc)\n"
         "values = [{'a', 'b', 'c', 'd'}, object(), 10 ** 5000, when, Decimal('1.50'), b'x', None]\n"
         "print(fingerprint([make_item('p', 'a', {'x': values})]))\n"

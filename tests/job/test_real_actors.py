@@ -14,11 +14,11 @@ import ray
 import torch
 import torch.distributed as dist
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, PartKey, PartResult, TrajectoryMeta
+from asyncrl_cli.contracts.ports import Cut, EvalRequest, EvalTry, PartRequest, TrainBatch
 from asyncrl_cli.job.calls import RayRankZero
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult, TrajectoryMeta
-from asyncrl_cli.loop.ports import Cut, EvalRequest, EvalTry, PartRequest, TrainBatch
-from asyncrl_cli.loop.states import State
+from asyncrl_cli.measure.states import State
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plan.compiling import compile_job
 

@@ -23,8 +23,8 @@ from asyncrl_cli.envs.places import Places
 from asyncrl_cli.job import transports
 from asyncrl_cli.job.rollout_actor import Loader, Received
 from asyncrl_cli.job.transports import GETS_AHEAD
-from asyncrl_cli.loop.meters import RolloutMeter
-from asyncrl_cli.loop.states import State
+from asyncrl_cli.measure.meters import RolloutMeter
+from asyncrl_cli.measure.states import State
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights
 from asyncrl_cli.weights.versions import Manifest

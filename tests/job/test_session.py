@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.job import local_ray, session
 from asyncrl_cli.job.reaper import families, living
 from asyncrl_cli.job.session import ray_session

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.errors import ExecutorFailed, Interrupted
+from asyncrl_cli.base.errors import ExecutorFailed, Interrupted
+from asyncrl_cli.base.storage import appearing_directory, remove_unfinished
 from asyncrl_cli.job.preparing import interruptible
 from asyncrl_cli.job.process import NOTICES, SIGNALS, StopRequests, blocked
 from asyncrl_cli.job.run import Run
-from asyncrl_cli.storage import appearing_directory, remove_unfinished
 
 from .crew import small_profile
 
@@ -183,7 +183,7 @@ def test_a_failure_whose_clean_up_is_interrupted_stays_the_runs_failure(
 LEAVER = """
 import sys, threading
 from pathlib import Path
-from asyncrl_cli.storage import appearing_directory
+from asyncrl_cli.base.storage import appearing_directory
 from asyncrl_cli.cli import app
 
 def build():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl_cli.loop.bands import Bands
+from asyncrl_cli.measure.bands import Bands
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 
 

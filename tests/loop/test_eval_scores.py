@@ -9,9 +9,9 @@ from math import comb, isclose
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
+from asyncrl_cli.contracts.attempts import Failure, TrajectoryMeta
+from asyncrl_cli.contracts.ports import EvalTry
 from asyncrl_cli.loop.evals import best_of, summary_of
-from asyncrl_cli.loop.ports import EvalTry
 
 
 def meta(reward: float, tokens: int = 4, finish_reason: str = "stop") -> TrajectoryMeta:

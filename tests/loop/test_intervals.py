@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.loop.intervals import Interval, mean_interval, paired_change, unpaired_change
+from asyncrl_cli.measure.intervals import Interval, mean_interval, paired_change, unpaired_change
 
 Z = 1.959963984540054  # R: qnorm(0.975)
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll, MeteredRewards, RolloutMeter
-from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S, LongPoll, MeteredRewards, RolloutMeter
+from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.simulate.world import run_virtual
 
 

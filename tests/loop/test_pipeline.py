@@ -9,8 +9,8 @@ from fractions import Fraction
 
 import pytest
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, RefusedError, StallError
-from asyncrl_cli.loop.meters import RolloutMeter
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted, RefusedError, StallError
+from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
 from tests.loop.proof.faults import Fault, FaultKind, Faults
 from tests.loop.proof.memory import resume_from

@@ -9,14 +9,14 @@ from fractions import Fraction
 
 import pytest
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
+from asyncrl_cli.contracts.ports import Published
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.ports import Published
 from asyncrl_cli.loop.reports import ReportBook
-from asyncrl_cli.loop.states import ExecutorReport, Span, State
 from asyncrl_cli.loop.weight_sync import WeightSync
+from asyncrl_cli.measure.states import ExecutorReport, Span, State
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import NumberedFeed

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl_cli.errors import ExecutorLost
-from asyncrl_cli.loop.states import State
+from asyncrl_cli.base.errors import ExecutorLost
+from asyncrl_cli.measure.states import State
 from tests.loop.proof.faults import Fault, FaultKind, Faults
 from tests.loop.worlds import run_world, settings
 

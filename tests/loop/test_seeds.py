@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl_cli.contracts.attempts import Attempt, Kept, Stage
 from asyncrl_cli.loop import admission
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.attempts import Attempt, Kept, Stage
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.evals import Evaluator, RunningEval
@@ -21,8 +21,8 @@ from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.reports import ExecutorHistory, ReportBook
 from asyncrl_cli.loop.restarting import Restarts
 from asyncrl_cli.loop.rollouts import Publishing
-from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.loop.weight_sync import WeightSync
+from asyncrl_cli.measure.states import StateClock
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import DeadlockError, NumberedFeed
 from tests.loop.proof.books import in_time

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import ExecutorLost
-from asyncrl_cli.loop.ports import PartRequest, Progress
-from asyncrl_cli.loop.states import State
+from asyncrl_cli.base.errors import ExecutorLost
+from asyncrl_cli.contracts.ports import PartRequest, Progress
+from asyncrl_cli.measure.states import State
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from tests.loop.worlds import MODES, Ran, run_world, settings
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.loop.attempts import AttemptKey, PartKey
+from asyncrl_cli.contracts.attempts import AttemptKey, PartKey
+from asyncrl_cli.contracts.ports import LoadReport
 from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
-from asyncrl_cli.loop.ports import LoadReport
 from asyncrl_cli.loop.weight_sync import WeightSync
 
 N, PREFETCH, SLOTS, WORKERS = 3, 2, 10, 4

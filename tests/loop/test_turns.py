@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.loop.states import State
+from asyncrl_cli.measure.states import State
 from asyncrl_cli.simulate.sequences import ToolWait
 from tests.loop.proof.memory import resume_from
 from tests.loop.worlds import MODES, Ran, run_world, settings

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import ExecutorFailed, Interrupted, StallError
-from asyncrl_cli.loop.ports import LoadReport
+from asyncrl_cli.base.errors import ExecutorFailed, Interrupted, StallError
+from asyncrl_cli.contracts.ports import LoadReport
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from tests.loop.proof.faults import Fault, FaultKind, Faults

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl_cli.models.warm_start import Muon, orthogonalised
+from asyncrl_cli.builtin.warm_start import Muon, orthogonalised
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.models import resolve
 from asyncrl_cli.models.inspection import check_model_directory
 from asyncrl_cli.models.resolve import resolve_model

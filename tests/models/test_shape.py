@@ -18,8 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from asyncrl_cli.builtin.tiny import tiny_sizes
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of, shape_of_directory
-from asyncrl_cli.models.tiny import tiny_sizes
 
 SMALL = {
     "vocab_size": 320,

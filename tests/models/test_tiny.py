@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl_cli.models.tiny import tiny_model, tiny_tokenizer
+from asyncrl_cli.builtin.tiny import tiny_model, tiny_tokenizer
 
 
 def test_text_survives_the_tokenizer_unchanged():

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 import torch
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.models.tiny import IGNORED, Recipe, Taught, make_lessons, tiny_model
-from asyncrl_cli.models.warm_start import _batches, warm_start
-from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.builtin.tiny import IGNORED, Recipe, Taught, make_lessons, tiny_model
+from asyncrl_cli.builtin.warm_start import _batches, warm_start
+from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.tasks.task import Task
 from tests.products import counted_products
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
-from asyncrl_cli.loop.ports import TrainReport
-from asyncrl_cli.loop.states import ExecutorReport, Span, State
-from asyncrl_cli.loop.values import Max, Ratio
-from asyncrl_cli.loop.watching import EvalSummary, Snapshot, StepRecord
+from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.contracts.events import EvalSummary, Snapshot, StepRecord
+from asyncrl_cli.contracts.ports import TrainReport
+from asyncrl_cli.measure.states import ExecutorReport, Span, State
+from asyncrl_cli.measure.values import Max, Ratio
 from asyncrl_cli.observe.live_status import RunFacts
 
 PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval", "other")

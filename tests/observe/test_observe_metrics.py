@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.loop.watching import EvalSummary
+from asyncrl_cli.contracts.events import EvalSummary
+from asyncrl_cli.measure.states import Span, State
 from asyncrl_cli.observe.metrics import StepMetrics
 
 

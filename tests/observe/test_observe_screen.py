@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl_cli.loop.watching import Event
+from asyncrl_cli.contracts.events import Event
 from asyncrl_cli.observe import screen as screens
 from asyncrl_cli.observe.format import clock, duration, sparkline, summary_rows
 from asyncrl_cli.observe.observers import Observers

@@ -13,15 +13,15 @@ import time
 import pytest
 from rich.console import Console
 
+from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.safe_files import read_bytes
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe import format, status
 from asyncrl_cli.observe.observers import Observers, StatusFile
 from asyncrl_cli.observe.overview import state_of
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.screen import watching
 from asyncrl_cli.observe.status import RunStatus, StillStarting, read_status
-from asyncrl_cli.safe_files import read_bytes
 
 DRIVER = """
 import os, signal, sys

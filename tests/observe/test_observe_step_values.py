@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.loop.states import Span, State
+from asyncrl_cli.measure.states import Span, State
 from asyncrl_cli.observe.step_values import episode_values, filter_values, overlap, reward_values, utilization
 from tests.observe.conftest import group, report, trajectory
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.loop.states import Span, State
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.measure.states import Span, State
 from asyncrl_cli.observe.lines import joined_timeline
 from asyncrl_cli.observe.observers import Observers, TimelineFile
 from asyncrl_cli.observe.recorded import Recorded

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.observe.lines import read_metrics
 from asyncrl_cli.observe.recorded import Recorded
 

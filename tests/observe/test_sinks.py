@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.loop.watching import Event
+from asyncrl_cli.base.errors import PreflightError
+from asyncrl_cli.contracts.events import Event
 from asyncrl_cli.observe import background
 from asyncrl_cli.observe.background import Background
 from asyncrl_cli.observe.observers import Observers

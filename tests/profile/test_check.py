@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.toml_files import shipped_profiles, shipped_templates
 

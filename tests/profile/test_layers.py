@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.keys import keys, sections, unknown_key
 from asyncrl_cli.profile.loaded import DEFAULT, load
 from asyncrl_cli.profile.toml_files import shipped_profiles

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.keys import keys
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.peers import rows

@@ -8,7 +8,7 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.profile.loaded import Loaded, from_document, load, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.keys import keys, sections
 from asyncrl_cli.profile.loaded import from_document, load, to_document

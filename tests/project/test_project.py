@@ -10,7 +10,7 @@ import pytest
 import tomli
 
 import asyncrl_cli
-from asyncrl_cli import errors
+from asyncrl_cli.base import errors
 from asyncrl_cli.plan.machine import NEEDED
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.base.plugins import find
+from asyncrl_cli.contracts.attempts import AttemptKey, PartKey
+from asyncrl_cli.contracts.ports import PartRequest
 from asyncrl_cli.envs import check_environment, find_environment
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.loop.attempts import AttemptKey, PartKey
-from asyncrl_cli.loop.ports import PartRequest
-from asyncrl_cli.loop.values import Ratio
-from asyncrl_cli.plugins import find
+from asyncrl_cli.measure.values import Ratio
 from asyncrl_cli.train.losses import check_loss
 from tests.train.train_samples import make_step, save_tiny_model
 from tests.trainers import planned, trainer_parts
@@ -39,7 +39,7 @@ LOSS = """
         return loss_N, {"sequences/ratio": mean_of(ratio_B[lengths_B > 0])}
 """
 ENVIRONMENT = """
-    from asyncrl_cli.envs.port import End, Environment, Turn
+    from asyncrl_cli.contracts.environment import End, Environment, Turn
 
     class Echo(Environment):
         '''Repeats what the model says and asks once more; the reward is the task's, of the second response.'''

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from asyncrl_cli.base.timeouts import timeout
 from asyncrl_cli.simulate.world import run_virtual
-from asyncrl_cli.timeouts import timeout
 
 
 async def ends_of(*cancel_after_s: float) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report import write
 from asyncrl_cli.report.trace import write_trace

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.report import write_results
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.report import write
 from asyncrl_cli.report.write import write_report
 from tests.bench.test_report import comparison

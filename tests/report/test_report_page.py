@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.side_by_side import side_by_side
 from asyncrl_cli.report.columns import JOINED_POINTS, MOST_STEPS, columns_of

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.simulated import recorded
 from asyncrl_cli.cli.trace import parse_steps
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.trace import write_trace
 from asyncrl_cli.simulate.workload import Workload

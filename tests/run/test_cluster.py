@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.job.session import connected
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan

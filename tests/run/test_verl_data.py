@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncrl_cli.builtin.tiny import tiny_tokenizer
 from asyncrl_cli.cli.app import run as asyncrl
-from asyncrl_cli.models.tiny import tiny_tokenizer
 from tests.run.commands import LIMIT_S, SMALL, finish, lines, start
 
 pytestmark = pytest.mark.slow

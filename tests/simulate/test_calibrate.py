@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.loop.watching import Event, Observer
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.events import Event, Observer
 from asyncrl_cli.profile.loaded import load, to_document, to_toml
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.observed import Point, fit_line

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 
-from asyncrl_cli.loop.meters import RolloutMeter
+from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.kv_cache import CacheSize
 from asyncrl_cli.simulate.sequences import SimulatedSequence, ToolWait

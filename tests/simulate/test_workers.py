@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.attempts import AttemptKey, PartKey
-from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest, Published
-from asyncrl_cli.loop.states import State
+from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.contracts.attempts import AttemptKey, PartKey
+from asyncrl_cli.contracts.ports import EvalRequest, EvalTry, PartRequest, Published
+from asyncrl_cli.measure.states import State
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.sequences import ToolWait
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer, TrainerTimes

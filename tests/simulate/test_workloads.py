@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.toml_files import shipped_profiles, shipped_workloads
 from asyncrl_cli.simulate.responses import ResponseLengths

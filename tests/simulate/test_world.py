@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.loop.watching import Observer, StepRecord
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.events import Observer, StepRecord
+from asyncrl_cli.measure.states import Span, State
 from asyncrl_cli.plan.job_plan import ROLLOUT
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs, Spent

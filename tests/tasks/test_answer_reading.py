@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from math_verify import parse, verify
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.item import Item, make_item, messages_of
+from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, names_answer
 from asyncrl_cli.tasks.gym import dataset_modules, make_entries
-from asyncrl_cli.tasks.item import Item, make_item, messages_of
 from asyncrl_cli.tasks.mathematics import is_right
-from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.scoring import build_scorer
 
 MATH_500 = json.loads((Path(__file__).parent / "math500_answers.json").read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.files import read_items

@@ -11,13 +11,13 @@ from statistics import fmean
 
 import pytest
 
-from asyncrl_cli.envs.calculator import Calculator
-from asyncrl_cli.envs.guess import Guess
-from asyncrl_cli.envs.port import Answer, End, Turn
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.builtin.calculator import Calculator
+from asyncrl_cli.builtin.guess import Guess
+from asyncrl_cli.builtin.guessing import best_reward, par_of
+from asyncrl_cli.contracts.environment import Answer, End, Turn
+from asyncrl_cli.contracts.item import make_item
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.guessing import best_reward, par_of
-from asyncrl_cli.tasks.item import make_item
 from asyncrl_cli.tasks.task import Task, load_task
 
 NAMES = ["calculator", "guess"]

@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from asyncrl_cli.envs.port import OneTurn
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.environment import OneTurn
+from asyncrl_cli.contracts.item import content_uid, prompt_key
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.item import content_uid, prompt_key
 from asyncrl_cli.tasks.task import Task, load_task
 
 

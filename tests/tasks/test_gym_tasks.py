@@ -14,10 +14,10 @@ from random import Random
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.item import content_uid
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.gym import dataset_modules, make_dataset, stream_seed
-from asyncrl_cli.tasks.item import content_uid
 from asyncrl_cli.tasks.task import Task, load_task
 
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2] / "src")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks import rehearsal
-from asyncrl_cli.tasks.rehearsal import EMPTY, FOILS, FORMS, OTHER, PROMPT, Rehearsal, rehearse
+from asyncrl_cli.sandbox import rehearsal
+from asyncrl_cli.sandbox.rehearsal import EMPTY, FOILS, FORMS, OTHER, PROMPT, Rehearsal, rehearse
 from asyncrl_cli.tasks.task import load_task
 
 MATH_500 = json.loads((Path(__file__).parent / "math500_answers.json").read_text(encoding="utf-8"))

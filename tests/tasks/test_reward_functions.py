@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from tests.observe.conftest import trajectory
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.item import make_item
+from asyncrl_cli.contracts.reward_spec import MAX_REWARD, Reward, RewardSpec, figures_of
 from asyncrl_cli.observe.step_values import episode_values
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.loaded import from_document, load, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.sandbox.rewards import RewardFailed, RewardPool
 from asyncrl_cli.tasks.code_choice import resolve_reward
-from asyncrl_cli.tasks.item import make_item
-from asyncrl_cli.tasks.reward_spec import MAX_REWARD, Reward, RewardSpec, figures_of
-from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool
 
 TEXT = make_item("2+2", "4", {"level": 3})
 CHAT = make_item([{"role": "user", "content": "2+2"}], "4", {"level": 3})

@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 from tests.marks import one_in
 
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, RefusedError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
+from asyncrl_cli.contracts import user_code
+from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks import code_records, user_code
+from asyncrl_cli.tasks import code_records
 from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.code_records import keep_record, origin
-from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.task import Task, load_task
-from asyncrl_cli.tasks.user_code import UserCode
 
 GOOD = "def score(item, response):\n    return 1.0\n"
 LIMIT_S = 60.0

@@ -19,17 +19,17 @@ from typing import Any
 import pytest
 from tests.waiting import until
 
-from asyncrl_cli.errors import ConfigError, ExecutorFailed
+from asyncrl_cli.base.child_process import send
+from asyncrl_cli.base.errors import ConfigError, ExecutorFailed
+from asyncrl_cli.contracts.item import Item, make_item
+from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks import reward_process
-from asyncrl_cli.tasks.child import send
+from asyncrl_cli.sandbox import reward_process
+from asyncrl_cli.sandbox.rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.final_answer import tagged
-from asyncrl_cli.tasks.item import Item, make_item
-from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.task import load_task
-from asyncrl_cli.tasks.user_code import UserCode
 
 FUNCTIONS = '''
     import asyncio, os, re, time
@@ -548,10 +548,10 @@ def test_the_child_dies_with_a_parent_that_is_killed(functions, child_is):
     marker = functions / "hanging"
     script = f"""
 import asyncio
-from asyncrl_cli.tasks.item import make_item
-from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.user_code import UserCode
-from asyncrl_cli.tasks.rewards import RewardPool
+from asyncrl_cli.contracts.item import make_item
+from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.user_code import UserCode
+from asyncrl_cli.sandbox.rewards import RewardPool
 async def main():
     spec = RewardSpec(kind="function", function=UserCode(name="my_rewards:by_command", import_path={str(functions)!r}))
     pool = RewardPool(spec, timeout_s=99)

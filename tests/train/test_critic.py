@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.loop.values import shown
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.measure.values import shown
 from asyncrl_cli.train.critic import value_loss
 from tests.train import reference_losses as reference
 from tests.train.train_samples import make_step

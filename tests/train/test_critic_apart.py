@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.loop.values import shown
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.measure.values import shown
 from asyncrl_cli.train.critic import CriticApart
 from tests.train.train_samples import make_step
 from tests.trainers import planned, trainer_parts

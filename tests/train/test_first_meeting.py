@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.job.rank_actors import naming_nodes
 from asyncrl_cli.train.first_meeting import RanksMissing, first_collective, met
 from tests.free_port import free_port

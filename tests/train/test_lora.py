@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.memory import adapter_parameters
 from asyncrl_cli.weights.adapters import BaseFiles

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.loop.values import shown
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.measure.values import shown
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.train.corrections import correct, loglinear_prox
 from asyncrl_cli.train.losses import LOSSES, LossBatch, Metric, check_loss, find_loss, max_of, mean_of, sum_of

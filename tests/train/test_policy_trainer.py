@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
-from asyncrl_cli.loop.values import shown
+from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult
+from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
+from asyncrl_cli.measure.values import shown
 from asyncrl_cli.profile.schema import TrainerSection
-from asyncrl_cli.samples import GroupPayload, Trajectory
 from asyncrl_cli.train import ranks
 from asyncrl_cli.train.balance import microbatches
 from asyncrl_cli.train.batch import SPLIT_COST_TOKENS

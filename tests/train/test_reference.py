@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.train.scores import REF, score
 from tests.train.reference_losses import kl
 from tests.train.train_samples import make_step, save_tiny_model

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
-from asyncrl_cli.errors import AsyncrlError, PreflightError
-from asyncrl_cli.models.tiny import tiny_tokenizer
+from asyncrl_cli.base.errors import AsyncrlError, PreflightError
+from asyncrl_cli.builtin.tiny import tiny_tokenizer
+from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.profile.schema import ProcessPlace, Profile, RunSection
-from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 from asyncrl_cli.train.reward_model import RewardModel
 from tests.train.train_samples import save_tiny_model
 

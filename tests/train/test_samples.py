@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl_cli.samples import (
+from asyncrl_cli.contracts.trajectories import (
     GroupPayload,
     SampledGroup,
     Segment,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.train.policy_model import frozen_model
 from tests.train.train_samples import make_step, save_tiny_model
 from tests.trainers import planned, trainer_parts

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl_cli.samples import GroupPayload, Trajectory
+from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.train.scores import PROX, score
 from tests.train.train_samples import make_segment, make_step
 from tests.trainers import planned, trainer_parts

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.train.trainer_state import COUNTERS_FILE, SavedState, rank_file
 from tests.trainers import trainer_parts
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.schema import ProcessPlace, Profile, TrainerSection
 from asyncrl_cli.train import unpadded
 from asyncrl_cli.train.batch import scoring_microbatch

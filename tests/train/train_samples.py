@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
-from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
+from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 
 VOCAB_SIZE = 64
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.job.transports import arriving, clear
 from asyncrl_cli.weights.buckets import DamagedWeights, unpack
 from asyncrl_cli.weights.disk import DiskSender, read_version, write_manifest

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from asyncrl_cli.models.tiny import tiny_model
+from asyncrl_cli.builtin.tiny import tiny_model
 from asyncrl_cli.weights.versions import judge, make_probes, mean_abs_diff
 
 VOCABULARY = 64

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.weights import held as held_module
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.held import SharedWeights, attached, views

@@ -6,8 +6,8 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.entries import OWN_KEYS
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan
 from asyncrl_cli.profile.arithmetic import mode_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, to_toml

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted
+from asyncrl_cli.base.storage import remove, replace_text
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.baseline import baseline_toml
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of, groups_for_all
@@ -22,7 +24,6 @@ from asyncrl_cli.bench.real import make_run, runs_of
 from asyncrl_cli.bench.results import Comparison, FinishedRun, Result, is_uneven, summarise, unevenness
 from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
 from asyncrl_cli.checkpoint.run_directory import stem_of
-from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.job.process import StopRequests
 from asyncrl_cli.job.session import connected
 from asyncrl_cli.observe.lines import spent_s
@@ -34,7 +35,6 @@ from asyncrl_cli.profile.toml_files import is_file_reference
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import Residual, profile_for
 from asyncrl_cli.simulate.world import virtual_cluster
-from asyncrl_cli.storage import remove, replace_text
 
 REAL_GROUPS = 384
 ENOUGH_WINDOWS = 3

@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.results import Contestant
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan

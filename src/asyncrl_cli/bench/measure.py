@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.observe.lines import Line, Totals, sampled_tokens, spent_s, trajectories
 from asyncrl_cli.simulate.capacities import Capacities, ideal_times
 

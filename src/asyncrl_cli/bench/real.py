@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.results import FinishedRun, timeline_of_run
 from asyncrl_cli.checkpoint.run_directory import stem_of
-from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.job.process import StopRequests
 from asyncrl_cli.observe.lines import read_metrics
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.base.storage import appearing_file, remove_if_empty, replace_text
 from asyncrl_cli.bench.results import Comparison, differences
 from asyncrl_cli.bench.table import markdown_of
-from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.plan.cluster import usable_cores
-from asyncrl_cli.storage import appearing_file, remove_if_empty, replace_text
 
 SIMULATED_STRETCH = (
     "All runs are measured over the same groups (to within a train step): after the warm-up (the longest "

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.base.errors import AsyncrlError, RefusedError
+from asyncrl_cli.base.safe_files import load_json
 from asyncrl_cli.bench.measure import figures_of, stretch_of, stretches
-from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.observe.format import evenly
 from asyncrl_cli.observe.lines import Line, joined_timeline
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
-from asyncrl_cli.safe_files import load_json
 from asyncrl_cli.simulate.capacities import Capacities
 
 SCHEMA_VERSION = 1

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.bench.space import Setting, Space
-from asyncrl_cli.errors import AsyncrlError
 
 SHORT_WINDOWS = 4
 """The first and the last one are not measured."""

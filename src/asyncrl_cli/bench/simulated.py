@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.base.errors import Interrupted
 from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.results import FinishedRun, timeline_of_run
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.contracts.events import Observer, StepRecord
 from asyncrl_cli.engines.vllm.plugin import end_with_parent
-from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.job.process import StopRequests, blocked, collect_garbage_seldom
-from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile, TimelineFile
 from asyncrl_cli.plan.cluster import usable_cores

@@ -14,7 +14,7 @@ from itertools import permutations, product
 from operator import attrgetter
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import staleness_bound
 from asyncrl_cli.profile.schema import Profile

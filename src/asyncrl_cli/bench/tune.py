@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.base.errors import ConfigError, counted
+from asyncrl_cli.base.paths import expand
 from asyncrl_cli.bench.measure import Edges, figures_of, stretch_of
 from asyncrl_cli.bench.search import (
     FIGURES,
@@ -32,8 +34,6 @@ from asyncrl_cli.bench.search import (
 )
 from asyncrl_cli.bench.simulated import simulators
 from asyncrl_cli.bench.space import RANKS_KEY, WORKERS_KEY, Setting, Space, split_sets
-from asyncrl_cli.errors import ConfigError, counted
-from asyncrl_cli.paths import expand
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER, JobPlan

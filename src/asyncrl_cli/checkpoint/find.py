@@ -17,17 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from asyncrl_cli.checkpoint.sealed import (
-    LOOP_STATE,
-    STEP_NAME,
-    Checkpoint,
-    checkpoints_in,
-    finish_interrupted_replacements,
-    step_name,
-)
-from asyncrl_cli.errors import ConfigError, RefusedError, first_names
-from asyncrl_cli.paths import as_typed
-from asyncrl_cli.safe_files import (
+from asyncrl_cli.base.errors import ConfigError, RefusedError, first_names
+from asyncrl_cli.base.paths import as_typed
+from asyncrl_cli.base.safe_files import (
     MAX_JSON_BYTES,
     UnsafeFile,
     open_regular,
@@ -36,7 +28,15 @@ from asyncrl_cli.safe_files import (
     read_text,
     reason,
 )
-from asyncrl_cli.storage import naming
+from asyncrl_cli.base.storage import naming
+from asyncrl_cli.checkpoint.sealed import (
+    LOOP_STATE,
+    STEP_NAME,
+    Checkpoint,
+    checkpoints_in,
+    finish_interrupted_replacements,
+    step_name,
+)
 
 LOCK = "lock"
 MAX_LOCK_BYTES = 1000

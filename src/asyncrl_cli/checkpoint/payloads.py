@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.safe_files import Count, Finite, load_json, open_regular, reason
-from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
-from asyncrl_cli.storage import naming
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.base.safe_files import Count, Finite, load_json, open_regular, reason
+from asyncrl_cli.base.storage import naming
+from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 
 ARRAYS = "payloads.safetensors"
 STRUCTURE = "payloads.json"

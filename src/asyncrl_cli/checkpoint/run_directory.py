@@ -17,6 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.base.paths import as_typed, check_name
+from asyncrl_cli.base.safe_files import MIB, UnsafeFile, read_bytes, reason
+from asyncrl_cli.base.storage import make_in, remove_if_empty, remove_tree, replace_link, replace_text
 from asyncrl_cli.checkpoint.find import (
     LOCK,
     failed_start,
@@ -27,11 +31,7 @@ from asyncrl_cli.checkpoint.find import (
     take_lock,
 )
 from asyncrl_cli.checkpoint.sealed import checkpoints_in, finish_interrupted_replacements
-from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.paths import as_typed, check_name
 from asyncrl_cli.profile.schema import MOST_REWARDS
-from asyncrl_cli.safe_files import MIB, UnsafeFile, read_bytes, reason
-from asyncrl_cli.storage import make_in, remove_if_empty, remove_tree, replace_link, replace_text
 
 STOP_REQUEST = "stop"
 STARTING = "starting"

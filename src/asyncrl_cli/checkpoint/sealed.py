@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.safe_files import (
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.base.safe_files import (
     MAX_JSON_BYTES,
     Count,
     load_json,
@@ -29,7 +29,7 @@ from asyncrl_cli.safe_files import (
     read_bytes,
     reason,
 )
-from asyncrl_cli.storage import fsync, remove, replace_text
+from asyncrl_cli.base.storage import fsync, remove, replace_text
 
 MANIFEST = "manifest.json"
 LOOP_STATE = "loop_state.json"

@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.base.errors import StorageError
+from asyncrl_cli.base.storage import fsync, remove, remove_tree, replace_link, replace_text, telling_storage
 from asyncrl_cli.checkpoint.sealed import (
     LOOP_STATE,
     LoopStateFile,
@@ -27,9 +29,7 @@ from asyncrl_cli.checkpoint.sealed import (
     sealed_checkpoints,
     step_name,
 )
-from asyncrl_cli.errors import StorageError
-from asyncrl_cli.loop.ports import Cut
-from asyncrl_cli.storage import fsync, remove, remove_tree, replace_link, replace_text, telling_storage
+from asyncrl_cli.contracts.ports import Cut
 
 PROFILE_FILES = ("config.resolved.json", "profile.toml")
 LATEST, SAMPLES, VERSIONS = "latest", "samples", "versions"

@@ -17,6 +17,8 @@ import typer
 from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError
+from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 from asyncrl_cli.cli import (
     bench,
     compare,
@@ -43,8 +45,6 @@ from asyncrl_cli.cli.console import (
     print_text,
     tell,
 )
-from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
-from asyncrl_cli.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 
 app = typer.Typer(
     name="asyncrl",

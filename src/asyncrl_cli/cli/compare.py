@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.table import Column
 from rich.text import Text
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.console import (
     MOST,
     RUNS_DIR,
@@ -20,7 +21,6 @@ from asyncrl_cli.cli.console import (
     run_argument,
     warn,
 )
-from asyncrl_cli.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl_cli.observe.side_by_side import SideBySide

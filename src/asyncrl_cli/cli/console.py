@@ -20,10 +20,10 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, PreflightError
+from asyncrl_cli.base.paths import RUNS_DIR as RUNS_DIR
 from asyncrl_cli.cli import completion
-from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted, PreflightError
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
-from asyncrl_cli.paths import RUNS_DIR as RUNS_DIR
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.run import Run
@@ -243,7 +243,7 @@ def _of_a_stray_package(text: str) -> AsyncrlError | None:
 
 
 def _known(error: BaseException) -> AsyncrlError | None:
-    from asyncrl_cli.storage import storage_error, system_error
+    from asyncrl_cli.base.storage import storage_error, system_error
 
     if isinstance(error, AsyncrlError):
         return error

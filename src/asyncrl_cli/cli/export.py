@@ -65,7 +65,7 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a run's weights as a Hugging Face model directory."""
-    from asyncrl_cli.errors import counted
+    from asyncrl_cli.base.errors import counted
     from asyncrl_cli.export.export import export as export_weights
     from asyncrl_cli.observe.starting import Starting
 

@@ -17,9 +17,9 @@ from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 
+from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.cli.submit import set_words
-from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.cluster import ClusterResources, asked_gpus, planned_nodes
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan

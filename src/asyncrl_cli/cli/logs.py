@@ -12,6 +12,7 @@ from typing import Annotated, TextIO
 
 import typer
 
+from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.cli.console import (
     RUNS_DIR,
     JobAddressOption,
@@ -22,7 +23,6 @@ from asyncrl_cli.cli.console import (
     say,
 )
 from asyncrl_cli.cli.submit import on_cluster
-from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.terminal import uncoloured
 
 POLL_S = 0.3
@@ -120,7 +120,7 @@ def follow_lines(
 
 
 def _open(path: Path) -> TextIO:
-    from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason
+    from asyncrl_cli.base.safe_files import UnsafeFile, open_regular, reason
 
     try:
         return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")

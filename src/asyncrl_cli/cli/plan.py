@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import (
     MOST_DEVICES,
@@ -20,7 +21,6 @@ from asyncrl_cli.cli.console import (
     profile_option,
     say,
 )
-from asyncrl_cli.errors import ConfigError
 
 EXAMPLES = """
   asyncrl plan --profile stale-samples

@@ -11,8 +11,8 @@ from typing import Any
 from rich.table import Column
 from rich.text import Text
 
+from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.cli.console import print_prose, print_table
-from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.plan import memory_fit
 from asyncrl_cli.plan.host_fit import NODE, store_bytes
 from asyncrl_cli.plan.job_plan import JobPlan

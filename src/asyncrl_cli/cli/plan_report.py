@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.table import Column
 
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.cli.console import print_json, print_prose, print_table, print_text, warn
 from asyncrl_cli.cli.plan_memory import memory_document, print_memory, store_warnings
-from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.models.resolve import tokenizer_here
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.compiling import compile_job, device_of
@@ -26,7 +26,7 @@ from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.rehearsal import Rehearsal, rehearse
+from asyncrl_cli.sandbox.rehearsal import Rehearsal, rehearse
 from asyncrl_cli.tasks.splits import KINDS
 from asyncrl_cli.tasks.task import load_task
 from asyncrl_cli.train.losses import check_loss

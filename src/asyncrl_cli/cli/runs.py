@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from asyncrl_cli.base.errors import ConfigError, first_names
+from asyncrl_cli.base.paths import as_typed, where_runs_are
 from asyncrl_cli.cli.console import (
     RUNS_DIR,
     AddressOption,
@@ -26,8 +28,6 @@ from asyncrl_cli.cli.console import (
     warn,
 )
 from asyncrl_cli.cli.submit import resume_there, say_next, set_words
-from asyncrl_cli.errors import ConfigError, first_names
-from asyncrl_cli.paths import as_typed, where_runs_are
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.run import Run

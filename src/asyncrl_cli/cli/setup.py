@@ -15,6 +15,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from asyncrl_cli import __version__
+from asyncrl_cli.base.errors import ConfigError, PreflightError, RefusedError
 from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import (
     MOST_DEVICES,
@@ -34,7 +35,6 @@ from asyncrl_cli.cli.console import (
     stderr,
     warn,
 )
-from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
 
 CLUSTER_MARKS = {True: Text("ok", "green"), False: Text("refused", "red"), None: Text("warning", "yellow")}
 MARKS = {True: Text("ok", "green"), False: Text("missing", "red"), None: Text()}

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.base.paths import as_typed, where_runs_are
 from asyncrl_cli.cli.console import (
     RUNS_DIR,
     JobAddressOption,
@@ -26,8 +28,6 @@ from asyncrl_cli.cli.console import (
     stdout,
 )
 from asyncrl_cli.cli.submit import Take, Wait, followed_there, on_cluster, print_jobs
-from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.paths import as_typed, where_runs_are
 
 if TYPE_CHECKING:
     from asyncrl_cli.observe.status import RunStatus

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, RefusedError
 from asyncrl_cli.cli.console import (
     RUNS_DIR,
     JsonOption,
@@ -22,7 +23,6 @@ from asyncrl_cli.cli.console import (
     stdout,
     warn,
 )
-from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted, RefusedError
 from asyncrl_cli.job.detaching import WATCHED_S
 
 if TYPE_CHECKING:
@@ -73,10 +73,10 @@ def submit(
     """Train on a Ray cluster, as a job that needs neither this terminal nor this machine.
 
     Uploads the profile as resolved here, the modules that it names, and the files of run.ship."""
+    from asyncrl_cli.base.paths import check_name
     from asyncrl_cli.checkpoint.run_directory import fresh_name
     from asyncrl_cli.job.job_server import Job, JobServer
     from asyncrl_cli.job.shipping import PROFILE, cargo_of
-    from asyncrl_cli.paths import check_name
 
     loaded = load_profile(profile, sets, name)
     run = loaded.profile.run.name or fresh_name(loaded.profile.name, runs_dir)

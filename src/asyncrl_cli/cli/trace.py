@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.console import (
     RUNS_DIR,
     JsonOption,
@@ -18,7 +19,6 @@ from asyncrl_cli.cli.console import (
     say,
     warn,
 )
-from asyncrl_cli.errors import ConfigError
 
 EXAMPLES = """
   asyncrl trace my-run                      writes runs/my-run/trace.json

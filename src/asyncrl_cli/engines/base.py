@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
-from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.meters import SlotStays
-from asyncrl_cli.loop.states import Stay
+from asyncrl_cli.measure.meters import SlotStays
+from asyncrl_cli.measure.states import Stay
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.loop.states import Stay
-from asyncrl_cli.plugins import engine_kind
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.plugins import engine_kind
+from asyncrl_cli.measure.states import Stay
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile, RolloutSection, WeightsSection
 
 if TYPE_CHECKING:

@@ -19,10 +19,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl_cli.plugins import find
-from asyncrl_cli.tasks.user_code import is_user_code
+from asyncrl_cli.base.plugins import find
+from asyncrl_cli.contracts.user_code import is_user_code
 
-ENVIRONMENTS = {"one-turn": "asyncrl_cli.envs.port:OneTurn", "guess": "asyncrl_cli.envs.guess:Guess"}
+ENVIRONMENTS = {
+    "one-turn": "asyncrl_cli.contracts.environment:OneTurn",
+    "guess": "asyncrl_cli.builtin.guess:Guess",
+}
 
 
 def find_environment(name: str) -> Any:

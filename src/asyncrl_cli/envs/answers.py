@@ -16,8 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl_cli.envs.port import Answer, Message, ToolSchema
-from asyncrl_cli.errors import first_line
+from asyncrl_cli.base.errors import first_line
+from asyncrl_cli.contracts.environment import Answer, Message, ToolSchema
 
 THINK, THINK_END = "<think>", "</think>"
 UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)

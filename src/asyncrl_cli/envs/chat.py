@@ -37,11 +37,11 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from asyncrl_cli.base.errors import PreflightError, first_line
+from asyncrl_cli.contracts.environment import Answer, EpisodeFailed, Message, ToolSchema
+from asyncrl_cli.contracts.item import messages_of
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.answers import EXAMPLE, EXAMPLE_TOOL, Parser
-from asyncrl_cli.envs.port import Answer, EpisodeFailed, Message, ToolSchema
-from asyncrl_cli.errors import PreflightError, first_line
-from asyncrl_cli.tasks.item import messages_of
 
 MARK, THOUGHT = "asyncrl-mark", "asyncrl-thought"
 QUESTION: Message = {"role": "user", "content": "q"}

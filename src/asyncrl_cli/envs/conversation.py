@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from asyncrl_cli.contracts.environment import Answer, Message
+from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, Segment
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.chat import Chat, Tools
-from asyncrl_cli.envs.port import Answer, Message
-from asyncrl_cli.samples import NOT_SAMPLED, Segment
 
 
 @dataclass(slots=True, eq=False)

@@ -20,19 +20,19 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
+from asyncrl_cli.base.errors import ExecutorFailed, first_line
+from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.contracts.attempts import Failure, TrajectoryMeta
+from asyncrl_cli.contracts.environment import Answer, End, Environment, EpisodeFailed, SelfPlayed, Turn
+from asyncrl_cli.contracts.reward_spec import MAX_REWARD
+from asyncrl_cli.contracts.trajectories import Trajectory
 from asyncrl_cli.engines.port import Completion, Engine, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.places import Places, TrajectoryPlace
-from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed, SelfPlayed, Turn
-from asyncrl_cli.errors import ExecutorFailed, first_line
-from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.samples import Trajectory
-from asyncrl_cli.tasks.reward_spec import MAX_REWARD
-from asyncrl_cli.tasks.rewards import RewardFailed
-from asyncrl_cli.timeouts import timeout
+from asyncrl_cli.sandbox.rewards import RewardFailed
 
 T = TypeVar("T")
 CLOSE_LIMIT_S = 10.0

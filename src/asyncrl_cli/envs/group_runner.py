@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from asyncrl_cli.contracts.attempts import AttemptKey, Kept, PartKey, PartResult
+from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, EvalTry, PartRequest, SoFar
+from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
-from asyncrl_cli.loop.attempts import AttemptKey, Kept, PartKey, PartResult
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, EvalTry, PartRequest, SoFar
-from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 
 
 @dataclass(slots=True, eq=False)

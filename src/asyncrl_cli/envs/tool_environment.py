@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl_cli.contracts.environment import Answer, End, Environment, EpisodeFailed, Message, Rewards, Turn
+from asyncrl_cli.contracts.item import Item, messages_of
+from asyncrl_cli.contracts.reward_spec import figures_of
 from asyncrl_cli.envs.call_log import CallLog
-from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed, Message, Rewards, Turn
-from asyncrl_cli.envs.processes import EnvironmentProcess, EnvironmentProcesses, ProcessEnded
-from asyncrl_cli.tasks.item import Item, messages_of
-from asyncrl_cli.tasks.reward_spec import figures_of
+from asyncrl_cli.sandbox.environment_processes import EnvironmentProcess, EnvironmentProcesses, ProcessEnded
 from asyncrl_cli.tasks.tool_class import ToolClass
 
 MALFORMED = "The tool call could not be read: {}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.export.saved_weights import SavedWeights
 from asyncrl_cli.export.source import Source
 from asyncrl_cli.models.inspection import check_model_directory

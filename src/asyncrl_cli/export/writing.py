@@ -10,12 +10,12 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 
-from asyncrl_cli.errors import AsyncrlError, RefusedError, first_names
+from asyncrl_cli.base.errors import AsyncrlError, RefusedError, first_names
+from asyncrl_cli.base.storage import appearing_directory
 from asyncrl_cli.export.adapters import merged_weights, write_adapter
 from asyncrl_cli.export.saved_weights import Read, SavedWeights
 from asyncrl_cli.export.source import Source
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
-from asyncrl_cli.storage import appearing_directory
 from asyncrl_cli.weights.buckets import torch_dtype
 from asyncrl_cli.weights.model_files import CONFIG, copy_model_files, write_index, write_weights
 

@@ -22,16 +22,16 @@ from typing import Any
 import psutil
 import ray
 
+from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.contracts.ports import TrainBatch
+from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, GroupPayload, Segment, Trajectory
 from asyncrl_cli.engines.port import Sampling, make_engine
 from asyncrl_cli.job.calls import all_of, answer, start_limit
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.workers import make_trainer, makers_of
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
-from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.models.resolve import further_models
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.samples import NOT_SAMPLED, GroupPayload, Segment, Trajectory
 
 BATCHES = 2
 """Different batches that training takes in turns."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from asyncrl_cli.errors import PreflightError, first_line
+from asyncrl_cli.base.errors import PreflightError, first_line
 
 MODE = "RAY_AUTH_MODE"
 ASK_TIMEOUT_S = 10.0

@@ -17,13 +17,13 @@ from typing import Any
 
 import ray
 
+from asyncrl_cli.base.storage import telling_storage
+from asyncrl_cli.contracts.ports import Cut, TrainBatch, TrainReport
 from asyncrl_cli.job.rank_actors import taken
 from asyncrl_cli.job.scorer_actor import RayScorer, ScorerActor
-from asyncrl_cli.loop.ports import Cut, TrainBatch, TrainReport
-from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import CRITIC, REF
-from asyncrl_cli.storage import telling_storage
 from asyncrl_cli.train.balance import RankPlan
 
 

@@ -27,7 +27,7 @@ def detach(arguments: Sequence[str], output: Path) -> Detached:
     """Start `asyncrl ARGUMENTS` without a terminal. Returns when it has ended, after `WATCHED_S`, or at a
     Ctrl-C, which the command does not get. Its output goes to the file `output`, which is removed if the
     command has ended."""
-    from asyncrl_cli.storage import make_in, remove_if_empty
+    from asyncrl_cli.base.storage import make_in, remove_if_empty
 
     command = [sys.executable, "-m", "asyncrl_cli", *arguments]
     opened, made_runs_dir = make_in(output.parent, lambda: output.open("w+b"))

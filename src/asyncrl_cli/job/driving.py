@@ -13,12 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from asyncrl_cli.checkpoint.sealed import Checkpoint, sealed_checkpoints, step_of
-from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.engines.port import continues_kept
-from asyncrl_cli.envs.call_log import RepeatedCalls
-from asyncrl_cli.errors import (
+from asyncrl_cli.base.errors import (
     AsyncrlError,
     ConfigError,
     ExecutorFailed,
@@ -26,8 +21,16 @@ from asyncrl_cli.errors import (
     RefusedError,
     SessionLost,
 )
+from asyncrl_cli.base.paths import as_typed
+from asyncrl_cli.base.storage import storage_error
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.checkpoint.sealed import Checkpoint, sealed_checkpoints, step_of
+from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.contracts.attempts import Prompt
+from asyncrl_cli.contracts.item import Item, fingerprint
+from asyncrl_cli.engines.port import continues_kept
+from asyncrl_cli.envs.call_log import RepeatedCalls
 from asyncrl_cli.job.process import StopRequests, leave, tell
-from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.observe.live_status import RunFacts
@@ -35,11 +38,8 @@ from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Si
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.screen import make_ui
 from asyncrl_cli.observe.sinks import make_sinks
-from asyncrl_cli.paths import as_typed
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.storage import storage_error
-from asyncrl_cli.tasks.item import Item, fingerprint
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.versions import all_loads_s
 

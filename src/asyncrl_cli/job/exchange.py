@@ -22,11 +22,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.attempts import PartKey, PartResult
-from asyncrl_cli.loop.meters import LongPoll
-from asyncrl_cli.loop.ports import PartRequest, Progress
-from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.contracts.attempts import PartKey, PartResult
+from asyncrl_cli.contracts.ports import PartRequest, Progress
+from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.measure.meters import LongPoll
 
 PARTS_PER_ANSWER = 4
 """The most parts that one answer brings. Each has a Ray object for its arrays, which do not pass through the

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli import __version__
-from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted, PreflightError, first_line
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, Interrupted, PreflightError, first_line
+from asyncrl_cli.base.paths import ADDRESS_VARIABLE
 from asyncrl_cli.job.cluster_token import HINT
 from asyncrl_cli.job.session import is_job_server
 from asyncrl_cli.job.shipping import PROFILE, Cargo
-from asyncrl_cli.paths import ADDRESS_VARIABLE
 
 START_S = 120.0
 """How long a command may wait for its job to start; the server needs some seconds for one."""

@@ -32,10 +32,10 @@ from subprocess import Popen
 
 import psutil
 
-from asyncrl_cli.errors import SessionLost
+from asyncrl_cli.base.child_process import how_it_ended
+from asyncrl_cli.base.errors import SessionLost
 from asyncrl_cli.job.process import leave, tell
 from asyncrl_cli.job.reaper import living
-from asyncrl_cli.tasks.child import how_it_ended
 
 LOOK_EVERY_S = 0.2
 CHECKPOINT_S = 5.0

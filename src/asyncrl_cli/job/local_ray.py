@@ -29,7 +29,7 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
-from asyncrl_cli.errors import SessionLost
+from asyncrl_cli.base.errors import SessionLost
 from asyncrl_cli.job.calls import STORED_RETURNS
 from asyncrl_cli.job.lifeline import Daemons, how_daemon_ended
 from asyncrl_cli.plan.cluster import LOOPBACK

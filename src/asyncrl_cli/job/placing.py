@@ -19,12 +19,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.base.errors import PreflightError
+from asyncrl_cli.base.timeouts import timeout
 from asyncrl_cli.job.lifeline import lost_session
 from asyncrl_cli.plan.cluster import LOOPBACK, ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan
 from asyncrl_cli.plan.node_fit import asked, check_fit, fitting_hint, node_lines
-from asyncrl_cli.timeouts import timeout
 
 logger = logging.getLogger(__name__)
 

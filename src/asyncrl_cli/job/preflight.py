@@ -22,7 +22,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl_cli.errors import AsyncrlError, PreflightError, counted
+from asyncrl_cli.base.errors import AsyncrlError, PreflightError, counted
 from asyncrl_cli.job import node_probe
 from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.placing import ray_cluster

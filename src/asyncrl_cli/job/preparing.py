@@ -14,10 +14,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asyncrl_cli.base.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line
+from asyncrl_cli.builtin.builtin_tasks import environment_of
+from asyncrl_cli.builtin.tiny import UNTAUGHT, demonstrations_of
 from asyncrl_cli.checkpoint.sealed import Checkpoint
+from asyncrl_cli.contracts.item import messages_of
 from asyncrl_cli.engines.port import check_engine
 from asyncrl_cli.envs import check_environment
-from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line
 from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
@@ -30,17 +33,14 @@ from asyncrl_cli.models.resolve import (
     model_here,
     resolve_model,
 )
-from asyncrl_cli.models.tiny import UNTAUGHT, demonstrations_of
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.sinks import check_sinks
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.compiling import compile_job, device_of
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.builtin import environment_of
+from asyncrl_cli.sandbox.rehearsal import rehearse
 from asyncrl_cli.tasks.code_choice import has_tool_class
-from asyncrl_cli.tasks.item import messages_of
-from asyncrl_cli.tasks.rehearsal import rehearse
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
 

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 import psutil
 
+from asyncrl_cli.base.storage import remove_unfinished
 from asyncrl_cli.job import reaper
-from asyncrl_cli.storage import remove_unfinished
 
 log = logging.getLogger("asyncrl")
 

@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.contracts.attempts import GroupResult
+from asyncrl_cli.contracts.ports import TrainBatch
+from asyncrl_cli.contracts.trajectories import GroupPayload, joined
 from asyncrl_cli.job.calls import Limit, all_of, shown_host, start_limit
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
-from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.loop.meters import CallMeter
-from asyncrl_cli.loop.ports import TrainBatch
-from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.worker_tasks import CALL_KEY
+from asyncrl_cli.measure.meters import CallMeter
+from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.samples import GroupPayload, joined
 from asyncrl_cli.train.balance import RankPlan, plan_train_step, training_order
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 

@@ -20,20 +20,20 @@ from weakref import WeakValueDictionary
 import ray
 from ray.exceptions import RayError
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorLost, NoRoom
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorLost, NoRoom
+from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.contracts import ports
+from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult
+from asyncrl_cli.contracts.trajectories import choose_samples, is_dump_step
 from asyncrl_cli.job.calls import Limit, RayRankZero, all_of, answer, shown_host, start_limit
 from asyncrl_cli.job.exchange import PartExchange
 from asyncrl_cli.job.rank_actors import RayRanks
 from asyncrl_cli.job.transports import HeldRefs
-from asyncrl_cli.loop import ports
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
-from asyncrl_cli.loop.states import ExecutorReport
-from asyncrl_cli.loop.values import Last
 from asyncrl_cli.loop.worker_tasks import CALL_KEY
+from asyncrl_cli.measure.states import ExecutorReport
+from asyncrl_cli.measure.values import Last
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
-from asyncrl_cli.samples import choose_samples, is_dump_step
-from asyncrl_cli.timeouts import timeout
 from asyncrl_cli.train.advantages import needs_columns
 from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.weights.versions import DRIVER_MARGIN_S, load_s

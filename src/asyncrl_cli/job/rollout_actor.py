@@ -26,27 +26,27 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.builtin.builtin_tasks import environment_of
+from asyncrl_cli.contracts.attempts import AttemptKey, PartResult
+from asyncrl_cli.contracts.environment import Environment
+from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress, SoFar
+from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.engines.port import Engine, Sampling, make_engine
 from asyncrl_cli.envs import find_environment
 from asyncrl_cli.envs.call_log import SUFFIX, CallLog
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.envs.port import Environment
-from asyncrl_cli.envs.processes import EnvironmentProcesses, ProcessEnded
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
-from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.calls import RayRankZero
 from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, PartDesk
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.transports import arriving, merging
-from asyncrl_cli.loop.attempts import AttemptKey, PartResult
-from asyncrl_cli.loop.meters import LongPoll, MeteredRewards, RolloutMeter
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress, SoFar
+from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, ProcessPlace, Profile, WeightsSection
-from asyncrl_cli.samples import GroupPayload
-from asyncrl_cli.tasks.builtin import environment_of
+from asyncrl_cli.sandbox.environment_processes import EnvironmentProcesses, ProcessEnded
+from asyncrl_cli.sandbox.rewards import RewardPool, default_workers
 from asyncrl_cli.tasks.code_choice import import_limit_s
-from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.rewards import RewardPool, default_workers
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.weights.versions import Manifest, judge, mean_abs_diff, median_abs_diff
 

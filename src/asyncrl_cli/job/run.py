@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.checkpoint.find import detached_output, refuse_ended, resolve
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.checkpoint.sealed import Checkpoint, load_checkpoint
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.job.driving import Crew, RunResult, make_observers, make_pipeline, run_to_the_end
 from asyncrl_cli.job.preparing import check_resumable, prepare, refuse_other_prompts
 from asyncrl_cli.job.process import END_S, StopRequests, end_descendants, leave, leave_soon, logged_to, tell

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.contracts.attempts import GroupResult
+from asyncrl_cli.contracts.ports import EvalResult, Published
+from asyncrl_cli.contracts.trajectories import GroupPayload, joined
 from asyncrl_cli.job.calls import Limit, all_of, answer
 from asyncrl_cli.job.rank_actors import RankActor, RayRanks
 from asyncrl_cli.job.transports import arriving, merging
-from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.loop.ports import EvalResult, Published
-from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
-from asyncrl_cli.samples import GroupPayload, joined
 from asyncrl_cli.train.balance import split_by_tokens
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl_cli.errors import ConfigError, PreflightError, first_line
+from asyncrl_cli.base.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.job.cluster_token import token_variables
 from asyncrl_cli.job.lifeline import head_lifeline, lifeline
 from asyncrl_cli.job.reaper import Reaper

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.paths import has_module
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.paths import has_module
+from asyncrl_cli.contracts.user_code import is_user_code
 from asyncrl_cli.profile.loaded import Loaded, to_toml
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.user_code import is_user_code
 
 PROFILE = "asyncrl-job.toml"
 PATH = re.compile(r'"((?:jsonl|parquet):)?(/[^"]+)"')

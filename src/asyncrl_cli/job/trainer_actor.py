@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from asyncrl_cli.base.safe_files import MIB
+from asyncrl_cli.base.storage import telling_storage
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.trajectories import GroupPayload, SampledGroup, dump_samples, joined, overlaid
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.job.rank_actors import RankActor, taken
 from asyncrl_cli.job.transports import ObjectStoreSender, Sending
-from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.safe_files import MIB
-from asyncrl_cli.samples import GroupPayload, SampledGroup, dump_samples, joined, overlaid
-from asyncrl_cli.storage import telling_storage
-from asyncrl_cli.tasks.item import Item
 
 if TYPE_CHECKING:
-    from asyncrl_cli.loop.ports import Cut, TrainReport
+    from asyncrl_cli.contracts.ports import Cut, TrainReport
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.train.scores import Column
     from asyncrl_cli.weights.sending import Sender

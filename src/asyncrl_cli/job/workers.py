@@ -13,9 +13,11 @@ from typing import Any
 
 import ray
 
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.checkpoint.sealed import Checkpoint
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.job.calls import all_of
 from asyncrl_cli.job.critic_actor import CriticActor, RayCritic
 from asyncrl_cli.job.placing import Options, Say, is_local_session, placed, used_nodes
@@ -29,8 +31,6 @@ from asyncrl_cli.job.transports import clear
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.sharing import CRITIC
-from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.tool_class import ToolClass
 
 STOP_TIMEOUT_S = 1.0

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
-from asyncrl_cli.loop.attempts import Attempt, AttemptKey, Part, PartKey, PartResult, Stage
+from asyncrl_cli.contracts.attempts import Attempt, AttemptKey, Part, PartKey, PartResult, Stage
 from asyncrl_cli.loop.fleet import Fleet, Placement, WorkerSlots
 from asyncrl_cli.loop.ledger import Ledger
 from asyncrl_cli.profile.arithmetic import LoopSettings

@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost, first_error
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost, first_error
+from asyncrl_cli.contracts.attempts import AttemptKey
+from asyncrl_cli.contracts.events import Event, Observer, Snapshot, StepRecord
+from asyncrl_cli.contracts.ports import CheckpointWriter, Feed, RolloutWorker, Scorer, Trainer
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.changes import Changes
 from asyncrl_cli.loop.evals import Evaluator
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.ports import CheckpointWriter, Feed, RolloutWorker, Scorer, Trainer
 from asyncrl_cli.loop.reports import ReportBook
-from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
-from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.loop.weight_sync import WeightSync
+from asyncrl_cli.measure.states import ExecutorReport, State, StateClock
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.sharing import CRITIC, REWARD
 

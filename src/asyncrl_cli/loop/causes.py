@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from asyncrl_cli.contracts.events import ENDED, Snapshot
 from asyncrl_cli.loop.admission import Closed
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.fleet import WorkerSlots
-from asyncrl_cli.loop.states import ExecutorReport, State
-from asyncrl_cli.loop.watching import ENDED, Snapshot
+from asyncrl_cli.measure.states import ExecutorReport, State
 
 _SHOWN_WORKERS = 2
 """How many reasons are listed: hundreds of workers may each have one."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, TypeVar
 
-from asyncrl_cli.errors import StallError
+from asyncrl_cli.base.errors import StallError
 
 T = TypeVar("T")
 

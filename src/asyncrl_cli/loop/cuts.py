@@ -21,17 +21,17 @@ from typing import Any, Final, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, RefusedError
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, RefusedError
+from asyncrl_cli.base.safe_files import Count, parse_json
+from asyncrl_cli.contracts.attempts import Kept, Stage, TrajectoryMeta
+from asyncrl_cli.contracts.events import EvalSummary, StepRecord
+from asyncrl_cli.contracts.ports import CheckpointWriter, Cut, RolloutWorker, SoFar
 from asyncrl_cli.loop.admission import takeable_in_time
-from asyncrl_cli.loop.attempts import Kept, Stage, TrajectoryMeta
 from asyncrl_cli.loop.board import Board, ResumeFrom
 from asyncrl_cli.loop.groups import FinishedState, GroupsState, RunningState
-from asyncrl_cli.loop.ports import CheckpointWriter, Cut, RolloutWorker, SoFar
-from asyncrl_cli.loop.states import State
-from asyncrl_cli.loop.watching import EvalSummary, StepRecord
+from asyncrl_cli.measure.states import State
 from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import Count, parse_json
 
 SCHEMA_VERSION: Final = 2
 """Version 2 names prompts by uid and epoch; version 1 held the prompts' items, which do not survive JSON."""

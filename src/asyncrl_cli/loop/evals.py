@@ -16,12 +16,12 @@ from math import comb
 from statistics import fmean, median
 from typing import Any
 
-from asyncrl_cli.errors import ExecutorLost
-from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
+from asyncrl_cli.base.errors import ExecutorLost
+from asyncrl_cli.contracts.attempts import Failure, TrajectoryMeta
+from asyncrl_cli.contracts.events import EvalSummary
+from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RolloutWorker, Scorer
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.fleet import WorkerSlots
-from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RolloutWorker, Scorer
-from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.profile.schema import Profile
 
 _CALLS_IN_FLIGHT = 4

@@ -9,8 +9,8 @@ without the penalty of `algorithm.overlong_buffer_tokens`.
 
 from __future__ import annotations
 
-from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.loop.attempts import GroupResult
+from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.contracts.attempts import GroupResult
 from asyncrl_cli.profile.arithmetic import LoopSettings
 
 REASON = "equal rewards"

@@ -11,7 +11,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from asyncrl_cli.loop.attempts import PartKey
+from asyncrl_cli.contracts.attempts import PartKey
 
 _TRAVEL_KEPT = 0.8
 """The weight of all workers' last loads once every worker has had one more load."""
@@ -224,8 +224,8 @@ class Fleet:
         return [worker for worker in self.by_name.values() if not worker.away]
 
     def can_spare(self, worker: WorkerSlots, least: int) -> bool:
-        """Whether at least that many workers are left if this one is away. Workers that are being restarted count:
-        they will come back, or ask this themselves."""
+        """Whether at least that many workers are left if this one is away. Workers that are being restarted
+        count: they will come back, or ask this themselves."""
         return sum(not other.away for other in self.by_name.values() if other is not worker) >= least
 
     def is_gone(self) -> bool:

@@ -16,16 +16,25 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.base.safe_files import Count
+from asyncrl_cli.contracts.attempts import (
+    Attempt,
+    AttemptKey,
+    GroupResult,
+    Kept,
+    Part,
+    PartKey,
+    PartResult,
+    Stage,
+)
+from asyncrl_cli.contracts.ports import Feed, PartRequest
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, Kept, Part, PartKey, PartResult, Stage
 from asyncrl_cli.loop.filtering import REASON, FailuresLimit, GroupFilter
 from asyncrl_cli.loop.fleet import Placement
 from asyncrl_cli.loop.ledger import LedgerState
-from asyncrl_cli.loop.ports import Feed, PartRequest
 from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
-from asyncrl_cli.safe_files import Count
 
 
 class TryState(TypedDict):

@@ -51,7 +51,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl_cli.errors import AsyncrlError, Interrupted, StallError, first_error
+from asyncrl_cli.base.errors import AsyncrlError, Interrupted, StallError, first_error
 from asyncrl_cli.loop.board import Board, World
 from asyncrl_cli.loop.causes import snapshot
 from asyncrl_cli.loop.cuts import Checkpointer, thaw

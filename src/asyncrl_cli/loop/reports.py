@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TypeVar
 
-from asyncrl_cli.loop.states import WAITS_FOR_RESTART, ExecutorReport, Span, State, Stay
+from asyncrl_cli.measure.states import WAITS_FOR_RESTART, ExecutorReport, Span, State, Stay
 
 K = TypeVar("K")
 

@@ -16,10 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from asyncrl_cli.errors import ExecutorFailed, ExecutorLost, NoRoom
+from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, NoRoom
+from asyncrl_cli.contracts.ports import RolloutWorker, Scorer
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
-from asyncrl_cli.loop.ports import RolloutWorker, Scorer
 
 RESTARTS_KEY = "rollout.max_restarts"
 LOOK_EVERY_S = 10.0

@@ -8,13 +8,13 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from asyncrl_cli.errors import AsyncrlError, StallError
+from asyncrl_cli.base.errors import AsyncrlError, StallError
+from asyncrl_cli.contracts.attempts import AttemptKey
 from asyncrl_cli.loop import causes
-from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
-from asyncrl_cli.loop.states import State, StepTimes
 from asyncrl_cli.loop.worker_tasks import WorkerTasks
+from asyncrl_cli.measure.states import State, StepTimes
 
 
 class Rollouts:

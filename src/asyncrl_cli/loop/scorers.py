@@ -25,11 +25,11 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl_cli.errors import ExecutorLost
-from asyncrl_cli.loop.attempts import Attempt
+from asyncrl_cli.base.errors import ExecutorLost
+from asyncrl_cli.contracts.attempts import Attempt
+from asyncrl_cli.contracts.ports import Published, Scorer
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
-from asyncrl_cli.loop.ports import Published, Scorer
 from asyncrl_cli.loop.restarting import RestartableTasks
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
 

@@ -7,18 +7,18 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.contracts.attempts import GroupResult
+from asyncrl_cli.contracts.events import StepRecord
+from asyncrl_cli.contracts.ports import Scorer, TrainBatch, TrainReport
 from asyncrl_cli.loop import causes
-from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.loop.bands import Bands
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.cuts import Checkpointer
-from asyncrl_cli.loop.ports import Scorer, TrainBatch, TrainReport
 from asyncrl_cli.loop.rollouts import Publishing, Rollouts
-from asyncrl_cli.loop.states import State, StepTimes
-from asyncrl_cli.loop.values import shown
-from asyncrl_cli.loop.watching import StepRecord
+from asyncrl_cli.measure.bands import Bands
+from asyncrl_cli.measure.states import State, StepTimes
+from asyncrl_cli.measure.values import shown
 
 
 class Training:

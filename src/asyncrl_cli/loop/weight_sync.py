@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from asyncrl_cli.contracts.ports import LoadReport, Published
 from asyncrl_cli.loop.fleet import WorkerSlots
-from asyncrl_cli.loop.ports import LoadReport, Published
 
 
 class WeightSync:

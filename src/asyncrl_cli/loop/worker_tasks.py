@@ -20,12 +20,12 @@ import asyncio
 from dataclasses import asdict, replace
 from functools import partial
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.contracts.ports import LoadReport, Progress, Published, RolloutWorker
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
-from asyncrl_cli.loop.ports import LoadReport, Progress, Published, RolloutWorker
 from asyncrl_cli.loop.restarting import RestartableTasks
-from asyncrl_cli.loop.states import State
+from asyncrl_cli.measure.states import State
 
 CALL_KEY = "rollout.call_timeout_s"
 

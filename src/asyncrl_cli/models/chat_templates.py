@@ -17,10 +17,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.paths import expand, missing_hint
-from asyncrl_cli.safe_files import MIB, load_json, read_text, reason
-from asyncrl_cli.storage import appearing_directory
+from asyncrl_cli.base.errors import ConfigError, PreflightError
+from asyncrl_cli.base.paths import expand, missing_hint
+from asyncrl_cli.base.safe_files import MIB, load_json, read_text, reason
+from asyncrl_cli.base.storage import appearing_directory
 
 TOOLS = "builtin:tools"
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"

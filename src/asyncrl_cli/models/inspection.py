@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypeVar
 from annotated_types import Interval
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.errors import ConfigError, PreflightError, first_line
+from asyncrl_cli.base.errors import ConfigError, PreflightError, first_line
+from asyncrl_cli.base.safe_files import load_json
 from asyncrl_cli.models.shape import tensor_shapes
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.fields import MOST
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import load_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

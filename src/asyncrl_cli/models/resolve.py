@@ -17,10 +17,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.errors import ConfigError, PreflightError, first_line
-from asyncrl_cli.models.chat_templates import with_template
-from asyncrl_cli.models.inspection import check_model_directory, check_positions, refused
-from asyncrl_cli.models.tiny import (
+from asyncrl_cli.base.errors import ConfigError, PreflightError, first_line
+from asyncrl_cli.base.paths import expand, missing_hint
+from asyncrl_cli.base.safe_files import load_json
+from asyncrl_cli.base.storage import appearing_directory, naming, storage_error
+from asyncrl_cli.builtin.tiny import (
     MAX_POSITIONS,
     TAUGHT,
     UNTAUGHT,
@@ -35,11 +36,10 @@ from asyncrl_cli.models.tiny import (
     tiny_sizes,
     tiny_tokenizer,
 )
-from asyncrl_cli.models.tiny_chat import CHARACTERS, CHAT_TEMPLATE, chat_tokenizer, taught_conversation
-from asyncrl_cli.paths import expand, missing_hint
+from asyncrl_cli.builtin.tiny_chat import CHARACTERS, CHAT_TEMPLATE, chat_tokenizer, taught_conversation
+from asyncrl_cli.models.chat_templates import with_template
+from asyncrl_cli.models.inspection import check_model_directory, check_positions, refused
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import load_json
-from asyncrl_cli.storage import appearing_directory, naming, storage_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -232,7 +232,7 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
         progress(f"cached model {directory}", 0, 0, "")
         return directory
     # imported late: a cached model needs no torch, which takes seconds
-    from asyncrl_cli.models.warm_start import warm_start
+    from asyncrl_cli.builtin.warm_start import warm_start
 
     tokenizer, taught = _written(task, lessons)
     model = tiny_model(len(tokenizer), seed=seed)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from asyncrl_cli.errors import first_names
+from asyncrl_cli.base.errors import first_names
 
 Tensors = dict[str, torch.Tensor]
 

@@ -18,11 +18,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import PreflightError, RefusedError
-from asyncrl_cli.models.tiny import TAUGHT, TINY, UNTAUGHT
-from asyncrl_cli.paths import expand
+from asyncrl_cli.base.errors import PreflightError, RefusedError
+from asyncrl_cli.base.paths import expand
+from asyncrl_cli.base.safe_files import UnsafeFile, load_json, open_regular
+from asyncrl_cli.builtin.tiny import TAUGHT, TINY, UNTAUGHT
 from asyncrl_cli.profile.fields import MOST
-from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose parameters can be computed from the configuration. For others they are counted in the

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.observe.observers import Sink
 
 log = logging.getLogger("asyncrl")

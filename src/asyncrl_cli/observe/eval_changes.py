@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl_cli.loop.intervals import Change, Interval, paired_change, unpaired_change
+from asyncrl_cli.measure.intervals import Change, Interval, paired_change, unpaired_change
 from asyncrl_cli.observe.format import number
 
 Point = Mapping[str, Any]

@@ -9,9 +9,9 @@ from annotated_types import Interval
 from pydantic import AfterValidator
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
+from asyncrl_cli.base.safe_files import Count
 from asyncrl_cli.observe.format import MOST_SHOWN
 from asyncrl_cli.observe.status import Detail, Figure, Seconds
-from asyncrl_cli.safe_files import Count
 
 Reward = Annotated[float, Interval(ge=-MOST_SHOWN, le=MOST_SHOWN)]
 Counts = dict[str, list[tuple[Seconds, Count]]]

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.safe_files import UnsafeFile, open_regular, parse_json, read_lines, reason
 from asyncrl_cli.observe.format import MOST_SHOWN, is_number
 from asyncrl_cli.observe.line_types import Counts, MetricsLine, RecordedSpan, Spans, TimelineLine
-from asyncrl_cli.safe_files import UnsafeFile, open_regular, parse_json, read_lines, reason
 
 Line = Mapping[str, Any]
 LISTS = frozenset({"staleness/histogram", "staleness/span_histogram", "response_tokens/quantiles"})

@@ -20,14 +20,14 @@ from typing import Any, NotRequired, cast
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.loop.watching import ENDED, Snapshot
+from asyncrl_cli.base.safe_files import Count
+from asyncrl_cli.contracts.events import ENDED, Snapshot
 from asyncrl_cli.observe.format import LEADING, event_text
 from asyncrl_cli.observe.metrics import Period, StepMetrics
 from asyncrl_cli.observe.status import SCHEMA_VERSION, EvalPoint
 from asyncrl_cli.observe.step_values import FLOW, PARTIAL, SCORER, STATES
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import Count
 
 HISTORY = 60
 """Number of points kept for the curves of reward, slot use and each eval set."""

@@ -19,12 +19,12 @@ from typing import Any
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.loop.states import ExecutorReport
-from asyncrl_cli.loop.values import Last, Scalar, Value, from_json, merge_into, shown, to_json
-from asyncrl_cli.loop.watching import StepRecord
+from asyncrl_cli.base.safe_files import Count
+from asyncrl_cli.contracts.events import StepRecord
+from asyncrl_cli.measure.states import ExecutorReport
+from asyncrl_cli.measure.values import Last, Scalar, Value, from_json, merge_into, shown, to_json
 from asyncrl_cli.observe.format import clock, duration
 from asyncrl_cli.observe.step_values import PARTIAL, STALE, STATES, step_values, stretches, utilization
-from asyncrl_cli.safe_files import Count
 
 RECENT_S = 60.0
 RECENT_STEPS = 120

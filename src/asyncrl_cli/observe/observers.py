@@ -23,14 +23,14 @@ from typing import Any
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.loop.values import from_json
-from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.base.safe_files import MIB, parse_json
+from asyncrl_cli.base.storage import naming, repair_lines, replace_text, storage_error
+from asyncrl_cli.contracts.events import Event, Observer, Snapshot, StepRecord
+from asyncrl_cli.measure.values import from_json
 from asyncrl_cli.observe.format import line_text
 from asyncrl_cli.observe.live_status import LiveState, LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import MetricsState, StepMetrics
-from asyncrl_cli.safe_files import MIB, parse_json
-from asyncrl_cli.storage import naming, repair_lines, replace_text, storage_error
 
 log = logging.getLogger("asyncrl")
 DIGITS = 4

@@ -17,15 +17,15 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.paths import ADDRESS_VARIABLE, as_typed
+from asyncrl_cli.base.safe_files import UnsafeFile, open_regular
 from asyncrl_cli.checkpoint.find import run_names
 from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.checkpoint.sealed import checkpoints_in
-from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.format import NOTHING, number, share
 from asyncrl_cli.observe.render import PHASE_STYLES
 from asyncrl_cli.observe.status import RunStatus, StillStarting, UnreadableStatus, no_runs, read_status
-from asyncrl_cli.paths import ADDRESS_VARIABLE, as_typed
-from asyncrl_cli.safe_files import UnsafeFile, open_regular
 
 MOST_ROWS = 20
 """Rows of the table; `--json` has all."""

@@ -6,10 +6,10 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.base.errors import PreflightError
+from asyncrl_cli.base.safe_files import reason
 from asyncrl_cli.observe.format import by_set, is_number
 from asyncrl_cli.observe.observers import Sink
-from asyncrl_cli.safe_files import reason
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily

@@ -15,13 +15,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
+from asyncrl_cli.base.safe_files import parse_json, read_bytes, reason
 from asyncrl_cli.checkpoint.find import find_run
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.observe.line_types import Event, EventLine, Sample, SampleLine, TimelineLine
 from asyncrl_cli.observe.lines import Damage, Line, lines_of, metrics_of
 from asyncrl_cli.observe.status import MAX_STATUS_BYTES, RECORDED
 from asyncrl_cli.profile.loaded import Loaded, read_document
-from asyncrl_cli.safe_files import parse_json, read_bytes, reason
 
 DUMP_NAME = re.compile(r"step-(\d{6,})\.jsonl")
 

@@ -16,8 +16,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl_cli.loop.states import WAITS_FOR_RESTART
-from asyncrl_cli.loop.watching import ENDED
+from asyncrl_cli.contracts.events import ENDED
+from asyncrl_cli.measure.states import WAITS_FOR_RESTART
 from asyncrl_cli.observe.format import (
     NOTHING,
     by_set,

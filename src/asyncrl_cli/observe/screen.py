@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from asyncrl_cli.loop.watching import ENDED
+from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.observe.format import clock, event_text, step_text, summary_rows
 from asyncrl_cli.observe.observers import Sink
 from asyncrl_cli.observe.render import render, render_summary

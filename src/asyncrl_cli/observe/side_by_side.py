@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from asyncrl_cli.loop.intervals import Change
+from asyncrl_cli.measure.intervals import Change
 from asyncrl_cli.observe.eval_changes import change_of, change_text
 from asyncrl_cli.observe.format import LEADING, NOTHING, clock, count, is_number, number, scored, share
 from asyncrl_cli.observe.recorded import Recorded

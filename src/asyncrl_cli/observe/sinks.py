@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.base.errors import PreflightError
+from asyncrl_cli.base.storage import replace_text
 from asyncrl_cli.observe.background import Background
 from asyncrl_cli.observe.format import is_number
 from asyncrl_cli.observe.observers import Sink
@@ -18,7 +19,6 @@ from asyncrl_cli.observe.wandb_sink import Wandb, check_login
 from asyncrl_cli.profile.arithmetic import mode_of
 from asyncrl_cli.profile.keys import entries_of
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.storage import replace_text
 
 MLFLOW_ENDS = {"done": "FINISHED", "stopped": "KILLED"}
 MLFLOW_AT_ONCE = 100

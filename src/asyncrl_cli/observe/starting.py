@@ -16,13 +16,13 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
+from asyncrl_cli.base.storage import replace_text
 from asyncrl_cli.observe.format import clock
 from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.observe.observers import to_json
 from asyncrl_cli.observe.status import parse_status
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
-from asyncrl_cli.storage import replace_text
 
 log = logging.getLogger("asyncrl")
 

@@ -20,12 +20,12 @@ from annotated_types import Interval, Len
 from pydantic import AfterValidator, JsonValue
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
+from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.paths import as_typed
+from asyncrl_cli.base.safe_files import MIB, Count, parse_json, read_bytes, reason
 from asyncrl_cli.checkpoint.find import find_run, is_locked
 from asyncrl_cli.checkpoint.run_directory import never_began
-from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.loop.watching import ENDED
-from asyncrl_cli.paths import as_typed
-from asyncrl_cli.safe_files import MIB, Count, parse_json, read_bytes, reason
+from asyncrl_cli.contracts.events import ENDED
 
 SCHEMA_VERSION = 2
 MAX_STATUS_BYTES = 16 * MIB

@@ -13,11 +13,11 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from statistics import stdev
 
-from asyncrl_cli.loop.attempts import GroupResult, TrajectoryMeta
-from asyncrl_cli.loop.states import ExecutorReport, Span, State
-from asyncrl_cli.loop.values import Histogram, Last, Max, Overlap, Quantiles, Ratio, Spread, Sum, Value
-from asyncrl_cli.loop.watching import EvalSummary, StepRecord
-from asyncrl_cli.tasks.reward_spec import NAMES_ANSWER
+from asyncrl_cli.contracts.attempts import GroupResult, TrajectoryMeta
+from asyncrl_cli.contracts.events import EvalSummary, StepRecord
+from asyncrl_cli.contracts.reward_spec import NAMES_ANSWER
+from asyncrl_cli.measure.states import ExecutorReport, Span, State
+from asyncrl_cli.measure.values import Histogram, Last, Max, Overlap, Quantiles, Ratio, Spread, Sum, Value
 
 NAMES_REFERENCE = f"reward/{NAMES_ANSWER}"
 """The fact of a trajectory that says whether it names the reference answer."""

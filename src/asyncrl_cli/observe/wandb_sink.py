@@ -11,11 +11,11 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.base.errors import PreflightError
+from asyncrl_cli.base.storage import replace_text
 from asyncrl_cli.observe.background import CLOSE_TIMEOUT_S, START_TIMEOUT_S, Background
 from asyncrl_cli.observe.format import LEADING
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.storage import replace_text
 
 TABLE_ROWS = 64
 """Trajectories of a step in a table; its dump in `samples/` has all."""

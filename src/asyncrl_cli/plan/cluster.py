@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl_cli.errors import ConfigError, PreflightError, counted
+from asyncrl_cli.base.errors import ConfigError, PreflightError, counted
 from asyncrl_cli.profile.nodes import asked_ranks, asked_workers, shape_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.sharing import ROLLOUT, TRAIN, share_of, tasks_apart

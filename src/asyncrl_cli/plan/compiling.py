@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from asyncrl_cli.errors import ConfigError, counted
+from asyncrl_cli.base.errors import ConfigError, counted
 from asyncrl_cli.plan.cluster import (
     ClusterResources,
     asked_gpus,

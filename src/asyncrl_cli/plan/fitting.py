@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.cluster import ClusterResources, planned_nodes
 from asyncrl_cli.plan.compiling import compile_job, device_of

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from asyncrl_cli.errors import counted
+from asyncrl_cli.base.errors import counted
 from asyncrl_cli.profile.schema import ProcessPlace
 
 TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"

@@ -14,9 +14,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import kind as vllm_kind
-from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.plan.cluster import (
     computes_bfloat16,
     cpu_counts,

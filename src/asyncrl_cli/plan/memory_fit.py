@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 from asyncrl_cli.plan.cluster import host_memory_bytes
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan

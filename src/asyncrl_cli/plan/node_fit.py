@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from asyncrl_cli.errors import PreflightError, counted
+from asyncrl_cli.base.errors import PreflightError, counted
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, Bundle, JobPlan, Spot
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError, combine
-from asyncrl_cli.paths import check_name
-from asyncrl_cli.plugins import ENGINES, engine_kind
+from asyncrl_cli.base.errors import ConfigError, combine
+from asyncrl_cli.base.paths import check_name
+from asyncrl_cli.base.plugins import ENGINES, engine_kind
 from asyncrl_cli.profile import nodes, sharing
 from asyncrl_cli.profile.arithmetic import Schedule, groups_ahead, train_steps_of, window_groups_of
 from asyncrl_cli.profile.clashes import CLASHES, DUAL_BUFFER, ETA, PARTIAL, TRANSPORT, Clash, direct, given

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, VERIFIERS, Profile
 from asyncrl_cli.profile.toml_files import shortened, toml_value

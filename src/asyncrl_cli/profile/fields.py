@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from asyncrl_cli.paths import is_path
+from asyncrl_cli.base.paths import is_path
 
 
 def _exact(value: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean, nearest
-from asyncrl_cli.paths import MAX_NAME_BYTES, MAX_PATH_BYTES
+from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean, nearest
+from asyncrl_cli.base.paths import MAX_NAME_BYTES, MAX_PATH_BYTES
 from asyncrl_cli.profile.fields import Section
 from asyncrl_cli.profile.peers import PeerKey, counterpart, renamed
 from asyncrl_cli.profile.schema import Profile

@@ -26,8 +26,9 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, RefusedError, combine, did_you_mean
-from asyncrl_cli.paths import expand, has_module
+from asyncrl_cli.base.errors import MOST_PROBLEMS, ConfigError, RefusedError, combine, did_you_mean
+from asyncrl_cli.base.paths import expand, has_module
+from asyncrl_cli.base.safe_files import first_of, load_json
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import (
     PARAMS,
@@ -49,7 +50,6 @@ from asyncrl_cli.profile.toml_files import (
     toml_key,
     toml_value,
 )
-from asyncrl_cli.safe_files import first_of, load_json
 
 ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"

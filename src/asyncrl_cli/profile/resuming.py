@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl_cli.errors import ConfigError, combine
+from asyncrl_cli.base.errors import ConfigError, combine
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import entries_of, validate

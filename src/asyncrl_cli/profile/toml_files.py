@@ -14,9 +14,9 @@ from typing import Any
 
 import tomli
 
-from asyncrl_cli.errors import ConfigError, did_you_mean, nearest
-from asyncrl_cli.paths import expand, missing_hint
-from asyncrl_cli.safe_files import MIB, decapitalized, nesting, read_text, reason
+from asyncrl_cli.base.errors import ConfigError, did_you_mean, nearest
+from asyncrl_cli.base.paths import expand, missing_hint
+from asyncrl_cli.base.safe_files import MIB, decapitalized, nesting, read_text, reason
 
 MAX_BYTES, MAX_DEPTH = MIB, 32
 """Limits for one file: its size, and the depth of its tables."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from asyncrl_cli.errors import counted
+from asyncrl_cli.base.errors import counted
 from asyncrl_cli.observe.eval_changes import change_of, change_text
 from asyncrl_cli.observe.format import clock, number, scored
 from asyncrl_cli.observe.line_types import EventLine

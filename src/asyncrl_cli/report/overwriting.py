@@ -6,8 +6,8 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason
+from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.safe_files import UnsafeFile, open_regular, reason
 
 HEAD_BYTES = 4096
 GZIP_WINDOW_BITS = 31

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.errors import AsyncrlError, RefusedError, counted
-from asyncrl_cli.loop.watching import ENDED
+from asyncrl_cli.base.errors import AsyncrlError, RefusedError, counted
+from asyncrl_cli.contracts.events import ENDED
 from asyncrl_cli.observe.format import clock, count, evenly, event_text, is_number
 from asyncrl_cli.observe.line_types import EventLine
 from asyncrl_cli.observe.lines import Totals, num_lines

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from html import escape
 from itertools import chain, islice
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.trajectories import NOT_SAMPLED
 from asyncrl_cli.observe.format import evenly
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.trajectories import AGE_COLOURS, Passage, Sampled, trajectories_of
-from asyncrl_cli.samples import NOT_SAMPLED
 
 MAX_STEPS, PER_STEP = 12, 4
 MAX_CHARACTERS = 1_000_000

@@ -8,8 +8,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl_cli.contracts.trajectories import NOT_SAMPLED
 from asyncrl_cli.report.trajectories import AGE_COLOURS, CALL, Passage, Sampled
-from asyncrl_cli.samples import NOT_SAMPLED
 
 MARK, LOAD = "(v{})", "(load v{})"
 """Before the tokens of a version, and where new weights were loaded within an answer."""

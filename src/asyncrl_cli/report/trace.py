@@ -20,7 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.storage import appearing_file
 from asyncrl_cli.observe.line_types import RecordedSpan, Spans
 from asyncrl_cli.observe.lines import Line, add_span
 from asyncrl_cli.observe.recorded import Recorded
@@ -35,7 +36,6 @@ from asyncrl_cli.report.trace_groups import (
     mark_entries,
     version_entries,
 )
-from asyncrl_cli.storage import appearing_file
 
 GENERATOR = "asyncrl trace"
 """In each trace's head. A file that has it may be overwritten."""

@@ -11,10 +11,10 @@ from heapq import nlargest
 from itertools import accumulate, groupby, islice
 from typing import Any, Literal, NamedTuple
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.trajectories import NOT_SAMPLED
 from asyncrl_cli.observe.line_types import SampleLine
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.samples import NOT_SAMPLED
 
 Sort = Literal["staleness", "reward", "length", "span"]
 MODEL, CALLS = "model", "calls"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl_cli.loop.bands import SIGNALS
+from asyncrl_cli.measure.bands import SIGNALS
 from asyncrl_cli.observe.format import number, share, small
 from asyncrl_cli.observe.lines import Totals
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
@@ -43,7 +43,7 @@ SIGNS = {
     ),
     "ref/kl": ("reference", "The policy was {} nats per token away from its reference"),
 }
-"""For each signal that the loop warns about (loop/bands.py): its topic and its sentence."""
+"""For each signal that the loop warns about (measure/bands.py): its topic and its sentence."""
 BESIDE = {
     "eval": (
         "evals",

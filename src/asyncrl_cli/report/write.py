@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.safe_files import MIB, read_bytes
+from asyncrl_cli.base.storage import replace_text
 from asyncrl_cli.bench.report import long_notes
 from asyncrl_cli.bench.results import Comparison, read_results
 from asyncrl_cli.bench.table import heading_of, rows_of
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.observe.side_by_side import side_by_side
 from asyncrl_cli.report.overwriting import check_out
 from asyncrl_cli.report.page import GENERATOR, beside_each_other, card, page_of, plotly, table
 from asyncrl_cli.report.run_data import run_data
 from asyncrl_cli.report.samples_page import MAX_CHARACTERS, samples_html
-from asyncrl_cli.safe_files import MIB, read_bytes
-from asyncrl_cli.storage import replace_text
 
 NAME = "report.html"
 RESULTS = "results.json"

@@ -22,7 +22,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.safe_files import first_of
 from asyncrl_cli.observe.lines import Line, spent_s
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.plan.compiling import compile_job
@@ -31,7 +32,6 @@ from asyncrl_cli.profile.loaded import Layer, load, read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD, SCORERS
 from asyncrl_cli.profile.toml_files import shipped_profiles
-from asyncrl_cli.safe_files import first_of
 from asyncrl_cli.simulate.costs import LEARNING
 from asyncrl_cli.simulate.observed import (
     Fit,

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.loop.meters import POLL_S
-from asyncrl_cli.loop.ports import TrainBatch
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.attempts import GroupResult
+from asyncrl_cli.contracts.ports import TrainBatch
+from asyncrl_cli.measure.meters import POLL_S
 from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.schema import Profile

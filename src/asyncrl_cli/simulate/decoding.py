@@ -44,8 +44,8 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
-from asyncrl_cli.loop.meters import SlotStays
-from asyncrl_cli.loop.states import Stay
+from asyncrl_cli.measure.meters import SlotStays
+from asyncrl_cli.measure.states import Stay
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize, KvCache
 from asyncrl_cli.simulate.sequences import (
     NEVER,

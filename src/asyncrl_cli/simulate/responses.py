@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
-from asyncrl_cli.loop.attempts import Failure, Kept, PartResult, TrajectoryMeta
-from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
-from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalResult, PartRequest
+from asyncrl_cli.contracts.attempts import Failure, Kept, PartResult, TrajectoryMeta
+from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult, PartRequest
+from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.decoding import SimulatedEngine

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.loop.meters import CallMeter
-from asyncrl_cli.loop.ports import EvalResult, Published, TrainBatch, TrainReport
-from asyncrl_cli.loop.states import ExecutorReport, State
-from asyncrl_cli.loop.values import Sum
+from asyncrl_cli.contracts.attempts import GroupResult
+from asyncrl_cli.contracts.ports import EvalResult, Published, TrainBatch, TrainReport
+from asyncrl_cli.measure.meters import CallMeter
+from asyncrl_cli.measure.states import ExecutorReport, State
+from asyncrl_cli.measure.values import Sum
 from asyncrl_cli.profile.sharing import REWARD
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 

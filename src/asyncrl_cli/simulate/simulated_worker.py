@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import random
 
-from asyncrl_cli.errors import ExecutorLost
-from asyncrl_cli.loop.attempts import AttemptKey, PartKey, PartResult
-from asyncrl_cli.loop.meters import LongPoll, RolloutMeter
-from asyncrl_cli.loop.ports import (
+from asyncrl_cli.base.errors import ExecutorLost
+from asyncrl_cli.contracts.attempts import AttemptKey, PartKey, PartResult
+from asyncrl_cli.contracts.ports import (
     EvalRequest,
     EvalResult,
     LoadReport,
@@ -24,6 +23,7 @@ from asyncrl_cli.loop.ports import (
     Published,
     SoFar,
 )
+from asyncrl_cli.measure.meters import LongPoll, RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.responses import Responses, WorkerTimes, trajectories_of

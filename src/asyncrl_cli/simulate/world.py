@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.loop.attempts import Prompt
+from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.contracts.attempts import Prompt
+from asyncrl_cli.contracts.events import Observer, StepRecord
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources, asked_gpus
 from asyncrl_cli.plan.compiling import compile_job

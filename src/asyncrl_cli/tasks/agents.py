@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.user_code import UserCode
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.user_code import UserCode
 
 REWARD_TIMEOUT_S = 5.0
 

@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from asyncrl_cli.errors import ConfigError, did_you_mean
+from asyncrl_cli.base.errors import ConfigError, did_you_mean
+from asyncrl_cli.builtin.builtin_tasks import environment_of
+from asyncrl_cli.contracts.reward_spec import RewardPart, RewardSpec
+from asyncrl_cli.contracts.user_code import UserCode, is_user_code
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.agents import load_agent
-from asyncrl_cli.tasks.builtin import environment_of
 from asyncrl_cli.tasks.code_records import Notes, try_out
 from asyncrl_cli.tasks.reward_functions import load_function
-from asyncrl_cli.tasks.reward_spec import RewardPart, RewardSpec
 from asyncrl_cli.tasks.tool_class import ToolClass, check_reward, inspect_class
-from asyncrl_cli.tasks.user_code import UserCode, is_user_code
 
 BUILT_IN = ("auto", "dataset", "exact-match", "math-verify", "none")
 EXPECTED = (

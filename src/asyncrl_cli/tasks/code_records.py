@@ -15,12 +15,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.paths import has_module
+from asyncrl_cli.base.child_process import ChildFailed, ChildTimedOut, call_once
+from asyncrl_cli.base.errors import ConfigError, RefusedError
+from asyncrl_cli.base.paths import has_module
+from asyncrl_cli.base.safe_files import UnsafeFile, load_json, open_regular, reason
+from asyncrl_cli.contracts.user_code import UserCode, describe
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular, reason
-from asyncrl_cli.tasks.child import ChildFailed, ChildTimedOut, call_once
-from asyncrl_cli.tasks.user_code import UserCode, describe
 
 START_LIMIT_S = 10.0
 SCHEMA_VERSION = 1

@@ -14,10 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl_cli.errors import ConfigError, first_line
-from asyncrl_cli.paths import missing_hint
-from asyncrl_cli.safe_files import MAX_NESTING, UnsafeFile, nesting, open_regular, read_lines, reason
-from asyncrl_cli.tasks.item import Item, make_item, prompt_key
+from asyncrl_cli.base.errors import ConfigError, first_line
+from asyncrl_cli.base.paths import missing_hint
+from asyncrl_cli.base.safe_files import MAX_NESTING, UnsafeFile, nesting, open_regular, read_lines, reason
+from asyncrl_cli.contracts.item import Item, make_item, prompt_key
 from asyncrl_cli.tasks.rows import prompt_and_answer
 
 UTF8_SIGNATURE = b"\xef\xbb\xbf"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from asyncrl_cli.tasks.item import Item, messages_of
+from asyncrl_cli.contracts.item import Item, messages_of
 
 ANSWER_TAG, ANSWER_END = "<answer>", "</answer>"
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")

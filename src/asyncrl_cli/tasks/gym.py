@@ -32,10 +32,10 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl_cli.errors import ConfigError, did_you_mean
-from asyncrl_cli.tasks.child import ChildFailed, call_once
-from asyncrl_cli.tasks.item import WORKED, Item, make_item, take_new
-from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.base.child_process import ChildFailed, call_once
+from asyncrl_cli.base.errors import ConfigError, did_you_mean
+from asyncrl_cli.contracts.item import WORKED, Item, make_item, take_new
+from asyncrl_cli.contracts.reward_spec import RewardSpec
 
 PACKAGE = "reasoning_gym"
 SET_ELSEWHERE = {"seed": "run.seed", "size": "task.train_prompts"}

@@ -17,10 +17,10 @@ from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
-from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_spec import MAX_PARTS, NoReward, Reward
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.reward_spec import MAX_PARTS, NoReward, Reward
+from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.tasks.rows import DEFAULT_ANSWER, GROUND_TRUTHS, find
-from asyncrl_cli.tasks.user_code import UserCode
 
 Scorer = Callable[[Item, Any], Any]
 Figures = dict[str, float]

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError, first_names, nearest
-from asyncrl_cli.tasks.item import Prompt
+from asyncrl_cli.base.errors import ConfigError, first_names, nearest
+from asyncrl_cli.contracts.item import Prompt
 
 PROMPT_KEY, ANSWER_KEY = "task.prompt_key", "task.answer_key"
 KEYS = f"{PROMPT_KEY} or {ANSWER_KEY}"

@@ -11,11 +11,11 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from asyncrl_cli.contracts.item import WORKED, Item, messages_of
+from asyncrl_cli.contracts.reward_spec import MAX_REWARD, NAMES_ANSWER, NoReward, Reward, RewardSpec
 from asyncrl_cli.tasks import agents, verifiers_player
 from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, names_answer, tagged
-from asyncrl_cli.tasks.item import WORKED, Item, messages_of
 from asyncrl_cli.tasks.reward_functions import Scorer, is_async, load_function
-from asyncrl_cli.tasks.reward_spec import MAX_REWARD, NAMES_ANSWER, NoReward, Reward, RewardSpec
 
 
 def checked_reward(value: object) -> Reward:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.paths import expand
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.paths import expand
+from asyncrl_cli.contracts.item import Item, prompt_key
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.files import Read
-from asyncrl_cli.tasks.item import Item, prompt_key
 
 KINDS = ("jsonl", "parquet")
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")

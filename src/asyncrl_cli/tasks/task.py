@@ -10,17 +10,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.builtin.builtin_tasks import builtin_task, drawn
+from asyncrl_cli.contracts.item import WORKED, Item
+from asyncrl_cli.contracts.reward_spec import Adapter, RewardSpec
+from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.builtin import builtin_task, drawn
 from asyncrl_cli.tasks.code_choice import has_tool_class, resolve_reward, resolve_tool_class
 from asyncrl_cli.tasks.files import read_items
 from asyncrl_cli.tasks.gym import dataset_module, make_entries
-from asyncrl_cli.tasks.item import WORKED, Item
-from asyncrl_cli.tasks.reward_spec import Adapter, RewardSpec
 from asyncrl_cli.tasks.splits import KINDS, check_no_files, file_of, read_sets, splits_of
 from asyncrl_cli.tasks.tool_class import ToolClass
-from asyncrl_cli.tasks.user_code import UserCode
 from asyncrl_cli.tasks.verifiers_source import verifiers_items, verifiers_spec
 
 SOURCES = {

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.child_process import ChildFailed
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.user_code import describe
 from asyncrl_cli.tasks.agents import Access, opened
-from asyncrl_cli.tasks.child import ChildFailed
-from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.user_code import describe
 
 Row = Mapping[str, Any]
 INSTALL = (

@@ -11,12 +11,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.paths import expand
+from asyncrl_cli.base.child_process import ChildFailed, call_once
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.paths import expand
+from asyncrl_cli.contracts.item import Item, content_text, content_uid, make_item
+from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.child import ChildFailed, call_once
-from asyncrl_cli.tasks.item import Item, content_text, content_uid, make_item
-from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rows import prompt_and_answer
 from asyncrl_cli.tasks.splits import Splits, hold_out
 from asyncrl_cli.tasks.verifiers_player import Row, read_rows

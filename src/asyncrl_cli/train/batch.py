@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncrl_cli.samples import NOT_SAMPLED, GroupPayload, Segment
+from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, GroupPayload, Segment
 from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches, packed
 
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}

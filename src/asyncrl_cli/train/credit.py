@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl_cli.loop.values import Value
+from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.measure.values import Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
-from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.advantages import advantages_of
 from asyncrl_cli.train.balance import OptimizerStepPlan
 from asyncrl_cli.train.batch import Microbatch

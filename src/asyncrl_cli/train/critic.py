@@ -28,11 +28,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from asyncrl_cli.loop.ports import TrainReport
-from asyncrl_cli.loop.values import Ratio, Value
+from asyncrl_cli.contracts.ports import TrainReport
+from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.credit import RETURNS, credited

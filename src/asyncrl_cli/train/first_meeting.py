@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
 
 KEY = "trainer.meeting_timeout_s"
 NETWORK_HINT = (

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.schema import LoraSection
 from asyncrl_cli.weights.adapters import merged, scale_of
 

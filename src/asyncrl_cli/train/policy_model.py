@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.models.saved_form import persistent_buffers
 from asyncrl_cli.models.shape import LAYER
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF

@@ -24,13 +24,13 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.loop.ports import TrainReport
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.base.safe_files import parse_json
+from asyncrl_cli.contracts.ports import TrainReport
+from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.profile.sharing import CRITIC, is_apart
-from asyncrl_cli.safe_files import parse_json
-from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.critic import Critic

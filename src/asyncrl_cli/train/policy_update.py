@@ -19,11 +19,11 @@ from itertools import chain
 
 import torch
 
-from asyncrl_cli.loop.ports import TrainReport
-from asyncrl_cli.loop.values import Ratio, Sum, Value
+from asyncrl_cli.contracts.ports import TrainReport
+from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.measure.values import Ratio, Sum, Value
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import is_apart
-from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.advantages import needs_columns
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from asyncrl_cli.loop.values import Last, Max, Ratio, Sum, Value
+from asyncrl_cli.measure.values import Last, Max, Ratio, Sum, Value
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.balance import OptimizerStepPlan
 from asyncrl_cli.train.batch import Microbatch

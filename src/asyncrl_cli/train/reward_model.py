@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from asyncrl_cli.errors import AsyncrlError, PreflightError, first_names
+from asyncrl_cli.base.errors import AsyncrlError, PreflightError, first_names
+from asyncrl_cli.contracts.item import messages_of
+from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.models.inspection import positions_of
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.samples import GroupPayload, Trajectory
-from asyncrl_cli.tasks.item import messages_of
 from asyncrl_cli.train.balance import microbatches
 from asyncrl_cli.train.batch import SPLIT_COST_TOKENS
 from asyncrl_cli.train.ranks import own_device

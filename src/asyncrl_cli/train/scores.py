@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.profile import sharing
-from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import OptimizerStepPlan, PlannedTrajectory
 from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch
 from asyncrl_cli.train.ranks import Ranks

@@ -25,10 +25,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.models.attention import Attention, choose_attention
 from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
 from asyncrl_cli.profile.schema import ActivationCheckpointing, Profile
-from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train import keeps_whole_gradients
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.ranks import Ranks

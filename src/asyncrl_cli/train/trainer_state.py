@@ -27,9 +27,9 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.safe_files import Count, Finite, load_json, open_regular, parse_json, reason
-from asyncrl_cli.storage import sync_files
+from asyncrl_cli.base.errors import RefusedError
+from asyncrl_cli.base.safe_files import Count, Finite, load_json, open_regular, parse_json, reason
+from asyncrl_cli.base.storage import sync_files
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import first_row
 from asyncrl_cli.weights.buckets import zeros

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from asyncrl_cli.errors import ConfigError, first_line
+from asyncrl_cli.base.errors import ConfigError, first_line
 from asyncrl_cli.models.attention import Attention
 from asyncrl_cli.models.inspection import check_heads
 from asyncrl_cli.train.batch import Microbatch, scoring_microbatch

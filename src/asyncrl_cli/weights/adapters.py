@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from asyncrl_cli.errors import ConfigError, first_names
+from asyncrl_cli.base.errors import ConfigError, first_names
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import LoraSection, Profile
 from asyncrl_cli.weights.buckets import Bucket, Packing, Spec, dtype_name, plan_layout, unpack

@@ -24,7 +24,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.weights.versions import Manifest
 
 BYTES_PER_MB = 2**20

@@ -27,9 +27,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 
-from asyncrl_cli.errors import AsyncrlError, RefusedError, first_names
-from asyncrl_cli.safe_files import Count, UnsafeFile, load_json, open_regular
-from asyncrl_cli.storage import remove_tree, sync_files
+from asyncrl_cli.base.errors import AsyncrlError, RefusedError, first_names
+from asyncrl_cli.base.safe_files import Count, UnsafeFile, load_json, open_regular
+from asyncrl_cli.base.storage import remove_tree, sync_files
 from asyncrl_cli.weights.buckets import (
     Bucket,
     BucketEntry,

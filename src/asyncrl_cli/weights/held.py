@@ -35,7 +35,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.weights.buckets import ALIGNMENT_BYTES, Bucket, BucketEntry, Spec, torch_dtype, view_of
 from asyncrl_cli.weights.sending import Sender
 from asyncrl_cli.weights.versions import Manifest

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.base.safe_files import load_json
+from asyncrl_cli.base.storage import naming
 from asyncrl_cli.models.shape import tensor_shapes
-from asyncrl_cli.safe_files import load_json
-from asyncrl_cli.storage import naming
 
 if TYPE_CHECKING:
     import torch

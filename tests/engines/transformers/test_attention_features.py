@@ -17,9 +17,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
-from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.attention import choose_attention
 from tests.engines import tiny
 from tests.engines.made import made_for

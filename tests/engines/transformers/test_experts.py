@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
-from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.disk import DiskSender, keep_version
 from asyncrl_cli.weights.sending import send

@@ -15,10 +15,10 @@ import torch
 from transformers import Qwen3ForCausalLM
 from transformers.generation.continuous_batching import PagedAttentionCache
 
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.engines.transformers import paged_attention
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
-from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.weights.buckets import Bucket
 from tests.engines import tiny
 from tests.engines.brake import DEADLINE_S, Brake

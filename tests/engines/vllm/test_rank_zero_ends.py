@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.engines.vllm import nccl
 from asyncrl_cli.engines.vllm.ipc import IpcExports
 from asyncrl_cli.engines.vllm.nccl import NcclLinks
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions, Layout, SharedWeights
 from asyncrl_cli.weights.sending import send
 from asyncrl_cli.weights.versions import Manifest, Meeting

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from transformers import Qwen3ForCausalLM
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
 from tests.engines.needs import needs_vllm
 from tests.engines.vllm.vllm_kills import GONE_WITHIN_S, kill_and_expect
 from tests.engines.vllm.vllm_processes import engine_processes

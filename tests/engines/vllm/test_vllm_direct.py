@@ -19,12 +19,12 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.engines.vllm import transfers
 from asyncrl_cli.engines.vllm.engine import VllmEngine
 from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on, update_info
 from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
 from asyncrl_cli.engines.vllm.transfers import Nccl, nccl_init_info, nccl_update_info
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
 from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions, Layout

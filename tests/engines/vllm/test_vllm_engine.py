@@ -15,6 +15,9 @@ import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
+from asyncrl_cli.contracts.attempts import PartKey
+from asyncrl_cli.contracts.environment import OneTurn
+from asyncrl_cli.contracts.trajectories import overlaid
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests
 from asyncrl_cli.engines.vllm.transfers import paused
@@ -22,10 +25,7 @@ from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.envs.port import OneTurn
-from asyncrl_cli.loop.attempts import PartKey
 from asyncrl_cli.profile.schema import Interrupt
-from asyncrl_cli.samples import overlaid
 from tests.engines import tiny
 from tests.engines.needs import needs_vllm
 from tests.engines.vllm.vllm_kills import kill_and_expect

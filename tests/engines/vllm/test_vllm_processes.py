@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.vllm import processes as vllm_processes
 from asyncrl_cli.engines.vllm.processes import end_processes
 from asyncrl_cli.engines.vllm.transfers import paused
-from asyncrl_cli.errors import ExecutorFailed
 
 
 class Process:

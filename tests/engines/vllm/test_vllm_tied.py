@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.weights.versions import make_probes, mean_abs_diff
 from tests.engines import tiny

@@ -10,7 +10,7 @@ import signal
 import psutil
 import pytest
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
 from tests.engines.vllm.vllm_processes import engine_processes
 from tests.engines.vllm.vllm_world import MAX_RESPONSE_TOKENS, World, sampling
 

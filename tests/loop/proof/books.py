@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.loop.attempts import AttemptKey, Kept, PartKey
-from asyncrl_cli.loop.ports import SoFar
+from asyncrl_cli.contracts.attempts import AttemptKey, Kept, PartKey
+from asyncrl_cli.contracts.ports import SoFar
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.travel_book import TravelBook
 

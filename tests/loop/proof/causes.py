@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import ClassVar
 
-from asyncrl_cli.loop.states import State
+from asyncrl_cli.measure.states import State
 from tests.loop.proof.invariants import Invariants
 
 ENDED = ("done", "stopped", "failed")

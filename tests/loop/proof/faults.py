@@ -17,9 +17,9 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncrl_cli.errors import ExecutorFailed, ExecutorLost, NoRoom
-from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, PartKey, PartResult
-from asyncrl_cli.loop.ports import (
+from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, NoRoom
+from asyncrl_cli.contracts.attempts import AttemptKey, Failure, GroupResult, PartKey, PartResult
+from asyncrl_cli.contracts.ports import (
     EvalRequest,
     EvalResult,
     LoadReport,
@@ -30,7 +30,7 @@ from asyncrl_cli.loop.ports import (
     TrainBatch,
     TrainReport,
 )
-from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.simulated_trainer import NAME as TRAINER

@@ -26,8 +26,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from asyncrl_cli.errors import Interrupted
-from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
+from asyncrl_cli.base.errors import Interrupted
+from asyncrl_cli.contracts.events import Event, Snapshot, StepRecord
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books, WorkerBook
 from tests.loop.proof.ledger_watch import LedgerWatch

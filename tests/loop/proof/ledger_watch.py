@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult
-from asyncrl_cli.loop.ports import PartRequest, SoFar
-from asyncrl_cli.loop.watching import Event
+from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, PartKey, PartResult
+from asyncrl_cli.contracts.events import Event
+from asyncrl_cli.contracts.ports import PartRequest, SoFar
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books, LiveAttempt, PartBook
 from tests.loop.proof.limits_book import LimitsBook

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.contracts.ports import Cut
 from asyncrl_cli.loop.board import ResumeFrom
-from asyncrl_cli.loop.ports import Cut
 
 
 def resume_from(cut: Cut, state: Mapping[str, Any]) -> ResumeFrom:

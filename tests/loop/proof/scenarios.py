@@ -17,7 +17,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, NoRoom, RefusedError, StallError
+from asyncrl_cli.base.errors import (
+    AsyncrlError,
+    ExecutorFailed,
+    Interrupted,
+    NoRoom,
+    RefusedError,
+    StallError,
+)
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.profile.sharing import CRITIC

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 from collections.abc import Mapping
 
-from asyncrl_cli.loop.states import ExecutorReport
-from asyncrl_cli.loop.watching import StepRecord
+from asyncrl_cli.contracts.events import StepRecord
+from asyncrl_cli.measure.states import ExecutorReport
 from tests.loop.proof.ledger_watch import Check
 
 _ROUNDING_S = 1e-6

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, Prompt
-from asyncrl_cli.loop.ports import (
+from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.contracts.attempts import AttemptKey, Failure, GroupResult, Prompt
+from asyncrl_cli.contracts.ports import (
     EvalRequest,
     EvalResult,
     Feed,
@@ -26,7 +26,7 @@ from asyncrl_cli.loop.ports import (
     Trainer,
     TrainReport,
 )
-from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt
 
 if TYPE_CHECKING:

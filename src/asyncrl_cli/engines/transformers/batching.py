@@ -37,6 +37,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
 )
 
+from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.engines.transformers import (
     CACHE_SHARE_OF_MEMORY,
     PAGE_TOKENS,
@@ -44,7 +45,6 @@ from asyncrl_cli.engines.transformers import (
     paged_attention,
 )
 from asyncrl_cli.engines.transformers.token_sampler import TokenSampler
-from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.attention import choose_attention, takes_attention
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import ProcessPlace, Profile

@@ -30,11 +30,11 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.base import SlottedEngine
 from asyncrl_cli.engines.port import FinishReason, PauseReport, Sampling, Scores
 from asyncrl_cli.engines.transformers import batching
 from asyncrl_cli.engines.transformers.token_sampler import SampledTrack, TokenSampler
-from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.weights.buckets import Bucket, unpack

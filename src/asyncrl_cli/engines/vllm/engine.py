@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.base.timeouts import timeout
 from asyncrl_cli.engines.base import SlottedEngine
 from asyncrl_cli.engines.port import Completion, EngineCounters, FinishReason, PauseReport, Sampling, Scores
 from asyncrl_cli.engines.vllm import requests
@@ -37,10 +39,8 @@ from asyncrl_cli.engines.vllm.launch import is_truncated, set_environment, sleep
 from asyncrl_cli.engines.vllm.processes import answer, dead, end_processes, start_llm, told
 from asyncrl_cli.engines.vllm.requests import SCORE_PREFIX, VllmCounters, VllmTrack
 from asyncrl_cli.engines.vllm.transfers import DIRECT, SharedMemory, paused
-from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
-from asyncrl_cli.timeouts import timeout
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.held import SharedWeights
 from asyncrl_cli.weights.versions import RankZero

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.weights.held import HeldVersions
 
 Produce = Callable[[Iterator[tuple[str, torch.Tensor]], int], Iterator[Any]]

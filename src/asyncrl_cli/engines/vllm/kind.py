@@ -15,9 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.engines.port import Engine, EngineKind
 from asyncrl_cli.engines.vllm.launch import OURS, check_engine_args, instead, memory
-from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.profile.arithmetic import max_context_tokens, tensor_parallel_size
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, ProcessPlace, Profile, WeightsSection
 

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from math import ceil
 from typing import Any
 
+from asyncrl_cli.base.errors import ConfigError, nearest
 from asyncrl_cli.engines.port import EngineMemory
 from asyncrl_cli.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
-from asyncrl_cli.errors import ConfigError, nearest
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 from asyncrl_cli.profile.arithmetic import max_context_tokens, tensor_parallel_size
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, ProcessPlace, Profile

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import torch
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.held import HeldVersions
 from asyncrl_cli.weights.versions import TIMEOUT_KEY, Meeting, turn_s
 

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 from aiohttp import web
 from pydantic import BaseModel
 
+from asyncrl_cli.base.errors import ExecutorFailed, RefusedError
+from asyncrl_cli.contracts.ports import LoadReport
 from asyncrl_cli.envs.gateway.openai_requests import Refused
 from asyncrl_cli.envs.gateway.server import PAUSE_LIMIT_S, Gateway, body_of
-from asyncrl_cli.errors import ExecutorFailed, RefusedError
-from asyncrl_cli.loop.ports import LoadReport
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.weights.buckets import DamagedWeights
 from asyncrl_cli.weights.disk import read_version

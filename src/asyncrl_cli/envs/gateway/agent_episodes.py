@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from asyncrl_cli.contracts.environment import End, EpisodeFailed, Rewards, SelfPlayed
 from asyncrl_cli.envs.episode import Episode
 from asyncrl_cli.envs.gateway.server import Gateway
-from asyncrl_cli.envs.port import End, EpisodeFailed, Rewards, SelfPlayed
-from asyncrl_cli.tasks.rewards import RewardFailed
+from asyncrl_cli.sandbox.rewards import RewardFailed
 
 MAX_STARTS = 3
 """How often an episode may start, if each time another episode kills the process that they share."""

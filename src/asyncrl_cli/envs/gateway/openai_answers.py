@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from asyncrl_cli.contracts.environment import Message
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest
-from asyncrl_cli.envs.port import Message
 
 MODEL = "asyncrl"
 """The name under which the policy is served; requests may name any other."""

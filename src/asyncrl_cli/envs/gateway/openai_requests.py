@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from asyncrl_cli.base.safe_files import MAX_NESTING, nesting
+from asyncrl_cli.contracts.environment import Message
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.envs.port import Message
-from asyncrl_cli.safe_files import MAX_NESTING, nesting
 
 MAX_STOPS = 16
 MAX_IGNORED = 20

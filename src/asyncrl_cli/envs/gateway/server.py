@@ -36,6 +36,7 @@ from typing import Any
 
 from aiohttp import web
 
+from asyncrl_cli.contracts.environment import EpisodeFailed
 from asyncrl_cli.engines.port import Engine, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
@@ -51,7 +52,6 @@ from asyncrl_cli.envs.gateway.openai_requests import (
     parsed,
 )
 from asyncrl_cli.envs.gateway.session import CLOSED, OnRunning, Session
-from asyncrl_cli.envs.port import EpisodeFailed
 from asyncrl_cli.tasks.agents import Access
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 2**20, 64

@@ -26,14 +26,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.contracts.environment import Message
 from asyncrl_cli.engines.port import Completion, Engine, Sampling
 from asyncrl_cli.envs.chat import FAR, Tools
 from asyncrl_cli.envs.conversation import Context, Conversation
 from asyncrl_cli.envs.episode import Limits, derived_seed
 from asyncrl_cli.envs.gateway.openai_answers import Reply
 from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest, Refused, TextRequest, said
-from asyncrl_cli.envs.port import Message
-from asyncrl_cli.errors import ExecutorFailed
 
 OnRunning = Callable[[int], None]
 CLOSED = "this session is closed: its trajectory has ended"

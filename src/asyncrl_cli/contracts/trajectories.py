@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl_cli.storage import appearing_file
+from asyncrl_cli.base.storage import appearing_file
 
 NOT_SAMPLED = -1
 """Version of a token that no policy sampled (prompt, tool output)."""

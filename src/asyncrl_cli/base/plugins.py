@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError, first_line
+from asyncrl_cli.base.errors import ConfigError, first_line
 
 ENGINES = {
     "transformers": "asyncrl_cli.engines.transformers.kind:KIND",

@@ -19,15 +19,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.builtin.builtin_tasks import environment_of
+from asyncrl_cli.contracts.item import Item, messages_of
+from asyncrl_cli.contracts.user_code import describe
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.builtin import environment_of
-from asyncrl_cli.tasks.item import Item, messages_of
-from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
+from asyncrl_cli.sandbox.rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.scoring import build_scorer
 from asyncrl_cli.tasks.task import Task
-from asyncrl_cli.tasks.user_code import describe
-from asyncrl_cli.timeouts import timeout
 
 LIMIT_S = 20.0
 """For all texts together, once the reward's process has started."""

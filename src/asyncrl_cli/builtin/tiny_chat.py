@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.models.tiny import EOS, IGNORED, SPECIAL_TOKENS, Taught, tiny_tokenizer
+from asyncrl_cli.builtin.tiny import EOS, IGNORED, SPECIAL_TOKENS, Taught, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any
 
-from asyncrl_cli.loop.states import ExecutorReport, State, StateClock, Stay
+from asyncrl_cli.measure.states import ExecutorReport, State, StateClock, Stay
 from asyncrl_cli.profile.schema import Interrupt
 
 DEBOUNCE_S = 0.1

@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Len
 
-from asyncrl_cli.safe_files import Count, Finite
+from asyncrl_cli.base.safe_files import Count, Finite
 
 
 class Stage(StrEnum):

@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from asyncrl_cli.tasks.child import PR_SET_PDEATHSIG, kill_group, write_line
+from asyncrl_cli.base.child_process import PR_SET_PDEATHSIG, kill_group, write_line
+from asyncrl_cli.contracts.user_code import describe
 from asyncrl_cli.tasks.tool_class import Player, ToolClass
-from asyncrl_cli.tasks.user_code import describe
 
 PR_SET_CHILD_SUBREAPER = 36
 FORK, KILL = b"fork", b"kill"

@@ -23,9 +23,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_process import (
+from asyncrl_cli.base.errors import ExecutorFailed
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.reward_spec import Reward, RewardSpec
+from asyncrl_cli.sandbox.reward_process import (
     Backlog,
     PendingReward,
     RewardFailed,
@@ -33,7 +34,6 @@ from asyncrl_cli.tasks.reward_process import (
     Rules,
     start_process,
 )
-from asyncrl_cli.tasks.reward_spec import Reward, RewardSpec
 
 MAX_DEFAULT_WORKERS = 4
 MAX_IDLE_DEATHS = 4

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from asyncrl_cli.loop.attempts import (
+from asyncrl_cli.contracts.attempts import (
     AttemptKey,
     Failure,
     GroupResult,
@@ -24,8 +24,8 @@ from asyncrl_cli.loop.attempts import (
     Prompt,
     TrajectoryMeta,
 )
-from asyncrl_cli.loop.states import ExecutorReport
-from asyncrl_cli.loop.values import Value
+from asyncrl_cli.measure.states import ExecutorReport
+from asyncrl_cli.measure.values import Value
 from asyncrl_cli.profile.schema import Interrupt
 
 LoadVerdict = Literal["loaded", "not loaded", "unclear"]

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
-from asyncrl_cli.loop.intervals import Interval, mean_interval
-from asyncrl_cli.loop.ports import TrainReport
-from asyncrl_cli.loop.states import ExecutorReport, Stay
-from asyncrl_cli.safe_files import Count
+from asyncrl_cli.base.safe_files import Count
+from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult
+from asyncrl_cli.contracts.ports import TrainReport
+from asyncrl_cli.measure.intervals import Interval, mean_interval
+from asyncrl_cli.measure.states import ExecutorReport, Stay
 
 ENDED = ("done", "failed", "stopped")
 """The phases of a run that is over."""

@@ -19,11 +19,11 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.tasks import zygote
-from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, send
-from asyncrl_cli.tasks.printed import copy_output, to_stderr
+from asyncrl_cli.base.child_process import command, environment, how_it_ended, kill_group, send
+from asyncrl_cli.base.timeouts import timeout
+from asyncrl_cli.sandbox import zygote
+from asyncrl_cli.sandbox.printed import copy_output, to_stderr
 from asyncrl_cli.tasks.tool_class import ToolClass
-from asyncrl_cli.timeouts import timeout
 
 MOST_IDLE = 64
 LINE_LIMIT_BYTES = 16 * 2**20

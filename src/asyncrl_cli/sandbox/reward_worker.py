@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from asyncrl_cli.tasks.child import pickles, write_line
-from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.base.child_process import pickles, write_line
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.reward_spec import Reward, RewardSpec
+from asyncrl_cli.contracts.user_code import describe, report
 from asyncrl_cli.tasks.reward_functions import Scorer, is_async
-from asyncrl_cli.tasks.reward_spec import Reward, RewardSpec
 from asyncrl_cli.tasks.scoring import build_scorer, checked_reward, with_reference
-from asyncrl_cli.tasks.user_code import describe, report
 
 if TYPE_CHECKING:
     import asyncio  # takes a fifth of a child's start: imported only for async rewards

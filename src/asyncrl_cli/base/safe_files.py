@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Interval, IsFinite
 
-from asyncrl_cli.errors import AsyncrlError, RefusedError
+from asyncrl_cli.base.errors import AsyncrlError, RefusedError
 
 T = TypeVar("T")
 MIB = 2**20

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from asyncrl_cli.errors import RefusedError, StorageError
-from asyncrl_cli.safe_files import MIB, UnsafeFile, open_regular, reason
+from asyncrl_cli.base.errors import RefusedError, StorageError
+from asyncrl_cli.base.safe_files import MIB, UnsafeFile, open_regular, reason
 
 T = TypeVar("T")
 

@@ -3,9 +3,9 @@ earns 0."""
 
 from __future__ import annotations
 
-from asyncrl_cli.envs.port import Answer, End, Environment, Turn
-from asyncrl_cli.tasks.guessing import guess_of, hint, reward_of
-from asyncrl_cli.tasks.item import Item, messages_of
+from asyncrl_cli.builtin.guessing import guess_of, hint, reward_of
+from asyncrl_cli.contracts.environment import Answer, End, Environment, Turn
+from asyncrl_cli.contracts.item import Item, messages_of
 
 
 class Guess(Environment):

@@ -17,9 +17,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from asyncrl_cli.contracts.item import Item, make_item
+from asyncrl_cli.contracts.reward_spec import Adapter
 from asyncrl_cli.profile.fields import Section
-from asyncrl_cli.tasks.item import Item, make_item
-from asyncrl_cli.tasks.reward_spec import Adapter
 
 Message = Mapping[str, Any]
 Step = tuple[str, int]
@@ -32,7 +32,7 @@ class Arithmetic(Section):
     """Draws items and writes conversations that solve them. Operation counts, operands and signs are drawn
     uniformly."""
 
-    environment: ClassVar = "asyncrl_cli.envs.calculator:Calculator"
+    environment: ClassVar = "asyncrl_cli.builtin.calculator:Calculator"
     words: ClassVar = ("calculate expression=", "answer value=", "thanks")
     min_operations: Annotated[int, Field(ge=1, le=16)] = 1
     max_operations: Annotated[int, Field(ge=1, le=16)] = 3

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from asyncrl_cli.errors import LONGEST_NAME, ConfigError, first_names
+from asyncrl_cli.base.errors import LONGEST_NAME, ConfigError, first_names
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """The longest file name and path that Linux accepts."""

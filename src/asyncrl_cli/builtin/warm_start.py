@@ -20,7 +20,7 @@ from random import Random
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl_cli.models.tiny import IGNORED, Recipe, Taught
+from asyncrl_cli.builtin.tiny import IGNORED, Recipe, Taught
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic polynomial that moves singular values towards 1 fastest."""

@@ -20,9 +20,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from asyncrl_cli.contracts.item import Item, make_item
+from asyncrl_cli.contracts.reward_spec import Adapter
 from asyncrl_cli.profile.fields import Section
-from asyncrl_cli.tasks.item import Item, make_item
-from asyncrl_cli.tasks.reward_spec import Adapter
 
 Message = Mapping[str, Any]
 HIGHER, LOWER = "higher", "lower"

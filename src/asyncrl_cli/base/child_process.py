@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError
 
 if TYPE_CHECKING:
     import asyncio
@@ -37,7 +37,7 @@ IN_ANOTHER_PYTHON = """
 import sys, types
 package = sys.modules["asyncrl_cli"] = types.ModuleType("asyncrl_cli")
 package.__path__ = [sys.argv.pop(1)]
-from asyncrl_cli.tasks.child import main
+from asyncrl_cli.base.child_process import main
 main()
 """
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -59,7 +59,7 @@ def command(function: Callable[..., Any], python: str = "") -> list[str]:
     Python.
     """
     # -P: do not import from the working directory, unless a spec says so.
-    ours = ["-m", "asyncrl_cli.tasks.child"] if not python else ["-c", IN_ANOTHER_PYTHON, str(PACKAGE)]
+    ours = ["-m", "asyncrl_cli.base.child_process"] if not python else ["-c", IN_ANOTHER_PYTHON, str(PACKAGE)]
     return [python or sys.executable, "-P", *ours, str(os.getpid()), function.__module__]
 
 

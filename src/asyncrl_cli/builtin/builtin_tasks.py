@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl_cli.errors import ConfigError, did_you_mean
+from asyncrl_cli.base.errors import ConfigError, did_you_mean
+from asyncrl_cli.builtin.calculation import Arithmetic
+from asyncrl_cli.builtin.guessing import Guessing
+from asyncrl_cli.contracts.item import Item, take_new
+from asyncrl_cli.contracts.reward_spec import Adapter
 from asyncrl_cli.profile.schema import TaskSection
-from asyncrl_cli.tasks.calculation import Arithmetic
-from asyncrl_cli.tasks.guessing import Guessing
-from asyncrl_cli.tasks.item import Item, take_new
-from asyncrl_cli.tasks.reward_spec import Adapter
 
 MAX_TRIES_PER_PROMPT = 50
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from asyncrl_cli.tasks.item import Item, messages_of
-from asyncrl_cli.tasks.reward_spec import figures_of
+from asyncrl_cli.contracts.item import Item, messages_of
+from asyncrl_cli.contracts.reward_spec import figures_of
 
 Message = Mapping[str, Any]
 """A chat message in OpenAI's shape: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`,

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, send
-from asyncrl_cli.tasks.printed import copy_output, to_file
-from asyncrl_cli.tasks.reward_spec import Reward, RewardSpec
-from asyncrl_cli.tasks.reward_worker import IDLE, RunningMark, serve
+from asyncrl_cli.base.child_process import command, environment, how_it_ended, kill_group, send
+from asyncrl_cli.contracts.reward_spec import Reward, RewardSpec
+from asyncrl_cli.sandbox.printed import copy_output, to_file
+from asyncrl_cli.sandbox.reward_worker import IDLE, RunningMark, serve
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 2.0

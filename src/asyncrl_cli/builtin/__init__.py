@@ -1,0 +1,1 @@
+"""What comes with asyncrl for a first run: the toy model, its tasks and their environments."""
