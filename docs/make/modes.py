@@ -1,5 +1,5 @@
 """Draws docs/pictures/<mode>.svg: some seconds of each mode, from simulated runs of the same work
-(modes.toml).
+(modes.toml). In docs/pictures/compared.svg the first and the last mode stand one above the other.
 
     python -m docs.make.modes
 
@@ -53,7 +53,8 @@ class Picture:
             - 1
         )
 
-    def svg(self) -> str:
+    def svg(self) -> tuple[str, float]:
+        """The picture and its height."""
         workers = sorted(name for name, role in self._roles.items() if role == "rollout")
         (trainer, *_) = (name for name, role in self._roles.items() if role == "trainer")
         slots = 1 + max(
@@ -71,12 +72,7 @@ class Picture:
             ]
             top += slots * SLOT_PX + GAP
         parts += self._publishes(top - GAP)
-        style = f"text{{font:11px system-ui,sans-serif;fill:{GREY}}} .in{{fill:#fff}}"
-        body = "\n".join(parts)
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} '
-            f'{top}"><style>{style}</style>\n{body}\n</svg>\n'
-        )
+        return drawn("\n".join(parts), top), top
 
     def _x(self, time_s: float) -> float:
         inside = min(max(time_s - self._start_s, 0.0), SECONDS)
@@ -145,26 +141,37 @@ class Picture:
                 )
 
 
+def drawn(body: str, height: float) -> str:
+    style = f"text{{font:11px system-ui,sans-serif;fill:{GREY}}} .in{{fill:#fff}}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"><style>{style}</style>\n'
+        f"{body}\n</svg>\n"
+    )
+
+
+def compared(pictures: dict[str, tuple[str, float]]) -> str:
+    """Pictures one above the other, each below its name."""
+    parts, top = [], 0.0
+    for name, (svg, height) in pictures.items():
+        parts.append(f'<text x="0" y="{top + 13}" style="font-size:13px;font-weight:600">{name}</text>')
+        parts.append(svg.replace("<svg ", f'<svg y="{top + 20}" width="{WIDTH}" height="{height}" ', 1))
+        top += 20 + height + 14
+    return drawn("\n".join(parts), top - 14)
+
+
 def main() -> None:
     profiles = [word for mode in MODES[1:] for word in ("--profile", mode)]
     with tempfile.TemporaryDirectory() as made:
         workload = str(Path(__file__).with_name("modes.toml"))
-        command = [
-            sys.executable,
-            "-m",
-            "asyncrl_cli",
-            "bench",
-            "--simulate",
-            workload,
-            *profiles,
-            "--out",
-            made,
-        ]
-        subprocess.run(command, check=True, capture_output=True)
-        for mode in MODES:
-            path = DOCS / "pictures" / f"{mode}.svg"
-            path.write_text(Picture(Recorded(Path(made) / "runs" / f"{mode}-s0")).svg(), encoding="utf-8")
-            print(f"wrote {path}")
+        command = [sys.executable, "-m", "asyncrl_cli", "bench", "--simulate", workload, *profiles]
+        subprocess.run([*command, "--out", made], check=True, capture_output=True)
+        pictures = {mode: Picture(Recorded(Path(made) / "runs" / f"{mode}-s0")).svg() for mode in MODES}
+    written = {mode: svg for mode, (svg, _) in pictures.items()}
+    written["compared"] = compared({mode: pictures[mode] for mode in (MODES[0], MODES[-1])})
+    for name, svg in written.items():
+        path = DOCS / "pictures" / f"{name}.svg"
+        path.write_text(svg, encoding="utf-8")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

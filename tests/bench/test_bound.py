@@ -4,19 +4,20 @@ run-out of any length."""
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from asyncrl_cli.bench.compare import contest_of
-from asyncrl_cli.bench.entries import Entry
-from asyncrl_cli.bench.measure import stretch_of, tokens_made
-from asyncrl_cli.bench.results import FinishedRun, summarise
-from asyncrl_cli.bench.simulated import with_capacities
-from asyncrl_cli.simulate.costs import Costs
+from asyncrl_cli.bench.bound import bound_of_costs, bound_of_states, tokens_made
+from asyncrl_cli.bench.contest import Entry, contest_of
+from asyncrl_cli.bench.figures import stretch_of
+from asyncrl_cli.bench.results import Contestant, FinishedRun, Range, summarise
+from asyncrl_cli.bench.simulated_runs import with_capacities
+from asyncrl_cli.simulate.costs import Capacities, Costs
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate
-from tests.bench.test_measure import line
+from tests.bench.test_figures import line, run_lines
 
 PROFILES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
 CHUNK_SEEDS = 6
@@ -112,3 +113,90 @@ def test_what_was_sampled_before_the_stretch_is_not_its_work() -> None:
     assert (tokens_made(stretch), stretch.tokens) == (120.0, 160)
     idle_before = [entry | {"rollouter/tokens_per_s": 100.0} for entry in lines]
     assert tokens_made(stretch_of(idle_before)) == 160.0
+
+
+@pytest.mark.parametrize(("colocated", "ideal_s"), [(False, 10.0), (True, 15.0)])
+def test_apart_the_slower_side_bounds_and_colocated_both_do(colocated: bool, ideal_s: float) -> None:
+    """240 tokens in 20 s: 10 s of generation at 24 per second, 5 s of training at 48."""
+    costs = Capacities(rollout_tokens_per_s=24.0, trainer_tokens_per_s=48.0, colocated=colocated)
+    assert bound_of_costs(stretch_of(run_lines()), 1.0, costs) == pytest.approx(
+        {
+            "generation_s": 10.0,
+            "training_s": 5.0,
+            "ideal_s": ideal_s,
+            "bound_ratio": ideal_s / 20,
+            "rollout_tokens_per_s": 24.0,
+            "trainer_tokens_per_s": 48.0,
+        }
+    )
+
+
+def test_each_run_is_held_against_its_own_capacities() -> None:
+    contestant = Contestant(name="base", mode="base", step_groups=2, window_groups=2)
+    runs = [
+        FinishedRun(
+            profile="base",
+            seed=seed,
+            lines=run_lines(),
+            capacities=Capacities(rollout_tokens_per_s=speed, trainer_tokens_per_s=48, colocated=False),
+        )
+        for seed, speed in enumerate((24.0, 16.0))
+    ]
+    (base,) = summarise([contestant], runs)
+    # 240 tokens: 10 or 15 s of generation, 5 s of training, of 20 s. Windows are a third of it.
+    assert base.figures["bound_ratio"] == Range(
+        median=pytest.approx(0.625), min=pytest.approx(0.5), max=pytest.approx(0.75)
+    )
+    assert base.limited_by == "generation"
+    written = base.to_json()
+    assert written["ideal"] == pytest.approx(
+        {"window_time_s": 12.5 / 3, "generation_s": 12.5 / 3, "training_s": 5 / 3}
+    )
+    assert written["capacities"] == {
+        "colocated": False,
+        "rollout_tokens_per_s": 20.0,
+        "trainer_tokens_per_s": 48,
+    }
+
+
+def idle(lines: list[dict[str, Any]], *ratios: tuple[float, float]) -> list[dict[str, Any]]:
+    """With these idle ratios of the trainer and of the rollout workers."""
+    known = [{"trainer/idle_ratio": trainer, "rollouter/idle_ratio": rollout} for trainer, rollout in ratios]
+    return [entry | more for entry, more in zip(lines, known, strict=True)]
+
+
+@pytest.mark.parametrize(("is_colocated", "ideal_s"), [(False, 11.0), (True, 19.0)])
+def test_the_bound_of_a_real_run_is_what_its_sides_were_busy_for(is_colocated: bool, ideal_s: float) -> None:
+    """Steps of 4, 6 and 10 s: the trainer computes for 1 + 3 + 4 = 8 s, the workers for 2 + 1.5 + 7.5 = 11 s.
+    Start-up and the last step, in which they never rest, are not measured."""
+    ratios = (0.0, 0.0), (0.75, 0.5), (0.5, 0.75), (0.6, 0.25), (0.0, 0.0)
+    stretch = stretch_of(idle(run_lines(), *ratios))
+    assert bound_of_states(stretch, 2.0, is_colocated=is_colocated) == pytest.approx(
+        {"generation_s": 5.5, "training_s": 4.0, "ideal_s": ideal_s / 2, "bound_ratio": ideal_s / 20}
+    )
+
+
+def test_steps_beside_an_eval_say_nothing_about_the_bound_of_a_real_run() -> None:
+    """Its own 5 s of the second step count as the other steps do: half of them for the workers."""
+    lines = idle(run_lines(), *[(0.9, 0.5)] * 5)
+    lines[2] |= {"timing/eval_s": 1.0, "rollouter/idle_ratio": 0.0, "trainer/idle_ratio": 1.0}
+    found = bound_of_states(stretch_of(lines), 1.0, is_colocated=False)
+    assert (found["generation_s"], found["bound_ratio"]) == pytest.approx((9.5, 0.5))
+    unmeasured = [entry | {"timing/eval_s": 0.1} for entry in lines]
+    assert bound_of_states(stretch_of(unmeasured), 1.0, is_colocated=False) == {}
+
+
+@pytest.mark.parametrize("name", ["colocate", "partial-rollout"])
+def test_the_states_of_a_simulated_run_allow_no_more_than_its_costs_do(name: str) -> None:
+    """A worker with free slots is busy, too: what a run was busy for is more than its work would take in full
+    batches, and never more than the run took."""
+    workload = drawn(random.Random(3))
+    contest = contest_of("colocate", ["partial-rollout"], workload=workload)
+    entry = next(entry for entry in contest.entries if entry.name == name)
+    made = simulated(entry, workload, 3, contest.groups)
+    (run,) = with_capacities([made], contest.longest_window)
+    assert run.capacities is not None
+    stretch = stretch_of(run.lines)
+    costs = bound_of_costs(stretch, 1.0, run.capacities)["bound_ratio"]
+    states = bound_of_states(stretch, 1.0, is_colocated=name == "colocate")["bound_ratio"]
+    assert costs <= states + 1e-9 <= 1 + 2e-9

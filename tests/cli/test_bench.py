@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.bench import compare, pictures
+from asyncrl_cli.base.errors import ConfigError, ExecutorFailed
+from asyncrl_cli.bench import comparison as bench_comparison
 from asyncrl_cli.bench.results import Comparison, Contestant, FinishedRun, summarise
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.report import write
 
 WORKLOAD = """
 notes = "made up"
@@ -78,8 +79,7 @@ def test_a_simulated_bench_writes_its_files_and_only_json_on_stdout(
     assert {path.name for path in out.iterdir()} == {
         "results.json",
         "report.md",
-        "timeline.png",
-        "speedup.png",
+        "report.html",
         "runs",
     }
 
@@ -128,7 +128,7 @@ def test_the_help_has_examples_and_says_which_profile_is_compared_by_default(
     assert "Default: partial-rollout." in shown
 
 
-def test_the_screen_says_which_runs_are_missing_and_which_picture_failed(
+def test_the_screen_says_which_runs_are_missing_and_that_there_is_no_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
@@ -156,22 +156,22 @@ def test_the_screen_says_which_runs_are_missing_and_which_picture_failed(
         window_groups=16,
         seeds=(0,),
         resources="2 CPU cores",
-        remarks=("bound not measured: [why]",),
+        remarks=("doubtful: [why]",),
         missing=("partial-rollout-r0",),
         error=(failure := ExecutorFailed("the run partial-rollout-r0 failed", hint="look")),
     )
 
-    def draw(*arguments: object) -> None:
-        raise OSError("no space left")
+    def unreadable(*arguments: object) -> None:
+        raise ConfigError("timeline.jsonl cannot be read")
 
-    monkeypatch.setattr(compare, "compare_real", lambda contest, directory, watcher: comparison)
-    monkeypatch.setattr(pictures, "draw_speedups", draw)
+    monkeypatch.setattr(bench_comparison, "compare", lambda contest, directory, watcher: comparison)
+    monkeypatch.setattr(write, "write_report", unreadable)
     assert (
         run(["bench", "--set", "placement.device=cpu", "--out", str(tmp_path / "out")]) == failure.exit_code
     )
     said = capsys.readouterr()
     assert "not finished: partial-rollout-r0" in said.out
-    assert "bound not measured: [why]" in said.out
-    assert "speedup.png could not be drawn: OSError: no space left" in said.err
+    assert "doubtful: [why]" in said.out
+    assert "there is no report.html: timeline.jsonl cannot be read" in said.err
     assert "the run partial-rollout-r0 failed" in said.err
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "report.md"}

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.bench.recommendation import Tuned
 from asyncrl_cli.bench.search import Row
 from asyncrl_cli.bench.space import Setting
-from asyncrl_cli.bench.tune import Tuned
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.plan_tune import LEGEND, _against_others
 from asyncrl_cli.plan import cluster, machine, memory_fit
@@ -441,7 +441,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import asyncrl_cli.bench.tune as tune
+    import asyncrl_cli.bench.recommendation as tune
 
     monkeypatch.setattr(tune, "search", lambda *arguments: pytest.fail("searched"))
     monkeypatch.chdir(tmp_path)
@@ -469,7 +469,7 @@ def test_a_search_finds_a_better_split_and_prints_sets_that_make_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On equal halves generation takes about 3 times as long as training: more GPUs belong to the rollout."""
-    import asyncrl_cli.bench.tune as tune
+    import asyncrl_cli.bench.recommendation as tune
 
     monkeypatch.setattr(tune, "TRAJECTORIES", 1)
     workload = tmp_path / "small.toml"
@@ -506,7 +506,7 @@ def test_a_search_finds_a_better_split_and_prints_sets_that_make_it(
 def test_all_that_a_search_prints_says_simulated(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import asyncrl_cli.bench.tune as tune
+    import asyncrl_cli.bench.recommendation as tune
 
     monkeypatch.setattr(tune, "TRAJECTORIES", 1)
     workload = tmp_path / "small.toml"
@@ -558,7 +558,7 @@ def simulated(setting: Setting, windows: int, time_s: float) -> Row:
 def test_a_search_that_found_the_current_setting_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import asyncrl_cli.bench.tune as tune
+    import asyncrl_cli.bench.recommendation as tune
 
     def evaluator(*arguments: object) -> object:
         """One setting is the fastest: the one that laptop-tiny begins with."""
@@ -580,7 +580,7 @@ def test_a_search_says_what_the_split_does_and_what_the_rest_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made up: 1:3 takes half of the time of 2:2, and eta = 1 takes 0.8 of it."""
-    import asyncrl_cli.bench.tune as tune
+    import asyncrl_cli.bench.recommendation as tune
 
     def seconds(setting: Setting, windows: int) -> Row:
         return simulated(
@@ -611,7 +611,7 @@ def test_a_search_says_what_the_split_does_and_what_the_rest_does(
 def test_a_search_that_keeps_the_split_names_the_fastest_other_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import asyncrl_cli.bench.tune as tune
+    import asyncrl_cli.bench.recommendation as tune
 
     def seconds(setting: Setting, windows: int) -> Row:
         time_s = {"2:2": 100.0, "1:3": 130.0, "3:1": 110.0}[setting.split] * (
@@ -649,7 +649,7 @@ def test_a_search_from_a_known_row_is_held_against_it(
 ) -> None:
     """verl-7b-math-128 has a published row of its partial rollout: 150.63 s. 128 GPUs split elsewhere are
     another setting."""
-    import asyncrl_cli.bench.tune as tune
+    import asyncrl_cli.bench.recommendation as tune
 
     def evaluate(settings: Sequence[Setting], windows: int) -> list[Row]:
         return [simulated(setting, windows, 100.0) for setting in settings]

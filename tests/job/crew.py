@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.contracts.reward_spec import RewardSpec
+from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, GroupPayload, Segment, Trajectory
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
@@ -64,6 +67,30 @@ def make_model(directory: Path) -> Path:
     tiny_model(len(tokenizer), seed=1).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def made_up_group(number: int, n: int) -> GroupResult:
+    """Group `number`: its `n` responses go on with the prompt's tokens; every second one has reward 1. Ray
+    must be connected."""
+    import ray
+
+    metas, trajectories = [], []
+    for index in range(n):
+        prompt, length = [[4, 5, 6], [7, 8]][number % 2], (5, 9, 3, 7)[index % 4]
+        end: dict[str, Any] = {"reward": float(index % 2), "finish_reason": "length"}
+        versions = ((0, length),)
+        metas.append(
+            TrajectoryMeta(prompt_tokens=len(prompt), response_tokens=length, version_tokens=versions, **end)
+        )
+        segment = Segment.of(
+            [*prompt, *islice(cycle(prompt), length)],
+            [0.0] * len(prompt) + [-1.0] * length,
+            [NOT_SAMPLED] * len(prompt) + [0] * length,
+        )
+        trajectories.append(Trajectory(segments=(segment,), **end))
+    key = AttemptKey(str(number), 0, 0)
+    payload = ray.put(GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(trajectories)))
+    return GroupResult(key=key, trajectories=tuple(metas), failures=(), failed_tokens=0, payload=(payload,))
 
 
 def make_classifier(directory: Path) -> Path:

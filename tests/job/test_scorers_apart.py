@@ -14,7 +14,7 @@ from asyncrl_cli.contracts.ports import Cut, TrainBatch
 from asyncrl_cli.profile.algorithm_section import RewardModelSection
 from asyncrl_cli.profile.schema import AlgorithmSection
 
-from .crew import make_classifier, make_model, nodes, small_profile
+from .crew import made_up_group, make_classifier, make_model, nodes, small_profile
 
 pytestmark = pytest.mark.slow
 
@@ -40,16 +40,12 @@ def test_all_scorers_score_what_the_trainer_then_trains_and_are_restarted_as_one
 async def _score_and_train(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
     import ray
 
-    from asyncrl_cli.job.alone import Work, made_up_group
     from asyncrl_cli.job.placing import placed
     from asyncrl_cli.job.workers import make_scorer, make_trainer
     from asyncrl_cli.models.resolve import further_models
 
-    work = Work(profile=profile, prompts=[[4, 5, 6], [7, 8]], response_tokens=(5, 9, 3, 7))
-    groups, items = (
-        tuple(made_up_group(work, number) for number in range(2)),
-        [{"prompt": "1+1"}, {"prompt": "2+"}],
-    )
+    groups = tuple(made_up_group(number, profile.rollout.n) for number in range(2))
+    items = [{"prompt": "1+1"}, {"prompt": "2+"}]
     further = further_models(profile, model_dir)
     async with placed(plan, timeout_s=60.0) as options:
         trainer = make_trainer(plan, profile, model_dir, further, options, run_dir=tmp_path, log_dir=tmp_path)
@@ -114,12 +110,10 @@ async def scored_until_it_fails(scorer: Any, groups: Any, items: Any) -> None:
 async def _learn_and_restore(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
     import ray
 
-    from asyncrl_cli.job.alone import Work, made_up_group
     from asyncrl_cli.job.placing import placed
     from asyncrl_cli.job.workers import make_scorer, make_trainer
 
-    work = Work(profile=profile, prompts=[[4, 5, 6], [7, 8]], response_tokens=(5, 9, 3, 7))
-    groups = tuple(made_up_group(work, number) for number in range(2))
+    groups = tuple(made_up_group(number, profile.rollout.n) for number in range(2))
     async with placed(plan, timeout_s=60.0) as options:
         trainer = make_trainer(plan, profile, model_dir, {}, options, run_dir=tmp_path, log_dir=tmp_path)
         critic = trainer.critic = make_scorer("critic", plan, profile, model_dir, {}, options, tmp_path)

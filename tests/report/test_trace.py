@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.bench.simulated import recorded
+from asyncrl_cli.bench.simulated_runs import recorded
 from asyncrl_cli.cli.trace import parse_steps
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.report.trace import write_trace

@@ -1,13 +1,11 @@
 """The results of a comparison: each profile's figures over its repeats, relative to the baseline and to the
 bound.
 
-    Run's lines --figures_of--> figures of a run --summarise--> Result: median, minimum and maximum per figure
+    Run's lines --figures_of, bound--> figures of a run --summarise--> Result: median, minimum, maximum per figure
 
 All runs are measured over the same groups. `speedup` is the median over the repeats of groups_per_s against
 the baseline's run of the same seed; `speedup_per_token` is the same for tokens_per_s, because the same groups
 may have different numbers of tokens. Figures that a run did not measure are absent.
-
-A `DrawnRun` holds the data to draw a run, from its timeline.jsonl and events.jsonl.
 """
 
 from __future__ import annotations
@@ -20,72 +18,29 @@ from typing import Any
 
 from asyncrl_cli.base.errors import AsyncrlError, RefusedError
 from asyncrl_cli.base.safe_files import load_json
-from asyncrl_cli.bench.measure import figures_of, stretch_of, stretches
-from asyncrl_cli.observe.format import evenly
-from asyncrl_cli.observe.lines import Line, joined_timeline
-from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
-from asyncrl_cli.simulate.capacities import Capacities
+from asyncrl_cli.bench.bound import bound_of_costs, bound_of_states
+from asyncrl_cli.bench.figures import figures_of, stretches
+from asyncrl_cli.observe.lines import Line
+from asyncrl_cli.simulate.costs import Capacities
 
 SCHEMA_VERSION = 1
 UNEVEN_WORK = 0.03
-MAX_SHOWN_WORKERS = 8
 SPEEDS = {"speedup": "groups_per_s", "speedup_per_token": "tokens_per_s"}
-IDEAL = {
-    "window_time_s": "ideal_s",
-    "generation_s": "generation_s",
-    "training_s": "training_s",
-    "at_once_s": "at_once_s",
-}
+IDEAL = {"window_time_s": "ideal_s", "generation_s": "generation_s", "training_s": "training_s"}
 """The bound's figures, by their names in results.json."""
-CAPACITIES = (
-    "rollout_tokens_per_s",
-    "trainer_tokens_per_s",
-    "rollout_beside_tokens_per_s",
-    "trainer_beside_tokens_per_s",
-)
+CAPACITIES = ("rollout_tokens_per_s", "trainer_tokens_per_s")
 
 Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnRun:
-    """The data to draw one run. Times are seconds since its start. `workers` are those shown, `num_workers`
-    counts all."""
-
-    profile: str
-    trainers: tuple[str, ...]
-    workers: tuple[str, ...]
-    num_workers: int
-    spans: Mapping[str, Sequence[tuple[str, float, float]]]
-    running: Mapping[str, Sequence[tuple[float, float]]]
-    publishes_s: tuple[float, ...]
-    window_ends_s: tuple[float, ...]
-
-    def middle_s(self, length_s: float) -> float:
-        """Where a view of `length_s` in the middle of the run begins, rounded to the nearest end of a
-        window."""
-        ends = self.window_ends_s
-        wanted_s = max(0.0, (ends[0] + ends[-1] - length_s) / 2)
-        return min(ends, key=lambda end_s: abs(end_s - wanted_s))
-
-    @property
-    def window_s(self) -> float:
-        """Mean length of a window."""
-        ends = self.window_ends_s
-        return (ends[-1] - ends[0]) / (len(ends) - 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """A finished run: its metrics lines, the speed of each phase alone (if measured), and its timeline (if it
-    is drawn)."""
+    """A finished run: its metrics lines and, if it was simulated, the speed of each of its phases alone."""
 
     profile: str
     seed: int
     lines: Sequence[Line]
     capacities: Capacities | None = None
-    timeline: DrawnRun | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +56,10 @@ class Contestant:
     def window_steps(self) -> int:
         """K"""
         return self.window_groups // self.step_groups
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.mode == "colocate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +87,7 @@ class Result:
 
     @property
     def limited_by(self) -> str | None:
-        """The phase that takes longer alone; None if that was not measured."""
+        """The phase that takes longer without any waits; None if that was not measured."""
         generation_s, training_s = self.median("generation_s"), self.median("training_s")
         if generation_s is None or training_s is None:
             return None
@@ -137,108 +96,69 @@ class Result:
     def median(self, name: str) -> float | None:
         return self.figures[name].median if name in self.figures else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Medians under their names; minimum and maximum of the repeats under `spread`."""
-        has_bound, own = self.limited_by is not None, {*IDEAL.values(), *CAPACITIES}
-        colocated = {"colocated": self.contestant.mode == "colocate"}
+        nested = {*IDEAL.values(), *CAPACITIES}
+        capacities = {name: self.median(name) for name in CAPACITIES if name in self.figures}
         return {
             "profile": self.profile,
             "mode": self.contestant.mode,
             "seeds": list(self.seeds),
             "step_groups": self.contestant.step_groups,
             "own_window_groups": self.contestant.window_groups,
-            **{name: spread.median for name, spread in self.figures.items() if name not in own},
+            **{name: spread.median for name, spread in self.figures.items() if name not in nested},
             "bound_ratio": self.median("bound_ratio"),
             "limited_by": self.limited_by,
-            "ideal": {key: self.median(name) for key, name in IDEAL.items()} if has_bound else None,
-            "capacities": colocated | {name: self.median(name) for name in CAPACITIES} if has_bound else None,
+            "ideal": {key: self.median(name) for key, name in IDEAL.items()} if self.limited_by else None,
+            "capacities": {"colocated": self.contestant.is_colocated, **capacities} if capacities else None,
             "spread": {name: [spread.min, spread.max] for name, spread in self.figures.items()},
         }
-
-
-def read_results(path: Path) -> Comparison:
-    """The comparison in a results.json, without its timelines. Raises RefusedError if the file is not one."""
-    found = load_json(path, dict[str, Any], hint="give the directory of a bench")
-    if found.get("schema_version") != SCHEMA_VERSION:
-        raise RefusedError(f"{path} is not a result of this version's bench", hint="run the comparison again")
-    try:
-        return Comparison(
-            **{key: found[key] for key in ("baseline", "groups", "window_groups", "resources")},
-            **{key: tuple(found[key]) for key in ("seeds", "remarks", "missing")},
-            workload=found["workload"] or "",
-            results=[_result_of(result) for result in found["results"]],
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(
-            f"{path} is malformed: {type(error).__name__}: {error}", hint="run the comparison again"
-        ) from None
-
-
-def _result_of(found: Mapping[str, Any]) -> Result:
-    """The inverse of `Result.to_json`."""
-    ideal = {name: (found["ideal"] or {}).get(key) for key, name in IDEAL.items()}
-    medians = {**found, **ideal, **(found["capacities"] or {})}
-    spreads = {
-        name: Range(median=medians[name], min=low, max=high) for name, (low, high) in found["spread"].items()
-    }
-    return Result(
-        contestant=Contestant(
-            name=found["profile"],
-            mode=found["mode"],
-            step_groups=found["step_groups"],
-            window_groups=found["own_window_groups"],
-        ),
-        figures={name: spread for name, spread in spreads.items() if spread.median is not None},
-        seeds=tuple(found["seeds"]),
-    )
 
 
 def summarise(contestants: Sequence[Contestant], runs: Sequence[FinishedRun]) -> list[Result]:
     """Results in the order of `contestants`, the baseline first. Profiles without a finished run are left
     out."""
-    baseline = contestants[0]
-    measured = stretches(
-        [run.lines for run in runs], max(contestant.window_groups for contestant in contestants)
-    )
-    own: dict[str, dict[int, Figures]] = {contestant.name: {} for contestant in contestants}
-    for run, stretch in zip(runs, measured, strict=True):
-        own[run.profile][run.seed] = figures_of(stretch, baseline.window_groups, run.capacities)
-    return [
-        _result(contestant, own[contestant.name], own[baseline.name])
-        for contestant in contestants
-        if own[contestant.name]
-    ]
+    window_groups, by_name = contestants[0].window_groups, {one.name: one for one in contestants}
+    longest = max(contestant.window_groups for contestant in contestants)
+    figures: dict[str, dict[int, Figures]] = {contestant.name: {} for contestant in contestants}
+    for run, stretch in zip(runs, stretches([run.lines for run in runs], longest), strict=True):
+        windows, is_colocated = stretch.groups / window_groups, by_name[run.profile].is_colocated
+        bound = (
+            bound_of_states(stretch, windows, is_colocated=is_colocated)
+            if run.capacities is None
+            else bound_of_costs(stretch, windows, run.capacities)
+        )
+        figures[run.profile][run.seed] = figures_of(stretch, window_groups) | bound
+    baseline = figures[contestants[0].name]
+    return [_result(one, figures[one.name], baseline) for one in contestants if figures[one.name]]
 
 
-def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[int, Figures]) -> Result:
-    """`own` and `base`: figures of the profile and the baseline, by seed. Without a common seed there is no
-    speedup."""
-    common = set.intersection(*(set(figures) for figures in own.values()))
-    names = [name for name in next(iter(own.values())) if name in common]
-    values = {name: [figures[name] for figures in own.values()] for name in names}
-    if paired := [seed for seed in own if seed in base]:
+def _result(
+    contestant: Contestant, by_seed: Mapping[int, Figures], baseline: Mapping[int, Figures]
+) -> Result:
+    """Without a seed that the baseline has, too, there is no speedup."""
+    first, *others = by_seed.values()
+    measured = [name for name in first if all(name in figures for figures in others)]
+    values = {name: [figures[name] for figures in by_seed.values()] for name in measured}
+    if paired := [seed for seed in by_seed if seed in baseline]:
         values |= {
-            name: [own[seed][speed] / base[seed][speed] for seed in paired] for name, speed in SPEEDS.items()
+            name: [by_seed[seed][speed] / baseline[seed][speed] for seed in paired]
+            for name, speed in SPEEDS.items()
         }
-    return Result(
-        contestant=contestant,
-        figures={name: Range.of(found) for name, found in values.items()},
-        seeds=tuple(own),
-    )
+    figures = {name: Range.of(found) for name, found in values.items()}
+    return Result(contestant=contestant, figures=figures, seeds=tuple(by_seed))
 
 
 def differences(baseline: Result, other: Result) -> list[str]:
     """Where the two differ in more than their schedule: train steps (K) or groups (W) between two syncs,
     lengths of responses."""
     ours, theirs = baseline.contestant, other.contestant
-    found = [
-        ("K", ours.window_steps != theirs.window_steps),
-        ("W", ours.window_groups != theirs.window_groups),
-    ]
-    return [
-        *(name for name, differs in found if differs),
-        *(["length"] if is_uneven([baseline, other]) else []),
-    ]
+    differs = {
+        "K": ours.window_steps != theirs.window_steps,
+        "W": ours.window_groups != theirs.window_groups,
+        "length": unevenness([baseline, other]) > UNEVEN_WORK,
+    }
+    return [name for name, is_so in differs.items() if is_so]
 
 
 def unevenness(results: Sequence[Result]) -> float:
@@ -249,15 +169,11 @@ def unevenness(results: Sequence[Result]) -> float:
     return max(tokens) / min(tokens) - 1 if tokens and min(tokens) > 0 else 0.0
 
 
-def is_uneven(results: Sequence[Result]) -> bool:
-    return unevenness(results) > UNEVEN_WORK
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything that is shown, written and drawn. `window_groups` is W of the baseline, the unit of
-    window_time_s. `workload` is empty for real runs. `error`: the error that ended the comparison early;
-    `missing`: unfinished runs."""
+    """Everything that is shown and written. `window_groups` is W of the baseline, the unit of window_time_s.
+    `workload` is empty for real runs. `error`: the error that ended the comparison early; `missing`:
+    unfinished runs."""
 
     results: Sequence[Result]
     workload: str
@@ -268,7 +184,6 @@ class Comparison:
     resources: str
     remarks: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    timelines: tuple[DrawnRun, ...] = ()
     error: AsyncrlError | None = None
 
     @property
@@ -284,7 +199,7 @@ class Comparison:
         what = f"SIMULATED on the workload {self.workload}" if self.simulated else "measured"
         return f"{what}: {self.groups} groups on {self.resources}, against {self.baseline}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The content of results.json, which `--json` also prints."""
         return {
             "schema_version": SCHEMA_VERSION,
@@ -301,33 +216,40 @@ class Comparison:
         }
 
 
-def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> DrawnRun | None:
-    """The timeline of a run; None if it recorded none."""
-    run = Recorded(run_dir)
-    if not run.files.timeline.is_file():
-        return None
-    roles, publishes_s = run.roles, [event["time_s"] for event in run.events("published")]
-    (spans, running), stretch = joined_timeline(run.timeline()), stretch_of(lines)
-    ends = {line["window"]: line["time_s"] for line in stretch.lines}
-    return DrawnRun(
-        profile=profile,
-        trainers=tuple(_of_role(roles, TRAINER)),
-        workers=shown_workers(roles),
-        num_workers=len(_of_role(roles, ROLLOUT)),
-        spans=spans,
-        running=running,
-        publishes_s=tuple(publishes_s),
-        window_ends_s=(stretch.before["time_s"], *ends.values()),
-    )
+def read_results(path: Path) -> Comparison:
+    """The comparison in a results.json. Raises RefusedError if the file is not one."""
+    found = load_json(path, dict[str, Any], hint="give the directory of a bench")
+    if found.get("schema_version") != SCHEMA_VERSION:
+        raise RefusedError(f"{path} is not a result of this version's bench", hint="run the comparison again")
+    try:
+        return Comparison(
+            **{key: found[key] for key in ("baseline", "groups", "window_groups", "resources")},
+            **{key: tuple(found[key]) for key in ("seeds", "remarks", "missing")},
+            workload=found["workload"] or "",
+            results=[_read_result(result) for result in found["results"]],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RefusedError(
+            f"{path} is malformed: {type(error).__name__}: {error}", hint="run the comparison again"
+        ) from None
 
 
-def shown_workers(roles: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of all rollout workers, or of `MAX_SHOWN_WORKERS` spread evenly from the first to the last."""
-    return tuple(evenly(_of_role(roles, ROLLOUT), MAX_SHOWN_WORKERS))
-
-
-def _of_role(roles: Mapping[str, str], role: str) -> list[str]:
-    """Executors of a role, ordered by number: rollout-2 before rollout-10."""
-    return sorted(
-        (name for name, found in roles.items() if found == role), key=lambda name: (len(name), name)
+def _read_result(found: Mapping[str, Any]) -> Result:
+    """The inverse of `Result.to_json`."""
+    ideal = {name: (found["ideal"] or {}).get(key) for key, name in IDEAL.items()}
+    medians = {**found, **ideal, **(found["capacities"] or {})}
+    return Result(
+        contestant=Contestant(
+            name=found["profile"],
+            mode=found["mode"],
+            step_groups=found["step_groups"],
+            window_groups=found["own_window_groups"],
+        ),
+        # what an earlier version measured and this one does not know is left out
+        figures={
+            name: Range(median=medians[name], min=low, max=high)
+            for name, (low, high) in found["spread"].items()
+            if medians.get(name) is not None
+        },
+        seeds=tuple(found["seeds"]),
     )

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl_cli.bench import measure
+from asyncrl_cli.bench import figures
 from asyncrl_cli.bench.results import Comparison, Range, Result, differences
 from asyncrl_cli.observe.format import NOTHING, clock, count, share
 
@@ -52,7 +52,7 @@ def digits(value: float) -> str:
 
 
 percent, times, fixed = "{:.1%}".format, "{:.2f}x".format, "{:.3f}".format
-PARTS = {keys[-1]: part for part, keys in measure.PARTS.items()}
+PARTS = {keys[-1]: part for part, keys in figures.PARTS.items()}
 """Parts of a step by their labels, which are the last of their `timing/*_s` names in the metrics."""
 SPEED = (
     TableFigure("wall time, whole run", "wall_s", clock),
@@ -83,21 +83,13 @@ REST = (
     TableFigure("speedup", "speedup", times, key=True, strong=True),
     TableFigure("  per token", "speedup_per_token", times, key=True),
     TableFigure("% of the bound", "bound_ratio", percent, key=True, strong=True),
-    TableFigure("% of both at once", "at_once_ratio", percent, key=True),
 )
 IDEAL = (TableFigure("ideal s per {window} groups", "ideal_s", seconds),)
-RATES = {
-    "both phases at once": (
-        TableFigure("  generation, tokens/s", "rollout_beside_tokens_per_s", count),
-        TableFigure("  training, tokens/s", "trainer_beside_tokens_per_s", count),
-    ),
-    "each phase alone": (
-        TableFigure("  generation, tokens/s", "rollout_tokens_per_s", count),
-        TableFigure("  training, tokens/s", "trainer_tokens_per_s", count),
-    ),
-}
-"""Rates of the phases alone show whether the baseline is fair. Rates at once exist only if both sides share a
-machine."""
+RATES = (
+    TableFigure("  generation, tokens/s", "rollout_tokens_per_s", count),
+    TableFigure("  training, tokens/s", "trainer_tokens_per_s", count),
+)
+"""Of each phase alone, in simulated runs: they show whether the baseline is fair."""
 
 
 def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableRow]:
@@ -131,9 +123,8 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
             TableRow(label="limited by", cells=tuple(result.limited_by or NOTHING for result in results)),
             *rows(IDEAL),
         ]
-    for heading, metrics in RATES.items():
-        if rates := rows(metrics):
-            made += [TableRow(label=heading), *rates]
+    if rates := rows(RATES):
+        made += [TableRow(label="each phase alone"), *rates]
     return made
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.cli import completion
 from asyncrl_cli.cli.console import (
     AddressOption,
@@ -90,7 +91,7 @@ def bench(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Directory for results.json, report.md and the charts. Default: bench/TIME.",
+            help="Directory for results.json, report.md and report.html. Default: bench/TIME.",
         ),
     ] = None,
     address: AddressOption = None,
@@ -99,8 +100,9 @@ def bench(
     """Compare profiles on the same work and resources: time, idleness, staleness, and how close each is to
     its bound."""
     from asyncrl_cli.bench.bars import Bars
-    from asyncrl_cli.bench.compare import compare, contest_of
-    from asyncrl_cli.bench.report import output_directory
+    from asyncrl_cli.bench.comparison import compare
+    from asyncrl_cli.bench.contest import contest_of
+    from asyncrl_cli.bench.output import output_directory
     from asyncrl_cli.simulate.workload_files import load_workload
 
     workload = None if simulate is None else load_workload(simulate)
@@ -127,11 +129,13 @@ def bench(
 
 
 def _show(comparison: Comparison, directory: Path, *, as_json: bool) -> None:
-    """Write and print the results, then draw the charts: a failure to draw must not lose the results."""
-    from asyncrl_cli.bench.report import short_notes, write_report, write_results
+    """Write and print the results, then make the page: a run that cannot be read must not lose the
+    results."""
+    from asyncrl_cli.bench.output import short_notes, write_results
     from asyncrl_cli.bench.table import heading_of, table_of
+    from asyncrl_cli.report.write import write_report
 
-    results = write_results(comparison, directory)
+    written = write_results(comparison, directory)
     if as_json:
         print_json(comparison.to_json())
     else:
@@ -142,7 +146,11 @@ def _show(comparison: Comparison, directory: Path, *, as_json: bool) -> None:
         for lines in (tuple(short_notes(comparison)), comparison.remarks):
             if lines:
                 print_prose("\n" + "\n".join(lines))
-    written, failures = write_report(comparison, directory)
-    warn(*failures)
-    for path in (results, *written):
+    try:
+        page, notes = write_report([str(directory)], None, directory, lambda text: None)
+        written.append(page)
+        warn(*notes)
+    except (AsyncrlError, OSError) as error:
+        warn(f"there is no report.html: {error}")
+    for path in written:
         say(f"wrote {path}")

@@ -130,7 +130,7 @@ def plan(
     if nodes > 1 and gpus is None:
         raise ConfigError(f"--nodes {nodes} needs the number of GPUs per node", hint="--gpus 8")
     if tune is not None:
-        from asyncrl_cli.bench.tune import Asked
+        from asyncrl_cli.bench.recommendation import Asked
         from asyncrl_cli.cli.plan_tune import print_tuned
 
         for flag, gib in {"--gpu-memory": gpu_memory, "--node-memory": node_memory}.items():

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from asyncrl_cli import __version__
 from asyncrl_cli.base.errors import ConfigError, RefusedError, counted
+from asyncrl_cli.bench.recommendation import LIMITS, Asked, Tuned, tune
 from asyncrl_cli.bench.search import SAME_TIME, Found, front
 from asyncrl_cli.bench.space import HEADINGS, Setting
-from asyncrl_cli.bench.tune import LIMITS, Asked, Tuned, tune
 from asyncrl_cli.cli.console import RUNS_DIR, print_json, print_prose, print_text, say, stderr, stdout, warn
 from asyncrl_cli.cli.submit import set_words
 from asyncrl_cli.observe.starting import Starting

@@ -1,21 +1,19 @@
 """Makes a report's file: finds what is asked for, reads it, and writes the page whole or not at all.
 
-A bench's directory has its table with the bound, notes and pictures on the page. The first run of each
-profile has charts.
+A bench's directory has its table with the bound, notes and a bar for each profile's speed on the page. The
+first run of each profile has charts.
 """
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.base.safe_files import MIB, read_bytes
 from asyncrl_cli.base.storage import replace_text
-from asyncrl_cli.bench.report import long_notes
+from asyncrl_cli.bench.output import long_notes
 from asyncrl_cli.bench.results import Comparison, read_results
 from asyncrl_cli.bench.table import heading_of, rows_of
 from asyncrl_cli.observe.recorded import Recorded
@@ -27,11 +25,6 @@ from asyncrl_cli.report.samples_page import MAX_CHARACTERS, samples_html
 
 NAME = "report.html"
 RESULTS = "results.json"
-PICTURES = {
-    "speedup.png": "Groups per second, and the bound if it was measured",
-    "timeline.png": "Where the time goes, in the middle of the run",
-}
-MOST_PICTURE_BYTES = 4 * MIB
 LATER_RUN = re.compile(r".*-r[1-9][0-9]*")
 """Real runs are named by profile and repeat; of simulated ones only the first of each profile is recorded."""
 
@@ -78,7 +71,7 @@ def write_report(
 
 def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) -> str:
     """What `plan --tune` recommends for the run. Raises as `tune`."""
-    from asyncrl_cli.bench.tune import Asked, tune
+    from asyncrl_cli.bench.recommendation import Asked, tune
 
     tuned = tune(Asked(reference=str(recorded.files.path), runs_dir=runs_dir), progress)
     best, speedup, heading = (
@@ -123,9 +116,12 @@ def bench_html(directory: Path) -> str:
     )
     listed = "".join(f"<li>{escape(note.replace('`', ''))}</li>" for note in notes)
     reading = f"<details><summary>how to read it</summary><ul>{listed}</ul></details>"
-    parts = [f"<p>{escape(heading_of(comparison))}</p>", missing, _table(comparison), reading]
-    parts += [
-        _picture(directory / name, words) for name, words in PICTURES.items() if (directory / name).is_file()
+    parts = [
+        f"<p>{escape(heading_of(comparison))}</p>",
+        missing,
+        _table(comparison),
+        reading,
+        _bars(comparison),
     ]
     return card("Comparison" if not comparison.simulated else "SIMULATED comparison", "".join(parts))
 
@@ -141,9 +137,21 @@ def _table(comparison: Comparison) -> str:
     return table(["", *map(escape, names)], cells, figures=True, strong=strong)
 
 
-def _picture(path: Path, words: str) -> str:
-    content = base64.b64encode(read_bytes(path, max_bytes=MOST_PICTURE_BYTES)).decode("ascii")
-    return (
-        f'<h3>{escape(words)}</h3><div class="scroll"><img alt="{escape(words)}" '
-        f'src="data:image/png;base64,{content}"></div>'
-    )
+def _bars(comparison: Comparison) -> str:
+    """Groups per second as bars; the dashed outline around a bar is its bound."""
+    results, parts = comparison.results, []
+    speeds = [result.median("groups_per_s") or 0.0 for result in results]
+    ideals_s = [result.median("ideal_s") for result in results]
+    outlines = [
+        (max(speed, comparison.window_groups / ideal_s) if ideal_s else speed) or 1.0
+        for speed, ideal_s in zip(speeds, ideals_s, strict=True)
+    ]
+    for result, speed, outline in zip(results, speeds, outlines, strict=True):
+        kind = "ideal" if result.limited_by else ""
+        parts.append(
+            f'<span>{escape(result.profile)}</span><div class="{kind}" '
+            f'style="width:{outline / max(outlines):.1%}">'
+            f'<i style="width:{speed / outline:.1%}"></i></div><span>{speed:.3g}</span>'
+        )
+    title = "Groups per second" + (", and the bound (dashed)" if comparison.has_bound else "")
+    return f'<h3>{title}</h3><div class="bars">{"".join(parts)}</div>'

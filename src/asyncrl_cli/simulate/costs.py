@@ -28,7 +28,6 @@ from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD
-from asyncrl_cli.simulate.capacities import Capacities
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTimes
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
@@ -41,6 +40,20 @@ forward."""
 _POLL_RATIO = 1.5
 """How often a worker reports without a change, as a share of a mean response's time: such reports only cost
 simulation time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacities:
+    """Sampled tokens per second that each phase generates or trains alone, with all the devices that the
+    profile gives it.
+
+    Prompts take time but their tokens are not counted, as in `tokens_trained`. Training includes the
+    old-logprob pass, if any.
+    """
+
+    rollout_tokens_per_s: float
+    trainer_tokens_per_s: float
+    colocated: bool
 
 
 class Spent(NamedTuple):
@@ -150,8 +163,7 @@ class Costs:
         trainer   train steps and old-logprob passes as they were, without overhead
 
         Neither is slowed by the other phase. When colocated, all workers or all ranks of a phase work at once
-        and, on a shared machine, slow each other (`_slowdown`), as in `bench/phases.py`, which measures all
-        processes of a phase together.
+        and, on a shared machine, slow each other (`_slowdown`).
         """
         step_groups = Schedule.of(self.profile).step_groups
         done = Spent(

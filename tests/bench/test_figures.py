@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of
+from asyncrl_cli.bench.figures import Edges, common_edges, figures_of, stretch_of
 from asyncrl_cli.bench.results import Contestant, FinishedRun, Range, summarise
-from asyncrl_cli.simulate.capacities import Capacities, ideal_times
 
 
 def line(step: int, window: int, time_s: float, step_s: float, **changed: Any) -> dict[str, Any]:
@@ -123,17 +122,6 @@ def test_what_was_not_measured_is_absent() -> None:
     assert "slot_utilization" not in figures
 
 
-def test_apart_the_slower_side_bounds_and_colocated_both_do() -> None:
-    apart = ideal_times(
-        300, 100, Capacities(rollout_tokens_per_s=100, trainer_tokens_per_s=50, colocated=False)
-    )
-    assert apart == {"generation_s": 3.0, "training_s": 2.0, "ideal_s": 3.0}
-    together = ideal_times(
-        300, 100, Capacities(rollout_tokens_per_s=200, trainer_tokens_per_s=50, colocated=True)
-    )
-    assert together == {"generation_s": 1.5, "training_s": 2.0, "ideal_s": 3.5}
-
-
 def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> None:
     contestants = [
         Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "fast")
@@ -156,36 +144,6 @@ def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> 
         None,
         None,
     )
-
-
-def test_each_run_is_held_against_its_own_capacities() -> None:
-    contestants = [Contestant(name="base", mode="base", step_groups=2, window_groups=2)]
-    capacities = [
-        Capacities(rollout_tokens_per_s=speed, trainer_tokens_per_s=48, colocated=False)
-        for speed in (24.0, 16.0)
-    ]
-    runs = [
-        FinishedRun(profile="base", seed=seed, lines=run_lines(), capacities=known)
-        for seed, known in enumerate(capacities)
-    ]
-    (base,) = summarise(contestants, runs)
-    # 240 tokens in 20 s: 10 s of generation at 24 per second, 15 s at 16; 5 s of training. Windows are a
-    # third of it.
-    assert base.figures["bound_ratio"] == Range(
-        median=pytest.approx(0.625), min=pytest.approx(0.5), max=pytest.approx(0.75)
-    )
-    assert base.limited_by == "generation"
-    written = base.to_json()
-    assert written["ideal"] == pytest.approx(
-        {"window_time_s": 12.5 / 3, "generation_s": 12.5 / 3, "training_s": 5 / 3, "at_once_s": None}
-    )
-    assert written["capacities"] == {
-        "colocated": False,
-        "rollout_tokens_per_s": 20.0,
-        "trainer_tokens_per_s": 48,
-        "rollout_beside_tokens_per_s": None,
-        "trainer_beside_tokens_per_s": None,
-    }
 
 
 def steps(count: int, step_groups: int, window_steps: int, **of_first: Any) -> list[dict[str, Any]]:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, ParamSpec, TypeVar
 
 from asyncrl_cli.base.errors import Interrupted
-from asyncrl_cli.bench.measure import stretches
-from asyncrl_cli.bench.results import FinishedRun, timeline_of_run
+from asyncrl_cli.bench.figures import stretches
+from asyncrl_cli.bench.results import FinishedRun
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.contracts.events import Observer, StepRecord
 from asyncrl_cli.engines.vllm.plugin import end_with_parent
@@ -40,25 +41,28 @@ POLL_S = 0.1
 
 Progress = Callable[[str, int], None]
 """Called with a run's name and the number of groups that the run has trained."""
+Reports = SimpleQueue[tuple[str, int]]
+"""What the processes of a pool tell the parent: the arguments of `Progress`."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Pool(ProcessPoolExecutor):
     """A process pool whose children never get SIGINT (a Ctrl-C in the terminal), not even while they
     start."""
 
-    def submit(self, *arguments: Any, **keywords: Any) -> Future[Any]:
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         with blocked(signal.SIGINT):
-            return super().submit(*arguments, **keywords)
+            return super().submit(fn, *args, **kwargs)
 
 
 @contextmanager
-def simulators(processes: int, told: Any = None) -> Iterator[Pool]:
+def simulators(processes: int, reports: Reports | None = None) -> Iterator[Pool]:
     """A pool for simulated runs: spawned processes (forking is unsafe, because this process has threads),
-    killed at the end of the block. `told`: their queue for progress. Raises Interrupted on SIGINT, SIGTERM or
-    SIGHUP within the block."""
+    killed at the end of the block. Raises Interrupted on SIGINT, SIGTERM or SIGHUP within the block."""
     others, context = set(multiprocessing.active_children()), multiprocessing.get_context("spawn")
     try:
-        with StopRequests().on_signals(), Pool(processes, context, _begin, (told,)) as pool:
+        with StopRequests().on_signals(), Pool(processes, context, _begin, (reports,)) as pool:
             try:
                 yield pool
             finally:
@@ -68,20 +72,17 @@ def simulators(processes: int, told: Any = None) -> Iterator[Pool]:
         raise Interrupted("interrupted: simulated runs are not kept") from None
 
 
-_process: dict[str, Any] = {}
-"""In a process of the pool, under "told": the queue for progress."""
-
-
-def _begin(told: Any) -> None:
+def _begin(reports: Reports | None) -> None:
+    """Runs first in each process of the pool."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()  # a process waiting for work would not notice that its parent died
     collect_garbage_seldom()
-    _process["told"] = told
+    _Reporter.reports = reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedJob:
-    """One run to simulate. `runs_dir`: where it is recorded, to be drawn; None if it is not."""
+    """One run to simulate. `runs_dir`: where it is recorded, for a report; None if it is not."""
 
     loaded: Loaded
     workload: Workload
@@ -103,12 +104,17 @@ def simulate_all(
     """
     workload = jobs[0].workload
     rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]
-    told = multiprocessing.get_context("spawn").SimpleQueue()
-    size = min(len(jobs) + len(rows), usable_cores())
-    with simulators(size, told) as pool:
+    reports: Reports = multiprocessing.get_context("spawn").SimpleQueue()
+    with simulators(min(len(jobs) + len(rows), usable_cores()), reports) as pool:
         running = [pool.submit(_simulate, job) for job in jobs]
         fits = [pool.submit(residuals, row) for row in rows]
-        _follow([*running, *fits], told, progress)
+        unfinished: set[Future[object]] = {*running, *fits}  # type: ignore[arg-type]
+        while unfinished:
+            ended, unfinished = wait(unfinished, timeout=POLL_S)
+            while not reports.empty():
+                progress(*reports.get())
+            for future in ended:
+                future.result()  # raises the error of the first run that fails
         made = [future.result() for future in running]
         fit = [residual for future in fits for residual in future.result()]
     return with_capacities(made, window_groups), fit
@@ -118,46 +124,33 @@ def with_capacities(made: Sequence[tuple[FinishedRun, Costs]], window_groups: in
     """The runs with their capacities, computed from the lengths of the measured groups only."""
     measured = stretches([run.lines for run, _ in made], window_groups)
     return [
-        replace(
-            run,
-            capacities=costs.capacities(
-                int(stretch.before["groups_trained"]), int(stretch.lines[-1]["groups_trained"])
-            ),
-        )
+        replace(run, capacities=costs.capacities(stretch.begin_groups, stretch.end_groups))
         for (run, costs), stretch in zip(made, measured, strict=True)
     ]
-
-
-def _follow(running: Sequence[Future[Any]], told: Any, progress: Progress) -> None:
-    """Report progress until all runs have ended. Raises the error of the first run that fails."""
-    unfinished = set(running)
-    while unfinished:
-        ended, unfinished = wait(unfinished, timeout=POLL_S)
-        while not told.empty():
-            progress(*told.get())
-        for future in ended:
-            future.result()
 
 
 def _simulate(job: SimulatedJob) -> tuple[FinishedRun, Costs]:
     profile = job.loaded.profile
     directory = job.runs_dir and job.runs_dir / f"{profile.name}-s{job.seed}"
     with recorded(job.loaded, directory) if directory else nullcontext(Observer()) as recorder:
-        run = simulate(profile, job.workload, seed=job.seed, observers=[_Told(job.name), recorder])
+        run = simulate(profile, job.workload, seed=job.seed, observers=[_Reporter(job.name), recorder])
         if run.error is not None:
             raise run.error
-    timeline = timeline_of_run(profile.name, directory, run.lines) if directory else None
-    return FinishedRun(profile=profile.name, seed=job.seed, lines=run.lines, timeline=timeline), run.costs
+    return FinishedRun(profile=profile.name, seed=job.seed, lines=run.lines), run.costs
 
 
-class _Told(Observer):
+class _Reporter(Observer):
     """After every train step, tells the parent how many groups the run has trained."""
+
+    reports: ClassVar[Reports | None] = None
+    """Of this process of the pool."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def step(self, record: StepRecord) -> None:
-        _process["told"].put((self._name, record.ledger["trained"]))
+        assert self.reports is not None, "the pool was made without a queue"
+        self.reports.put((self._name, record.ledger["trained"]))
 
 
 @contextmanager

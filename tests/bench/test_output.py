@@ -1,10 +1,9 @@
-"""Tables, reports and pictures of a comparison whose figures are given."""
+"""Tables and reports of a comparison whose figures are given."""
 
 from __future__ import annotations
 
 import io
 import json
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,18 +11,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.bench import pictures
-from asyncrl_cli.bench.pictures import view_length_s
-from asyncrl_cli.bench.report import output_directory, report_text, write_report, write_results
-from asyncrl_cli.bench.results import (
-    Comparison,
-    Contestant,
-    DrawnRun,
-    Range,
-    Result,
-    read_results,
-    shown_workers,
-)
+from asyncrl_cli.bench.output import output_directory, report_text, write_results
+from asyncrl_cli.bench.results import Comparison, Contestant, Range, Result, read_results
 from asyncrl_cli.bench.table import heading_of, table_of
 
 NAMES = (
@@ -73,29 +62,6 @@ def comparison(workload: str = "big") -> Comparison:
     )
 
 
-def timeline(name: str, window_s: float = 10.0) -> DrawnRun:
-    ends = tuple(window_s * index for index in range(1, 9))
-    stays = [
-        (state, start, start + window_s / 2)
-        for end in ends
-        for state, start in (("busy", end), ("starved", end + window_s / 2))
-    ]
-    return DrawnRun(
-        profile=name,
-        trainers=("trainer",),
-        workers=("rollout-0", "rollout-63"),
-        num_workers=64,
-        spans={"trainer": stays, "rollout-0": stays},
-        running={"rollout-0": [(float(second), 3.0) for second in range(80)]},
-        publishes_s=ends,
-        window_ends_s=ends,
-    )
-
-
-def with_timelines(*names: str) -> Comparison:
-    return replace(comparison(), timelines=tuple(map(timeline, names)))
-
-
 def printed(made: Comparison, width: int = 100) -> str:
     """As the command prints it on a terminal, or into a pipe, of `width` columns."""
     console = Console(width=width, file=io.StringIO())
@@ -135,87 +101,40 @@ def test_a_measured_table_does_not_say_simulated() -> None:
     assert "SIMULATED" not in printed(comparison(workload=""))
 
 
-@pytest.mark.slow
-def test_all_four_files_are_written_and_say_simulated(tmp_path: Path) -> None:
-    results = write_results(comparison(), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-    written, failures = write_report(with_timelines("colocate", "partial-rollout"), tmp_path)
-    assert failures == []
-    assert {path.name for path in (results, *written)} == {
-        "results.json",
-        "report.md",
-        "timeline.png",
-        "speedup.png",
-    }
-    assert set(tmp_path.iterdir()) == {results, *written}
+def test_both_files_are_written_and_say_simulated(tmp_path: Path) -> None:
+    results, report = write_results(comparison(), tmp_path)
+    assert set(tmp_path.iterdir()) == {results, report} == {tmp_path / "results.json", tmp_path / "report.md"}
     document = json.loads(results.read_text())
     assert (document["schema_version"], document["simulated"], document["window_groups"]) == (1, True, 512)
     assert [row["profile"] for row in document["results"]] == list(NAMES)
     assert document["results"][0]["speedup"] == 1.0
     assert document["results"][1]["spread"]["groups_per_s"] == [2.7, pytest.approx(3.3)]
-    report = (tmp_path / "report.md").read_text()
-    assert "SIMULATED" in report
-    assert "colocate fits within 1%" in report
-    assert "(timeline.png)" in report
-    for name in ("timeline.png", "speedup.png"):
-        width, height = struct.unpack(">II", (tmp_path / name).read_bytes()[16:24])
-        assert width > 800
-        assert height > 300
+    assert "SIMULATED" in report.read_text()
+    assert "colocate fits within 1%" in report.read_text()
 
 
 def test_a_report_explains_only_rows_that_it_has() -> None:
-    simulated, real = report_text(comparison(), []), report_text(comparison(workload=""), [])
+    simulated, real = report_text(comparison()), report_text(comparison(workload=""))
     for missing in ("final reward", "Evals", "scored version 0"):
         assert missing not in simulated
         assert missing in real
-    assert "both phases at once" not in simulated + real
-    beside = [
-        replace(one, figures={**one.figures, "at_once_ratio": Range(median=0.9, min=0.9, max=0.9)})
-        for one in comparison().results
-    ]
-    assert "both phases at once" in report_text(replace(comparison(workload=""), results=beside), [])
+    assert "in this very run" in real
+    assert "in full batches" in simulated
     unbound = [
         replace(one, figures={name: spread for name, spread in one.figures.items() if name not in BOUND})
         for one in comparison().results
     ]
-    assert "limited by" not in report_text(replace(comparison(), results=unbound), [])
-
-
-def test_without_timelines_there_is_no_picture_of_them(tmp_path: Path) -> None:
-    written, failures = write_report(comparison(), tmp_path)
-    assert [path.name for path in written] == ["report.md", "speedup.png"]
-    assert failures == []
-    assert "timeline.png" not in (tmp_path / "report.md").read_text()
-
-
-def test_a_picture_that_fails_is_told_and_costs_no_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def draw(comparison: Comparison, path: Path) -> Path:
-        path.write_bytes(b"half a pic")
-        raise ValueError("no such font")
-
-    monkeypatch.setattr(pictures, "draw_timelines", draw)
-    results = write_results(comparison(), tmp_path)
-    before = results.read_bytes()
-    written, failures = write_report(with_timelines("colocate"), tmp_path)
-    assert failures == ["timeline.png could not be drawn: ValueError: no such font"]
-    assert [path.name for path in written] == ["report.md", "speedup.png"]
-    assert set(tmp_path.iterdir()) == {results, *written}
-    assert results.read_bytes() == before
-    report = (tmp_path / "report.md").read_text()
-    assert "(speedup.png)" in report
-    assert "timeline.png" not in report
+    assert "limited by" not in report_text(replace(comparison(), results=unbound))
 
 
 def test_runs_that_are_missing_are_named(tmp_path: Path) -> None:
     made = replace(comparison(workload=""), missing=("colocate-r1", "partial-rollout-r1"))
-    assert "Not finished: colocate-r1, partial-rollout-r1." in report_text(made, [])
-    assert json.loads(write_results(made, tmp_path).read_text())["missing"] == [
+    assert "Not finished: colocate-r1, partial-rollout-r1." in report_text(made)
+    assert json.loads(write_results(made, tmp_path)[0].read_text())["missing"] == [
         "colocate-r1",
         "partial-rollout-r1",
     ]
-    assert "Not finished" not in report_text(comparison(), [])
+    assert "Not finished" not in report_text(comparison())
 
 
 def test_a_heading_says_how_many_runs_the_medians_are_of() -> None:
@@ -244,22 +163,6 @@ def test_an_interrupted_comparison_leaves_no_directory_of_its_own_and_nothing_el
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-def test_the_view_begins_with_a_window_in_the_middle_of_the_run() -> None:
-    made = timeline("colocate")
-    assert view_length_s([made]) == 30.0
-    assert made.middle_s(30.0) == 30.0  # 30 to 60 of 10 to 80
-
-
-def test_of_many_workers_eight_are_shown_from_the_first_to_the_last() -> None:
-    roles = {f"rollout-{index}": "rollout" for index in range(64)}
-    shown = shown_workers(roles)
-    assert (len(shown), shown[0], shown[-1]) == (8, "rollout-0", "rollout-63")
-    assert shown_workers({"rollout-10": "rollout", "trainer": "trainer", "rollout-2": "rollout"}) == (
-        "rollout-2",
-        "rollout-10",
-    )
-
-
 def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     made = comparison()
     bare = replace(
@@ -268,7 +171,7 @@ def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
         workload="",
     )
     for one in (made, bare):
-        assert read_results(write_results(one, tmp_path)).to_json() == one.to_json()
+        assert read_results(write_results(one, tmp_path)[0]).to_json() == one.to_json()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +185,7 @@ def test_results_that_are_none_are_refused(tmp_path: Path, content: str) -> None
 
 def test_a_table_says_where_the_sides_are_not_equal() -> None:
     equal = comparison()
-    assert "not equal" not in report_text(equal, [])
+    assert "not equal" not in report_text(equal)
     base, other, *_ = equal.results
     figures = {"tokens_per_s": 100.0, "window_time_s": 10.0}
     ranges = {name: Range(median=value, min=value, max=value) for name, value in figures.items()}
@@ -293,7 +196,7 @@ def test_a_table_says_where_the_sides_are_not_equal() -> None:
         contestant=replace(other.contestant, step_groups=256),
         figures={**other.figures, **ranges, "tokens_per_s": longer},
     )
-    text = report_text(replace(equal, results=[same, unequal]), [])
+    text = report_text(replace(equal, results=[same, unequal]))
     assert "| not equal |  | K, length |" in text
     assert "| steps per sync (K) | 4 | 2 |" in text
     assert "| groups per sync (W) | 512 | 512 |" in text

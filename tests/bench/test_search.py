@@ -10,9 +10,9 @@ from itertools import product
 import pytest
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError
+from asyncrl_cli.bench.recommendation import scaled_sets, starting_point
 from asyncrl_cli.bench.search import SHORT_WINDOWS, Found, Outcome, Row, front, planned_windows, search
 from asyncrl_cli.bench.space import Setting, Space
-from asyncrl_cli.bench.tune import scaled_sets, starting_point
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.compiling import compile_job
 from asyncrl_cli.profile.loaded import load

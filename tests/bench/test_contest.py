@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError
-from asyncrl_cli.bench.compare import Contest, contest_of
-from asyncrl_cli.bench.entries import check_sets
+from asyncrl_cli.bench.contest import Contest, contest_of
 from asyncrl_cli.simulate.workload_files import load_workload
 
 
@@ -91,7 +90,7 @@ def test_groups_and_windows_exclude_each_other() -> None:
 
 def test_what_the_bench_sets_itself_is_no_set() -> None:
     with pytest.raises(ConfigError, match=r"run\.seed") as refused:
-        check_sets(["rollout.slots=32", "run.seed=4"])
+        contest("partial-rollout", sets=["rollout.slots=32", "run.seed=4"])
     assert refused.value.hint == "use --seed"
 
 

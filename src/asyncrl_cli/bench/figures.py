@@ -14,14 +14,13 @@ measure is absent from its figures, never 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.observe.lines import Line, Totals, sampled_tokens, spent_s, trajectories
-from asyncrl_cli.simulate.capacities import Capacities, ideal_times
+from asyncrl_cli.observe.lines import Line, Totals, spent_s, trajectories
 
 PARTS = {
     "wait": ("wait_scores", "wait_data"),
@@ -32,7 +31,6 @@ PARTS = {
 }
 """Parts of a step as the bench shows them; each is a sum of parts of `timing/*_s`."""
 PARTIAL = "fully_async/partial/"
-RATE = "rollouter/tokens_per_s"
 RATIOS = {
     "trainer_idle_ratio": "trainer/idle_ratio",
     "rollouter_idle_ratio": "rollouter/idle_ratio",
@@ -64,8 +62,16 @@ class Stretch:
         )
 
     @property
+    def begin_groups(self) -> int:
+        return int(self.before["groups_trained"])
+
+    @property
+    def end_groups(self) -> int:
+        return int(self.lines[-1]["groups_trained"])
+
+    @property
     def groups(self) -> int:
-        return int(self.lines[-1]["groups_trained"] - self.before["groups_trained"])
+        return self.end_groups - self.begin_groups
 
     @property
     def tokens(self) -> int:
@@ -124,11 +130,8 @@ def _too_short(windows: int) -> AsyncrlError:
     )
 
 
-def figures_of(
-    stretch: Stretch, window_groups: int, capacities: Capacities | None = None
-) -> dict[str, float]:
-    """Figures by name. `window_groups` is W of the baseline. With `capacities` the figures of the bound are
-    included."""
+def figures_of(stretch: Stretch, window_groups: int) -> dict[str, float]:
+    """Figures by name. `window_groups` is W of the baseline."""
     steps_s = [spent_s(line, "step") - spent_s(line, "eval") for line in stretch.lines]
     seconds, windows, num_steps = stretch.seconds, stretch.groups / window_groups, len(stretch.lines)
     totals = Totals(stretch.lines)
@@ -152,31 +155,7 @@ def figures_of(
         "staleness_mean": totals.mean("staleness/mean")
     }
     figures |= _known(means)
-    figures |= _partial_ratio(stretch) | _of_whole_run(stretch.run)
-    return figures if capacities is None else figures | _of_bound(stretch, windows, capacities)
-
-
-def _of_bound(stretch: Stretch, windows: float, capacities: Capacities) -> dict[str, float]:
-    """What each side can do alone, the ideal time of a window, and its ratio to the measured time."""
-    times = ideal_times(tokens_made(stretch) / windows, stretch.tokens / windows, capacities)
-    ratios = {
-        "bound_ratio": times["ideal_s"],
-        **({"at_once_ratio": times["at_once_s"]} if "at_once_s" in times else {}),
-    }
-    known = {
-        name: value for name, value in asdict(capacities).items() if name != "colocated" and value is not None
-    }
-    return times | known | {name: ideal_s * windows / stretch.seconds for name, ideal_s in ratios.items()}
-
-
-def tokens_made(stretch: Stretch) -> float:
-    """Tokens that generation made: those sampled for the trained groups, but at most those that workers
-    sampled in the stretch. The stretch may begin with more groups ahead than it ends with, and those were
-    generated before it."""
-    trained = sum(sampled_tokens(line) for line in stretch.lines)
-    steps_s = sum(spent_s(line, "step") for line in stretch.lines)  # evals too: the rate counts their tokens
-    rate = Totals(stretch.lines).mean(RATE)
-    return trained if rate is None else min(trained, rate * steps_s)
+    return figures | _partial_ratio(stretch) | _of_whole_run(stretch.run)
 
 
 def _partial_ratio(stretch: Stretch) -> dict[str, float]:

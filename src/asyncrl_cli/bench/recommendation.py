@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError, counted
 from asyncrl_cli.base.paths import expand
-from asyncrl_cli.bench.measure import Edges, figures_of, stretch_of
+from asyncrl_cli.bench.figures import Edges, figures_of, stretch_of
 from asyncrl_cli.bench.search import (
     FIGURES,
     LONG_RUNS,
@@ -32,7 +32,7 @@ from asyncrl_cli.bench.search import (
     planned_windows,
     search,
 )
-from asyncrl_cli.bench.simulated import simulators
+from asyncrl_cli.bench.simulated_runs import simulators
 from asyncrl_cli.bench.space import RANKS_KEY, WORKERS_KEY, Setting, Space, split_sets
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.plan.compiling import compile_job

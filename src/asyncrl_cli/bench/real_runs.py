@@ -11,12 +11,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.bench.bars import Bars
-from asyncrl_cli.bench.entries import Entry
-from asyncrl_cli.bench.results import FinishedRun, timeline_of_run
+from asyncrl_cli.bench.contest import Entry
+from asyncrl_cli.bench.results import FinishedRun
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.job.process import StopRequests
 from asyncrl_cli.observe.lines import read_metrics
@@ -30,7 +29,7 @@ KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealRun:
     """One run to make, in the directory `runs_dir/name`. Its stdout, which is JSON, goes to `output`, its
-    stderr to `log`. The first run of each profile is drawn."""
+    stderr to `log`."""
 
     entry: Entry
     repeat: int
@@ -56,17 +55,17 @@ class RealRun:
         return self.runs_dir / f"{self.name}.log"
 
     def command(self) -> list[str]:
-        own = {
-            "run.seed": self.seed,
-            "run.total_rollout_steps": self.groups,
-            "eval.every_versions": 0,
-            "checkpoint.every_steps": 0,
-        }
-        sets = [*self.entry.sets, *(f"{key}={value}" for key, value in own.items())]
-        arguments = ["--profile", self.entry.reference, *(part for text in sets for part in ("--set", text))]
-        place = ["--runs-dir", str(self.runs_dir), "--name", self.name, "--ui", "none", "--json"]
-        place += ["--address", self.address or "local"]
-        return [sys.executable, "-m", "asyncrl_cli", "train", *arguments, *place]
+        sets = [
+            *self.entry.sets,
+            f"run.seed={self.seed}",
+            f"run.total_rollout_steps={self.groups}",
+            "eval.every_versions=0",
+            "checkpoint.every_steps=0",
+        ]
+        words = [word for text in sets for word in ("--set", text)]
+        words += ["--runs-dir", str(self.runs_dir), "--name", self.name, "--ui", "none", "--json"]
+        words += ["--address", self.address or "local"]
+        return [sys.executable, "-m", "asyncrl_cli", "train", "--profile", self.entry.reference, *words]
 
 
 def runs_of(
@@ -100,25 +99,19 @@ def make_run(run: RealRun, bars: Bars) -> tuple[FinishedRun, bool]:
             while (code := _wait(child, POLL_S, interrupts)) is None:
                 if interrupts:
                     raise KeyboardInterrupt
-                groups, told = _told(run.directory / "status.json")
-                bars.run(run.name, groups, run.groups, **told)
+                _show_status(run, bars)
         except BaseException:
             bars.say(f"stopping {run.name}; Ctrl-C again ends it at once")
             end(child, run.entry.profile.run.stop_grace_s + STOP_EXTRA_S, interrupts)
             raise
-    if interrupts and code != 0:
-        raise KeyboardInterrupt
     if code != 0:
-        raise _failure(run, code)
+        raise KeyboardInterrupt if interrupts else _failure(run, code)
     lines = read_metrics(run.directory / "metrics.jsonl")
     bars.run(run.name, run.groups, run.groups, time_s=lines[-1]["time_s"])
-    timeline = timeline_of_run(run.entry.name, run.directory, lines) if run.repeat == 0 else None
-    return FinishedRun(profile=run.entry.name, seed=run.seed, lines=lines, timeline=timeline), bool(
-        interrupts
-    )
+    return FinishedRun(profile=run.entry.name, seed=run.seed, lines=lines), bool(interrupts)
 
 
-def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Sequence[float]) -> None:
+def end(child: subprocess.Popen[bytes], grace_s: float, interrupts: Sequence[float]) -> None:
     """SIGINT for an orderly stop, SIGINT to end at once, SIGTERM, then kill. Each further interrupt skips to
     the next."""
     for number, limit_s in ((signal.SIGINT, grace_s), (signal.SIGINT, STOP_EXTRA_S), (signal.SIGTERM, 5.0)):
@@ -131,7 +124,7 @@ def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Sequence[float
     child.wait()
 
 
-def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Sequence[float]) -> int | None:
+def _wait(child: subprocess.Popen[bytes], limit_s: float, interrupts: Sequence[float]) -> int | None:
     """The exit code; None if the child still runs after `limit_s` or when a new interrupt comes."""
     until_s, seen = time.monotonic() + limit_s, len(interrupts)
     while (code := child.poll()) is None and time.monotonic() < until_s and len(interrupts) == seen:
@@ -139,35 +132,32 @@ def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Sequence[flo
     return code
 
 
-def _told(path: Path) -> tuple[int, dict[str, Any]]:
+def _show_status(run: RealRun, bars: Bars) -> None:
     """Groups trained, and the run's time, phase (with what it does while it starts) and time left, from its
     status.json."""
     try:
-        status = json.loads(path.read_text(encoding="utf-8"))
-        progress, phase = (
-            status["progress"],
-            ": ".join(filter(None, (str(status["phase"]), status.get("doing")))),
-        )
-        return int(progress["groups_trained"]), {
-            "time_s": progress["time_s"],
-            "phase": phase,
-            "left_s": progress.get("eta_s"),
-        }
+        status = json.loads((run.directory / "status.json").read_text(encoding="utf-8"))
+        progress, phase = status["progress"], str(status["phase"])
+        if doing := status.get("doing"):
+            phase = f"{phase}: {doing}"
+        groups, time_s, left_s = int(progress["groups_trained"]), progress["time_s"], progress.get("eta_s")
     except (FileNotFoundError, ValueError, KeyError):
-        return 0, {"phase": "starting"}
+        bars.run(run.name, 0, run.groups, phase="starting")
+    else:
+        bars.run(run.name, groups, run.groups, time_s=time_s, phase=phase, left_s=left_s)
 
 
 def _failure(run: RealRun, code: int) -> AsyncrlError:
     """The run's own error and hint (or its last line of output, if it was killed), with the place of its
     log."""
-    said = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
-    last_line = next((line for line in reversed(said) if line.strip()), "it said nothing")
+    output = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    last_line = next((line for line in reversed(output) if line.strip()), "it said nothing")
     try:
-        told = json.loads(run.output.read_text(encoding="utf-8"))
+        found = json.loads(run.output.read_text(encoding="utf-8"))
     except ValueError:
-        told = {}
+        found = {}
     logs = run.directory / "logs" / "latest"
     where = f"its log: {logs / 'driver.log' if logs.is_dir() else run.log}"
     how = f"signal {-code}" if code < 0 else f"exit {code}"
-    message = f"the run {run.name} failed ({how}): {told.get('error') or last_line}"
-    return KINDS.get(code, AsyncrlError)(message, hint="; ".join(filter(None, [told.get("hint"), where])))
+    message = f"the run {run.name} failed ({how}): {found.get('error') or last_line}"
+    return KINDS.get(code, AsyncrlError)(message, hint="; ".join(filter(None, [found.get("hint"), where])))

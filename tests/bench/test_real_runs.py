@@ -14,20 +14,13 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import AsyncrlError, ConfigError
-from asyncrl_cli.bench import compare, real
-from asyncrl_cli.bench.compare import compare_real, contest_of
-from asyncrl_cli.bench.real import RealRun, make_run, runs_of
-from asyncrl_cli.simulate.capacities import Capacities
+from asyncrl_cli.bench import real_runs
+from asyncrl_cli.bench.comparison import compare
+from asyncrl_cli.bench.contest import contest_of
+from asyncrl_cli.bench.real_runs import RealRun, make_run, runs_of
+from tests.bench.quiet import Quiet
 
 SETS = ("placement.device=cpu",)
-
-
-class Quiet:
-    def run(self, name: str, groups: int, total: int, **told: Any) -> None: ...
-
-    def note(self, text: str, done: int, total: int) -> None: ...
-
-    def say(self, text: str) -> None: ...
 
 
 def runs(directory: Path, seeds: tuple[int, ...] = (0,)) -> list[RealRun]:
@@ -37,7 +30,7 @@ def runs(directory: Path, seeds: tuple[int, ...] = (0,)) -> list[RealRun]:
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Every run is this program; its arguments are the run's directory."""
-    monkeypatch.setattr(real, "POLL_S", 0.05)
+    monkeypatch.setattr(real_runs, "POLL_S", 0.05)
     monkeypatch.setattr(RealRun, "command", lambda run: [sys.executable, "-c", code, str(run.directory)])
 
 
@@ -97,7 +90,7 @@ def test_an_interrupted_run_is_asked_to_stop_and_ends(
 
 
 def test_a_run_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real, "STOP_EXTRA_S", 0.05)
+    monkeypatch.setattr(real_runs, "STOP_EXTRA_S", 0.05)
     code = (
         "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\nprint('ready', "
         "flush=True)\nsignal.pause()"
@@ -108,8 +101,8 @@ def test_a_run_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
         assert said.readline() == b"ready\n"
         killing = threading.Timer(10, stubborn.kill)
         killing.start()
-        monkeypatch.setattr(real, "_wait", lambda child, limit_s, interrupts: child.poll())
-        real.end(stubborn, 0.05, [])
+        monkeypatch.setattr(real_runs, "_wait", lambda child, limit_s, interrupts: child.poll())
+        real_runs.end(stubborn, 0.05, [])
         killing.cancel()
     assert stubborn.returncode == -signal.SIGKILL
 
@@ -118,49 +111,38 @@ LINES = """
 import json, sys
 from pathlib import Path
 run = Path(sys.argv[1])
-if "partial" in run.name:
+if "partial" in run.name and PARTIAL_FAILS:
     sys.exit(print("the trainer died", file=sys.stderr) or 1)
 run.mkdir()
 with (run / "metrics.jsonl").open("w") as file:
     for step in range(1, 5):
         line = {"step": step, "window": step - 1, "version": step, "time_s": 2.0 * step, "groups_trained": 96 * step,
-                "tokens_trained": 960 * step, "timing/step_s": 2.0, "response_tokens/mean": 10.0, "staleness/histogram": [96]}
+                "tokens_trained": 960 * step, "timing/step_s": 2.0, "response_tokens/mean": 10.0,
+                "staleness/histogram": [96], "trainer/idle_ratio": 0.75, "rollouter/idle_ratio": 0.4}
         print(json.dumps(line), file=file)
 """
 
 
-def test_each_repeat_is_held_against_what_the_machine_could_do_then(
+def test_real_runs_have_the_bound_of_what_they_were_busy_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that is twice as fast in the second repeat: the runs, which are not, reach half as much of
-    their bound."""
-    child(monkeypatch, LINES.replace('"partial" in run.name', "False"))
-    asked: list[tuple[list[tuple[str, int]], int]] = []
-
-    def with_capacities(entries: Any, runs: Any, watcher: Any, repeats: int) -> Any:
-        asked.append(([(run.profile, run.seed) for run in runs], repeats))
-        speed = 1000.0 * (1 + runs[0].seed)
-        made = Capacities(rollout_tokens_per_s=10 * speed, trainer_tokens_per_s=speed, colocated=False)
-        return [replace(run, capacities=made) for run in runs], ("doubtful",)
-
-    monkeypatch.setattr(compare, "with_capacities", with_capacities)
-    compared = compare_real(
-        contest_of("colocate", ["partial-rollout"], sets=SETS, seeds=(0, 1)), tmp_path, Quiet()
-    )
-    assert compared.error is None
-    assert asked == [([("colocate", seed), ("partial-rollout", seed)], 2) for seed in (0, 1)]
-    assert compared.remarks == ("doubtful",)
-    for result in compared.results:
-        ratio = result.figures["bound_ratio"]
-        # 960 tokens of a 2 s step, at 1,000 per second
-        assert (ratio.min, ratio.max) == pytest.approx((0.48 / 2, 0.48))
+    """Of each 2 s step the trainer computes 0.5 s and the workers 1.2 s: 1.7 s in turns, 1.2 s apart."""
+    child(monkeypatch, LINES.replace("PARTIAL_FAILS", "False"))
+    contest = contest_of("colocate", ["partial-rollout"], sets=SETS, seeds=(0, 1))
+    compared = compare(contest, tmp_path, Quiet())
+    assert (compared.error, compared.remarks) == (None, ())
+    assert [result.figures["bound_ratio"].median for result in compared.results] == pytest.approx([0.85, 0.6])
+    assert {result.limited_by for result in compared.results} == {"generation"}
+    # 96 groups in 2 s, and W of the baseline is 16
+    assert [result.median("ideal_s") for result in compared.results] == pytest.approx([1.7 / 6, 1.2 / 6])
+    assert [result.to_json()["capacities"] for result in compared.results] == [None, None]
 
 
 def test_what_is_finished_is_kept_when_a_later_run_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child(monkeypatch, LINES)
-    compared = compare_real(contest_of("colocate", ["partial-rollout"], sets=SETS), tmp_path, Quiet())
+    child(monkeypatch, LINES.replace("PARTIAL_FAILS", "True"))
+    compared = compare(contest_of("colocate", ["partial-rollout"], sets=SETS), tmp_path, Quiet())
     assert isinstance(compared.error, AsyncrlError)
     assert "the trainer died" in str(compared.error)
     assert [result.profile for result in compared.results] == ["colocate"]
@@ -171,6 +153,6 @@ def test_what_is_finished_is_kept_when_a_later_run_fails(
 def test_without_a_run_of_the_baseline_there_is_only_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child(monkeypatch, LINES.replace('"partial" in run.name', "True"))
+    child(monkeypatch, LINES.replace('"partial" in run.name and PARTIAL_FAILS', "True"))
     with pytest.raises(AsyncrlError, match="the trainer died"):
-        compare_real(contest_of("colocate", ["partial-rollout"], sets=SETS), tmp_path, Quiet())
+        compare(contest_of("colocate", ["partial-rollout"], sets=SETS), tmp_path, Quiet())

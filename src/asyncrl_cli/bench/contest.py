@@ -1,0 +1,266 @@
+"""What is compared: profiles that do the same work on the same resources, over how many groups. Refuses
+profiles that differ in more, and names the difference."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.base.storage import replace_text
+from asyncrl_cli.bench.baseline import BENCH_KEYS, baseline_toml
+from asyncrl_cli.bench.results import Contestant
+from asyncrl_cli.checkpoint.run_directory import stem_of
+from asyncrl_cli.job.session import connected
+from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
+from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.job_plan import JobPlan
+from asyncrl_cli.plan.resolving import for_device
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.keys import values_of
+from asyncrl_cli.profile.loaded import Loaded, load
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.toml_files import is_file_reference, toml_value
+from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.workload_files import profile_for
+from asyncrl_cli.simulate.world import virtual_cluster
+
+REAL_GROUPS = 384
+LEAST_WINDOWS = 3
+"""Fewest windows of any profile in a run: a warm-up, one that is measured, a run-out."""
+SAME_KEYS = (
+    *("model.", "task.", "run.seed", "trainer.ppo_mini_batch_size", "rollout.engine", "rollout.n"),
+    *("rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.temperature", "rollout.top_p"),
+    *("rollout.top_k", "rollout.stop", "eval.prompts", "eval.temperature"),
+)
+"""Keys (and sections) that must be equal in all profiles, because they define the work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry(Contestant):
+    """A profile that can be run. `reference`: its name or file; `sets`: the `--set`s on top of it; `plan`:
+    its resources."""
+
+    reference: str
+    sets: tuple[str, ...]
+    loaded: Loaded
+    plan: JobPlan
+
+    @property
+    def profile(self) -> Profile:
+        return self.loaded.profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """The profiles to compare, the baseline first. Each runs once per seed and trains `groups` groups: on the
+    virtual clock if there is a `workload`, on the Ray cluster at `address` if that is given."""
+
+    entries: Sequence[Entry]
+    seeds: Sequence[int]
+    groups: int
+    workload: Workload | None
+    address: str | None = None
+
+    @property
+    def baseline(self) -> Entry:
+        return self.entries[0]
+
+    @property
+    def longest_window(self) -> int:
+        return max(entry.window_groups for entry in self.entries)
+
+    @property
+    def warnings(self) -> list[str]:
+        """About the profiles and, for real runs, about their placement on this machine."""
+        warnings = [warning for entry in self.entries for warning in entry.loaded.warnings]
+        if self.workload is None:
+            warnings += [warning for entry in self.entries for warning in entry.plan.warnings]
+        return list(dict.fromkeys(warnings))
+
+
+def contest_of(
+    baseline: str | None,
+    profiles: Sequence[str],
+    *,
+    directory: Path = Path(),
+    keep_k: bool = False,
+    sets: Sequence[str] = (),
+    seeds: Sequence[int] = (0,),
+    groups: int | None = None,
+    windows: int | None = None,
+    workload: Workload | None = None,
+    address: str | None = None,
+) -> Contest:
+    """Check the profiles and determine the runs' length: `groups`, or about `windows` of the baseline, or
+    about a default.
+
+    Without a `baseline` that of the first profile that is a file is derived and written to `directory`
+    (`keep_k`: baseline.py); if all are shipped profiles it is `colocate`. Raises ConfigError if the profiles
+    cannot be compared.
+    """
+    for key in (text.partition("=")[0].strip() for text in sets):
+        if key in BENCH_KEYS:
+            raise ConfigError(f"--set {key}: the bench sets this for every profile", hint=BENCH_KEYS[key])
+    file = next(filter(is_file_reference, profiles), None) if baseline is None else None
+    if keep_k and file is None:
+        raise ConfigError(
+            "--keep-k is for the baseline that is derived from a profile's file",
+            hint="--profile my.toml, without --compare",
+        )
+    if groups is not None and windows is not None:
+        raise ConfigError(
+            "--groups and --windows both set the length of the runs", hint="give one of the two"
+        )
+
+    def loaded(reference: str, sets: Sequence[str]) -> Loaded:
+        if workload is not None:
+            return profile_for(workload, reference, sets, groups=1)
+        flags = {
+            "run.seed": seeds[0],
+            "run.train_steps": 1,
+            "eval.every_versions": 0,
+            "checkpoint.every_steps": 0,
+        }
+        return load(reference, sets, flags)
+
+    def cluster(profile: Profile) -> ClusterResources:
+        if workload is not None:
+            return virtual_cluster(profile)
+        return local_cluster() if address is None else _cluster_at(address)
+
+    with ExitStack() as undo:
+        references: dict[str, Sequence[str]] = dict.fromkeys([baseline or "colocate", *profiles], sets)
+        if file is not None:
+            base = loaded(file, sets)
+            plan = compile_job(base.profile, cluster(base.profile))
+            path = directory / f"{stem_of(base.profile.name)}-colocate.toml"
+            replace_text(path, baseline_toml(base, plan, keep_k=keep_k))
+            # a contest that is refused leaves no file behind
+            undo.callback(path.unlink)
+            # the baseline's file has the `--set`s in it
+            references = {str(path): (), **dict.fromkeys(profiles, sets)}
+        entries = entries_of(references, loaded, cluster)
+        if groups is None:
+            window_groups = entries[0].window_groups
+            default = workload.windows * window_groups if workload else REAL_GROUPS
+            groups = groups_for_all(entries, windows * window_groups if windows else default)
+        _check_groups(entries, groups)
+        undo.pop_all()
+    return Contest(entries=entries, seeds=seeds, groups=groups, workload=workload, address=address)
+
+
+@cache
+def _cluster_at(address: str) -> ClusterResources:
+    with connected(address) as cluster:
+        return cluster
+
+
+def entries_of(
+    references: Mapping[str, Sequence[str]],
+    load: Callable[[str, Sequence[str]], Loaded],
+    cluster: Callable[[Profile], ClusterResources],
+) -> list[Entry]:
+    """`references`: the profiles with the `--set`s of each, the baseline first. `cluster` says what a profile
+    may use. Raises ConfigError where the profiles cannot be compared."""
+    entries: list[Entry] = []
+    for reference, sets in references.items():
+        loaded = load(reference, sets)
+        plan = compile_job(loaded.profile, cluster(loaded.profile))
+        loaded = for_device(loaded, plan.device)
+        name, schedule = loaded.profile.name, Schedule.of(loaded.profile)
+        if any(name == other.name for other in entries):
+            raise ConfigError(
+                f"two of the profiles are named '{name}'", hint="give one of them another `name`"
+            )
+        entries.append(
+            Entry(
+                name=name,
+                mode=schedule.mode,
+                step_groups=schedule.step_groups,
+                window_groups=schedule.window_groups,
+                reference=reference,
+                sets=tuple(sets),
+                loaded=loaded,
+                plan=plan,
+            )
+        )
+    if len(entries) < 2:
+        raise ConfigError(
+            f"'{entries[0].reference}' cannot be compared with itself", hint="--profile partial-rollout"
+        )
+    for entry in entries[1:]:
+        _check_same_work(entries[0], entry)
+        _check_same_resources(entries[0], entry)
+    return entries
+
+
+def groups_for_all(entries: Sequence[Entry], wanted: int) -> int:
+    """The smallest number of groups, at least `wanted`, that every profile can train exactly, with
+    `LEAST_WINDOWS` windows."""
+    unit = math.lcm(*(entry.step_groups for entry in entries))
+    least = max(wanted, *(LEAST_WINDOWS * entry.window_groups for entry in entries))
+    return -(-least // unit) * unit
+
+
+def _check_groups(entries: Sequence[Entry], groups: int) -> None:
+    """Raises ConfigError unless every profile can train exactly `groups`, with windows to measure."""
+    for entry in entries:
+        if groups % entry.step_groups:
+            wrong = f"no multiple of R = {entry.step_groups} groups per train step of '{entry.name}'"
+        elif groups < LEAST_WINDOWS * entry.window_groups:
+            wrong = (
+                f"not {LEAST_WINDOWS} windows of '{entry.name}', which has W = {entry.window_groups}: the "
+                "first one "
+                "is warm-up, in the last one nothing is generated ahead, and what is measured lies between"
+            )
+        else:
+            continue
+        raise ConfigError(f"{groups} groups are {wrong}", hint=f"--groups {groups_for_all(entries, groups)}")
+
+
+def _check_same_work(baseline: Entry, entry: Entry) -> None:
+    others = values_of(entry.profile)
+    for key, ours in values_of(baseline.profile).items():
+        theirs = others[key]
+        if ours != theirs and (key in SAME_KEYS or f"{key.partition('.')[0]}." in SAME_KEYS):
+            value = ours if ours is not None else theirs
+            # `--set` takes a string without quotes
+            written = value if isinstance(value, str) else toml_value(value)
+            raise ConfigError(
+                f"'{baseline.name}' and '{entry.name}' do different work: {key} is {ours!r} and {theirs!r}",
+                hint=f"--set {shlex.quote(f'{key}={written}')} sets it for all of them",
+            )
+
+
+def _check_same_resources(baseline: Entry, entry: Entry) -> None:
+    left, right = baseline.plan, entry.plan
+    if left.device != right.device:
+        raise ConfigError(
+            f"'{baseline.name}' runs on {left.device} and '{entry.name}' on {right.device}",
+            hint="--set placement.device=cpu",
+        )
+    is_gpu = left.device == "cuda"
+    ours, theirs = (left.gpus, right.gpus) if is_gpu else (left.cpus, right.cpus)
+    if ours == theirs:
+        return
+    hint = f"--set placement.gpus={left.gpus}"
+    if not is_gpu:
+        ranks, workers = left.trainer_workers, left.rollout_workers
+        if left.colocate:
+            # half of a colocated plan's processes become rollout workers
+            ranks, workers = max(ranks // 2, 1), max(ranks - ranks // 2, 1)
+        hint = (
+            f"--set placement.trainer_workers={ranks} --set rollout.workers={workers} "
+            f"--set placement.cpus_per_worker={left.cpus_per_worker}"
+        )
+    raise ConfigError(
+        f"'{baseline.name}' uses {ours} {'GPUs' if is_gpu else 'CPU cores'} and '{entry.name}' {theirs}: a "
+        "comparison needs the same resources",
+        hint=hint,
+    )
