@@ -23,9 +23,9 @@ from gpu_smoke_kit import Figures, Machine, Skipped, Wrong, trainer_on
 
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.profile.schema import Profile, WeightsSection
-from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions
-from asyncrl_cli.weights.sending import send
-from asyncrl_cli.weights.versions import RankZero
+from asyncrl_cli.weights.receivers import AnnouncedWeights
+from asyncrl_cli.weights.senders import HeldVersions
+from asyncrl_cli.weights.versions import RankZero, send
 
 if TYPE_CHECKING:
     from asyncrl_cli.engines.vllm.engine import VllmEngine

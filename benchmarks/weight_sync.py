@@ -62,7 +62,7 @@ from engine_kit import (
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
-from asyncrl_cli.weights.buckets import verified
+from asyncrl_cli.weights.receivers import verified
 from asyncrl_cli.weights.versions import mean_abs_diff
 
 COPIES_HELD = 8

@@ -21,7 +21,8 @@ from asyncrl_cli.export import writing
 from asyncrl_cli.export.export import export
 from asyncrl_cli.export.source import _step_of
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.weights.disk import keep_version, version_directory
+from asyncrl_cli.weights.model_files import version_directory
+from asyncrl_cli.weights.senders import keep_version
 from tests.export.conftest import SEQUENCE, K, MadeRun, checkpoint, model_with_tokenizer, open_run, profile_of
 
 GB = 10**9

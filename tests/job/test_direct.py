@@ -39,7 +39,7 @@ from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import ProcessPlace, Profile, WeightsSection
 from asyncrl_cli.train.ranks import own_device
 from asyncrl_cli.weights.buckets import fingerprint
-from asyncrl_cli.weights.held import AnnouncedWeights
+from asyncrl_cli.weights.receivers import AnnouncedWeights
 from asyncrl_cli.weights.versions import WORKER_MARGIN_S, Manifest, Meeting, all_loads_s
 from tests.engines.vllm.in_process_ends import WAIT_S, Exchange, InProcessGroup
 from tests.job.crew import make_model, nodes, small_profile

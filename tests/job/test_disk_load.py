@@ -16,9 +16,8 @@ from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.buckets import DamagedWeights
-from asyncrl_cli.weights.disk import DiskSender
-from asyncrl_cli.weights.sending import send
-from asyncrl_cli.weights.versions import Manifest
+from asyncrl_cli.weights.senders import DiskSender
+from asyncrl_cli.weights.versions import Manifest, send
 from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.packed import pack

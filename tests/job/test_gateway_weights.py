@@ -20,7 +20,7 @@ from asyncrl_cli.envs.places import Places, TrajectoryPlace
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
-from asyncrl_cli.weights.disk import write_manifest
+from asyncrl_cli.weights.senders import write_manifest
 from tests.engines import tiny
 from tests.engines.conftest import model, model_dir
 from tests.engines.made import made_for

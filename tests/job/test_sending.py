@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from asyncrl_cli.job.transports import Sending
-from asyncrl_cli.weights.buckets import Bucket, Packing, fingerprint, plan_layout, unpack, verified
+from asyncrl_cli.weights.buckets import Bucket, Packing, fingerprint, plan_layout, unpack
+from asyncrl_cli.weights.receivers import verified
 from asyncrl_cli.weights.versions import Manifest
 from tests.job.crew import make_model
 from tests.packed import specs_of

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.memory import adapter_parameters
-from asyncrl_cli.weights.adapters import BaseFiles
 from asyncrl_cli.weights.buckets import unpack
+from asyncrl_cli.weights.receivers import BaseFiles
 from tests.packed import pack
 from tests.train.train_samples import make_step, save_tiny_model
 from tests.trainers import planned, trainer_parts

@@ -18,7 +18,8 @@ from asyncrl_cli.train import ranks
 from asyncrl_cli.train.balance import microbatches
 from asyncrl_cli.train.batch import SPLIT_COST_TOKENS
 from asyncrl_cli.train.ranks import learning_rate
-from asyncrl_cli.weights.buckets import unpack, verified
+from asyncrl_cli.weights.buckets import unpack
+from asyncrl_cli.weights.receivers import verified
 from asyncrl_cli.weights.versions import mean_abs_diff
 from tests.products import counted_products
 from tests.train.reference_losses import aggregate

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.weights.buckets import verified
+from asyncrl_cli.weights.receivers import verified
 from tests.train.train_samples import make_step
 from tests.trainers import planned, trainer_parts
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.job.transports import arriving, clear
 from asyncrl_cli.weights.buckets import DamagedWeights, unpack
-from asyncrl_cli.weights.disk import DiskSender, read_version, write_manifest
-from asyncrl_cli.weights.sending import send
-from asyncrl_cli.weights.versions import Manifest
+from asyncrl_cli.weights.receivers import read_version
+from asyncrl_cli.weights.senders import DiskSender, write_manifest
+from asyncrl_cli.weights.versions import Manifest, send
 from tests.packed import pack
 from tests.train.train_samples import save_tiny_model
 

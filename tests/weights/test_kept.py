@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from asyncrl_cli.weights.disk import keep_version, kept_versions
+from asyncrl_cli.weights.model_files import kept_versions
+from asyncrl_cli.weights.senders import keep_version
 from tests.packed import pack
 from tests.weights.test_buckets import manifest_of
 

@@ -8,22 +8,21 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.weights import held as held_module
-from asyncrl_cli.weights.buckets import Bucket
-from asyncrl_cli.weights.held import SharedWeights, attached, views
+from asyncrl_cli.weights import receivers
+from asyncrl_cli.weights.buckets import Bucket, mapped_tensors
+from asyncrl_cli.weights.receivers import SharedWeights
 from tests.packed import pack
 
 READER = """
 import json, sys
-from asyncrl_cli.weights.held import attached, views
-told = json.loads(sys.argv[1])
-data = attached(told["path"], told["num_bytes"])
-tensors = dict(views(data, told["tensors"]))
+from asyncrl_cli.weights.buckets import mapped_tensors
+tensors = dict(mapped_tensors(**json.loads(sys.argv[1])))
 tensors["b"].zero_()  # on a page of its own now
 print({name: tensor.double().sum().item() for name, tensor in tensors.items()})
 """
@@ -46,7 +45,7 @@ def test_what_arrived_in_buckets_is_shared_under_all_of_its_names(bucket_size_by
 @pytest.mark.slow
 def test_another_process_reads_the_same_bytes_and_cannot_change_them() -> None:
     shared = SharedWeights(pack(example(), 2**20))
-    told = shared.describe({"b", "head"})
+    told: Any = shared.describe({"b", "head"})
     read = subprocess.run(
         [sys.executable, "-c", READER, json.dumps(told)], capture_output=True, text=True, check=True
     )
@@ -56,11 +55,11 @@ def test_another_process_reads_the_same_bytes_and_cannot_change_them() -> None:
 
 def test_a_buffer_of_another_size_or_a_tensor_outside_of_it_is_refused() -> None:
     shared = SharedWeights(pack(example(), 2**20))
-    told = shared.describe({"a"})
+    described: Any = shared.describe({"a"})
     with pytest.raises(ValueError, match="129 were announced"):
-        attached(told["path"], told["num_bytes"] + 1)
+        mapped_tensors(**{**described, "num_bytes": described["num_bytes"] + 1})
     with pytest.raises(ValueError, match="a ends at byte"):
-        views(attached(told["path"], told["num_bytes"]), [("a", "float32", [1000], 0)])
+        mapped_tensors(**{**described, "tensors": [("a", "float32", [1000], 0)]})
 
 
 def open_files() -> dict[int, int]:
@@ -93,7 +92,7 @@ def test_buckets_are_written_as_they_arrive_and_another_process_reads_them() -> 
 
     shared = SharedWeights(arriving())
     assert sizes == [0, 24, 64 + 10]  # 6 floats; then, from a multiple of 64, 5 bfloat16
-    told = shared.describe({"a", "b", "none"})
+    told: Any = shared.describe({"a", "b", "none"})
     assert [offset for _, _, _, offset in told["tensors"]] == [0, 64, 128]
     read = subprocess.run(
         [sys.executable, "-c", READER, json.dumps(told)], capture_output=True, text=True, check=True
@@ -128,7 +127,7 @@ def test_each_bucket_is_held_against_the_free_memory_before_it_is_allocated(
         asked.append((offset, length))
         fallocate(descriptor, offset, length)
 
-    monkeypatch.setattr(held_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=next(free)))
+    monkeypatch.setattr(receivers.psutil, "virtual_memory", lambda: SimpleNamespace(available=next(free)))
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     before = open_files()
     with pytest.raises(AsyncrlError, match=r"beside the 0 MiB that have arrived, but only 0 MiB are free"):

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.plugins import engine_kind
 from asyncrl_cli.measure.states import Stay
-from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile, RolloutSection, WeightsSection
+from asyncrl_cli.profile.rollout_sections import RolloutSection, WeightsSection
+from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 
 if TYPE_CHECKING:
     import torch
 
     from asyncrl_cli.weights.buckets import Bucket
-    from asyncrl_cli.weights.held import HeldVersions
+    from asyncrl_cli.weights.senders import HeldVersions
     from asyncrl_cli.weights.versions import RankZero
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -17,8 +17,8 @@ from asyncrl_cli.export.saved_weights import SavedWeights
 from asyncrl_cli.export.source import Source
 from asyncrl_cli.models.inspection import check_model_directory
 from asyncrl_cli.models.resolve import resolve_model
+from asyncrl_cli.models.saved_form import ADAPTER, adapter_names, merged, scale_of
 from asyncrl_cli.tasks.task import load_task
-from asyncrl_cli.weights.adapters import ADAPTER, adapter_names, merged, scale_of
 from asyncrl_cli.weights.model_files import write_weights
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -197,7 +197,7 @@ def check_adapters(profile: Profile, model_dir: Path) -> None:
 
         chosen(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code), profile.lora)
     if profile.lora.sync == "adapter":
-        from asyncrl_cli.weights.adapters import BaseFiles
+        from asyncrl_cli.weights.receivers import BaseFiles
 
         BaseFiles(profile, model_dir)
 

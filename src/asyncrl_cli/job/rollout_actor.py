@@ -396,7 +396,7 @@ class Loader:
         """Runs in a thread. With `weights.overlap` a bucket is copied while the next ones arrive. Returns
         once all are verified."""
         if self._weights.transport in DIRECT_TRANSPORTS:
-            from asyncrl_cli.weights.held import AnnouncedWeights
+            from asyncrl_cli.weights.receivers import AnnouncedWeights
 
             return AnnouncedWeights(refs)
         if not self._weights.dual_buffer:

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.contracts.ports import Cut, TrainReport
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.train.scores import Column
-    from asyncrl_cli.weights.sending import Sender
-    from asyncrl_cli.weights.versions import Manifest
+    from asyncrl_cli.weights.versions import Manifest, Sender
 
 WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
 """In the run's directory: versions on their way to the workers, if `weights.transport` is `disk`; versions
@@ -135,7 +134,7 @@ class TrainerActor(RankActor):
     def publish(self, version: int) -> tuple[Manifest, list[Any]]:
         """Rank 0: send the gathered buckets. Returns the manifest and the refs by which workers get the
         buckets."""
-        from asyncrl_cli.weights.disk import keep_version
+        from asyncrl_cli.weights.senders import keep_version
 
         manifest, buckets = self._trainer.published(version)
         refs = self._sending.sent(manifest, buckets)
@@ -161,10 +160,10 @@ class TrainerActor(RankActor):
         if self._rank > 0 or weights.transport == "object-store":
             return ObjectStoreSender()
         if weights.transport == "disk":
-            from asyncrl_cli.weights.disk import DiskSender
+            from asyncrl_cli.weights.senders import DiskSender
 
             return DiskSender(self._run_dir / WEIGHTS_DIR, Path(self._place.model_dir))
-        from asyncrl_cli.weights.held import HeldVersions
+        from asyncrl_cli.weights.senders import HeldVersions
 
         held = HeldVersions()
         self._end = kind_of(self._profile).rank_zero_end(weights, held, self._trainer.ranks.device)

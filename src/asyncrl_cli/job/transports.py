@@ -5,7 +5,7 @@
     no overlap    gather | bucket 0 | bucket 1 | bucket 2 | probes |                      publish: send 0, send 1, send 2
 
 Either way the same buckets arrive, in the same order. `object-store` keeps buckets as Ray objects, `disk` as
-files; `nccl` and `ipc` leave them on rank 0 (weights/held.py).
+files; `nccl` and `ipc` leave them on rank 0 (weights/senders.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.weights.sending import Sender, send
-from asyncrl_cli.weights.versions import Manifest
+from asyncrl_cli.weights.versions import Manifest, Sender, send
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Packing
@@ -97,7 +96,7 @@ def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
 
     Raises DamagedWeights: at a damaged bucket, or at the end if some are missing.
     """
-    from asyncrl_cli.weights.buckets import verified
+    from asyncrl_cli.weights.receivers import verified
 
     with ThreadPoolExecutor(GETS_AHEAD, thread_name_prefix="get") as gets:
         yield from verified(_in_order(gets, refs), manifest)
@@ -108,7 +107,7 @@ def merging(profile: Profile, place: ProcessPlace) -> Whole:
     them."""
     if profile.lora.sync == "merged":
         return iter
-    from asyncrl_cli.weights.adapters import BaseFiles
+    from asyncrl_cli.weights.receivers import BaseFiles
 
     return BaseFiles(profile, Path(place.model_dir)).whole
 

@@ -50,7 +50,9 @@ class _Config(_Sizes):
     text_config: NotRequired[_Sizes | None]
 
 
-class _Index(TypedDict):
+class WeightIndex(TypedDict):
+    """The content of model.safetensors.index.json."""
+
     weight_map: dict[str, str]
 
 
@@ -79,7 +81,7 @@ def check_config(directory: Path) -> None:
 
 def _check_weights(directory: Path) -> None:
     index = directory / f"{WEIGHTS}.index.json"
-    indexed = _read_json(index, _Index)["weight_map"] if os.path.lexists(index) else {"": WEIGHTS}
+    indexed = _read_json(index, WeightIndex)["weight_map"] if os.path.lexists(index) else {"": WEIGHTS}
     wanted = sorted(set(indexed.values()))
     missing = [name for name in wanted if Path(name).name != name or not os.path.isfile(directory / name)]
     if not wanted or missing:

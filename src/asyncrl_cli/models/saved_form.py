@@ -3,7 +3,8 @@ as experts.
 
 Published weights have the names and shapes of the files, because other programs (vLLM's loaders) expect them.
 The conversions are those of transformers' `save_pretrained` and `from_pretrained`. None spans several layers,
-so layers can be converted one by one.
+so layers can be converted one by one. LoRA adapters, which exist in memory only, have their names and their
+arithmetic here, too.
 """
 
 from __future__ import annotations
@@ -18,8 +19,26 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from asyncrl_cli.base.errors import first_names
+from asyncrl_cli.profile.schema import LoraSection
 
 Tensors = dict[str, torch.Tensor]
+ADAPTER = ".lora_"
+"""Part of the name of every LoRA adapter's parameter, and of no other parameter."""
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """The names of the LoRA parameters A and B of a weight."""
+    stem = weight.removesuffix(".weight") + ADAPTER
+    return f"{stem}A.weight", f"{stem}B.weight"
+
+
+def scale_of(lora: LoraSection) -> float:
+    return lora.alpha / lora.rank
+
+
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + scale * B A, in float32."""
+    return torch.addmm(weight.float(), b, a, alpha=scale)
 
 
 def skeleton(model_dir: Path | str, *, trust_remote_code: bool) -> PreTrainedModel:

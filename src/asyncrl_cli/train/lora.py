@@ -5,7 +5,7 @@ low-rank product.
 
 Names follow peft: beside `...q_proj.weight` there are `...q_proj.lora_A.weight` and
 `...q_proj.lora_B.weight`. Engines get W + alpha / rank * B A under W's name, merged here or by the workers
-(weights/adapters.py). peft's own layers are not used: they rename W to `base_layer.weight`, and only these
+(models/saved_form.py). peft's own layers are not used: they rename W to `base_layer.weight`, and only these
 few lines of them are needed (tests compare the two).
 """
 
@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from asyncrl_cli.base.errors import ConfigError
+from asyncrl_cli.models.saved_form import merged, scale_of
 from asyncrl_cli.profile.schema import LoraSection
-from asyncrl_cli.weights.adapters import merged, scale_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

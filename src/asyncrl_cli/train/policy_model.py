@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.models.saved_form import persistent_buffers
+from asyncrl_cli.models.saved_form import ADAPTER, persistent_buffers
 from asyncrl_cli.models.shape import LAYER
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.profile.schema import LoraSection, ProcessPlace, Profile
@@ -32,7 +32,6 @@ from asyncrl_cli.train.lora import LoraLinear, add_adapters
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import ShardedModel, fill
 from asyncrl_cli.train.unpadded import Divide, padded
-from asyncrl_cli.weights.adapters import ADAPTER
 from asyncrl_cli.weights.buckets import Bucket, Spec, dtype_name, torch_dtype, unpack
 from asyncrl_cli.weights.versions import Manifest, mean_abs_diff
 

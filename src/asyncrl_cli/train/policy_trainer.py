@@ -49,8 +49,9 @@ from asyncrl_cli.train.trainer_state import (
     to_host,
     write_state,
 )
-from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, BucketEntry, BufferPool, Packing, plan_layout
+from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, BucketEntry, Packing, plan_layout
 from asyncrl_cli.weights.model_files import PUBLISHED_FILE, write_weights
+from asyncrl_cli.weights.senders import BufferPool
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
 FROZEN_PROBES = 4

@@ -1,7 +1,7 @@
-"""Buckets: flat host buffers that carry full parameters, their layout, and the fingerprints that verify them.
+"""Buckets: flat host buffers that carry full parameters, their layout and fingerprints. Both sides use them.
 
-    trainer   plan_layout(specs) -> Packing.put(name, tensor)... -> Packing.seal_bucket(i) -> Bucket   (gather, publish)
-    worker    verified(buckets, manifest) -> unpack(bucket)...                                       (prefetch, load)
+    trainer   plan_layout(specs) -> Packing.put(name, tensor)... -> Packing.seal_bucket(i) -> Bucket
+    worker    receivers.verified(buckets, manifest) -> unpack(bucket)...
 
 A packed bucket owns its bytes: it never shares memory with a live parameter. Tied parameters travel once,
 under their first name; the other names are recorded as `aliases`.
@@ -10,22 +10,21 @@ under their first name; the other names are recorded as `aliases`.
 from __future__ import annotations
 
 import math
-import mmap
 import warnings
-import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.weights.versions import Manifest
+from asyncrl_cli.base.safe_files import UnsafeFile, open_regular
 
 BYTES_PER_MB = 2**20
 ALIGNMENT_BYTES = 64
@@ -70,12 +69,16 @@ class BucketEntry:
         return self.offset_bytes + self.spec.num_bytes
 
 
+Layout = tuple[BucketEntry, ...]
+"""Of one bucket."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """One flat buffer of uint8 and the layout of the tensors in it."""
 
     data: NDArray[np.uint8]
-    entries: tuple[BucketEntry, ...]
+    entries: Layout
 
     @cached_property
     def fingerprint(self) -> int:
@@ -85,6 +88,36 @@ class Bucket:
     def read(self) -> Bucket:
         """Return the bucket itself: a bucket in this process is its own ref."""
         return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketFile:
+    """A bucket's ref on disk: the file that the trainer writes for it, and the layout of the tensors in it."""
+
+    path: Path
+    entries: Layout
+
+    def read(self) -> Bucket:
+        """Read the bucket, in a worker. Raises DamagedWeights if the file cannot be read, or holds other
+        tensors."""
+        data = np.zeros(self.entries[-1].end_bytes, dtype=np.uint8)
+        try:
+            open_regular(self.path).close()  # `safe_open` would wait for a pipe's writer
+            with safe_open(self.path, framework="pt") as file:
+                for entry in self.entries:
+                    tensor, spec = file.get_tensor(entry.spec.name), entry.spec
+                    if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (spec.shape, spec.dtype):
+                        raise self._refused(f"{spec.name} has another shape or dtype than was published")
+                    view_of(data, entry).copy_(tensor)
+        except FileNotFoundError:
+            raise self._refused("it is missing (is the run directory the same on all nodes?)") from None
+        except (SafetensorError, OSError, UnsafeFile) as error:
+            raise self._refused(f"it cannot be read: {error}") from error
+        return Bucket(data=data, entries=self.entries)
+
+    def _refused(self, why: str) -> DamagedWeights:
+        hint = "the worker keeps its old weights; `asyncrl resume` publishes anew"
+        return DamagedWeights(f"weights in {self.path} are refused: {why}", hint=hint)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -97,7 +130,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[tuple[BucketEntry, ...]]:
+def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[Layout]:
     """Lay out tensors in buckets in the given order. A tensor that is larger than a bucket gets its own
     bucket."""
     if bucket_size_bytes < 1:
@@ -118,52 +151,13 @@ def zeros(num_bytes: int) -> NDArray[np.uint8]:
     return np.zeros(num_bytes, dtype=np.uint8)
 
 
-class BufferPool:
-    """Host memory for one version or snapshot after another: what its last user lets go is filled again.
-
-    New memory would be paged in anew for each version. `pins`: page-locked, into which a GPU copies without a
-    detour; making such memory takes longer than filling it.
-    """
-
-    def __init__(self, *, pins: bool) -> None:
-        self._pins = pins
-        self._unused: dict[int, deque[torch.Tensor]] = {}
-        self._locked: list[int] = []
-        # Before the memory goes: CUDA would take other memory at the same address for it.
-        weakref.finalize(self, _unlock, self._locked).atexit = False
-
-    def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory of that size, zeros where nobody ever wrote. It is used again once nothing refers to the
-        array or its views."""
-        unused = self._unused.setdefault(num_bytes, deque())
-        try:
-            memory = unused.pop()
-        except IndexError:
-            # Pages of its own: CUDA refuses copies into memory that shares a page with something page-locked.
-            # Not torch's own pinned memory, which is rounded up to a power of two.
-            memory = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
-            if self._pins:
-                torch.cuda.check_error(
-                    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), max(num_bytes, 1), 0)
-                )
-                self._locked.append(memory.data_ptr())
-        data: NDArray[np.uint8] = memory.numpy()
-        weakref.finalize(data, unused.append, memory).atexit = False  # in any thread; a deque needs no lock
-        return data
-
-
-def _unlock(addresses: Iterable[int]) -> None:
-    for address in addresses:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
-
-
 class Packing:
     """Buffers of one layout, to be filled tensor by tensor. `take`: returns memory of a size in bytes; by
     default it is new."""
 
     def __init__(
         self,
-        layout: Iterable[tuple[BucketEntry, ...]],
+        layout: Iterable[Layout],
         take: Callable[[int], NDArray[np.uint8]] = zeros,
     ) -> None:
         self.buckets = [Bucket(data=take(entries[-1].end_bytes), entries=entries) for entries in layout]
@@ -229,46 +223,28 @@ def unpack(bucket: Bucket, *, copy: bool = False) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def mapped_tensors(
+    path: str, num_bytes: int, tensors: Iterable[tuple[str, str, Sequence[int], int]]
+) -> list[tuple[str, torch.Tensor]]:
+    """Map the buffer that another process describes (`receivers.SharedWeights.describe`); the tensors are views
+    of it. Writes copy the page and stay private.
+
+    Raises ValueError if the file has another size, or a tensor lies outside of it.
+    """
+    data = np.memmap(path, dtype=np.uint8, mode="c")
+    if len(data) != num_bytes:
+        raise ValueError(f"shared weights at {path} have {len(data)} bytes, but {num_bytes} were announced")
+    found = []
+    for name, dtype, shape, offset_bytes in tensors:
+        entry = BucketEntry(spec=Spec(name=name, dtype=dtype, shape=tuple(shape)), offset_bytes=offset_bytes)
+        if entry.end_bytes > len(data):
+            raise ValueError(f"{name} ends at byte {entry.end_bytes} of {len(data)} shared ones")
+        found.append((name, view_of(data, entry)))
+    return found
+
+
 def fingerprint(data: NDArray[np.uint8]) -> int:
     return xxhash.xxh3_64_intdigest(data.data)
-
-
-def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
-    """Yield the buckets as they arrive, each once its fingerprint has been compared with the manifest's.
-
-    Only after the last bucket is the version known to be complete. Load nothing before that.
-
-    Raises:
-        DamagedWeights: if a bucket differs or the number of buckets is wrong; the message names the version
-        and the bucket.
-    """
-    count = len(manifest.fingerprints)
-    arrived = 0
-    for bucket in buckets:
-        if arrived < count:
-            _compare(bucket, arrived, manifest)
-            yield bucket
-        arrived += 1
-    if arrived != count:
-        raise DamagedWeights(
-            f"weights of version {manifest.version}: {arrived} buckets arrived, {count} were sent"
-        )
-
-
-def _compare(bucket: Bucket, index: int, manifest: Manifest) -> None:
-    expected = manifest.fingerprints[index]
-    if (found := fingerprint(bucket.data)) != expected:
-        raise DamagedWeights(
-            f"weights of version {manifest.version}: bucket {index} of {len(manifest.fingerprints)} "
-            f"({len(bucket.data)} bytes) "
-            f"arrived damaged: fingerprint {found:016x}, published as {expected:016x}",
-            hint="the transport changed or mixed bytes; the worker keeps its old weights",
-        )
-
-
-def parameter_dtype(specs: Iterable[Spec]) -> str | None:
-    """The dtype that all parameters share (they come before buffers); None if nothing is floating point."""
-    return next((spec.dtype for spec in specs if torch_dtype(spec.dtype).is_floating_point), None)
 
 
 def view_of(data: NDArray[np.uint8], entry: BucketEntry) -> torch.Tensor:

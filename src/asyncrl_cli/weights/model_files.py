@@ -1,5 +1,5 @@
-"""Writes Hugging Face directories: copies configuration and tokenizer, names and writes the weight files and
-their index. Also names and finds the directories of versions. Nothing here imports torch."""
+"""Hugging Face directories: copies of configuration and tokenizer, weight files and their index. Names and finds
+the directories of versions. A library for trainer, workers, driver and export; it does not import torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from asyncrl_cli.base.safe_files import load_json
 from asyncrl_cli.base.storage import naming
+from asyncrl_cli.models.inspection import WEIGHTS, WeightIndex
 from asyncrl_cli.models.shape import tensor_shapes
 
 if TYPE_CHECKING:
@@ -25,10 +28,15 @@ VERSIONS = "versions"
 """Folder in a run's directory with its kept versions."""
 PUBLISHED_FILE = "published.safetensors"
 """In a checkpoint: the published version's weights, if they are not the trainer's own."""
-WEIGHTS = "model.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+MANIFEST, SCHEMA_VERSION = "manifest.json", 1
+"""A version's own description in its directory (senders.py)."""
 _VERSION_NAME = re.compile(r"version-(\d{6,})")
 DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def file_fingerprint(content: bytes) -> str:
+    return f"{xxhash.xxh3_64_intdigest(content):016x}"
 
 
 def version_directory(root: Path, version: int) -> Path:
@@ -69,9 +77,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     (models/inspection.py)."""
     index = directory / f"{WEIGHTS}.index.json"
     if index.exists():
-        return {
-            name: directory / file for name, file in load_json(index, dict[str, Any])["weight_map"].items()
-        }
+        return {name: directory / file for name, file in load_json(index, WeightIndex)["weight_map"].items()}
     return dict.fromkeys(tensor_shapes(directory / WEIGHTS), directory / WEIGHTS)
 
 
@@ -87,26 +93,22 @@ def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str
         path.chmod(mode)
 
 
-def weight_file(index: int, num_files: int) -> str:
-    """Name of weight file `index` (from 0) of `num_files`."""
-    return WEIGHTS if num_files == 1 else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
-
-
 def write_index(directory: Path, file_of: Mapping[str, str], num_bytes: int) -> None:
     """Write the index, which names the file of each tensor. A single file needs no index."""
     if len(set(file_of.values())) > 1:
         content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
-        (directory / f"{WEIGHTS}.index.json").write_text(
-            json.dumps(content, indent=2) + "\n", encoding="utf-8"
-        )
+        index = directory / f"{WEIGHTS}.index.json"
+        index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The configuration with `dtype`, under the key that transformers writes, at the top and in each part
     that names a dtype."""
-    parts = {key: _with_dtype(value, dtype) if _says_dtype(value) else value for key, value in config.items()}
-    return {**{key: value for key, value in parts.items() if key not in DTYPE_KEYS}, "dtype": dtype}
-
-
-def _says_dtype(value: Any) -> bool:
-    return isinstance(value, dict) and any(key in value for key in DTYPE_KEYS)
+    parts = {
+        key: _with_dtype(value, dtype)
+        if isinstance(value, dict) and value.keys() & set(DTYPE_KEYS)
+        else value
+        for key, value in config.items()
+        if key not in DTYPE_KEYS
+    }
+    return {**parts, "dtype": dtype}

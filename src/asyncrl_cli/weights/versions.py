@@ -1,14 +1,21 @@
-"""The description of a version on its way to the workers, the time limits of the waits for it, and the probes
-that verify a load.
+"""What trainer, driver and workers agree on: the description of a version, the calls that bring it from rank 0
+to a worker, the time limits of the waits for it, and the probes that verify a load.
 
-This module does not import torch, because the driver imports it.
+    rank 0   begin(version) -> put(bucket) -> ref ... -> finish(manifest)     a Sender; `keep` ends older versions
+    driver   carries (manifest, refs) to every worker
+    worker   ref -> bucket ..., and `receivers.verified` checks fingerprints
+
+This module does not import torch, because the driver imports it. The Sender of `object-store` is in
+job/transports.py (its refs are Ray's), those of `disk`, `nccl` and `ipc` in senders.py.
 
 The waits of `nccl` and `ipc` are bounded. Each has a longer limit than the waits inside it, so the innermost
-fails first, with the most precise error.
+fails first, with the most precise error. T is `weights.timeout_s`.
 
-    rank 0     a meeting, a transfer: T = `weights.timeout_s`.  a turn: T for each worker of the job
-    worker     a meeting, a transfer by nccl: T + WORKER_MARGIN_S, by ipc: T.  a call to rank 0's actor: rank 0's + CALL_MARGIN_S
-    driver     a meeting: T + DRIVER_MARGIN_S.  a load: a turn + T + DRIVER_MARGIN_S, after a drain, however long that takes
+    rank 0     a meeting, a transfer: T.  a turn: T for each worker of the job
+    worker     a meeting, a transfer by nccl: T + WORKER_MARGIN_S, by ipc: T
+               a call to rank 0's actor: rank 0's + CALL_MARGIN_S
+    driver     a meeting: T + DRIVER_MARGIN_S
+               a load: a turn + T + DRIVER_MARGIN_S, after a drain, however long that takes
     loop       until all have loaded: a load + LOOP_MARGIN_S in which nothing has moved
 
 At rank 0, a part of a transfer by ipc has no limit: it is a copy to the GPU, which waits for no other
@@ -24,14 +31,23 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import xxhash
 
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, WeightsSection
+from asyncrl_cli.profile.rollout_sections import WeightsSection
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS
+
+if TYPE_CHECKING:  # it needs torch
+    from asyncrl_cli.weights.buckets import Bucket
+
+Ref = Any
+"""With it a worker gets a bucket: a Ray ObjectRef, a BucketFile, or, with `nccl` and `ipc`, only its layout."""
+UpdateInfo = dict[str, object]
+"""What vLLM's processes are told of a transfer, as plain values."""
 
 TIMEOUT_KEY = "weights.timeout_s"
 AT_ONCE_S = 10.0
@@ -93,6 +109,31 @@ class Meeting:
     num_wires: int = 2
 
 
+class Sender(Protocol):
+    """Rank 0's end of a transport. Handles one version and one call at a time; calls may come from any
+    thread."""
+
+    def begin(self, version: int, num_buckets: int) -> None:
+        """Start a version. Discards an unfinished one."""
+
+    def put(self, bucket: Bucket) -> Ref:
+        """Send a bucket, in the order of the layout. Returns a ref with which workers get it once the version
+        is finished."""
+
+    def finish(self, manifest: Manifest) -> None:
+        """Complete the version after its last bucket."""
+
+    def keep(self, wanted: Collection[int]) -> None:
+        """Drop all versions except `wanted`: no worker will ask for any other."""
+
+
+def send(sender: Sender, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Ref]:
+    sender.begin(manifest.version, len(buckets))
+    refs = [sender.put(bucket) for bucket in buckets]
+    sender.finish(manifest)
+    return refs
+
+
 class RankZero(Protocol):
     """One worker's calls to rank 0, for `nccl` and `ipc`. Every call has a timeout, and its error says what
     rank 0 failed to do."""
@@ -103,7 +144,7 @@ class RankZero(Protocol):
         """End everything that rank 0 does for this worker, and free what rank 0's GPU holds for it. Answered
         at once."""
 
-    async def ask(self, call: str, *args: Any) -> Any:
+    async def ask(self, call: str, *args: object) -> Any:
         """Call a method of rank 0's end (`EngineKind.rank_zero_end`) for this worker."""
 
     async def join(self, meeting: Meeting) -> None:
@@ -121,11 +162,11 @@ class RankZero(Protocol):
         returns once they are sent."""
         await self.ask("broadcast", version, names)
 
-    async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
+    async def export(self, version: int, names: Mapping[str, str], part: int) -> UpdateInfo | None:
         """`ipc`: the next part of the version, as vLLM's update info; None after the last part. Part 0 starts
         over."""
-        found: dict[str, Any] | None = await self.ask("export", version, names, part)
-        return found
+        info: UpdateInfo | None = await self.ask("export", version, names, part)
+        return info
 
 
 def turn_s(timeout_s: float, workers: int) -> float:
@@ -140,8 +181,9 @@ def load_s(timeout_s: float, workers: int) -> float:
 
 def all_loads_s(weights: WeightsSection, workers: int) -> float:
     """How long the loop waits, after the drain, until every worker has loaded a version."""
-    is_direct = weights.transport in DIRECT_TRANSPORTS
-    return load_s(weights.timeout_s, workers) + LOOP_MARGIN_S if is_direct else weights.timeout_s
+    if weights.transport not in DIRECT_TRANSPORTS:
+        return weights.timeout_s
+    return load_s(weights.timeout_s, workers) + LOOP_MARGIN_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,11 +253,9 @@ def judge(
     error = ERRORS * math.sqrt(math.fsum((e * c) ** 2 for e, c in zip(off, change, strict=True))) / size
     if abs(share - 1) > SLACK + noise**2 + error or share < 0.5 - error:
         return Judgement(verdict="not loaded", share=share)
-    return (
-        Judgement(verdict="loaded", share=share)
-        if share > 0.5 + error
-        else Judgement(verdict="unclear", share=None)
-    )
+    if share > 0.5 + error:
+        return Judgement(verdict="loaded", share=share)
+    return Judgement(verdict="unclear", share=None)
 
 
 def _differences(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:

@@ -18,9 +18,8 @@ from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.weights.buckets import Bucket
-from asyncrl_cli.weights.disk import DiskSender, keep_version
-from asyncrl_cli.weights.sending import send
-from asyncrl_cli.weights.versions import Manifest
+from asyncrl_cli.weights.senders import DiskSender, keep_version
+from asyncrl_cli.weights.versions import Manifest, send
 from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.engines.needs import needs_vllm

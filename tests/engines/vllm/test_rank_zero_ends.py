@@ -19,9 +19,10 @@ from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.engines.vllm import nccl
 from asyncrl_cli.engines.vllm.ipc import IpcExports
 from asyncrl_cli.engines.vllm.nccl import NcclLinks
-from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions, Layout, SharedWeights
-from asyncrl_cli.weights.sending import send
-from asyncrl_cli.weights.versions import Manifest, Meeting
+from asyncrl_cli.weights.buckets import Layout
+from asyncrl_cli.weights.receivers import AnnouncedWeights, SharedWeights
+from asyncrl_cli.weights.senders import HeldVersions
+from asyncrl_cli.weights.versions import Manifest, Meeting, send
 from tests.engines import tiny
 from tests.engines.vllm.in_process_ends import (
     POLL_S,

@@ -27,9 +27,10 @@ from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
 from asyncrl_cli.engines.vllm.transfers import Nccl, nccl_init_info, nccl_update_info
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
-from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions, Layout
-from asyncrl_cli.weights.sending import send
-from asyncrl_cli.weights.versions import Manifest, Meeting
+from asyncrl_cli.weights.buckets import Layout
+from asyncrl_cli.weights.receivers import AnnouncedWeights
+from asyncrl_cli.weights.senders import HeldVersions
+from asyncrl_cli.weights.versions import Manifest, Meeting, send
 from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.engines.needs import needs_vllm

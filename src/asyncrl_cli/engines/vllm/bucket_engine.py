@@ -1,4 +1,4 @@
-"""Loads weights into vLLM from memory that the rollout worker shares with it (weights/held.py), on CPUs and
+"""Loads weights into vLLM from memory that the rollout worker shares with it (weights/receivers.py), on CPUs and
 GPUs.
 
 `update_weights` runs while generation is paused. It maps the shared buffer, and vLLM's layerwise reload loads
@@ -23,7 +23,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from asyncrl_cli.weights.held import attached, views
+from asyncrl_cli.weights.buckets import mapped_tensors
 
 
 @dataclass
@@ -50,7 +50,7 @@ class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
-        weights = views(attached(update_info.path, update_info.num_bytes), update_info.tensors)
+        weights = mapped_tensors(update_info.path, update_info.num_bytes, update_info.tensors)
         load(self.model, self.model_config, weights)
 
     def _nothing(self, *args: Any) -> None:

@@ -42,7 +42,7 @@ from asyncrl_cli.engines.vllm.transfers import DIRECT, SharedMemory, paused
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 from asyncrl_cli.weights.buckets import Bucket
-from asyncrl_cli.weights.held import SharedWeights
+from asyncrl_cli.weights.receivers import SharedWeights
 from asyncrl_cli.weights.versions import RankZero
 
 if TYPE_CHECKING:

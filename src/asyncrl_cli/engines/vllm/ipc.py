@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.weights.held import HeldVersions
+from asyncrl_cli.weights.senders import HeldVersions
 
 Produce = Callable[[Iterator[tuple[str, torch.Tensor]], int], Iterator[Any]]
 """(tensors, buffer size) -> one `PackedIpcChunk` of vLLM for each filling of the buffer: its contents and its

@@ -19,12 +19,13 @@ from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.engines.port import Engine, EngineKind
 from asyncrl_cli.engines.vllm.launch import OURS, check_engine_args, instead, memory
 from asyncrl_cli.profile.arithmetic import max_context_tokens, tensor_parallel_size
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, ProcessPlace, Profile, WeightsSection
+from asyncrl_cli.profile.rollout_sections import WeightsSection
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, ProcessPlace, Profile
 
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl_cli.weights.held import HeldVersions
+    from asyncrl_cli.weights.senders import HeldVersions
 
 VLLM_VERSION = "0.32.0"
 """Required exactly: weight reload, weight versions and the layout of an engine's processes change between

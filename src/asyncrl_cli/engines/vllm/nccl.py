@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.weights.held import HeldVersions
+from asyncrl_cli.weights.senders import HeldVersions
 from asyncrl_cli.weights.versions import TIMEOUT_KEY, Meeting, turn_s
 
 T = TypeVar("T")

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.base.timeouts import timeout
 from asyncrl_cli.engines.vllm.processes import answer, told
-from asyncrl_cli.profile.schema import Interrupt, WeightsSection
+from asyncrl_cli.profile.rollout_sections import WeightsSection
+from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.weights.buckets import BYTES_PER_MB
 from asyncrl_cli.weights.versions import TIMEOUT_KEY, WORKER_MARGIN_S, Meeting, RankZero
 

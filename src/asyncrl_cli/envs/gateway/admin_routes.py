@@ -5,7 +5,7 @@
     POST /pause           no model request begins any more; answers once none runs
     POST /resume
 
-weights/disk.py describes a version on disk. `interrupt` says what happens to responses that run during the
+weights/senders.py describes a version on disk. `interrupt` says what happens to responses that run during the
 load; "drain" waits for episodes, including those whose agent is at work.
 """
 
@@ -25,7 +25,7 @@ from asyncrl_cli.envs.gateway.openai_requests import Refused
 from asyncrl_cli.envs.gateway.server import PAUSE_LIMIT_S, Gateway, body_of
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.weights.buckets import DamagedWeights
-from asyncrl_cli.weights.disk import read_version
+from asyncrl_cli.weights.receivers import read_version
 from asyncrl_cli.weights.versions import Manifest
 
 

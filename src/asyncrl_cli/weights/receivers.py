@@ -1,0 +1,264 @@
+"""The rollout worker's side: how it gets a version, and checks it, before its engine loads it. The other side
+is senders.py.
+
+    object-store, disk   refs -> buckets -> verified -> SharedWeights(buckets)       bytes, in this worker's memory
+    a path               read_version(directory) -> manifest, buckets -> the same
+    nccl, ipc            refs are layouts: AnnouncedWeights(layouts)                 no bytes until the load
+    lora.sync = adapter  verified -> BaseFiles.whole(buckets): adapters in, whole weights out
+
+The engine's processes map the memory of SharedWeights: an anonymous file (memfd), one flat buffer. It has no
+name; processes of the same user open it through /proc. It does not count against the size of /dev/shm, and it
+disappears when the last process that maps it ends, even by SIGKILL.
+
+With `lora.sync = "adapter"` a worker reads the base model's files again for each version, tensor by tensor,
+and keeps no copy. The result is what rank 0 would have sent, so engines and probes need not know of adapters.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_tensors
+
+from asyncrl_cli.base.errors import AsyncrlError, ConfigError, RefusedError, first_names
+from asyncrl_cli.base.safe_files import Count, load_json, open_regular
+from asyncrl_cli.models.saved_form import ADAPTER, SavedForm, adapter_names, merged, scale_of, skeleton
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.weights.buckets import (
+    ALIGNMENT_BYTES,
+    Bucket,
+    BucketEntry,
+    DamagedWeights,
+    Layout,
+    Packing,
+    Spec,
+    dtype_name,
+    fingerprint,
+    plan_layout,
+    torch_dtype,
+    unpack,
+    view_of,
+)
+from asyncrl_cli.weights.model_files import MANIFEST, SCHEMA_VERSION, file_fingerprint, tensor_files
+from asyncrl_cli.weights.versions import Manifest, UpdateInfo
+
+
+def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
+    """Yield the buckets as they arrive, each once its fingerprint has been compared with the manifest's.
+
+    Only after the last bucket is the version known to be complete. Load nothing before that.
+
+    Raises:
+        DamagedWeights: if a bucket differs or the number of buckets is wrong; the message names the version
+        and the bucket.
+    """
+    count, arrived = len(manifest.fingerprints), 0
+    for bucket in buckets:
+        if arrived < count:
+            # not `bucket.fingerprint`, which may have been computed before the transport
+            found, expected = fingerprint(bucket.data), manifest.fingerprints[arrived]
+            if found != expected:
+                raise DamagedWeights(
+                    f"weights of version {manifest.version}: bucket {arrived} of {count} ({len(bucket.data)} "
+                    f"bytes) arrived damaged: fingerprint {found:016x}, published as {expected:016x}",
+                    hint="the transport changed or mixed bytes; the worker keeps its old weights",
+                )
+            yield bucket
+        arrived += 1
+    if arrived != count:
+        raise DamagedWeights(
+            f"weights of version {manifest.version}: {arrived} buckets arrived, {count} were sent"
+        )
+
+
+class SharedWeights(dict[str, torch.Tensor]):
+    """All tensors of one version by name; aliases map to the same tensor. The tensors are views of the shared
+    buffer."""
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        """Copy each bucket as it arrives, so that the whole version is never held twice."""
+        self.num_bytes = 0
+        self._entries: list[BucketEntry] = []
+        self._descriptor = os.memfd_create("asyncrl-weights")
+        close = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            for bucket in buckets:
+                begin_bytes = -(-self.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+                data = memoryview(bucket.data.data)
+                self._grow(begin_bytes + len(data))
+                written = 0
+                while written < len(data):  # the kernel may write less than it was given
+                    written += os.pwrite(self._descriptor, data[written:], begin_bytes + written)
+                for entry in bucket.entries:
+                    self._entries.append(replace(entry, offset_bytes=begin_bytes + entry.offset_bytes))
+            self._grow(1)  # an empty file cannot be mapped
+        except BaseException:
+            close()
+            raise
+        mapped = np.frombuffer(mmap.mmap(self._descriptor, self.num_bytes), dtype=np.uint8)
+        for entry in self._entries:
+            self |= dict.fromkeys(entry.spec.names, view_of(mapped, entry))
+
+    def describe(self, required: Collection[str]) -> UpdateInfo:
+        """Plain values that tell another process on this machine where the buffer is, and where each tensor
+        lies in it.
+
+        Valid as long as this object lives. A tensor is described under its first name that is in `required`,
+        or left out.
+        """
+        tensors = [
+            (name, entry.spec.dtype, list(entry.spec.shape), entry.offset_bytes)
+            for entry in self._entries
+            if (name := entry.spec.name_among(required)) is not None
+        ]
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        return {"path": path, "num_bytes": self.num_bytes, "tensors": tensors}
+
+    def _grow(self, num_bytes: int) -> None:
+        """Grow the file to at least that size and allocate its pages. Raises AsyncrlError if memory is short:
+        the kernel would kill processes rather than refuse."""
+        missing = num_bytes - self.num_bytes
+        if missing <= 0:
+            return
+        available = psutil.virtual_memory().available
+        if missing > available:
+            held = f" beside the {self.num_bytes / 2**20:.0f} MiB that have arrived" if self.num_bytes else ""
+            raise AsyncrlError(
+                f"received weights take {missing / 2**20:.0f} MiB of memory{held}, but only "
+                f"{available / 2**20:.0f} MiB are free",
+                hint="a rollout worker holds the next version's weights in memory beside the engine: give "
+                "the machine more",
+            )
+        os.posix_fallocate(self._descriptor, self.num_bytes, missing)
+        self.num_bytes = num_bytes
+
+
+class AnnouncedWeights(dict[str, torch.Tensor]):
+    """A version of which only the layouts are known: maps all names, with aliases, to meta tensors of the
+    right shape and dtype."""
+
+    def __init__(self, layouts: Iterable[Layout]) -> None:
+        self.specs: tuple[Spec, ...] = tuple(entry.spec for layout in layouts for entry in layout)
+        for spec in self.specs:
+            empty = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+            self |= dict.fromkeys(spec.names, empty)
+
+    def chosen(self, required: Collection[str]) -> list[tuple[str, Spec]]:
+        """The tensors that an engine will load, each once, under its first name that is in `required`. Others
+        are left out."""
+        return [(name, spec) for spec in self.specs if (name := spec.name_among(required)) is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestFile:
+    """The content of manifest.json (senders.py)."""
+
+    schema_version: int
+    version: Count
+    files: Mapping[str, str]
+
+
+def read_version(directory: Path) -> tuple[Manifest, list[Bucket]]:
+    """Read a version and its buckets, one per file, for `Loader.prefetch`. Blocks, and holds the whole
+    version in memory.
+
+    Raises RefusedError for an unusable manifest, DamagedWeights for a file that is missing, unreadable or has
+    another fingerprint.
+    """
+    path, hint = directory / MANIFEST, "it names the version and a fingerprint for each weight file"
+    found = load_json(path, ManifestFile, hint=hint)
+    names = [*found.files]
+    if found.schema_version != SCHEMA_VERSION or not names or any(Path(name).name != name for name in names):
+        raise RefusedError(f"{path} is refused: schema {found.schema_version}, files {first_names(names)}")
+    buckets = [_read_file(directory / name, expected) for name, expected in sorted(found.files.items())]
+    manifest = Manifest(
+        version=found.version,
+        num_bytes=sum(len(bucket.data) for bucket in buckets),
+        fingerprints=tuple(bucket.fingerprint for bucket in buckets),
+        temperature=1.0,
+    )
+    return manifest, buckets
+
+
+def _read_file(path: Path, expected: str) -> Bucket:
+    try:
+        with open_regular(path) as file:
+            content = file.read()
+        if (found := file_fingerprint(content)) != expected:
+            raise DamagedWeights(f"{path} has the fingerprint {found}, but its manifest says {expected}")
+        return packed(load_tensors(content))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DamagedWeights(f"{path} cannot be read: {error}") from error
+
+
+def packed(tensors: Mapping[str, torch.Tensor], dtype: str = "") -> Bucket:
+    """One bucket of these tensors, each in its own dtype or all in `dtype`."""
+    specs = [
+        Spec(name=name, dtype=dtype or dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+    packing = Packing(plan_layout(specs, sys.maxsize))
+    for name, tensor in tensors.items():
+        packing.put(name, tensor)
+    return packing.buckets[0]
+
+
+class BaseFiles:
+    """The files of the base model with which this worker's engine started (`lora.sync = "adapter"`)."""
+
+    def __init__(self, profile: Profile, model_dir: Path) -> None:
+        """Raises ConfigError if tensors have other names or shapes in the model's files than in memory, or
+        are missing there."""
+        self._scale = scale_of(profile.lora)
+        form = SavedForm(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code))
+        required, known, files = form.required, form.known, tensor_files(model_dir)
+        if form.converts or (missing := sorted(required.keys() - files.keys())):
+            why = "are joined in memory" if form.converts else f"lack {first_names(missing)}"
+            raise ConfigError(
+                f'lora.sync = "adapter": the tensors of {model_dir} {why}, so workers cannot merge adapters '
+                "into them",
+                hint="--set lora.sync=merged",
+            )
+        self._files = {name: path for name, path in files.items() if name in known}
+        # rank 0 sends parameters in the profile's dtype, and buffers in their own
+        self._dtypes = {
+            name: profile.model.dtype if name in required else dtype_name(known[name].dtype)
+            for name in self._files
+        }
+
+    def whole(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+        """Yield all weights, a bucket per tensor, once all adapters have arrived. Buckets of whole weights,
+        which another trainer may send through the gateway, pass unchanged. Raises ValueError if an adapter
+        belongs to no weight."""
+        arriving = iter(buckets)
+        first = next(arriving, None)
+        if first is None:
+            return
+        if not any(ADAPTER in entry.spec.name for entry in first.entries):
+            yield first
+            yield from arriving
+            return
+        adapters = dict(chain.from_iterable(unpack(bucket).items() for bucket in chain([first], arriving)))
+        known = {name for weight in self._files for name in adapter_names(weight)}
+        if foreign := sorted(adapters.keys() - known):
+            raise ValueError(
+                f"adapters arrived for weights that the base model does not have: {first_names(foreign)}"
+            )
+        for name, path in self._files.items():
+            # per tensor: pages that were read stay mapped while it is open
+            with safe_open(path, framework="pt") as file:
+                weight, (a, b) = file.get_tensor(name), adapter_names(name)
+            if a in adapters:
+                weight = merged(weight, adapters[a], adapters[b], self._scale)
+            yield packed({name: weight}, self._dtypes[name])

@@ -1,0 +1,229 @@
+"""The trainer's side: rank 0 sends versions by `weights.transport`, and keeps some for audits. The other side is
+receivers.py.
+
+    disk        a directory per version, which transformers and vLLM open:
+
+                <root>/version-000012/   model*.safetensors, one file per bucket; config, tokenizer
+                                         manifest.json: {"schema_version": 1, "version": 12,
+                                                         "files": {"model.safetensors": FINGERPRINT}}
+
+    nccl, ipc   rank 0 holds the bytes in memory (HeldVersions), until a worker that has paused its engine asks
+                for them; it sends them from its GPU in a thread beside training (engines/vllm/rank_zero.py)
+
+With `nccl` and `ipc` the worker asks, because only it knows when its engine has paused. So rank 0 prepares
+nothing on its GPU in advance, and no transfer waits for a worker that drains.
+
+On disk, a version is written under a hidden name and then renamed, so it appears whole or not at all. Other
+trainers may write manifest.json, too: FINGERPRINT is the file's xxh3_64 in 16 hex digits, as in `xxhsum -H3`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import shutil
+import threading
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+
+from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.base.storage import remove_tree, sync_files
+from asyncrl_cli.models.inspection import WEIGHTS
+from asyncrl_cli.weights.buckets import Bucket, BucketFile, Layout, torch_dtype, unpack, view_of
+from asyncrl_cli.weights.model_files import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    copy_model_files,
+    file_fingerprint,
+    kept_versions,
+    version_directory,
+    write_index,
+    write_weights,
+)
+from asyncrl_cli.weights.versions import Manifest, Sender, send
+
+
+class BufferPool:
+    """Host memory for one version or snapshot after another: what its last user lets go is filled again.
+
+    New memory would be paged in anew for each version. `pins`: page-locked, into which a GPU copies without a
+    detour; making such memory takes longer than filling it.
+    """
+
+    def __init__(self, *, pins: bool) -> None:
+        self._pins = pins
+        self._unused: dict[int, deque[torch.Tensor]] = {}
+        self._locked: list[int] = []
+        # Before the memory goes: CUDA would take other memory at the same address for it.
+        weakref.finalize(self, _unlock, self._locked).atexit = False
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory of that size, zeros where nobody ever wrote. It is used again once nothing refers to the
+        array or its views."""
+        unused = self._unused.setdefault(num_bytes, deque())
+        try:
+            memory = unused.pop()
+        except IndexError:
+            # Pages of its own: CUDA refuses copies into memory that shares a page with something page-locked.
+            # Not torch's own pinned memory, which is rounded up to a power of two.
+            memory = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
+            if self._pins:
+                address = memory.data_ptr()
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, max(num_bytes, 1), 0))
+                self._locked.append(address)
+        data: NDArray[np.uint8] = memory.numpy()
+        weakref.finalize(data, unused.append, memory).atexit = False  # in any thread; a deque needs no lock
+        return data
+
+
+def _unlock(addresses: Sequence[int]) -> None:
+    for address in addresses:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+class DiskSender(Sender):
+    """`root` must be the same directory on all nodes; configuration and tokenizer are copied from `model_dir`.
+
+    With `durable`, files are flushed to disk before a version appears; otherwise a power cut may leave a
+    damaged version.
+    """
+
+    def __init__(self, root: Path, model_dir: Path, *, durable: bool = False) -> None:
+        self._root = root
+        self._model_dir = model_dir
+        self._durable = durable
+
+    def begin(self, version: int, num_buckets: int) -> None:
+        self._final = version_directory(self._root, version)
+        self._working = self._root / f".{self._final.name}.writing"
+        self._num_buckets = num_buckets
+        self._put: list[BucketFile] = []
+        shutil.rmtree(self._working, ignore_errors=True)
+        with self._named_errors():
+            self._working.mkdir(parents=True)
+
+    def put(self, bucket: Bucket) -> BucketFile:
+        index, total = len(self._put), self._num_buckets
+        name = WEIGHTS if total == 1 else f"model-{index + 1:05d}-of-{total:05d}.safetensors"
+        tensors = unpack(bucket)
+        with self._named_errors():
+            once = {entry.spec.name: tensors[entry.spec.name] for entry in bucket.entries}  # without aliases
+            write_weights(once, self._working / name)
+        self._put.append(BucketFile(path=self._final / name, entries=bucket.entries))
+        return self._put[-1]
+
+    def finish(self, manifest: Manifest) -> None:
+        """Complete the version's directory and rename it. Replaces an older copy: a resumed run publishes a
+        version again."""
+        file_of = {entry.spec: file.path.name for file in self._put for entry in file.entries}
+        # Parameters, which share a dtype, come before buffers.
+        dtype = next((spec.dtype for spec in file_of if torch_dtype(spec.dtype).is_floating_point), None)
+        with self._named_errors():
+            copy_model_files(self._model_dir, self._working, dtype)
+            names = {spec.name: file for spec, file in file_of.items()}
+            write_index(self._working, names, manifest.num_bytes)
+            write_manifest(self._working, manifest.version)
+            if self._durable:
+                sync_files(self._working)
+            remove_tree(self._final)
+            self._working.rename(self._final)
+
+    def keep(self, wanted: Collection[int]) -> None:
+        for version in kept_versions(self._root):
+            if version not in wanted:
+                remove_tree(version_directory(self._root, version))
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            without = "keep_versions=0" if self._durable else "transport=object-store"
+            raise AsyncrlError(
+                f"a version cannot be written to {self._root}: {error}",
+                hint=f"check its free space and permissions, or --set weights.{without}",
+            ) from error
+
+
+def write_manifest(directory: Path, version: int) -> None:
+    """Describe the weight files of a directory, for `receivers.read_version`."""
+    files = {
+        path.name: file_fingerprint(path.read_bytes()) for path in sorted(directory.glob("*.safetensors"))
+    }
+    content = {"schema_version": SCHEMA_VERSION, "version": version, "files": files}
+    (directory / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def keep_version(
+    root: Path,
+    manifest: Manifest,
+    buckets: Sequence[Bucket],
+    model_dir: Path,
+    keep_versions: int | Literal["all"],
+) -> None:
+    """Write a version for audits and tests. Of this and older versions, keep the newest `keep_versions` and
+    remove the rest."""
+    send(DiskSender(root, model_dir, durable=True), manifest, buckets)
+    if keep_versions != "all":
+        upto = [version for version in kept_versions(root) if version <= manifest.version]
+        for old in upto[:-keep_versions]:
+            remove_tree(version_directory(root, old))
+
+
+class HeldVersions(Sender):
+    """For `nccl` and `ipc`: keeps the host buckets of published versions until `keep` drops them. A bucket's
+    ref is only its layout."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, list[Bucket]] = {}
+        self._begun = -1
+        self._lock = threading.Lock()
+
+    def begin(self, version: int, num_buckets: int) -> None:
+        with self._lock:
+            self._begun = version
+            self._buckets[version] = []
+
+    def put(self, bucket: Bucket) -> Layout:
+        with self._lock:
+            self._buckets[self._begun].append(bucket)
+        return bucket.entries
+
+    def finish(self, manifest: Manifest) -> None:
+        assert manifest.version == self._begun, f"{self._begun} was begun, {manifest.version} is finished"
+
+    def keep(self, wanted: Collection[int]) -> None:
+        """Drop all other versions. The memory of one that is being sent is freed when the transfer ends."""
+        with self._lock:
+            self._buckets = {
+                version: self._buckets[version] for version in self._buckets if version in wanted
+            }
+
+    def tensors(self, version: int, names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name for vLLM, tensor in host memory) for each of `names` (first name -> name for vLLM), in the
+        layouts' order.
+
+        Raises:
+            ValueError: before the first tensor is read, if the version is not held or lacks one of the names.
+        """
+        with self._lock:
+            buckets = list(self._buckets.get(version, ()))
+            held = sorted(self._buckets)
+        found = [
+            (bucket, entry) for bucket in buckets for entry in bucket.entries if entry.spec.name in names
+        ]
+        if not buckets or len(found) != len(names):
+            raise ValueError(
+                f"rank 0 holds only {len(found)} of {len(names)} requested tensors of version {version} "
+                f"(versions held: {held})"
+            )
+        return ((names[entry.spec.name], view_of(bucket.data, entry)) for bucket, entry in found)
