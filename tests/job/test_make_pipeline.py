@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.job import driving
-from asyncrl_cli.loop.board import World
+from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.profile.loaded import load
 
 STOP = 'rollout.stop=["END"]'

@@ -101,7 +101,7 @@ def test_the_parts_of_a_step_sum_to_the_step_and_the_loop_itself_costs_nothing(m
 def test_evals_run_on_the_first_and_the_last_version_and_in_between(mode):
     ran = run_world(settings(mode, train_steps=24, eval_every_versions=2), evals=20, seed=3)
     versions = [event.version for event in ran.recorder.named("eval")]
-    last = ran.pipeline.board.version
+    last = ran.pipeline.state.version
     assert versions[0] == 0
     assert versions[-1] == last
     assert len(versions) >= 3
@@ -116,13 +116,13 @@ def test_every_eval_set_has_its_own_summary_over_all_samples():
         (event.version, event.fields.get("eval_set", ""), event.fields["num_prompts"])
         for event in ran.recorder.named("eval")
     ]
-    last = ran.pipeline.board.version
+    last = ran.pipeline.state.version
     assert events == [
         (version, name, number) for version in (0, last) for name, number in (("", 20), ("aime", 7))
     ]
     summaries = [
         summary for record in ran.recorder.steps for summary in record.evals
-    ] + ran.pipeline.board.evaluator.ended
+    ] + ran.pipeline.state.evaluator.ended
     assert [summary.eval_set for summary in summaries] == ["", "aime", "", "aime"]
     for summary in summaries:
         assert [size for size, _ in summary.best] == [2, 4]
@@ -312,7 +312,7 @@ def test_groups_of_equal_rewards_are_replaced_in_every_mode(mode):
     groups = [group for batch in ran.trainer.batches for group in batch.groups]
     assert len(groups) == 30 * 4
     assert all({meta.reward for meta in group.trajectories} == {0.0, 1.0} for group in groups)
-    assert max(ran.staleness()) <= ran.pipeline.board.schedule.max_staleness
+    assert max(ran.staleness()) <= ran.pipeline.state.settings.schedule.max_staleness
     reasons, steps = [event.fields["reason"] for event in ran.recorder.named("dropped")], ran.recorder.steps
     assert set(reasons) == {"equal rewards"}
     assert 60 < len(reasons) < 240
@@ -483,7 +483,7 @@ def test_a_run_that_was_stopped_in_its_last_eval_makes_up_for_it_when_resumed(mo
     assert resumed.error is None
     in_the_cut = [summary["version"] for summary in state["evals_ended"]]
     made_up_for = [event.version for event in resumed.recorder.named("eval")]
-    assert in_the_cut + made_up_for == [whole.pipeline.board.version]
+    assert in_the_cut + made_up_for == [whole.pipeline.state.version]
 
 
 def test_the_last_checkpoint_does_not_wait_for_the_last_eval():

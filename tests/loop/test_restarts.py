@@ -62,7 +62,7 @@ def assert_whole(ran, train_steps=12):
     totals = ran.recorder.steps[-1].ledger
     assert (totals["trained"], totals["dropped"]) == (4 * train_steps, 0)
     assert totals["admitted_total"] == totals["trained"] + totals["requeued"]
-    assert {worker.version for worker in ran.workers} == {ran.pipeline.board.version}
+    assert {worker.version for worker in ran.workers} == {ran.pipeline.state.version}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -505,7 +505,7 @@ def test_a_run_goes_on_without_a_worker_that_has_no_restart_left():
     assert len({key.uid for key in ran.trained}) == 12 * 4
     (away,) = ran.recorder.named("away")
     assert away.fields["worker"] == "rollout-1"
-    assert ran.workers[0].version == ran.pipeline.board.version, (
+    assert ran.workers[0].version == ran.pipeline.state.version, (
         "and it waits for nobody's last load but the others'"
     )
     assert {

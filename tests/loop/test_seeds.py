@@ -12,15 +12,15 @@ import pytest
 from asyncrl_cli.contracts.attempts import Attempt, Kept, Stage
 from asyncrl_cli.loop import admission
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.evals import Evaluator, RunningEval
+from asyncrl_cli.loop.executors import Restarts
 from asyncrl_cli.loop.filtering import FailuresLimit, GroupFilter
 from asyncrl_cli.loop.fleet import Fleet, Travel, WorkerSlots
 from asyncrl_cli.loop.groups import Groups
+from asyncrl_cli.loop.progress import RunProgress
+from asyncrl_cli.loop.publishing import Publishing
 from asyncrl_cli.loop.reports import ExecutorHistory, ReportBook
-from asyncrl_cli.loop.restarting import Restarts
-from asyncrl_cli.loop.rollouts import Publishing
 from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.measure.states import StateClock
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
@@ -211,9 +211,9 @@ def publish_that_forgets_who_is_late(admission, original=Admission.publish):
     return []
 
 
-def event_that_skips_finishes(board, name, *, original=Board.event, **fields):
+def event_that_skips_finishes(progress, name, *, original=RunProgress.event, **fields):
     if name != Stage.FINISHED.value:
-        original(board, name, **fields)
+        original(progress, name, **fields)
 
 
 def notify_without_groups(changes, changed=Change.RUN, original=Changes.notify):
@@ -355,7 +355,7 @@ MISTAKES = {
     "weights count as travelling fast for ever": (Travel, "arrived", lambda *_: None, {"admission"}),
     "the window is never emptied": (Admission, "publish", publish_without_reset, {"admission"}),
     "late groups are kept": (Admission, "publish", publish_that_forgets_who_is_late, {"staleness"}),
-    "the ledger's event is lost": (Board, "event", event_that_skips_finishes, {"ledger", "admission"}),
+    "the ledger's event is lost": (RunProgress, "event", event_that_skips_finishes, {"ledger", "admission"}),
     "slots are freed too early": (
         WorkerSlots,
         "set_unfinished",

@@ -58,7 +58,7 @@ def test_weights_are_synced_at_any_moment_of_a_trajectory_and_the_bound_holds(
     ran = run_turns(mode, tool_s=1.0, slots=3, hold_slots=hold_slots)
     assert ran.error is None
     assert len(set(ran.trained)) == len(ran.trained) == 6 * 4
-    bound = ran.pipeline.board.schedule.max_staleness
+    bound = ran.pipeline.state.settings.schedule.max_staleness
     assert max(ran.staleness()) <= bound
     if mode == "partial-rollout":
         assert max(ran.spans()) >= 1, "no sync fell into a trajectory: this proves nothing"

@@ -11,8 +11,8 @@ from typing import Any
 
 from asyncrl_cli.contracts.events import Event, Snapshot, StepRecord
 from asyncrl_cli.contracts.ports import Feed
-from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.run_state import ResumeFrom, World
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes

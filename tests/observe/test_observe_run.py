@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl_cli.loop.board import World
+from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, StatusFile
 from asyncrl_cli.observe.render import render

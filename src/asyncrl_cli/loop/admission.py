@@ -34,7 +34,7 @@ for that one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 
 from asyncrl_cli.contracts.attempts import Attempt, AttemptKey, Part, PartKey, PartResult, Stage
@@ -75,7 +75,10 @@ class Admission:
     load would get all groups.
     """
 
-    def __init__(self, settings: LoopSettings, workers: Iterable[WorkerSlots]) -> None:
+    def __init__(
+        self, settings: LoopSettings, workers: Iterable[WorkerSlots], scorers: Collection[str] = ()
+    ) -> None:
+        """`scorers`: those whose columns a finished group needs before it can be taken."""
         rollout, schedule = settings.profile.rollout, settings.schedule
         unit = rollout.n if rollout.placement == "group" else 1
         self.fleet = Fleet(workers, unit=unit, queue_sequences=rollout.n * rollout.prefetch_groups)
@@ -92,8 +95,7 @@ class Admission:
         self._total_groups = schedule.groups
         self._max_staleness = schedule.max_staleness
         self._on_stale = settings.profile.async_training.on_stale
-        self.scorers: tuple[str, ...] = ()
-        """The scorers whose columns a finished group needs before it can be taken."""
+        self.scorers = scorers
         self._n = rollout.n
         self._mixes = settings.interrupt != "drain"
         self._together = settings.profile.placement.colocate

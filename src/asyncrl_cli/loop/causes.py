@@ -12,187 +12,183 @@ from dataclasses import replace
 
 from asyncrl_cli.contracts.events import ENDED, Snapshot
 from asyncrl_cli.loop.admission import Closed
-from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.fleet import WorkerSlots
+from asyncrl_cli.loop.run_state import RunState
 from asyncrl_cli.measure.states import ExecutorReport, State
 
 _SHOWN_WORKERS = 2
 """How many reasons are listed: hundreds of workers may each have one."""
 
 
-def snapshot(board: Board) -> Snapshot:
+def snapshot(run: RunState) -> Snapshot:
     """The run now. Executors report late, or not at all during a long step. So where the loop itself knows
     what an executor does and waits for, that replaces what was reported. Times in states are always the
     executor's own."""
-    admission, running_eval, has_ended = board.admission, board.evaluator.running, board.phase in ENDED
-    closed, cause = closing(board)
+    admission, executors, phase = run.admission, run.executors, run.progress.phase
+    running_eval, has_ended, stopping = run.evaluator.running, phase in ENDED, run.failure.stopping
+    closed, cause = closing(run)
+    reports = executors.reports.latest
+    if not has_ended:
+        reports = {name: _corrected(run, report, closed, cause) for name, report in reports.items()}
     return Snapshot(
-        phase="stopping" if board.stopping and not has_ended else board.phase,
-        time_s=board.time_before_s + board.now_s(),
-        step=board.step,
-        version=board.version,
+        phase="stopping" if stopping and not has_ended else phase,
+        time_s=run.progress.time_s,
+        step=run.progress.step,
+        version=run.version,
         admission=closed,
         admission_cause=cause,
         window_taken=admission.taken_in_window,
         window_groups=admission.window_groups,
         window_budget=admission.budget,
-        ledger=board.ledger.totals(),
-        reports={name: _as_known(board, report, closed) for name, report in board.reports.latest.items()},
+        ledger=admission.ledger.totals(),
+        reports=reports,
         worker_versions={name: worker.version for name, worker in admission.workers.items()},
         eval_running=str(running_eval) if running_eval else "",
-        checkpoint=board.checkpoint,
-        restarting={} if board.stopping or has_ended else board.restarting | board.away,
+        checkpoint=run.progress.checkpoint,
+        restarting={} if stopping or has_ended else executors.restarting | executors.away,
     )
 
 
-def _as_known(board: Board, report: ExecutorReport, closed: str) -> ExecutorReport:
-    """The report, corrected by what the loop itself knows. `closed`: the rule that keeps admission closed."""
-    if board.phase in ENDED:
-        return report
+def _corrected(run: RunState, report: ExecutorReport, closed: str, cause: str) -> ExecutorReport:
+    """The report, corrected by what the loop itself knows."""
     if report.role == "trainer":
-        waits = [what for who, what in board.changes.named().items() if who.startswith("trainer")]
-        state, why = board.trainer_call or (State.STARVED, waits[0] if waits else "")
+        waits = [what for who, what in run.changes.named().items() if who.startswith("trainer")]
+        state, why = run.executors.trainer_call or (State.STARVED, waits[0] if waits else "")
         return replace(report, state=state, waiting_for=why)
     if report.role == "feed":
-        wait = admission_wait(board)
-        return replace(
-            report, state=State.BLOCKED if wait else State.BUSY, waiting_for=wait and f"admission: {wait}"
-        )
+        state = State.BLOCKED if closed else State.BUSY
+        return replace(report, state=state, waiting_for=closed and f"admission: {closed} ({cause})")
     if report.role == "scorer":
-        gauges = report.gauges | {"waiting_groups": float(len(board.groups.unscored(report.name)))}
-        missing = (
-            board.changes.named().get(report.name, "")
-            if report.state is State.STARVED
-            else report.waiting_for
-        )
+        gauges = report.gauges | {"waiting_groups": float(len(run.groups.unscored(report.name)))}
+        is_starved = report.state is State.STARVED
+        missing = run.changes.named().get(report.name, "") if is_starved else report.waiting_for
         return replace(report, waiting_for=missing, gauges=gauges)
     if report.role == "rollout" and report.state is State.STARVED and closed:
         return replace(report, waiting_for=f"admission: {closed}")
     return report
 
 
-def closing(board: Board) -> tuple[str, str]:
+def closing(run: RunState) -> tuple[str, str]:
     """The rule that keeps admission closed, and its present cause in words; both "" if admission is open.
 
     The rule is `Admission.closed()`, except that it is "restart" if no worker has a process (admission counts
     those as loading).
     """
-    admission = board.admission
-    closed = admission.closed()
+    admission, workers = run.admission, run.admission.workers.values()
+    closed, cause = admission.closed(), ""
     match closed:
-        case Closed.OPEN:
-            cause = ""
         case Closed.STOPPING:
             cause = "the run is stopping"
         case Closed.END:
             cause = "every group of the run has started"
         case Closed.WINDOW:
-            cause = (
-                f"all {admission.budget} groups of the window have started, version "
-                f"{admission.version + 1} opens the next"
-            )
+            next_opens = f"version {admission.version + 1} opens the next"
+            cause = f"all {admission.budget} groups of the window have started, {next_opens}"
         case Closed.LOADING:
-            cause = _some(lags(board))
+            cause = _some(lags(run))
         case Closed.SLOTS:
-            asleep = [worker for worker in admission.workers.values() if worker.loading]
-            cause = _some([_slots_in_use(board), *lags(board, asleep)])
+            up = [worker for worker in workers if not worker.down]
+            in_use = sum(min(worker.used, worker.slots) for worker in up)
+            queued = sum(max(0, worker.used - worker.slots) for worker in up)
+            evals, running_eval = sum(worker.eval_sequences for worker in up), run.evaluator.running
+            slots = f"{in_use} of {sum(worker.slots for worker in up)} in use"
+            slots += f", {queued} sequences queued" if queued else ""
+            slots += (
+                f", {evals} by the eval of version {running_eval.version}" if running_eval and evals else ""
+            )
+            cause = _some([slots, *lags(run, [worker for worker in workers if worker.loading])])
         case Closed.DEADLINES:
             # Only lagging workers can be the cause: on workers with the newest weights the window's budget
             # closes first.
-            cause = _some(lags(board, admission.refused()))
+            cause = _some(lags(run, admission.refused()))
     return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value, cause
 
 
-def admission_wait(board: Board) -> str:
+def admission_wait(run: RunState) -> str:
     """Rule and cause as one text, like `slots (64 of 64 in use)`; "" if admission is open."""
-    closed, cause = closing(board)
+    closed, cause = closing(run)
     return closed and f"{closed} ({cause})"
 
 
-def groups_wait(board: Board) -> str:
+def groups_wait(run: RunState) -> str:
     """What is missing while the trainer waits for the groups of a step."""
-    ledger, needed = board.ledger, board.schedule.step_groups
-    finished, running = len(ledger.finished), len(ledger.running)
+    ledger, needed = run.groups.ledger, run.settings.schedule.step_groups
     takeable = ""
-    if finished >= needed:
-        takeable = (
-            f" (only {len(board.admission.takeable(needed))} takeable before groups that are due earlier)"
-        )
-    tools = _some(
-        f"{name} {waits}" for name, report in board.reports.latest.items() if (waits := _tools(report))
-    )
-    return _with_admission(
-        board, f"{needed} takeable groups: {finished} finished{takeable}, {running} running", tools
-    )
+    if len(ledger.finished) >= needed:
+        num_takeable = len(run.admission.takeable(needed))
+        takeable = f" (only {num_takeable} takeable before groups that are due earlier)"
+    groups = f"{len(ledger.finished)} finished{takeable}, {len(ledger.running)} running"
+    reports = run.executors.reports.latest
+    tools = _some(f"{name} {waits}" for name, report in reports.items() if (waits := _tools(report)))
+    return _with_admission(run, f"{needed} takeable groups: {groups}", tools)
 
 
-def scores_wait(board: Board) -> str:
+def scores_wait(run: RunState) -> str:
     """What is missing while the trainer waits for scorers. (Enough groups have finished.)"""
-    needed, finished = board.schedule.step_groups, len(board.ledger.finished)
-    queues = {scorer.name: len(board.groups.unscored(scorer.name)) for scorer in board.scorers}
-    restarts = {name: f", which is being restarted ({number})" for name, number in board.restarting.items()}
-    waits = _some(
-        f"{queue} wait for {name}{restarts.get(name, '')}" for name, queue in queues.items() if queue
-    )
-    return (
-        f"{needed} scored groups: {len(board.admission.takeable(needed))} takeable; of {finished} "
-        f"finished, {waits}"
-    )
+    needed, num_finished = run.settings.schedule.step_groups, len(run.groups.ledger.finished)
+    queues = []
+    for name in run.admission.scorers:
+        if queue := len(run.groups.unscored(name)):
+            restart = run.executors.restarting.get(name)
+            queues.append(
+                f"{queue} wait for {name}" + (f", which is being restarted ({restart})" if restart else "")
+            )
+    takeable = f"{len(run.admission.takeable(needed))} takeable; of {num_finished} finished, {_some(queues)}"
+    return f"{needed} scored groups: {takeable}"
 
 
-def window_wait(board: Board) -> str:
+def window_wait(run: RunState) -> str:
     """Colocate: what the trainer waits for before it gets the resources: first the window's groups, then
     evals and loads."""
-    ledger, needed = board.ledger, board.admission.window_size
-    finished = len(ledger.finished)
-    if finished < needed:
-        return _with_admission(
-            board, f"the whole window: {finished} of {needed} groups finished, {len(ledger.running)} running"
-        )
-    return _some([*eval_holds(board), *lags(board)])
+    ledger, needed = run.groups.ledger, run.admission.window_size
+    if len(ledger.finished) == needed:
+        return _some([*eval_holds(run), *lags(run)])
+    groups = f"{len(ledger.finished)} of {needed} groups finished, {len(ledger.running)} running"
+    return _with_admission(run, f"the whole window: {groups}")
 
 
-def lags(board: Board, workers: Iterable[WorkerSlots] | None = None) -> list[str]:
+def _with_admission(run: RunState, *texts: str) -> str:
+    """`texts`, then the rule that keeps admission closed (the feed's wait names its cause), then the workers
+    that an eval holds."""
+    closed = closing(run)[0]
+    return "; ".join(filter(None, [*texts, closed and f"admission waits: {closed}", _some(eval_holds(run))]))
+
+
+def lags(run: RunState, workers: Iterable[WorkerSlots] | None = None) -> list[str]:
     """Why `workers` (default: all that are present) cannot generate with the newest weights. Those that can
     are left out."""
-    asked = board.admission.fleet.present() if workers is None else workers
-    return [lag for worker in asked if (lag := _lag(board, worker))]
+    asked = run.admission.fleet.present() if workers is None else workers
+    return [lag for worker in asked if (lag := _lag(run, worker))]
 
 
-def _lag(board: Board, worker: WorkerSlots) -> str:
+def _lag(run: RunState, worker: WorkerSlots) -> str:
     """Why the worker cannot generate with the newest weights; "" if it can."""
-    name, begun = worker.name, worker.begun
+    name, begun, newest = worker.name, worker.begun, run.sync.newest
     if worker.away:
         return f"{name} is away"
     if worker.down:
-        return f"{name} is being restarted" + (
-            f" ({board.restarting[name]})" if name in board.restarting else ""
-        )
+        number = run.executors.restarting.get(name)
+        return f"{name} is being restarted" + (f" ({number})" if number else "")
     if begun is not None and not worker.received:
         return f"{name} is receiving version {begun}"
-    if begun is not None and board.settings.interrupt == "drain" and (left := _unfinished(board, worker)):
-        return f"{name} is finishing {left} before it loads version {begun}"
     if begun is not None:
-        return f"{name} is loading version {begun}"
-    if worker.version >= board.version:
+        left = _unfinished(run, worker) if run.settings.interrupt == "drain" else ""
+        return f"{name} is {f'finishing {left} before it loads' if left else 'loading'} version {begun}"
+    if worker.version >= run.version:
         return ""
-    if name in board.evaluator.held_s:
-        return _hold(board, name)
-    if board.sync.newest is not None and board.sync.newest.version >= board.version:
-        return f"{name} is about to receive version {board.version}"
-    return f"version {max(board.version, board.sync.withdrawn + 1)} is being published"
+    if hold := _hold(run, name):
+        return hold
+    if newest is not None and newest.version >= run.version:
+        return f"{name} is about to receive version {run.version}"
+    return f"version {max(run.version, run.sync.withdrawn + 1)} is being published"
 
 
-def _unfinished(board: Board, worker: WorkerSlots) -> str:
+def _unfinished(run: RunState, worker: WorkerSlots) -> str:
     """The responses that a drain waits for, and what these wait for if none of them runs; "" if there are
     none."""
-    report = board.reports.latest.get(worker.name)
-    without_slot = (
-        0
-        if report is None or board.profile.rollout.hold_slots
-        else report.gauges.get("waiting_trajectories", 0)
-    )
-    left = worker.unfinished_sequences + int(without_slot)
+    report, left = run.executors.reports.latest.get(worker.name), worker.unfinished_sequences
+    if report is not None and not run.settings.profile.rollout.hold_slots:
+        left += int(report.gauges.get("waiting_trajectories", 0))
     tools = _tools(report)
     return (f"{left} responses" + (f" ({tools})" if tools else "")) if left else ""
 
@@ -202,52 +198,28 @@ def _tools(report: ExecutorReport | None) -> str:
     return f"waits for {report.waiting_for}" if report is not None and report.state is State.WAITING else ""
 
 
-def older_loads(board: Board) -> str:
+def older_loads(run: RunState) -> str:
     """What the trainer waits for before it may publish one more version: what each worker with an unfinished
     load is doing."""
-    begun = [worker for worker in board.admission.workers.values() if worker.begun is not None]
-    return f"workers to finish older loads: {', '.join(lags(board, begun))}"
+    begun = [worker for worker in run.admission.workers.values() if worker.begun is not None]
+    return f"workers to finish older loads: {', '.join(lags(run, begun))}"
 
 
-def restarts(board: Board) -> str:
+def restarts(run: RunState) -> str:
     """Which workers have no process and are being restarted."""
-    return _some(lags(board, [worker for worker in board.admission.fleet.present() if worker.down]))
+    return _some(lags(run, [worker for worker in run.admission.fleet.present() if worker.down]))
 
 
-def eval_holds(board: Board) -> list[str]:
+def eval_holds(run: RunState) -> list[str]:
     """For every worker that an eval runs on: which eval holds it, and for how long it has done so."""
-    return [_hold(board, name) for name in board.evaluator.held_s]
+    return [_hold(run, name) for name in run.evaluator.held_s]
 
 
-def _hold(board: Board, name: str) -> str:
-    running = board.evaluator.running
-    assert running is not None
-    return f"the eval of version {running.version} has held {name} for {board.evaluator.held_s[name]:.0f} s"
-
-
-def _slots_in_use(board: Board) -> str:
-    up = [worker for worker in board.admission.workers.values() if not worker.down]
-    evals = sum(worker.eval_sequences for worker in up)
-    running = board.evaluator.running
-    by_eval = f", {evals} by the eval of version {running.version}" if running is not None and evals else ""
-    in_use, queued = (
-        sum(min(worker.used, worker.slots) for worker in up),
-        sum(max(0, worker.used - worker.slots) for worker in up),
-    )
-    return (
-        (f"{in_use} of {sum(worker.slots for worker in up)} in use")
-        + (f", {queued} sequences queued" if queued else "")
-        + by_eval
-    )
-
-
-def _with_admission(board: Board, *texts: str) -> str:
-    """`texts`, then the rule that keeps admission closed (the feed's wait names its cause), then the workers
-    that an eval holds."""
-    closed = closing(board)[0]
-    return "; ".join(
-        filter(None, [*texts, closed and f"admission waits: {closed}", _some(eval_holds(board))])
-    )
+def _hold(run: RunState, name: str) -> str:
+    running, held_s = run.evaluator.running, run.evaluator.held_s.get(name)
+    if running is None or held_s is None:
+        return ""
+    return f"the eval of version {running.version} has held {name} for {held_s:.0f} s"
 
 
 def _some(reasons: Iterable[str]) -> str:

@@ -27,8 +27,8 @@ from asyncrl_cli.contracts.attempts import Kept, Stage, TrajectoryMeta
 from asyncrl_cli.contracts.events import EvalSummary, StepRecord
 from asyncrl_cli.contracts.ports import CheckpointWriter, Cut, RolloutWorker, SoFar
 from asyncrl_cli.loop.admission import takeable_in_time
-from asyncrl_cli.loop.board import Board, ResumeFrom
 from asyncrl_cli.loop.groups import FinishedState, GroupsState, RunningState
+from asyncrl_cli.loop.run_state import ResumeFrom, RunState
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories
 from asyncrl_cli.profile.schema import Profile
@@ -62,115 +62,107 @@ class LoopState(TypedDict):
 class Checkpointer:
     """Makes checkpoints of the loop."""
 
-    def __init__(self, board: Board, tasks: asyncio.TaskGroup) -> None:
-        self._board = board
+    def __init__(self, run: RunState, tasks: asyncio.TaskGroup, writer: CheckpointWriter | None) -> None:
+        self._run = run
         self._tasks = tasks
+        self._writer = writer
         self._writing: asyncio.Task[None] | None = None
 
     async def cut(self, record: StepRecord | None = None) -> None:
         """Freeze a checkpoint and begin to write it, unless this step already has one. Nothing may be in
         training. `record`: of the step, if the observers do not have it yet."""
-        board = self._board
-        if board.checkpoints is None or board.last_cut == board.step:
+        run, progress, executors = self._run, self._run.progress, self._run.executors
+        if self._writer is None or progress.last_cut == progress.step:
             return
         await self.finish()
-        with board.calling_trainer(State.SYNCING, "a checkpoint's snapshot"):
-            await board.trainer.snapshot(board.step)
-            so_far = await self._so_far()
-        cut = freeze(board, so_far, record)
-        board.last_cut = board.step
+        with executors.calling_trainer(State.SYNCING, "a checkpoint's snapshot"):
+            await executors.trainer.snapshot(progress.step)
+            slots = run.admission.workers
+            asked = [
+                one for one in executors.workers if slots[one.name].unfinished and not slots[one.name].down
+            ]
+            with run.changes.waiting("trainer (checkpoint)", "what running responses have so far"):
+                partial_results = await asyncio.gather(*map(self._partial_result, asked))
+        cut = freeze(run, partial_results, record)
+        progress.cut_begun()
         self._writing = self._tasks.create_task(
-            self._write(board.checkpoints, cut), name=f"checkpoint {board.step}"
+            self._write(self._writer, cut), name=f"checkpoint {progress.step}"
         )
 
-    async def _so_far(self) -> list[SoFar]:
-        """The tokens of the running responses so far, from every worker that answers."""
-        workers = self._board.admission.workers
-        asked = [
-            worker
-            for worker in self._board.workers
-            if workers[worker.name].unfinished and not workers[worker.name].down
-        ]
-        with self._board.changes.waiting("trainer (checkpoint)", "what running responses have so far"):
-            return await asyncio.gather(*map(self._so_far_of, asked))
-
-    async def _so_far_of(self, worker: RolloutWorker) -> SoFar:
-        board = self._board
+    async def _partial_result(self, worker: RolloutWorker) -> SoFar:
+        """What the worker's running responses have so far; without an answer they start again after a resume."""
+        run = self._run
         try:
             return await worker.so_far()
         except AsyncrlError as error:
-            if board.failure is None:  # else the run already has its cause, perhaps this very error
+            if run.failure.error is None:  # else the run already has its cause, perhaps this very error
                 why = error.cause if isinstance(error, ExecutorFailed) else error
-                board.warn(
+                run.progress.warn(
                     f"the running responses of {worker.name} are not in the checkpoint of step "
-                    f"{board.step}: {why}"
+                    f"{run.progress.step}: {why}"
                 )
-            return SoFar(rest_tokens=board.reports.running_tokens(worker.name))
+            return SoFar(rest_tokens=run.executors.reports.running_tokens(worker.name))
 
     async def finish(self) -> None:
         """Wait for the write in progress, if any; the port's own timeout bounds it."""
-        board = self._board
         if self._writing is not None:
-            with board.changes.waiting(
-                "trainer (checkpoint)", f"the checkpoint of step {board.last_cut} to be written"
-            ):
+            what = f"the checkpoint of step {self._run.progress.last_cut} to be written"
+            with self._run.changes.waiting("trainer (checkpoint)", what):
                 await self._writing
 
     async def _write(self, writer: CheckpointWriter, cut: Cut) -> None:
         path = await writer.write(cut)
-        self._board.checkpoint = path.name
-        self._board.event("checkpointed", step=cut.step, version=cut.version, path=path.name)
+        self._run.progress.checkpointed(cut.step, cut.version, path.name)
 
 
-def freeze(board: Board, so_far: Sequence[SoFar] = (), record: StepRecord | None = None) -> Cut:
+def freeze(run: RunState, partial_results: Sequence[SoFar] = (), record: StepRecord | None = None) -> Cut:
     """The loop's state as JSON, and the handles of the arrays that belong to it. Nothing may be in
     training."""
-    assert not board.ledger.training, "a cut lies between two train steps"
+    ledger, taken_groups = run.groups.ledger, run.admission.taken_in_window
+    assert not ledger.training, "a cut lies between two train steps"
     # `record` has them: its line comes later, and the next run's first line must not have them again.
-    evals_ended: list[Any] = [asdict(summary) for summary in board.evaluator.ended] if record is None else []
-    groups = board.groups.state({key: kept for found in so_far for key, kept in found.kept.items()})
-    earlier = [attempt.so_far for attempt in board.ledger.running.values() if attempt.kept]
+    evals_ended: list[Any] = [asdict(summary) for summary in run.evaluator.ended] if record is None else []
+    groups = run.groups.state({key: kept for found in partial_results for key, kept in found.kept.items()})
+    earlier = [attempt.so_far for attempt in ledger.running.values() if attempt.kept]
     state: LoopState = {
         "schema_version": SCHEMA_VERSION,
-        "step": board.step,
-        "window": {"version": board.version, "taken_groups": board.admission.taken_in_window},
-        "time_s": board.time_before_s + board.now_s(),
+        "step": run.progress.step,
+        "window": {"version": run.version, "taken_groups": taken_groups},
+        "time_s": run.progress.time_s,
         "groups": groups,
-        "running_tokens": sum(found.rest_tokens for found in so_far),
-        "restarts": board.restarts,
-        "last_eval_version": board.evaluator.last_ended,
+        "running_tokens": sum(found.rest_tokens for found in partial_results),
+        "restarts": run.executors.num_restarts,
+        "last_eval_version": run.evaluator.last_ended,
         "evals_ended": evals_ended,
-        "observers": [observer.state(record) for observer in board.observers],
+        "observers": [observer.state(record) for observer in run.progress.observers],
     }
     return Cut(
-        step=board.step,
-        version=board.version,
-        at_window_boundary=board.admission.taken_in_window == 0,
+        step=run.progress.step,
+        version=run.version,
+        at_window_boundary=taken_groups == 0,
         loop_state={**state},
-        payloads=board.groups.payloads(),
+        payloads=run.groups.payloads(),
         kept=tuple(entry["key"] for entry in groups["running"] if entry.get("kept")),
-        so_far=(*(found.handle for found in so_far if found.kept), *earlier),
+        so_far=(*(found.handle for found in partial_results if found.kept), *earlier),
     )
 
 
-def thaw(board: Board, resumed: ResumeFrom) -> None:
+def thaw(run: RunState, resumed: ResumeFrom) -> None:
     """Restore what `freeze` saved. Raises RefusedError for a state that `freeze` cannot have saved under
     these settings."""
-    state = read_state(resumed.loop_state, board.settings)
-    board.step = board.last_cut = state["step"]
-    board.time_before_s = state["time_s"] - board.now_s()
-    board.restarts = state.get("restarts", 0)
-    board.evaluator.last_version = state["last_eval_version"]
-    board.evaluator.ended = state["evals_ended"]
-    for observer, observed in zip(board.observers, state["observers"], strict=True):
+    state = read_state(resumed.loop_state, run.settings)
+    run.progress.resume(state["step"], state["time_s"])
+    run.executors.num_restarts = state.get("restarts", 0)
+    run.evaluator.last_version, run.evaluator.ended = state["last_eval_version"], state["evals_ended"]
+    for observer, observed in zip(run.progress.observers, state["observers"], strict=True):
         observer.restore(observed)
-    board.admission.version, board.admission.taken_in_window = _window(state, board.settings)
-    board.event("resumed", from_step=board.step)
-    board.groups.restore(state["groups"], resumed.payloads, state["running_tokens"])
+    run.admission.version, run.admission.taken_in_window = _window(state, run.settings)
+    run.progress.event("resumed", from_step=state["step"])
+    run.groups.restore(state["groups"], resumed.payloads, state["running_tokens"])
     if not resumed.continues:
-        board.groups.forget_unfinished()
-    for worker in board.admission.workers.values():
-        worker.version = board.version - 1
+        run.groups.forget_unfinished()
+    for worker in run.admission.workers.values():
+        worker.version = run.version - 1
 
 
 def read_state(content: Mapping[str, Any], settings: LoopSettings) -> LoopState:

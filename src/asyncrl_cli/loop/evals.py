@@ -176,7 +176,7 @@ class Evaluator:
 
     async def _judged(self, judge: Scorer, tries: Sequence[EvalTry], result: EvalResult) -> list[EvalOutcome]:
         """The outcomes, with the reward model's scores added. If the reward model is lost meanwhile, these
-        trajectories count as failed; scorers.py restarts it or stops the run."""
+        trajectories count as failed; scorer_tasks.py restarts it or stops the run."""
         played = [
             (entry.item, meta)
             for entry, meta in zip(tries, result.outcomes, strict=True)

@@ -42,7 +42,7 @@ Admission is closed by slots (freed by groups, and by evals, which eval.timeout_
 room for every one of them), or by deadlines (reopened by a load, which waits for a publish and, under
 `drain`, for running groups). Responses of a failed worker are placed before any new group. They need slots on
 workers whose weights are as new as those of the rest of the group; every load adds such slots. A failed
-worker is restarted (worker_tasks.py) while it has restarts left. After that its failure stops the run in good
+worker is restarted (executor_tasks.py) while it has restarts left. After that its failure stops the run in good
 order, unless the run can continue without it (`rollout.min_workers`). A failed trainer or separate critic
 fails the run at once.
 """
@@ -51,14 +51,15 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl_cli.base.errors import AsyncrlError, Interrupted, StallError, first_error
-from asyncrl_cli.loop.board import Board, World
+from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError, first_error
 from asyncrl_cli.loop.causes import snapshot
 from asyncrl_cli.loop.cuts import Checkpointer, thaw
 from asyncrl_cli.loop.rollouts import Rollouts
-from asyncrl_cli.loop.scorers import ScorerTasks
+from asyncrl_cli.loop.run_state import RunState, World
+from asyncrl_cli.loop.scorer_tasks import ScorerTasks
 from asyncrl_cli.loop.training import Training
 from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.profile.sharing import CRITIC
 
 _TICK_S = 1.0
 
@@ -68,101 +69,103 @@ class Pipeline:
 
     def __init__(self, settings: LoopSettings, world: World) -> None:
         """Call inside the running event loop: its clock is the run's."""
-        self.board = Board(settings, world)
+        self.state = RunState(settings, world)
+        self._checkpoints = world.checkpoints
         if world.resume_from is not None:
-            thaw(self.board, world.resume_from)
+            thaw(self.state, world.resume_from)
 
     async def run(self) -> None:
         """Run to the end. Raises `Interrupted` after a stop, the failed executor's own error, or
         `StallError`."""
-        board = self.board
-        board.reports.began_s = board.now_s()
+        run, failure = self.state, self.state.failure
+        run.executors.reports.began_s = run.now_s()
         try:
             await self._run_tasks()
         except BaseExceptionGroup as group:
-            told = first_error(group, AsyncrlError)
-            error = (board.failure or told) if told else first_error(group, BaseException) or group
+            # What ended the run may have made others fail as well, and these may have been faster.
+            found = first_error(group, AsyncrlError)
+            error = (failure.error or found) if found else first_error(group, BaseException) or group
             self._end("failed", error)
             raise error from group
-        if board.failure is not None:
-            self._end("failed", board.failure)
-            raise board.failure
-        self._end("stopped" if board.stopping else "done")
-        if board.stopping:
-            raise Interrupted(
-                f"stopped after step {board.step} of {self.board.settings.schedule.train_steps}"
-            )
+        if failure.error is not None:
+            self._end("failed", failure.error)
+            raise failure.error
+        self._end("stopped" if failure.stopping else "done")
+        if failure.stopping:
+            last_step = run.settings.schedule.train_steps
+            raise Interrupted(f"stopped after step {run.progress.step} of {last_step}")
 
     async def _run_tasks(self) -> None:
-        board = self.board
+        run = self.state
         async with asyncio.TaskGroup() as tasks:
+            rollouts = Rollouts(run, tasks)
+            scorers = {scorer.name: ScorerTasks(run, scorer, tasks) for scorer in run.executors.scorers}
             watching = [
-                tasks.create_task(self._tick(), name="tick"),
+                tasks.create_task(self._tick(rollouts), name="tick"),
                 tasks.create_task(self._follow_trainer(), name="reports"),
             ]
-            rollouts, scorers = (
-                Rollouts(board, tasks),
-                [ScorerTasks(board, scorer, tasks) for scorer in board.scorers],
-            )
-            for scorer in scorers:
+            for scorer in scorers.values():
                 scorer.begin()
-            await Training(board, tasks, rollouts, Checkpointer(board, tasks)).run()
+            checkpointer = Checkpointer(run, tasks, self._checkpoints)
+            await Training(run, tasks, rollouts, scorers.get(CRITIC), checkpointer).run()
             rollouts.cancel()
-            for scorer in scorers:
-                scorer.cancel()
-            for task in watching:
-                task.cancel()
+            for endless in [*scorers.values(), *watching]:
+                endless.cancel()
 
     def request_stop(self) -> None:
         """Ask the run to finish its train step, write a checkpoint and end, all within `run.stop_grace_s`."""
-        self.board.stop()
+        self.state.failure.stop()
 
     def _end(self, phase: str, error: BaseException | None = None) -> None:
-        self.board.end(phase, error)
-        self.board.tick(snapshot(self.board))
+        """The run is over: every executor counts as done, or as failed if it raised `error`."""
+        run = self.state
+        run.progress.enter(phase)
+        if error is not None and run.failure.error is None:
+            run.progress.event("failed", error=str(error))
+        run.executors.reports.end(error.executor if isinstance(error, ExecutorFailed) else "")
+        for observer in run.progress.observers:
+            observer.tick(snapshot(run))
 
     async def _follow_trainer(self) -> None:
         """Fetch the trainer's report once a second, beside `_tick`: a trainer that hangs must not block the
         watchdog."""
-        board = self.board
+        executors = self.state.executors
         while True:
-            board.reports.add(await board.trainer.report(), board.now_s())
+            executors.reports.add(await executors.trainer.report(), self.state.now_s())
             await asyncio.sleep(_TICK_S)
 
-    async def _tick(self) -> None:
+    async def _tick(self, rollouts: Rollouts) -> None:
         """Once a second: send the observers a snapshot, and stop the run if nothing has moved for too
         long."""
-        board, settings = self.board, self.board.settings
-        progress, moved_s, stop_s = -1, board.now_s(), None
-        while True:
-            board.reports.add(board.feed_clock.report(), board.now_s())
-            board.reports.advance_lost(board.now_s())
-            board.tick(snapshot(board))
-            is_busy = (
-                "trainer" not in board.changes.waits
-                or not board.admission.fleet.is_whole()
-                or bool(board.restarting)
-            )
-            if board.changes.progress != progress or is_busy:
-                progress, moved_s = board.changes.progress, board.now_s()
-            if board.now_s() - moved_s > settings.stall_timeout_s:
-                board.stop(self._stall())
-            if board.stopping:
-                stop_s = stop_s if stop_s is not None else board.now_s()
-                if board.now_s() - stop_s > (grace_s := board.profile.run.stop_grace_s):
-                    hint = "resume from the last checkpoint; a larger run.stop_grace_s gives a stop more time"
-                    raise board.failure or StallError(
-                        f"the stop took longer than run.stop_grace_s = {grace_s:g}", hint=hint
-                    )
-            await asyncio.sleep(_TICK_S)
-
-    def _stall(self) -> StallError:
-        """The watchdog's error: what each part of the loop waits for, and the state of every executor."""
-        board = self.board
-        waits = [f"{who} waits for {what}" for who, what in board.changes.named().items()]
-        states = [f"{name} is {report.state}" for name, report in board.reports.latest.items()]
-        return StallError(
-            f"nothing moved for run.stall_timeout_s = {self.board.settings.stall_timeout_s:g}: "
-            f"{'; '.join(waits + states)}",
-            hint="the run's log has the last messages of each executor",
+        run, changes, executors, failure = (
+            self.state,
+            self.state.changes,
+            self.state.executors,
+            self.state.failure,
         )
+        stall_s, grace_s = run.settings.stall_timeout_s, run.settings.profile.run.stop_grace_s
+        moved, moved_s, stop_s = -1, run.now_s(), None
+        while True:
+            executors.reports.add(rollouts.feed_clock.report(), run.now_s())
+            executors.reports.advance_lost(run.now_s())
+            for observer in run.progress.observers:
+                observer.tick(snapshot(run))
+            # The trainer's call, or a restart, has its own time limit.
+            is_busy = (
+                "trainer" not in changes.waits or not run.admission.fleet.is_whole() or executors.restarting
+            )
+            if changes.progress != moved or is_busy:
+                moved, moved_s = changes.progress, run.now_s()
+            if run.now_s() - moved_s > stall_s:
+                waits = [f"{who} waits for {what}" for who, what in changes.named().items()]
+                states = [f"{name} is {report.state}" for name, report in executors.reports.latest.items()]
+                message = f"nothing moved for run.stall_timeout_s = {stall_s:g}: {'; '.join(waits + states)}"
+                hint = "the run's log has the last messages of each executor"
+                failure.stop(StallError(message, hint=hint))
+            if failure.stopping:
+                stop_s = run.now_s() if stop_s is None else stop_s
+                if run.now_s() - stop_s > grace_s:
+                    hint = "resume from the last checkpoint; a larger run.stop_grace_s gives a stop more time"
+                    message = f"the stop took longer than run.stop_grace_s = {grace_s:g}"
+                    raise failure.error or StallError(message, hint=hint)
+            await asyncio.sleep(_TICK_S)

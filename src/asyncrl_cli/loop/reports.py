@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from typing import TypeVar
 
 from asyncrl_cli.measure.states import WAITS_FOR_RESTART, ExecutorReport, Span, State, Stay
@@ -12,90 +11,69 @@ from asyncrl_cli.measure.states import WAITS_FOR_RESTART, ExecutorReport, Span, 
 K = TypeVar("K")
 
 
-class _Process(Enum):
-    NEW = auto()
-    """It has not reported yet."""
-    UP = auto()
-    LOST = auto()
-
-
 @dataclass(slots=True, kw_only=True)
 class ExecutorHistory:
-    """`report` is the newest, with the sums of `base` added: what earlier processes counted, minus what
-    should not count. `spans` and `stays` have not been taken yet and are on the driver's clock, which is
-    `offset_s` ahead of the executor's. Time before `from_s` does not count: the run or the present process
-    was starting."""
+    """One executor, whatever becomes of its process. `report`: the newest, with the sums of `base` added: what
+    earlier processes counted, minus what should not count. `spans` and `stays` have not been taken yet and are
+    on the driver's clock, which is `offset_s` ahead of the executor's. Time before `from_s` does not count: the
+    run or the present process was starting."""
 
     report: ExecutorReport
     worker: str
     from_s: float
-    base: ExecutorReport | None = None
+    base: ExecutorReport
     offset_s: float = float("inf")
     spans: list[Span] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
-    process: _Process = _Process.NEW
-    is_restarted: bool = False
+    is_new: bool = True
+    """Its process has not reported yet."""
+    is_lost: bool = False
 
     def begin(self, report: ExecutorReport, arrived_s: float) -> None:
-        """Prepare for the first report of a process. That of the run's first process has all spans so far,
-        unless it has overtaken an earlier report. Of a restarted one, reports of the start may be lost, and
-        their spans with them; the sums have all."""
-        self.process, self.offset_s = _Process.UP, arrived_s - report.now_s
-        if self.is_restarted:
-            early_s = max(0.0, self.from_s - (arrived_s - sum(report.state_s.values())))
-            base = _plus(self.report, report.spans[0].state if report.spans else report.state, -early_s)
-        else:
-            base = self._without_start(self.report, report)
-        self.base = base if base.state_s else None
-
-    def overtaken(self, report: ExecutorReport) -> None:
-        """Record a report that a later one has overtaken. The later one includes its sums, but not its spans
-        and stays."""
-        if not self.is_restarted:
-            nothing = replace(
-                self.report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in self.report.sums else {}
-            )
-            base = self._without_start(self.base or nothing, report)
-            self.base = base if base.state_s else None
-            self.report = self._without_start(self.report, report)
-        self.note(report)
-        self.spans.sort(key=lambda span: span.start_s)
-
-    def _without_start(self, sums: ExecutorReport, report: ExecutorReport) -> ExecutorReport:
-        """`sums` minus the time of the spans of `report` before `from_s`."""
+        """Prepare for the first report of a process. Its sums include the time before `from_s`, which the base
+        takes back. An earlier report may be late or lost with its spans, so the states before the first span
+        come from the sums, in the order in which they were entered."""
+        self.is_new, self.offset_s, self.base = False, arrived_s - report.now_s, self.report
+        unseen_s = dict(report.state_s)
         for span in report.spans:
-            early_s = min(span.end_s + self.offset_s, self.from_s) - (span.start_s + self.offset_s)
-            if early_s > 0:
-                sums = _plus(sums, span.state, -early_s, is_idle=span.state is not State.BUSY)
-        return sums
+            unseen_s[span.state] -= span.end_s - span.start_s
+        seen = [(span.state, span.end_s - span.start_s) for span in report.spans]
+        early_s = self.from_s - (arrived_s - sum(report.state_s.values()))
+        for state, seconds in [*unseen_s.items(), *seen]:
+            spent_s = max(0.0, min(early_s, seconds))
+            early_s -= spent_s
+            self.base = _longer(self.base, state, -spent_s)
 
     def update(self, report: ExecutorReport, arrived_s: float) -> None:
-        if self.base is not None:
-            sums = _sum(self.base.sums, report.sums)
-            report = replace(report, state_s=_sum(self.base.state_s, report.state_s), sums=sums)
-        self.report = report
+        if any(self.base.state_s.values()):
+            state_s, sums = _added(self.base.state_s, report.state_s), _added(self.base.sums, report.sums)
+            self.report = replace(report, state_s=state_s, sums=sums)
+        else:
+            self.report = report
         self.offset_s = min(arrived_s - report.now_s, self.offset_s)
         self.note(report)
 
     def note(self, report: ExecutorReport) -> None:
-        """Keep the report's spans and stays."""
-        self.spans += _moved(report.spans, self.offset_s, self.from_s)
-        self.stays += [
-            stay._replace(start_s=stay.start_s + self.offset_s, end_s=stay.end_s + self.offset_s)
-            for stay in report.stays
-        ]
+        """Keep the report's spans and stays. (A later report that has overtaken it includes its sums.)"""
+        for span in report.spans:
+            start_s, end_s = max(span.start_s + self.offset_s, self.from_s), span.end_s + self.offset_s
+            if end_s > self.from_s:
+                self.spans.append(Span(state=span.state, start_s=start_s, end_s=end_s))
+        self.spans.sort(key=lambda span: span.start_s)
+        for stay in report.stays:
+            start_s, end_s = stay.start_s + self.offset_s, stay.end_s + self.offset_s
+            self.stays.append(stay._replace(start_s=start_s, end_s=end_s))
 
     def fail_until(self, now_s: float) -> None:
         """Count the time without a process up to now as failed."""
-        report, ended_s = self.report, self.report.now_s + self.offset_s
-        down_s = now_s - ended_s
-        if down_s <= 0:
+        start_s = self.report.now_s + self.offset_s
+        if now_s <= start_s:
             return
-        start_s = ended_s
+        report = _longer(self.report, State.FAILED, now_s - start_s)
+        self.report = replace(report, now_s=now_s - self.offset_s)
         if self.spans and self.spans[-1].state is State.FAILED:
             start_s = self.spans.pop().start_s
         self.spans.append(Span(state=State.FAILED, start_s=start_s, end_s=now_s))
-        self.report = replace(_plus(report, State.FAILED, down_s), now_s=report.now_s + down_s)
 
 
 class ReportBook:
@@ -124,47 +102,50 @@ class ReportBook:
         last report."""
         executor = self._executors.get(report.name)
         if executor is None:
-            nothing = replace(report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in report.sums else {})
-            executor = self._executors[report.name] = ExecutorHistory(
-                report=nothing, worker=worker, from_s=self.began_s
-            )
-        previous = executor.report
-        if executor.process is _Process.NEW:
+            zero = replace(report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in report.sums else {})
+            executor = ExecutorHistory(report=zero, base=zero, worker=worker, from_s=self.began_s)
+            self._executors[report.name] = executor
+        before = executor.report
+        if executor.is_new:
             executor.begin(report, arrived_s)
-        elif report.now_s < previous.now_s:
-            executor.overtaken(report)
+        elif report.now_s < before.now_s:  # a later report has overtaken it
+            executor.note(report)
             return False
         executor.update(report, arrived_s)
-        return _has_made_tokens(previous, executor.report)
+        # Only sums of tokens show work: sums of seconds also grow while the executor waits.
+        sums = executor.report.sums.items()
+        return any(name.endswith("_tokens") and amount != before.sums.get(name) for name, amount in sums)
 
     def lost(self, worker: str, now_s: float) -> int:
         """The worker's process is gone: its executors count as failed from now on. Returns the tokens of what
         ran there."""
         running_tokens = self.running_tokens(worker)
-        for executor in self._of(worker):
-            report = executor.report
-            gauges = {gauge: amount if gauge == "slots" else 0.0 for gauge, amount in report.gauges.items()}
+        for executor in self._in_process(worker):
+            gauges = {
+                name: amount if name == "slots" else 0.0 for name, amount in executor.report.gauges.items()
+            }
             executor.report = replace(
-                report, state=State.FAILED, waiting_for=WAITS_FOR_RESTART, spans=(), gauges=gauges
+                executor.report, state=State.FAILED, waiting_for=WAITS_FOR_RESTART, spans=(), gauges=gauges
             )
-            executor.process = _Process.LOST
+            executor.is_lost = True
         self.advance_lost(now_s)
         return running_tokens
 
     def running_tokens(self, worker: str) -> int:
         """Tokens of the sequences that run in the worker's process, as last reported."""
-        return int(sum(executor.report.gauges.get("running_tokens", 0) for executor in self._of(worker)))
+        reports = [executor.report for executor in self._in_process(worker)]
+        return int(sum(report.gauges.get("running_tokens", 0) for report in reports))
 
     def advance_lost(self, now_s: float) -> None:
         for executor in self._executors.values():
-            if executor.process is _Process.LOST:
+            if executor.is_lost:
                 executor.fail_until(now_s)
 
     def returned(self, worker: str, now_s: float) -> None:
         """The worker has a new process, which makes the next reports of its executors."""
         self.advance_lost(now_s)
-        for executor in self._of(worker):
-            executor.process, executor.is_restarted = _Process.NEW, True
+        for executor in self._in_process(worker):
+            executor.is_lost, executor.is_new = False, True
             executor.from_s = executor.report.now_s + executor.offset_s
 
     def end(self, culprit: str) -> None:
@@ -176,18 +157,16 @@ class ReportBook:
     def take_spans(self) -> dict[str, tuple[Span, ...]]:
         """Spans up to the latest time that the reports of all executors cover. Later ones are kept for the
         next call."""
-        if not self._executors:
-            return {}
-        until_s = min(executor.report.now_s + executor.offset_s for executor in self._executors.values())
+        executors = self._executors.values()
+        until_s = min((one.report.now_s + one.offset_s for one in executors), default=0.0)
         taken: dict[str, tuple[Span, ...]] = {}
         for name, executor in self._executors.items():
-            early = [span for span in executor.spans if span.start_s < until_s]
+            spans = executor.spans
             taken[name] = tuple(
-                span if span.end_s <= until_s else replace(span, end_s=until_s) for span in early
+                replace(span, end_s=min(span.end_s, until_s)) for span in spans if span.start_s < until_s
             )
-            late = [span for span in executor.spans if span.end_s > until_s]
             executor.spans = [
-                span if span.start_s >= until_s else replace(span, start_s=until_s) for span in late
+                replace(span, start_s=max(span.start_s, until_s)) for span in spans if span.end_s > until_s
             ]
         return taken
 
@@ -198,35 +177,15 @@ class ReportBook:
             self._executors[name].stays.clear()
         return taken
 
-    def _of(self, worker: str) -> list[ExecutorHistory]:
-        return [executor for executor in self._executors.values() if executor.worker == worker]
+    def _in_process(self, worker: str) -> Iterator[ExecutorHistory]:
+        return (executor for executor in self._executors.values() if executor.worker == worker)
 
 
-def _plus(report: ExecutorReport, state: State, seconds: float, *, is_idle: bool = True) -> ExecutorReport:
-    """`report` with more time in `state`. Executors that count idle time count it as idle too, if
-    `is_idle`."""
-    sums = _sum({"idle_s": seconds}, report.sums) if is_idle and "idle_s" in report.sums else report.sums
-    return replace(report, state_s=_sum({state: seconds}, report.state_s), sums=sums)
+def _longer(report: ExecutorReport, state: State, seconds: float) -> ExecutorReport:
+    """`report` with more time in `state`. Executors that count idle time count it as idle too, unless busy."""
+    idle = {"idle_s": seconds} if "idle_s" in report.sums and state is not State.BUSY else {}
+    return replace(report, state_s=_added(report.state_s, {state: seconds}), sums=_added(report.sums, idle))
 
 
-def _moved(spans: Iterable[Span], offset_s: float, from_s: float) -> list[Span]:
-    """The spans on the driver's clock, without the time before `from_s`."""
-    return [
-        Span(state=span.state, start_s=max(span.start_s + offset_s, from_s), end_s=span.end_s + offset_s)
-        for span in spans
-        if span.end_s + offset_s > from_s
-    ]
-
-
-def _sum(few: Mapping[K, float], many: Mapping[K, float]) -> dict[K, float]:
-    total = dict(many)
-    for key, amount in few.items():
-        total[key] = total.get(key, 0.0) + amount
-    return total
-
-
-def _has_made_tokens(previous: ExecutorReport, report: ExecutorReport) -> bool:
-    """Only sums of tokens are compared: sums of seconds also grow while the executor waits."""
-    return any(
-        amount != previous.sums.get(name) for name, amount in report.sums.items() if name.endswith("_tokens")
-    )
+def _added(some: Mapping[K, float], more: Mapping[K, float]) -> dict[K, float]:
+    return {**some, **{key: some.get(key, 0) + amount for key, amount in more.items()}}

@@ -1,21 +1,22 @@
-"""The training side of the loop: wait for groups, take and train them, publish (rollouts.py), checkpoint,
+"""The training side of the loop: wait for groups, take and train them, publish (publishing.py), checkpoint,
 record every step."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.contracts.attempts import GroupResult
 from asyncrl_cli.contracts.events import StepRecord
-from asyncrl_cli.contracts.ports import Scorer, TrainBatch, TrainReport
+from asyncrl_cli.contracts.ports import TrainBatch, TrainReport
 from asyncrl_cli.loop import causes
-from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.cuts import Checkpointer
-from asyncrl_cli.loop.rollouts import Publishing, Rollouts
+from asyncrl_cli.loop.publishing import Publishing
+from asyncrl_cli.loop.rollouts import Rollouts
+from asyncrl_cli.loop.run_state import RunState
+from asyncrl_cli.loop.scorer_tasks import ScorerTasks
 from asyncrl_cli.measure.bands import Bands
 from asyncrl_cli.measure.states import State, StepTimes
 from asyncrl_cli.measure.values import shown
@@ -23,176 +24,143 @@ from asyncrl_cli.measure.values import shown
 
 class Training:
     def __init__(
-        self, board: Board, tasks: asyncio.TaskGroup, rollouts: Rollouts, checkpointer: Checkpointer
+        self,
+        run: RunState,
+        tasks: asyncio.TaskGroup,
+        rollouts: Rollouts,
+        critic: ScorerTasks | None,
+        checkpointer: Checkpointer,
     ) -> None:
-        self._board = board
+        """`critic`: a critic with its own process, if there is one."""
+        self._run = run
         self._tasks = tasks
-        self._learning: asyncio.Task[TrainReport] | None = None
-        """The separate critic's learning from the last train step."""
         self._rollouts = rollouts
+        self._critic = critic
+        self._learning: asyncio.Task[TrainReport] | None = None
+        """The critic's learning from the last train step."""
         self._checkpointer = checkpointer
-        self._times = StepTimes(board.now_s, lambda: board.evaluator.active_s)
-        self._publishing = Publishing(board, tasks, rollouts, self._times)
+        self._times = StepTimes(run.now_s, lambda: run.evaluator.active_s)
+        self._publishing = Publishing(run, tasks, rollouts, self._times)
         self._warned_in: int | None = None
-        self._bands = Bands(board.profile.algorithm)
+        self._bands = Bands(run.settings.profile.algorithm)
 
     async def run(self) -> None:
         """Train until the last step or a stop. Returns once the weights are published and every checkpoint is
         written."""
-        board, train_steps = self._board, self._board.schedule.train_steps
+        progress, train_steps = self._run.progress, self._run.settings.schedule.train_steps
         await self._publishing.first()
-        board.phase = "running"
+        progress.enter("running")
         self._times.begin()
         await self._checkpoint()
-        if board.step == train_steps:
+        if progress.step == train_steps:
             await self._publishing.finish()
-        while board.step < train_steps:
+        while progress.step < train_steps:
             groups = await self._next_groups()
             if groups is None:
                 break
             report = await self._train(groups)
             await self._close_step(groups, report)
-        if board.stopping:
+        if self._run.failure.stopping:
             await self._checkpoint()
         await self._checkpointer.finish()
 
     async def _next_groups(self) -> tuple[GroupResult, ...] | None:
         """Wait for R takeable groups and take them; None on a stop."""
-        board, may_take, num_groups = (
-            self._board,
-            (Change.GROUPS, Change.LOADED),
-            self._board.schedule.step_groups,
-        )
+        run, failure, num_groups = self._run, self._run.failure, self._run.settings.schedule.step_groups
+
+        def is_scored() -> bool:
+            return failure.stopping or run.groups.takeable(num_groups) or not self._may_take()
+
         while True:
             with self._times.waiting("wait_data"):
-                await board.changes.until(
-                    lambda: board.stopping or self._may_take(), "trainer", self._missing, may_take
+                await run.changes.until(
+                    lambda: failure.stopping or self._may_take(),
+                    "trainer",
+                    lambda: causes.window_wait(run) if self._needs_resources else causes.groups_wait(run),
+                    (Change.GROUPS, Change.LOADED),
                 )
-            if board.scorers:
-                await self._scored()
-            if board.stopping or not board.scorers or board.groups.takeable(num_groups):
-                break  # else groups were dropped for their reward model scores
-        if self._needs_resources and not board.stopping:
+            if run.admission.scorers:
+                with self._times.waiting("wait_scores"):
+                    await run.changes.until(
+                        is_scored, "trainer", lambda: causes.scores_wait(run), (Change.GROUPS,)
+                    )
+            if failure.stopping or not run.admission.scorers or run.groups.takeable(num_groups):
+                break  # else groups were dropped for their reward model scores, and too few are left
+        if self._needs_resources and not failure.stopping:
             await self._rollouts.hand_over(to_trainer=True)
-        if board.stopping:
+        if failure.stopping:
             return None
-        groups = board.groups.take(num_groups)
-        self._warn_of_stale(groups)
+        groups, bound = run.groups.take(num_groups), run.settings.schedule.max_staleness
+        oldest = [min(meta.oldest for meta in group.trajectories) for group in groups]
+        num_stale = sum(version < run.version - bound for version in oldest)
+        if num_stale and self._warned_in != run.version:  # on_stale = "accept"; one warning per window
+            self._warned_in = run.version
+            run.progress.warn(
+                f"{num_stale} of {num_groups} groups of step {run.progress.step + 1} are older than "
+                f"max_staleness = {bound}"
+            )
         return groups
-
-    async def _scored(self) -> None:
-        """Wait until R groups with every scorer's column can be taken, or until dropped groups leave fewer
-        than R finished."""
-        board, num_groups = self._board, self._board.schedule.step_groups
-
-        def ended() -> bool:
-            return board.stopping or board.groups.takeable(num_groups) or not self._may_take()
-
-        with self._times.waiting("wait_scores"):
-            await board.changes.until(ended, "trainer", lambda: causes.scores_wait(board), (Change.GROUPS,))
 
     @property
     def _needs_resources(self) -> bool:
         """Colocate: whether the trainer has yet to get the resources, at the beginning of a window."""
-        return self._board.profile.placement.colocate and self._step_in_window == 0
+        return self._run.settings.profile.placement.colocate and self._step_in_window == 0
 
     @property
     def _step_in_window(self) -> int:
         """How many train steps of the current window have ended."""
-        taken, training = self._board.admission.taken_in_window, len(self._board.ledger.training)
-        return (taken - training) // self._board.schedule.step_groups
+        admission = self._run.admission
+        taken_groups = admission.taken_in_window - len(admission.ledger.training)
+        return taken_groups // self._run.settings.schedule.step_groups
 
     def _may_take(self) -> bool:
-        board, admission = self._board, self._board.admission
+        """Whether R groups could be taken, were they scored. Colocate: the first step takes the resources with
+        them, so the whole window must be finished, and nothing else may run on the workers."""
+        run, admission = self._run, self._run.admission
         if not self._needs_resources:
-            return board.groups.takeable(board.schedule.step_groups, unscored=True)
-        whole_window = len(board.ledger.finished) == admission.window_size
-        return whole_window and board.evaluator.running is None and admission.fleet.are_current(board.version)
-
-    def _missing(self) -> str:
-        return causes.window_wait(self._board) if self._needs_resources else causes.groups_wait(self._board)
-
-    def _warn_of_stale(self, groups: Sequence[GroupResult]) -> None:
-        """on_stale = "accept" lets groups exceed the staleness bound. Warn of it once per window."""
-        board, bound = self._board, self._board.schedule.max_staleness
-        stale = [
-            group
-            for group in groups
-            if min(meta.oldest for meta in group.trajectories) < board.version - bound
-        ]
-        if stale and self._warned_in != board.version:
-            self._warned_in = board.version
-            message = (
-                f"{len(stale)} of {len(groups)} groups of step {board.step + 1} are older than "
-                f"max_staleness = {bound}"
-            )
-            board.warn(message)
+            return run.groups.takeable(run.settings.schedule.step_groups, unscored=True)
+        whole_window = len(admission.ledger.finished) == admission.window_size
+        return whole_window and run.evaluator.running is None and admission.fleet.are_current(run.version)
 
     async def _train(self, groups: tuple[GroupResult, ...]) -> TrainReport:
-        board = self._board
+        run, progress, executors = self._run, self._run.progress, self._run.executors
         batch = TrainBatch(
-            step=board.step + 1,
-            window=board.version,
+            step=progress.step + 1,
+            window=run.version,
             step_in_window=self._step_in_window,
             groups=groups,
-            columns=board.groups.columns(),
+            columns=run.groups.columns(),
         )
-        if board.critic is not None:
-            self._learning = self._tasks.create_task(
-                self._learn(board.critic, batch), name=f"the critic in step {batch.step}"
-            )
-        with board.calling_trainer(State.BUSY):
-            report, executor_report = await board.trainer.train(batch)
-        board.step += 1
-        board.reports.add(executor_report, board.now_s())
-        board.groups.trained()
-        self._times.add("train", report.train_s)
-        for part, seconds in report.column_s.items():
+        if self._critic is not None:
+            name = f"the critic in step {batch.step}"
+            self._learning = self._tasks.create_task(self._critic.learn(batch), name=name)
+        with executors.calling_trainer(State.BUSY):
+            report, executor_report = await executors.trainer.train(batch)
+        progress.step_trained()
+        executors.reports.add(executor_report, run.now_s())
+        run.groups.trained()
+        for part, seconds in {"train": report.train_s, **report.column_s}.items():
             self._times.add(part, seconds)
         self._warn_of_skipped(report, "trainer", "trainer.lr")
         rewards = [meta.reward for group in groups for meta in group.trajectories]
         for warning in (*self._bands.left(shown(report.metrics)), *self._bands.flat(rewards)):
-            board.warn(f"step {board.step}: {warning}")
-        board.changes.notify()
+            progress.warn(f"step {progress.step}: {warning}")
+        run.changes.notify()
         return report
-
-    async def _learn(self, critic: Scorer, batch: TrainBatch) -> TrainReport:
-        """Let the separate critic learn beside the policy. Only then does it score the groups of the next
-        step."""
-        board = self._board
-        with board.changes.waiting(f"{critic.name} (learning)", f"what it learns in step {batch.step}"):
-            report, executor_report = await critic.learn(batch)
-        board.groups.is_learning = False
-        board.scorer_reported(critic.name, executor_report)
-        board.changes.notify(Change.GROUPS)
-        return report
-
-    async def _with_critic(self, report: TrainReport) -> TrainReport:
-        """The step's report, with a separate critic's metrics added."""
-        if self._learning is None:
-            return report
-        board, name = self._board, "trainer (critic)"
-        with (
-            self._times.waiting("wait_scores"),
-            board.changes.waiting(name, f"the critic to learn from step {board.step}"),
-        ):
-            learned = await self._learning
-        self._warn_of_skipped(learned, "critic", "critic.lr")
-        return replace(report, metrics={**report.metrics, **learned.metrics})
 
     def _warn_of_skipped(self, report: TrainReport, who: str, rate_key: str) -> None:
         """An optimizer step without a finite gradient leaves weights and optimizer as they were. Its groups
         still count as trained: they were consumed, and training them again would very likely fail the same
         way."""
-        board, limit = self._board, self._board.profile.trainer.max_skipped_steps
+        run, limit = self._run, self._run.settings.profile.trainer.max_skipped_steps
         if report.skipped_steps:
-            skipped = (
-                f"{report.skipped_steps} optimizer step{'s' if report.skipped_steps > 1 else ''} of "
-                f"step {board.step} skipped"
+            skipped = f"{report.skipped_steps} optimizer step{'s' if report.skipped_steps > 1 else ''}"
+            run.progress.warn(
+                f"{who}: {skipped} of step {run.progress.step} skipped: the gradient is not finite "
+                f"({report.skipped_in_a_row} in a row)"
             )
-            board.warn(f"{who}: {skipped}: the gradient is not finite ({report.skipped_in_a_row} in a row)")
         if report.skipped_in_a_row > limit:
-            board.stop(
+            run.failure.stop(
                 AsyncrlError(
                     f"{who}: the last {report.skipped_in_a_row} optimizer steps had no finite gradient, "
                     f"trainer.max_skipped_steps is {limit}; the weights are those of the step before",
@@ -205,56 +173,58 @@ class Training:
         """Publish if a window ends, write the step's line, then write a checkpoint if one is due.
 
         In this order the checkpoint's counters include this step; the stall that it causes is part of the
-        next step's time. The last step's line has the final eval. Its checkpoint does not wait for that: it
-        is written meanwhile.
+        next step's time.
         """
-        board, window, step_in_window = self._board, self._board.version, self._step_in_window - 1
-        if board.admission.takes_left == 0:
+        run, progress, executors = self._run, self._run.progress, self._run.executors
+        window, step_in_window = run.version, self._step_in_window - 1
+        if run.admission.takes_left == 0:
             await self._publishing.end_window()
-        report = await self._with_critic(report)
-        is_last = board.step == board.schedule.train_steps
-        if is_last:
-            await self._checkpoint(self._record(window, step_in_window, groups, report))
+        if self._learning is not None:
+            critic_waits = run.changes.waiting(
+                "trainer (critic)", f"the critic to learn from step {progress.step}"
+            )
+            with self._times.waiting("wait_scores"), critic_waits:
+                learned = await self._learning
+            self._warn_of_skipped(learned, "critic", "critic.lr")
+            report = replace(report, metrics={**report.metrics, **learned.metrics})
+
+        def record() -> StepRecord:
+            """The step so far, without spans and stays."""
+            return StepRecord(
+                step=progress.step,
+                version=run.version,
+                window=window,
+                step_in_window=step_in_window,
+                ended_s=run.now_s(),
+                groups=groups,
+                timing_s=self._times.so_far(),
+                train=report,
+                reports=executors.reports.latest,
+                spans={},
+                sync=run.sync.summary,
+                evals=tuple(run.evaluator.ended),
+                ledger=run.groups.ledger.totals(),
+                tokens_discarded=run.groups.tokens_discarded,
+                tokens_trained=run.groups.tokens_trained,
+                filtered=tuple(run.groups.filter.rewards) if run.groups.filter.is_on else None,
+                restarts=executors.num_restarts,
+                failures=dict(run.groups.failures),
+            )
+
+        is_last = progress.step == run.settings.schedule.train_steps
+        if is_last:  # its line has the final eval; its checkpoint does not wait for that
+            await self._checkpoint(record())
             await self._publishing.finish()
-        record = replace(
-            self._record(window, step_in_window, groups, report),
-            timing_s=self._times.close(),
-            spans=board.reports.take_spans(),
-            stays=board.reports.take_stays(),
-        )
-        board.evaluator.ended.clear()
-        board.groups.filter.rewards.clear()
-        board.record(record)
-        every = board.profile.checkpoint.every_steps
-        if not is_last and every and board.step % every == 0:
+        spans, stays = executors.reports.take_spans(), executors.reports.take_stays()
+        ended = replace(record(), timing_s=self._times.close(), spans=spans, stays=stays)
+        run.evaluator.ended.clear()
+        run.groups.filter.rewards.clear()
+        for observer in progress.observers:
+            observer.step(ended)
+        every = run.settings.profile.checkpoint.every_steps
+        if not is_last and every and progress.step % every == 0:
             await self._checkpoint()
 
     async def _checkpoint(self, record: StepRecord | None = None) -> None:
         with self._times.spending("checkpoint"):
             await self._checkpointer.cut(record)
-
-    def _record(
-        self, window: int, step_in_window: int, groups: tuple[GroupResult, ...], report: TrainReport
-    ) -> StepRecord:
-        """The step so far, without spans and stays."""
-        board = self._board
-        return StepRecord(
-            step=board.step,
-            version=board.version,
-            window=window,
-            step_in_window=step_in_window,
-            ended_s=board.now_s(),
-            groups=groups,
-            timing_s=self._times.so_far(),
-            train=report,
-            reports=board.reports.latest,
-            spans={},
-            sync=board.sync.summary,
-            evals=tuple(board.evaluator.ended),
-            ledger=board.ledger.totals(),
-            tokens_discarded=board.groups.tokens_discarded,
-            tokens_trained=board.groups.tokens_trained,
-            filtered=tuple(board.groups.filter.rewards) if board.groups.filter.is_on else None,
-            restarts=board.restarts,
-            failures=dict(board.groups.failures),
-        )

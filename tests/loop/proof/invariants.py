@@ -85,7 +85,7 @@ class Invariants:
 
     def watch(self, pipeline: Pipeline) -> None:
         """From now on the loop's own counters are compared, too."""
-        groups, ledger = pipeline.board.groups, self.ledger
+        groups, ledger = pipeline.state.groups, self.ledger
         self._loop = LoopWatch(groups, self.settings, self.books, self.check)
         tokens, mine = (
             (groups.tokens_discarded, groups.tokens_trained),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.contracts.ports import Cut
-from asyncrl_cli.loop.board import ResumeFrom
+from asyncrl_cli.loop.run_state import ResumeFrom
 
 
 def resume_from(cut: Cut, state: Mapping[str, Any]) -> ResumeFrom:

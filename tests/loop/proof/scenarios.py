@@ -25,8 +25,8 @@ from asyncrl_cli.base.errors import (
     RefusedError,
     StallError,
 )
-from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.run_state import ResumeFrom, World
 from asyncrl_cli.profile.sharing import CRITIC
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.sequences import ToolWait

@@ -1,0 +1,81 @@
+"""The state of one run, which the parts of the loop share. Only the event loop's thread touches it.
+
+    progress    steps, phase and checkpoints, and what observers hear of them
+    executors   trainer, workers and scorers: their reports, and which of them have no process
+    failure     a stop, and the failure that ended the run
+
+and the state machines, which do not wait: groups (with admission and the ledger), sync, evaluator. Whoever
+needs one of them gets only that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl_cli.contracts.events import Observer
+from asyncrl_cli.contracts.ports import CheckpointWriter, Feed, RolloutWorker, Scorer, Trainer
+from asyncrl_cli.loop.admission import Admission
+from asyncrl_cli.loop.changes import Changes
+from asyncrl_cli.loop.evals import Evaluator
+from asyncrl_cli.loop.executors import Executors
+from asyncrl_cli.loop.failure import Failure
+from asyncrl_cli.loop.fleet import WorkerSlots
+from asyncrl_cli.loop.groups import Groups
+from asyncrl_cli.loop.progress import RunProgress
+from asyncrl_cli.loop.weight_sync import WeightSync
+from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.profile.sharing import REWARD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeFrom:
+    """What a checkpoint holds for the loop: its state, and the payload handles in the order that
+    `Groups.restore` expects. `continues`: whether the engine can continue responses that had not ended; else
+    they start again."""
+
+    loop_state: Mapping[str, Any]
+    payloads: Sequence[Any]
+    continues: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The ports that a run is wired to. `eval_sets`: items by set name; "" is the held-out split."""
+
+    feed: Feed
+    trainer: Trainer
+    workers: Sequence[RolloutWorker]
+    scorers: Sequence[Scorer] = ()
+    eval_sets: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    observers: Sequence[Observer] = ()
+    checkpoints: CheckpointWriter | None = None
+    resume_from: ResumeFrom | None = None
+
+
+class RunState:
+    def __init__(self, settings: LoopSettings, world: World) -> None:
+        """Call inside the running event loop: its clock is the run's."""
+        self.settings = settings
+        self.now_s = asyncio.get_running_loop().time
+        self.changes = Changes()
+        slots = [
+            WorkerSlots(name=worker.name, slots=worker.slots, version=-1, loading=True)
+            for worker in world.workers
+        ]
+        self.admission = Admission(settings, slots, scorers=[scorer.name for scorer in world.scorers])
+        self.progress = RunProgress(self.admission, world.observers)
+        self.executors = Executors(world.trainer, world.workers, world.scorers, self.changes, self.progress)
+        self.failure = Failure(self.admission, self.changes, self.progress)
+        self.groups = Groups(settings, self.admission, world.feed, self.progress.event)
+        self.sync = WeightSync(slots)
+        judge = next((scorer for scorer in world.scorers if scorer.name == REWARD), None)
+        self.evaluator = Evaluator(
+            world.eval_sets, settings.profile, self.changes, self.progress.event, judge
+        )
+
+    @property
+    def version(self) -> int:
+        return self.admission.version
