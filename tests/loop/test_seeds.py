@@ -269,7 +269,7 @@ def down_but_not_loading(slots, is_down, original=WorkerSlots.set_down):
 
 def begin_without_a_base(history, report, arrived_s, original=ExecutorHistory.begin):
     original(history, report, arrived_s)
-    history.base = None
+    history.base = replace(history.base, state_s={}, sums={})
 
 
 def use_none(restarts, original=Restarts.use):

@@ -90,7 +90,8 @@ class Checkpointer:
         )
 
     async def _partial_result(self, worker: RolloutWorker) -> SoFar:
-        """What the worker's running responses have so far; without an answer they start again after a resume."""
+        """What the worker's running responses have so far; without an answer they start again after a
+        resume."""
         run = self._run
         try:
             return await worker.so_far()

@@ -5,8 +5,8 @@
 
 Any number of calls that fail at once count as one failure: the first one makes the executor `down`, and while
 it is down, further failures are ignored. If no restart is left, the failure stops the run in good order
-(`Failure.stop`), unless the run can go on with the other workers: then the executor is away. If it is away for
-lack of room, the loop asks for it every `LOOK_EVERY_S` seconds.
+(`Failure.stop`), unless the run can go on with the other workers: then the executor is away. If it is away
+for lack of room, the loop asks for it every `LOOK_EVERY_S` seconds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class ExecutorTasks(ABC):
         """Take back the work of the lost process. Its tasks may still run."""
 
     async def tasks_ended(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Wait for the tasks of the lost process, which are cancelled and end at once, and take back their work."""
+        """Wait for the tasks of the lost process, which are cancelled and end at once, and take back their
+        work."""
         if tasks:
             await asyncio.wait(tasks)
 
@@ -100,8 +101,8 @@ class ExecutorTasks(ABC):
         self._run.executors.goes_away(self._executor.name, error, why)
 
     async def _restart(self, ending: list[asyncio.Task[None]]) -> None:
-        """Replace a lost process. The port bounds a start. A failed start is tried again while restarts are left; one that found no room, for as
-        long as the run can do without the executor."""
+        """Replace a lost process. (The port bounds a start.) A failed start is tried again while restarts are
+        left; one that found no room, for as long as the run can do without the executor."""
         run, name, executors = self._run, self._executor.name, self._run.executors
         await self.tasks_ended(ending)
         began_s, who = run.now_s(), f"{name} (restart)"

@@ -28,8 +28,8 @@ class Restarts:
 
 
 class Executors:
-    """The trainer, the rollout workers and the scorers. (The loop's own knowledge of a worker's slots and weights is
-    in fleet.py.)"""
+    """The trainer, the rollout workers and the scorers. (The loop's own knowledge of a worker's slots and
+    weights is in fleet.py.)"""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class Executors:
         self.away: dict[str, str] = {}
         """Workers that the run continues without, by name, and why."""
         self.trainer_call: tuple[State, str] | None = None
-        """What the loop has asked the trainer to do, as a state and its reason; None while it asks for nothing."""
+        """What the loop has asked the trainer to do, as a state and its reason; None while it asks for
+        nothing."""
         self.is_lent = False
         """Colocate: the trainer has the resources, or they are being handed over."""
         self._changes = changes

@@ -11,7 +11,8 @@ from asyncrl_cli.loop.progress import RunProgress
 
 
 class Failure:
-    """A stop, by the user or for an `error`. Admission closes; the trainer finishes its step and checkpoints."""
+    """A stop, by the user or for an `error`. Admission closes; the trainer finishes its step and
+    checkpoints."""
 
     def __init__(self, admission: Admission, changes: Changes, progress: RunProgress) -> None:
         self.stopping = False
@@ -31,8 +32,8 @@ class Failure:
     async def guarded(
         self, work: Callable[[], Awaitable[None]], on_lost: Callable[[ExecutorLost], None] | None = None
     ) -> None:
-        """Run a part of the loop. An AsyncrlError stops the run in good order, unless `on_lost` handles it as an
-        executor's loss.
+        """Run a part of the loop. An AsyncrlError stops the run in good order, unless `on_lost` handles it as
+        an executor's loss.
 
         `work` is a function that is called only here, so a task that is cancelled before it begins leaves no
         unawaited coroutine.

@@ -1,40 +1,54 @@
 """The asynchronous RL loop: the map.
 
-    feed --prompt--> ADMIT --requests-> workers (generate, reward) --results-> (scorers) --> BATCH --R groups--> trainer
-      ^                ^                  ^     |                                              |                   |
-      |                |                  |     +-- sequences that ended                       |                gather
-      |                +- slots, window, deadlines (admission.py) -----------------------------+                   |
-      +-- requeued     |                  +-- load <-- prefetch <-- newest <-- publish <---------------------------+
-                       +---------------------- version rises when the gather has ended
+    feed --prompt--> ADMIT --requests-> workers (generate, reward) --results-> (scorers) -> BATCH -R-> trainer
+      ^                ^                  ^     |                                             |           |
+      |                |                  |     +-- sequences that ended                      |        gather
+      |                +-- slots, window, deadlines (admission.py) ---------------------------+           |
+      +-- requeued     |                  +-- load <-- prefetch <-- newest <-- publish <------------------+
+                       +--------------------- version rises when the gather has ended
 
-    task               consumes              waits for                              unblocked by
-    -----------------  --------------------  -------------------------------------  -----------------------------------
-    admit              prompts               admission open                         follow (slots, a drop), sync (a load, or
-                                                                                    the end of an eval, which runs there and
-                                                                                    frees slots), training (a publish)
-    follow (a worker)  results, progress     the worker's next change               the worker, within one second. One that has
-                       -                                                            work but makes no token for
-                       -                                                            rollout.call_timeout_s is lost
-    restart (a worker) a dead worker         a fresh one; colocate: also the lease  the worker's start, bounded; training
-    sync (a worker)    the newest version    a version newer than the worker's      publish; then the worker's prefetch,
-                                                                                    load and eval, each bounded
-                       -                     or an eval that a lost worker left     restart
-    scorer             finished groups       a group that it has not scored         follow; then the scorer's call,
-                       -                                                            rollout.call_timeout_s
-                       -                     prox: the window's version             publish; then its load, weights.timeout_s
-                       -                     critic: to have learned from the last  its learn call, beside the trainer's,
-                       -                     train step                             trainer.step_timeout_s
-    training           R finished groups     R takeable groups                      follow; colocate: also the eval's end
-                       -                     their columns                          scorer
-                       -                     after each step: a separate critic     the critic, trainer.step_timeout_s
-                       -                     colocate: every worker to hand over    the workers, rollout.call_timeout_s; a stop
-                       -                     at most one older version loading      sync (before a gather)
-                       -                     weights.mode = "sync": all workers to  sync (every worker's load)
-                                             hold the newest version
-                       -                     the previous checkpoint written        checkpoint
-    publish            gathered buckets      the trainer's publish                  the trainer, weights.timeout_s
-    checkpoint         a cut                 the writer                             disk, checkpoint.timeout_s
-    tick               -                     one second                             the clock
+    task               consumes             waits for                          unblocked by
+    -----------------  -------------------  ---------------------------------  -------------------------------
+    admit              prompts              admission open                     follow (slots, a drop), sync (a
+                                                                               load, or the end of an eval,
+                                                                               which runs there and frees
+                                                                               slots), training (a publish)
+    follow (a worker)  results, progress    the worker's next change           the worker, within one second.
+                                                                               One that has work but makes no
+                                                                               token for
+                                                                               rollout.call_timeout_s is lost
+    restart (worker)   a dead worker        a fresh one                        the worker's start, bounded
+                                            colocate: also the lease           training
+    sync (a worker)    the newest version   a version newer than its own       publish; then its prefetch,
+                                                                               load and eval, each bounded
+                       -                    or an eval that a lost worker left restart
+    scorer             finished groups      a group that it has not scored     follow; then its call,
+                                                                               rollout.call_timeout_s
+                       -                    prox: the window's version         publish; then its load,
+                                                                               weights.timeout_s
+                       -                    critic: to have learned from the   its learn call, beside the
+                                            last train step                    trainer's,
+                                                                               trainer.step_timeout_s
+    training           R finished groups    R takeable groups                  follow; colocate: also the
+                                                                               eval's end
+                       -                    their columns                      scorer
+                       -                    after each step: a separate critic the critic,
+                                                                               trainer.step_timeout_s
+                       -                    colocate: every worker to hand     the workers,
+                                            over                               rollout.call_timeout_s; a stop
+                       -                    at most one older version loading  sync (before a gather)
+                       -                    weights.mode = "sync": all workers sync (every worker's load)
+                                            to hold the newest version
+                       -                    the previous checkpoint written    checkpoint
+    publish            gathered buckets     the trainer's publish              the trainer, weights.timeout_s
+    checkpoint         a cut                the writer                         disk, checkpoint.timeout_s
+    tick               -                    one second                         the clock
+
+The journey of a prompt group, by file: groups.py takes a `Prompt` from the feed (an `Attempt` begins),
+admission.py places its n responses, rollouts.py submits a `PartRequest` to each worker that gets some, and
+worker_tasks.py collects a `PartResult` from each. Their `GroupResult` is finished; scorer_tasks.py adds
+columns to it. training.py takes R groups as a `TrainBatch` and records the `TrainReport`; after a window
+publishing.py makes a `Published`, which worker_tasks.py loads: a `LoadReport`.
 
 Why there is no deadlock: training waits for groups and loads. Groups run on workers whatever training does.
 Admission is closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window
@@ -42,9 +56,9 @@ Admission is closed by slots (freed by groups, and by evals, which eval.timeout_
 room for every one of them), or by deadlines (reopened by a load, which waits for a publish and, under
 `drain`, for running groups). Responses of a failed worker are placed before any new group. They need slots on
 workers whose weights are as new as those of the rest of the group; every load adds such slots. A failed
-worker is restarted (executor_tasks.py) while it has restarts left. After that its failure stops the run in good
-order, unless the run can continue without it (`rollout.min_workers`). A failed trainer or separate critic
-fails the run at once.
+worker is restarted (executor_tasks.py) while it has restarts left. After that its failure stops the run in
+good order, unless the run can continue without it (`rollout.min_workers`). A failed trainer or separate
+critic fails the run at once.
 """
 
 from __future__ import annotations
@@ -109,8 +123,10 @@ class Pipeline:
             checkpointer = Checkpointer(run, tasks, self._checkpoints)
             await Training(run, tasks, rollouts, scorers.get(CRITIC), checkpointer).run()
             rollouts.cancel()
-            for endless in [*scorers.values(), *watching]:
-                endless.cancel()
+            for scorer in scorers.values():
+                scorer.cancel()
+            for task in watching:
+                task.cancel()
 
     def request_stop(self) -> None:
         """Ask the run to finish its train step, write a checkpoint and end, all within `run.stop_grace_s`."""

@@ -13,10 +13,10 @@ K = TypeVar("K")
 
 @dataclass(slots=True, kw_only=True)
 class ExecutorHistory:
-    """One executor, whatever becomes of its process. `report`: the newest, with the sums of `base` added: what
-    earlier processes counted, minus what should not count. `spans` and `stays` have not been taken yet and are
-    on the driver's clock, which is `offset_s` ahead of the executor's. Time before `from_s` does not count: the
-    run or the present process was starting."""
+    """One executor, whatever becomes of its process. `report`: the newest, with the sums of `base` added:
+    what earlier processes counted, minus what should not count. `spans` and `stays` have not been taken yet
+    and are on the driver's clock, which is `offset_s` ahead of the executor's. Time before `from_s` does not
+    count: the run or the present process was starting."""
 
     report: ExecutorReport
     worker: str
@@ -30,9 +30,9 @@ class ExecutorHistory:
     is_lost: bool = False
 
     def begin(self, report: ExecutorReport, arrived_s: float) -> None:
-        """Prepare for the first report of a process. Its sums include the time before `from_s`, which the base
-        takes back. An earlier report may be late or lost with its spans, so the states before the first span
-        come from the sums, in the order in which they were entered."""
+        """Prepare for the first report of a process. Its sums include the time before `from_s`, which the
+        base takes back. An earlier report may be late or lost with its spans, so the states before the first
+        span come from the sums, in the order in which they were entered."""
         self.is_new, self.offset_s, self.base = False, arrived_s - report.now_s, self.report
         unseen_s = dict(report.state_s)
         for span in report.spans:
@@ -182,7 +182,8 @@ class ReportBook:
 
 
 def _longer(report: ExecutorReport, state: State, seconds: float) -> ExecutorReport:
-    """`report` with more time in `state`. Executors that count idle time count it as idle too, unless busy."""
+    """`report` with more time in `state`. Executors that count idle time count it as idle too, unless
+    busy."""
     idle = {"idle_s": seconds} if "idle_s" in report.sums and state is not State.BUSY else {}
     return replace(report, state_s=_added(report.state_s, {state: seconds}), sums=_added(report.sums, idle))
 

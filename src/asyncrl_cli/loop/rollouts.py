@@ -1,5 +1,5 @@
-"""The rollout workers together, as the training side sees them: admitting groups, aborting them, and handing over
-the resources."""
+"""The rollout workers together, as the training side sees them: admitting groups, aborting them, and handing
+over the resources."""
 
 from __future__ import annotations
 

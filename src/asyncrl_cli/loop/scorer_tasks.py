@@ -64,7 +64,8 @@ class ScorerTasks(ExecutorTasks):
             self._run.groups.columns_lost(self.scorer.name)
 
     async def learn(self, batch: TrainBatch) -> TrainReport:
-        """Let a separate critic learn beside the policy. Only then does it score the groups of the next step."""
+        """Let a separate critic learn beside the policy. Only then does it score the groups of the next
+        step."""
         run, name = self._run, self.scorer.name
         with run.changes.waiting(f"{name} (learning)", f"what it learns in step {batch.step}"):
             learned, report = await self.scorer.learn(batch)

@@ -114,8 +114,8 @@ class Training:
         return taken_groups // self._run.settings.schedule.step_groups
 
     def _may_take(self) -> bool:
-        """Whether R groups could be taken, were they scored. Colocate: the first step takes the resources with
-        them, so the whole window must be finished, and nothing else may run on the workers."""
+        """Whether R groups could be taken, were they scored. Colocate: the first step takes the resources
+        with them, so the whole window must be finished, and nothing else may run on the workers."""
         run, admission = self._run, self._run.admission
         if not self._needs_resources:
             return run.groups.takeable(run.settings.schedule.step_groups, unscored=True)

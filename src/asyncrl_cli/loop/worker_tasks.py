@@ -1,9 +1,10 @@
-"""The tasks that wait for one rollout worker: for its progress (with its results), and for its loads of weights.
+"""The tasks that wait for one rollout worker: for its progress (with its results), and for its loads of
+weights.
 
-If the worker is lost, its responses and eval tries go elsewhere, and it is restarted (executor_tasks.py) or the
-run stops in good order. Nothing is trained twice, because the calls to the old process are cancelled before its
-responses start again; parts whose results had arrived by then keep them. Nothing starts on the new process
-before it has loaded the newest version: until then the worker is `loading`.
+If the worker is lost, its responses and eval tries go elsewhere, and it is restarted (executor_tasks.py) or
+the run stops in good order. Nothing is trained twice, because the calls to the old process are cancelled
+before its responses start again; parts whose results had arrived by then keep them. Nothing starts on the new
+process before it has loaded the newest version: until then the worker is `loading`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class WorkerTasks(ExecutorTasks):
         self.spawn(self._keep_in_sync, f"sync of {self.worker.name}")
 
     async def _follow(self) -> None:
-        """Record results, free the slots of ended sequences, collect reports, and detect a worker that is stuck:
-        its engine has no other time limit."""
+        """Record results, free the slots of ended sequences, collect reports, and detect a worker that is
+        stuck: its engine has no other time limit."""
         run, slots, name, seen, warned = self._run, self.slots, self.worker.name, 0, False
         limit_s, moved_s = run.settings.profile.rollout.call_timeout_s, run.now_s()
         while True:
@@ -147,8 +148,8 @@ class WorkerTasks(ExecutorTasks):
         self._run.admission.lose(self.worker.name)
 
     async def tasks_ended(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Also let other workers score the eval tries of the lost process, and ask whether arrays are lost with
-        it."""
+        """Also let other workers score the eval tries of the lost process, and ask whether arrays are lost
+        with it."""
         await super().tasks_ended(tasks)
         run, name = self._run, self.worker.name
         self.slots.forget_weights()
