@@ -49,8 +49,8 @@ from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.job.exchange import PartDesk
-from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.measure.meters import CallMeter, LongPoll, RolloutMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.observe.metrics import StepMetrics

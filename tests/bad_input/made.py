@@ -21,8 +21,8 @@ from asyncrl_cli.checkpoint.payloads import write_payloads
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.job.driving import PromptFeed
-from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, StatusFile, TimelineFile
 from asyncrl_cli.profile.arithmetic import LoopSettings

@@ -21,8 +21,8 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.job.preparing import refuse_other_prompts
 from asyncrl_cli.job.run import Run
-from asyncrl_cli.loop.run_state import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.run_state import ResumeFrom, World
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.profile.arithmetic import LoopSettings

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from asyncrl_cli.base.errors import Interrupted
-from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.observe.format import summary_rows
 from asyncrl_cli.observe.observers import Observers, Sink, to_json
 from asyncrl_cli.observe.render import render

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, StatusFile
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes

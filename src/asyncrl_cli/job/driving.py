@@ -31,8 +31,8 @@ from asyncrl_cli.contracts.item import Item, fingerprint
 from asyncrl_cli.engines.port import continues_kept
 from asyncrl_cli.envs.call_log import RepeatedCalls
 from asyncrl_cli.job.process import StopRequests, leave, tell
-from asyncrl_cli.loop.run_state import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.run_state import ResumeFrom, World
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile, TimelineFile
 from asyncrl_cli.observe.recorded import Recorded

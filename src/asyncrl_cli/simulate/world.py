@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.contracts.attempts import Prompt
 from asyncrl_cli.contracts.events import Observer, StepRecord
-from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources, asked_gpus
 from asyncrl_cli.plan.compiling import compile_job
