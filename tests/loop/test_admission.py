@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.contracts.attempts import Attempt, PartResult, Prompt, Stage
+from asyncrl_cli.contracts.attempts import PartResult, Prompt
 from asyncrl_cli.loop.admission import Admission, Closed, takeable_in_time
+from asyncrl_cli.loop.attempts import Attempt, Stage
 from asyncrl_cli.loop.fleet import WorkerSlots
 from tests.loop.keywords import loop_settings
 

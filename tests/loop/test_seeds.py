@@ -9,14 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl_cli.contracts.attempts import Attempt, Kept, Stage
+from asyncrl_cli.contracts.attempts import Kept
 from asyncrl_cli.loop import admission
 from asyncrl_cli.loop.admission import Admission
+from asyncrl_cli.loop.attempts import Attempt, Stage
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.evals import Evaluator, RunningEval
 from asyncrl_cli.loop.executors import Restarts
-from asyncrl_cli.loop.filtering import FailuresLimit, GroupFilter
 from asyncrl_cli.loop.fleet import Fleet, Travel, WorkerSlots
+from asyncrl_cli.loop.group_limits import FailuresLimit, GroupFilter
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.progress import RunProgress
 from asyncrl_cli.loop.publishing import Publishing

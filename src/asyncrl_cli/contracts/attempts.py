@@ -1,38 +1,16 @@
-"""An attempt: one try at one prompt, from its start to its end.
-
-        admit            finish            take             train
-(new) -------> running -------> finished -------> training -------> trained
-                  |                 |
-                  +--> dropped <----+    for good: failed, stale, equal rewards
-                  +--> requeued <---+    ends this attempt; the prompt starts again as a new one
-
-While an attempt runs, each of its n responses is in a part or waits to be placed again. A part is a set of
-responses of one attempt that were placed on one worker together. The attempt ends when every part has its
-result and no response waits.
-"""
+"""A prompt group on its way through the run: what is known of its responses. (loop/attempts.py has the attempt
+itself.)"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Len
 
 from asyncrl_cli.base.safe_files import Count, Finite
-
-
-class Stage(StrEnum):
-    """The stage of an attempt."""
-
-    RUNNING = "running"
-    FINISHED = "finished"
-    TRAINING = "training"
-    TRAINED = "trained"
-    DROPPED = "dropped"
-    REQUEUED = "requeued"
 
 
 class AttemptKey(NamedTuple):
@@ -181,95 +159,3 @@ class GroupResult(_Result):
             failed_tokens=sum([part.failed_tokens for part in parts]),
             payload=tuple([part.payload for part in parts]),
         )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Part:
-    """Responses of one attempt that were placed on one worker together. `goes_on`: the kept tokens that they
-    continue from, by index. `version`: the oldest version that their tokens may have, kept ones included.
-    `result`: None until the part has ended."""
-
-    key: PartKey
-    indices: tuple[int, ...]
-    worker: str
-    version: int
-    goes_on: Mapping[int, Kept] = field(default_factory=dict)
-    result: PartResult | None = None
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Attempt:
-    """All that the loop knows about one try. Only the ledger changes its stage and its deadline.
-
-    `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may
-    be trained. `parts`: by number; a part that was lost with its worker is removed. `unplaced`: indices of
-    the responses that have to be placed: all at the start, later those of lost parts, and in a resumed run
-    those that had not ended. `kept`: what unplaced responses continue from, by index; `so_far` is the handle
-    of those tokens. `result` is set from the stage `finished` on. `columns`: handles of what scorers have
-    computed for it since, by scorer (for `reward`, the scores themselves). Checkpoints hold neither columns
-    nor the parts of a finished group.
-    """
-
-    prompt: Prompt
-    number: int = 0
-    requeues: int = 0
-    stage: Stage = Stage.RUNNING
-    deadline: int = -1
-    parts: dict[int, Part] = field(default_factory=dict)
-    unplaced: tuple[int, ...] = ()
-    kept: dict[int, Kept] = field(default_factory=dict)
-    so_far: Any = None
-    result: GroupResult | None = None
-    columns: dict[str, Any] = field(default_factory=dict)
-    key: AttemptKey = field(init=False)
-    num_parts: int = 0
-
-    def __post_init__(self) -> None:
-        self.key = AttemptKey(self.prompt.uid, self.prompt.epoch, self.number)
-
-    def place(
-        self, num_responses: int, worker: str, version: int, *, free_slots: int, mixes: bool = True
-    ) -> Part:
-        """Make a part of the first unplaced responses. They continue from their kept tokens where
-        `Kept.goes_on` allows it. The first `free_slots` of them start at once."""
-        indices, self.unplaced = self.unplaced[:num_responses], self.unplaced[num_responses:]
-        kept = {index: self.kept.pop(index) for index in indices if index in self.kept}
-        start = indices[:free_slots]
-        goes_on = {
-            index: one
-            for index, one in kept.items()
-            if one.goes_on(version, mixes=mixes, at_once=index in start)
-        }
-        oldest = min([version, *(so_far.oldest for so_far in goes_on.values())])
-        key = PartKey(self.key, self.num_parts)
-        part = self.parts[key.number] = Part(
-            key=key, indices=indices, worker=worker, version=oldest, goes_on=goes_on
-        )
-        self.num_parts += 1
-        return part
-
-    def lose(self, number: int) -> None:
-        """The worker of a running part has died: its responses have to be placed again."""
-        self.unplaced = tuple(sorted((*self.unplaced, *self.parts.pop(number).indices)))
-
-    def running_parts(self) -> list[Part]:
-        return [part for part in self.parts.values() if part.result is None]
-
-    def ended_parts(self) -> list[PartResult]:
-        return [part.result for part in self.parts.values() if part.result is not None]
-
-    def ended_tokens(self) -> int:
-        """The tokens of the group (before it has finished: of its ended parts), plus the tokens kept for
-        unplaced responses."""
-        ended = [self.result] if self.result is not None else self.ended_parts()
-        return sum(part.response_tokens for part in ended) + sum(
-            so_far.tokens for so_far in self.kept.values()
-        )
-
-    def next(self, *, requeues: int) -> Attempt:
-        """The prompt's next try."""
-        return Attempt(prompt=self.prompt, number=self.number + 1, requeues=requeues)
-
-    def outcome(self) -> GroupResult:
-        assert self.result is not None, f"{self.key} is {self.stage}"
-        return self.result

@@ -37,7 +37,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 
-from asyncrl_cli.contracts.attempts import Attempt, AttemptKey, Part, PartKey, PartResult, Stage
+from asyncrl_cli.contracts.attempts import AttemptKey, PartKey, PartResult
+from asyncrl_cli.loop.attempts import Attempt, Part, Stage
 from asyncrl_cli.loop.fleet import Fleet, Placement, WorkerSlots
 from asyncrl_cli.loop.ledger import Ledger
 from asyncrl_cli.profile.arithmetic import LoopSettings

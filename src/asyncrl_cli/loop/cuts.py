@@ -23,11 +23,12 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, RefusedError
 from asyncrl_cli.base.safe_files import Count, parse_json
-from asyncrl_cli.contracts.attempts import Kept, Stage, TrajectoryMeta
+from asyncrl_cli.contracts.attempts import Kept, TrajectoryMeta
 from asyncrl_cli.contracts.events import EvalSummary, StepRecord
 from asyncrl_cli.contracts.ports import CheckpointWriter, Cut, RolloutWorker, SoFar
 from asyncrl_cli.loop.admission import takeable_in_time
-from asyncrl_cli.loop.groups import FinishedState, GroupsState, RunningState
+from asyncrl_cli.loop.attempts import Stage
+from asyncrl_cli.loop.group_states import FinishedState, GroupsState, RunningState
 from asyncrl_cli.loop.run_state import ResumeFrom, RunState
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.profile.arithmetic import LoopSettings, least_trajectories

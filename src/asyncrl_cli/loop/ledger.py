@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.base.safe_files import Count
-from asyncrl_cli.contracts.attempts import Attempt, AttemptKey, Stage
+from asyncrl_cli.contracts.attempts import AttemptKey
+from asyncrl_cli.loop.attempts import Attempt, Stage
 
 _ALLOWED = {
     Stage.RUNNING: {Stage.FINISHED, Stage.DROPPED, Stage.REQUEUED},
