@@ -26,7 +26,7 @@ from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.bench.figures import Edges, common_edges, figures_of, stretch_of
 from asyncrl_cli.observe.lines import read_metrics
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.simulate.calibrate import calibrate
+from asyncrl_cli.simulate.calibration import calibrate
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate

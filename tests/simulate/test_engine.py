@@ -11,9 +11,8 @@ from fractions import Fraction
 import pytest
 
 from asyncrl_cli.measure.meters import RolloutMeter
-from asyncrl_cli.simulate.decoding import SimulatedEngine
-from asyncrl_cli.simulate.kv_cache import CacheSize
-from asyncrl_cli.simulate.sequences import SimulatedSequence, ToolWait
+from asyncrl_cli.simulate.sequences import CacheSize, SimulatedSequence, ToolWait
+from asyncrl_cli.simulate.simulated_engine import SimulatedEngine
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import run_virtual
 from tests.simulate.token_by_token import Seq, TokenByToken

@@ -127,15 +127,13 @@ def _doubts(contest: Contest, results: Sequence[Result], runs: Sequence[Finished
         # besides warm-up and run-out
         enough = groups_for_all(contest.entries, (ENOUGH_WINDOWS + 2) * longest)
         doubts.append(
-            f"Short: {measured} groups are measured, and the longest window has {longest}. A speedup over so "
-            "few "
-            f"groups means little. Use --groups {enough} to measure {ENOUGH_WINDOWS} windows."
+            f"Short: {measured} groups are measured, and the longest window has {longest}. A speedup over "
+            f"so few groups means little. Use --groups {enough} to measure {ENOUGH_WINDOWS} windows."
         )
     if (uneven := unevenness(results)) > UNEVEN_WORK:
         doubts.append(
             f"The measured groups have up to {uneven:.0%} more tokens in one profile than in another. Look "
-            "at the "
-            "speedup per token as well, or make the runs longer (--groups)."
+            "at the speedup per token as well, or make the runs longer (--groups)."
         )
     if any(all(spent_s(line, "eval") > 0 for line in stretch.lines) for stretch in found):
         doubts.append(

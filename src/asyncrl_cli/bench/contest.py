@@ -216,8 +216,8 @@ def _check_groups(entries: Sequence[Entry], groups: int) -> None:
         elif groups < LEAST_WINDOWS * entry.window_groups:
             wrong = (
                 f"not {LEAST_WINDOWS} windows of '{entry.name}', which has W = {entry.window_groups}: the "
-                "first one "
-                "is warm-up, in the last one nothing is generated ahead, and what is measured lies between"
+                "first one is warm-up, in the last one nothing is generated ahead, and what is measured "
+                "lies between"
             )
         else:
             continue

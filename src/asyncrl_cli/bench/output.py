@@ -17,10 +17,8 @@ from asyncrl_cli.plan.cluster import usable_cores
 
 STRETCH = (
     "All runs are measured over the same groups (to within a train step): after the warm-up (the longest "
-    "window "
-    "of all profiles{scored}) and before the run-out, in which nothing is generated ahead any more{final}. "
-    "Wall "
-    "time, staleness max, max span{reward} cover the whole run."
+    "window of all profiles{scored}) and before the run-out, in which nothing is generated ahead any "
+    "more{final}. Wall time, staleness max, max span{reward} cover the whole run."
 )
 SIMULATED = {"scored": "", "final": "", "reward": " and tokens discarded"}
 REAL = {
@@ -31,10 +29,8 @@ REAL = {
 WINDOW = (
     "`s per {window} groups` is the time for {window} groups, the W of the baseline ({baseline}), in every "
     "profile; a group is all responses to one prompt. The rows below it split the trainer's time, in the "
-    "same "
-    "unit: `wait_data` is waiting for groups, `gather` is collecting the new weights, `other` is checkpoints "
-    "and "
-    "the rest."
+    "same unit: `wait_data` is waiting for groups, `gather` is collecting the new weights, `other` is "
+    "checkpoints and the rest."
 )
 SPEEDUP = (
     "`speedup` is groups per second relative to the baseline's run of the same seed, as the median over the "
@@ -42,16 +38,13 @@ SPEEDUP = (
 )
 IDEAL = (
     "`% of the bound` is ideal time over measured time. The ideal is the larger of generation's and "
-    "training's "
-    "time if each side has its own resources, and their sum if both take turns on all of them. `limited by` "
-    "names "
-    "the larger one. "
+    "training's time if each side has its own resources, and their sum if both take turns on all of them. "
+    "`limited by` names the larger one. "
 )
 BOUND_OF_COSTS = IDEAL + (
-    "Each is (tokens / speed of the phase alone, in full batches). Generation's tokens are those sampled for "
-    "the "
-    "trained groups, at most those sampled during the measurement (groups made ahead are not made again); "
-    "training's are those trained."
+    "Each is (tokens / speed of the phase alone, in full batches). Generation's tokens are those sampled "
+    "for the trained groups, at most those sampled during the measurement (groups made ahead are not made "
+    "again); training's are those trained."
 )
 BOUND_OF_STATES = IDEAL + (
     "Each is the time for which the side computed in this very run: the trainer, and the rollout workers on "
@@ -59,10 +52,8 @@ BOUND_OF_STATES = IDEAL + (
 )
 IDLE = (
     "Idle: trainer starved, blocked or syncing; rollout workers with no running sequence, or paused. "
-    "Measured "
-    "steps with an eval beside them do not count. Slots used: running sequences over slots, which shows what "
-    "a "
-    "long tail really costs."
+    "Measured steps with an eval beside them do not count. Slots used: running sequences over slots, which "
+    "shows what a long tail really costs."
 )
 
 

@@ -1,8 +1,7 @@
-"""`plan --tune`: simulates settings in parallel on the virtual clock and recommends the best.
+"""Recommends a setting: simulates many in parallel on the virtual clock, and names the best.
 
     workload + profile -> Space -> search -> Tuned -> what is printed, and a profile for `train --profile` or
-    one side of `bench`
-                                     |
+                                     |                one side of `bench`
                                      +-> one simulated run per setting, each in a process of the pool
 
 All settings get the same groups with the same lengths (both follow from the seed), so that differences come
@@ -11,27 +10,15 @@ from the settings. All results are SIMULATED, and whatever prints them says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError, counted
 from asyncrl_cli.base.paths import expand
 from asyncrl_cli.bench.figures import Edges, figures_of, stretch_of
-from asyncrl_cli.bench.search import (
-    FIGURES,
-    LONG_RUNS,
-    Evaluate,
-    Found,
-    Outcome,
-    Row,
-    front,
-    planned_windows,
-    search,
-)
+from asyncrl_cli.bench.search import FIGURES, LONG_RUNS, Found, Outcome, Row, front, planned_windows, search
 from asyncrl_cli.bench.simulated_runs import simulators
 from asyncrl_cli.bench.space import RANKS_KEY, WORKERS_KEY, Setting, Space, split_sets
 from asyncrl_cli.plan.cluster import usable_cores
@@ -41,7 +28,7 @@ from asyncrl_cli.profile.arithmetic import staleness_bound, window_groups_of
 from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import ROLLOUT, TRAIN, share_of, tasks_apart
-from asyncrl_cli.simulate.calibrate import calibrate
+from asyncrl_cli.simulate.calibration import calibrate
 from asyncrl_cli.simulate.workload import Reference, Workload
 from asyncrl_cli.simulate.workload_files import (
     WINDOW,
@@ -63,8 +50,7 @@ LIMITS = (
     "what staleness does to the accuracy of the trained model is not simulated: a faster row is better only "
     "if it learns as well",
     "memory is not simulated, but for a KV cache whose size the workload knows: slots are at most those it "
-    "was measured with; "
-    "`asyncrl plan --profile P` estimates what a split needs",
+    "was measured with; `asyncrl plan --profile P` estimates what a split needs",
 )
 """What this search does not know, as told to the user."""
 
@@ -114,21 +100,17 @@ class Tuned:
         whole = next((one for one in self.fit if one.part == WINDOW), None)
         if whole is not None:
             return max(abs(one.predicted_s - one.measured_s) for one in self.fit) / whole.measured_s
-        if self.known is None or self.known.window_time_s is None or self.found.current is None:
+        if self.known is None or self.found.current is None:
             return None
         return abs(self.found.current.window_time_s / self.known.window_time_s - 1)
 
     @property
     def recommended_sets(self) -> list[str]:
         """All `--set`s of the recommended run: those given to the search, overridden by those it found."""
-        return list(
-            {
-                entry.partition("=")[0].strip(): entry
-                for entry in (*self.sets, *self.found.best.setting.sets)
-            }.values()
-        )
+        entries = (*self.sets, *self.found.best.setting.sets)
+        return list({entry.partition("=")[0].strip(): entry for entry in entries}.values())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         found, known, undominated = self.found, self.known, front(self.found.rows)
         rows = {
             "current": found.current,
@@ -164,25 +146,50 @@ def tune(asked: Asked, progress: Callable[..., None]) -> Tuned:
     Raises ConfigError if profile, workload and GPUs do not fit together, AsyncrlError if no setting could be
     simulated.
     """
-    workload, own_profile = workload_of(asked, progress)
-    fit = residuals(workload) if own_profile else ()
-    reference = asked.profile or own_profile or DEFAULT_PROFILE
+    workload, run_profile = workload_of(asked, progress)
+    fit = residuals(workload) if run_profile else ()
+    reference = asked.profile or run_profile or DEFAULT_PROFILE
     sets, profile, plan = starting_point(workload, reference, asked.sets, asked.gpus)
-    space = Space.around(
-        profile, plan, bound=staleness_bound(profile) if asked.bound is None else asked.bound
-    )
-    window_groups = window_groups_of(profile)
+    bound = staleness_bound(profile) if asked.bound is None else asked.bound
+    space, window_groups = Space.around(profile, plan, bound=bound), window_groups_of(profile)
     trajectories = LONG_RUNS * window_groups * profile.rollout.n
     long_windows = min(max(TRAJECTORIES // trajectories, FEWEST_LONG_WINDOWS), MOST_LONG_WINDOWS)
     planned = planned_windows(space, long_windows)
     with simulators(usable_cores()) as pool:
-        evaluate = evaluator(pool, workload, reference, sets, window_groups)
+
+        def evaluate(settings: Sequence[Setting], windows: int) -> Iterable[Outcome]:
+            return pool.map(partial(_simulated, workload, reference, sets, window_groups, windows), settings)
+
         found = search(
             space, evaluate, long_windows, lambda done: progress("SIMULATED: windows, at most", done, planned)
         )
     progress(f"SIMULATED: {len(found.outcomes)} settings tried in {found.windows} windows")
     known = next((row for row in workload.references if _is_of(row, workload, profile)), None)
     return Tuned(workload=workload, profile=reference, sets=sets, found=found, known=known, fit=fit)
+
+
+def _simulated(
+    workload: Workload,
+    reference: str,
+    sets: Sequence[str],
+    window_groups: int,
+    windows: int,
+    setting: Setting,
+) -> Outcome:
+    """One simulated run. The same groups are measured whatever the setting's own windows are."""
+    profile = profile_for(workload, reference, (*sets, *setting.sets), groups=windows * window_groups).profile
+    run = simulate(profile, workload, seed=SEED)
+    if run.error is not None:
+        return str(run.error)
+    groups = int(run.lines[-1]["groups_trained"])
+    figures = figures_of(stretch_of(run.lines, Edges(window_groups, groups - window_groups)), window_groups)
+    return Row(setting=setting, windows=windows, **{name: figures.get(name, 0.0) for name in FIGURES})
+
+
+def _is_of(row: Reference, workload: Workload, profile: Profile) -> bool:
+    """Whether a measured or published row is of this very profile."""
+    measured = profile_for(workload, row.profile, reference_sets(row), groups=1).profile
+    return measured.model_dump(exclude={"run"}) == profile.model_dump(exclude={"run"})
 
 
 def workload_of(asked: Asked, progress: Callable[..., None]) -> tuple[Workload, str | None]:
@@ -196,9 +203,8 @@ def workload_of(asked: Asked, progress: Callable[..., None]) -> tuple[Workload, 
     try:
         return load_workload(asked.reference), None
     except ConfigError as error:
-        raise ConfigError(
-            f"{error}; nor is there a finished run of that name in {asked.runs_dir}", hint=error.hint
-        ) from None
+        message = f"{error}; nor is there a finished run of that name in {asked.runs_dir}"
+        raise ConfigError(message, hint=error.hint) from None
 
 
 def starting_point(
@@ -239,72 +245,39 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
     """
     placement, scorers = profile.placement, tasks_apart(profile)
     if placement.device == "cpu":
+        processes = f"--set {RANKS_KEY}=2 --set {WORKERS_KEY}=2 gives it more processes"
         raise ConfigError(
             f"{workload_name} runs on CPUs, where --gpus {gpus} means nothing",
-            hint="leave --gpus out; --set placement.trainer_workers=2 --set rollout.workers=2 gives it more "
-            "processes",
+            hint=f"leave --gpus out; {processes}",
         )
     is_given = set_layer(sets).values.keys() & {RANKS_KEY, WORKERS_KEY}
     if is_given or (scorers and placement.tasks is None):  # the plan refuses scorers without a list of tasks
         return (*sets, f"placement.gpus={gpus}")
+    # The profile's proportion: shares of tasks go before counts, and these before the ratio.
     each, sharing = placement.gpus_per_rollout_worker, profile.trainer.sequence_parallel_size
     left, right = map(int, placement.ratio.split(":"))
     if placement.trainer_workers is not None and profile.rollout.workers is not None:
         left, right = placement.trainer_workers, profile.rollout.workers * each
     left, right = share_of(profile, TRAIN) or left, share_of(profile, ROLLOUT) or right
     total = sum(placement.ratios or (gpus,))
-    of_scorers = {task: max(1, round(gpus * (share_of(profile, task) or 1) / total)) for task in scorers}
-    sides = gpus - sum(of_scorers.values())
+    scorer_gpus = {task: max(1, round(gpus * (share_of(profile, task) or 1) / total)) for task in scorers}
+    sides = gpus - sum(scorer_gpus.values())
 
     def rank_counts(sides: int) -> list[int]:
         return [ranks for ranks in range(sharing, sides, sharing) if (sides - ranks) % each == 0]
 
     if not (possible := rank_counts(sides)):
-        fitting = (
-            next((fewer for fewer in range(sides - 1, 0, -1) if rank_counts(fewer)), sharing + each)
-            + gpus
-            - sides
-        )
+        fitting = next((fewer for fewer in range(sides - 1, 0, -1) if rank_counts(fewer)), sharing + each)
         beside = "".join(f" beside {task}" for task in scorers)
-        own = "what the profile says" if placement.gpus is None else f"the workload's own {placement.gpus}"
+        default = (
+            "what the profile says" if placement.gpus is None else f"the workload's own {placement.gpus}"
+        )
         raise ConfigError(
             f"--gpus {gpus}: there is no split of {max(sides, 0)} for trainer and rollout{beside}, as ranks "
-            "come in multiples of "
-            f"{sharing} (trainer.sequence_parallel_size) and a rollout worker has {each}",
-            hint=f"--gpus {fitting}, or no --gpus: then it is {own}",
+            f"come in multiples of {sharing} (trainer.sequence_parallel_size) and a rollout worker has "
+            f"{each}",
+            hint=f"--gpus {fitting + gpus - sides}, or no --gpus: then it is {default}",
         )
     proportional = round(sides * left / (left + right))
     ranks = next((ranks for ranks in possible if ranks >= proportional), possible[-1])
-    return (*sets, *split_sets({TRAINER: ranks, **of_scorers, ROLLOUT: sides - ranks}, each))
-
-
-def _is_of(row: Reference, workload: Workload, profile: Profile) -> bool:
-    """Whether a measured or published row is of this very profile."""
-    of_row = profile_for(workload, row.profile, reference_sets(row), groups=1).profile
-    return of_row.model_dump(exclude={"run"}) == profile.model_dump(exclude={"run"})
-
-
-def evaluator(
-    pool: Executor, workload: Workload, reference: str, sets: Sequence[str], window_groups: int
-) -> Evaluate:
-    """The search's `Evaluate`, in parallel."""
-    simulated = partial(_simulated, workload, reference, sets, window_groups)
-    return lambda settings, windows: pool.map(partial(simulated, windows), settings)
-
-
-def _simulated(
-    workload: Workload,
-    reference: str,
-    sets: Sequence[str],
-    window_groups: int,
-    windows: int,
-    setting: Setting,
-) -> Outcome:
-    """One simulated run. The same groups are measured whatever the setting's own windows are."""
-    profile = profile_for(workload, reference, (*sets, *setting.sets), groups=windows * window_groups).profile
-    run = simulate(profile, workload, seed=SEED)
-    if run.error is not None:
-        return str(run.error)
-    groups = int(run.lines[-1]["groups_trained"])
-    figures = figures_of(stretch_of(run.lines, Edges(window_groups, groups - window_groups)), window_groups)
-    return Row(setting=setting, windows=windows, **{name: figures.get(name, 0.0) for name in FIGURES})
+    return (*sets, *split_sets({TRAINER: ranks, **scorer_gpus, ROLLOUT: sides - ranks}, each))

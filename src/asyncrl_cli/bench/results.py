@@ -1,7 +1,7 @@
 """The results of a comparison: each profile's figures over its repeats, relative to the baseline and to the
 bound.
 
-    Run's lines --figures_of, bound--> figures of a run --summarise--> Result: median, minimum, maximum per figure
+    a run's lines --figures_of, bound--> figures of a run --summarise--> Result: median, min, max per figure
 
 All runs are measured over the same groups. `speedup` is the median over the repeats of groups_per_s against
 the baseline's run of the same seed; `speedup_per_token` is the same for tokens_per_s, because the same groups
@@ -223,10 +223,15 @@ def read_results(path: Path) -> Comparison:
         raise RefusedError(f"{path} is not a result of this version's bench", hint="run the comparison again")
     try:
         return Comparison(
-            **{key: found[key] for key in ("baseline", "groups", "window_groups", "resources")},
-            **{key: tuple(found[key]) for key in ("seeds", "remarks", "missing")},
-            workload=found["workload"] or "",
             results=[_read_result(result) for result in found["results"]],
+            workload=found["workload"] or "",
+            baseline=found["baseline"],
+            groups=found["groups"],
+            window_groups=found["window_groups"],
+            seeds=tuple(found["seeds"]),
+            resources=found["resources"],
+            remarks=tuple(found["remarks"]),
+            missing=tuple(found["missing"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RefusedError(

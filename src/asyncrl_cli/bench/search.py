@@ -1,8 +1,9 @@
 """The search of `plan --tune`: grids of short runs, one after the other, then long runs of the most promising
 settings. No I/O.
 
-    short   the current setting and the starts, then each grid of `Space.stages` around the fastest setting so far
-    long    the fastest of each of the best splits, some of the Pareto front, the fastest with other windows, the current setting
+    short   the current setting and the starts, then each grid of `Space.stages` around the fastest so far
+    long    the fastest of each of the best splits, some of the Pareto front, the fastest with other windows,
+            the current setting
     split   the recommended setting on the current split: tells what is won by the split, and what by the rest
     strict  the recommended setting without a strict bound: tells what strictness costs
 

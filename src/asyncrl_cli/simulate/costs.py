@@ -1,10 +1,12 @@
 """The costs of a workload: seconds of train steps, decoding and weight syncs, for a given number of devices.
 
-    optimizer step     fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent
-    old logprobs       old_logprob_fixed_step_s + tokens * old_logprob_s_per_token * (likewise), per mini-batch
-    reference          tokens * ref_s_per_token * (likewise), in the trainer or in processes of its own
-    critic             tokens * critic_s_per_token * (likewise) for values, and LEARNING times that for learning
-    reward model       tokens * reward_s_per_token * (likewise), in processes of its own
+    optimizer step   fixed_step_s + (step_s + tokens * s_per_token) * share
+    old logprobs     old_logprob_fixed_step_s + tokens * old_logprob_s_per_token * share, per mini-batch
+    reference        tokens * ref_s_per_token * share, in the trainer or in processes of its own
+    critic           tokens * critic_s_per_token * share for values, and LEARNING times that for learning
+    reward model     tokens * reward_s_per_token * share, in processes of its own
+
+    share            (gpus / reference_gpus) ** -scaling_exponent
 
 Tokens are those of prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of
 all mini-batches but the window's first are computed before training (as in `train/policy_update.py`: the
@@ -28,8 +30,8 @@ from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD
-from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.responses import Episodes, ResponseLengths, WorkerTimes
+from asyncrl_cli.simulate.sequences import UNLIMITED, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.simulated_trainer import ScorerTimes, TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
@@ -89,7 +91,7 @@ class Costs:
             train_s=self._train_s,
             old_logprob_s=self._old_logprob_s,
             old_logprob_tokens=lambda batch: _tokens(self._scored(batch))[0],
-            column_s={task: partial(self._own_scoring_s, task) for task in self._own_columns},
+            column_s={task: partial(self._column_s, task) for task in self._trainer_columns},
             overhead_s=self.workload.training.step_overhead_s,
             gather_s=syncing.colocated_s if self._is_colocated else gather_s,
         )
@@ -97,15 +99,12 @@ class Costs:
     def scorer_times(self, task: str) -> ScorerTimes:
         """Times of a scorer in processes of its own."""
         processes, syncing = self.scorers[task], self.workload.syncing
-        load_s = (
-            syncing.parameter_bytes / syncing.send_bytes_per_s
-            + syncing.parameter_bytes / syncing.load_bytes_per_s
-        )
+        num_bytes = syncing.parameter_bytes
         return ScorerTimes(
             score_s=lambda groups: self._scoring_s(task, groups, processes),
             learn_s=lambda groups: LEARNING * self._scoring_s(task, groups, processes),
             call_tokens=processes * self.profile.trainer.max_tokens_per_microbatch,
-            load_s=load_s,
+            load_s=num_bytes / syncing.send_bytes_per_s + num_bytes / syncing.load_bytes_per_s,
         )
 
     def worker_times(self) -> WorkerTimes:
@@ -115,33 +114,26 @@ class Costs:
         Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no
         effect here, because the workload's `send_bytes_per_s` already includes what it saves.
         """
-        workload, weights, max_tokens = (
-            self.workload,
-            self.profile.weights,
-            self.profile.rollout.max_response_tokens,
-        )
-        decoding, syncing, slowdown = (
-            workload.decoding,
-            workload.syncing,
-            self._slowdown(workload.decoding, self.workers),
-        )
+        workload, weights, rollout = self.workload, self.profile.weights, self.profile.rollout
+        decoding, syncing, turns = workload.decoding, workload.syncing, workload.turns
+        slowdown = self._slowdown(decoding, self.workers)
         slowed = {
-            key: getattr(decoding, key) * slowdown
-            for key in ("step_s", "step_s_per_sequence", "prefill_s_per_token")
+            "step_s": decoding.step_s * slowdown,
+            "step_s_per_sequence": decoding.step_s_per_sequence * slowdown,
+            "prefill_s_per_token": decoding.prefill_s_per_token * slowdown,
         }
         num_bytes = 0.0 if self._is_colocated else syncing.parameter_bytes
         send_s, load_s = num_bytes / syncing.send_bytes_per_s, num_bytes / syncing.load_bytes_per_s
-        lengths, turns = ResponseLengths(workload.lengths, max_tokens), workload.turns
+        lengths = ResponseLengths(workload.lengths, rollout.max_response_tokens)
+        tool_calls = None if turns is None else Episodes(turns, lengths, self.profile, self._prompt_tokens)
         return WorkerTimes(
             decoding=decoding.model_copy(update=slowed),
             response_tokens=lengths,
-            tool_calls=Episodes(turns, lengths, self.profile, self._prompt_tokens)
-            if turns is not None
-            else None,
-            hold_slots=self.profile.rollout.hold_slots,
+            tool_calls=tool_calls,
+            hold_slots=rollout.hold_slots,
             trace_sequences=self.profile.logging.trace_sequences,
             prompt_tokens=self._prompt_tokens,
-            max_response_tokens=max_tokens,
+            max_response_tokens=rollout.max_response_tokens,
             cache=self._cache_size(),
             reward_s=_spread(workload.rewarding.latency_s, workload.rewarding.latency_spread),
             equal_ratio=workload.rewarding.equal_ratio,
@@ -157,18 +149,17 @@ class Costs:
         """Capacity of each phase alone, for the trajectories trained between these two counts of groups; in
         response tokens per second, the unit of `tokens_trained`.
 
-        rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`, and computes a group's prompt and
-                  its tools' results once; waits for tools, and a cache that holds fewer than `slots`, are
-                  ignored
+        rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`, and computes
+                  a group's prompt and its tools' results once; waits for tools, and a cache that holds fewer
+                  than `slots`, are ignored
         trainer   train steps and old-logprob passes as they were, without overhead
 
         Neither is slowed by the other phase. When colocated, all workers or all ranks of a phase work at once
         and, on a shared machine, slow each other (`_slowdown`).
         """
         step_groups = Schedule.of(self.profile).step_groups
-        done = Spent(
-            *map(operator.sub, self.spent[end_groups // step_groups], self.spent[begin_groups // step_groups])
-        )
+        before, after = self.spent[begin_groups // step_groups], self.spent[end_groups // step_groups]
+        done = Spent(*map(operator.sub, after, before))
         tokens, trajectories = max(done.response_tokens, 1), max(done.trajectories, 1)
         result_tokens = done.prompt_tokens - trajectories * self._prompt_tokens
         decoding = self.workload.decoding
@@ -188,7 +179,7 @@ class Costs:
         return self.profile.placement.colocate
 
     @property
-    def _own_columns(self) -> list[str]:
+    def _trainer_columns(self) -> list[str]:
         """The columns, besides `prox`, that the trainer computes itself."""
         algorithm = self.profile.algorithm
         wanted = {REF: algorithm.has_reference, CRITIC: algorithm.has_critic}
@@ -216,8 +207,7 @@ class Costs:
         if not size.holds(longest):
             raise ConfigError(
                 f"workload {self.workload.name}: the weights leave {num_bytes / GIB:.3g} GiB of a rollout "
-                "worker's memory for its "
-                f"KV cache, too little for one sequence of {longest} tokens",
+                f"worker's memory for its KV cache, too little for one sequence of {longest} tokens",
                 hint="memory.gpu_memory_gib, placement.gpus_per_rollout_worker or "
                 "rollout.max_response_tokens",
             )
@@ -235,7 +225,7 @@ class Costs:
         response_tokens, tokens = _tokens(batch.groups)
         shared_s = mini_batches * training.step_s + tokens * training.s_per_token
         seconds = mini_batches * training.fixed_step_s + shared_s * self._share(training.scaling_exponent)
-        columns_s = {task: self._own_scoring_s(task, batch) for task in self._own_columns}
+        columns_s = {task: self._column_s(task, batch) for task in self._trainer_columns}
         seconds += LEARNING * columns_s.get(CRITIC, 0.0)
         before = self.spent[-1]
         spent = Spent(
@@ -253,7 +243,7 @@ class Costs:
         shared_s = _tokens(scored)[1] * training.old_logprob_s_per_token
         return fixed_s + shared_s * self._share(training.old_logprob_scaling_exponent)
 
-    def _own_scoring_s(self, task: str, batch: TrainBatch) -> float:
+    def _column_s(self, task: str, batch: TrainBatch) -> float:
         """The time of a column in the trainer."""
         return self._scoring_s(task, batch.groups, self.ranks)
 
@@ -283,9 +273,8 @@ class Costs:
         """Factor from a time on the workload's reference devices to the time on this run's ranks, or on
         `devices`."""
         training, devices = self.workload.training, devices or self.ranks
-        return self._slowdown(training, devices) * float(
-            (devices / training.reference_gpus) ** -scaling_exponent
-        )
+        share = float((devices / training.reference_gpus) ** -scaling_exponent)
+        return self._slowdown(training, devices) * share
 
 
 def _tokens(groups: Sequence[GroupResult]) -> tuple[int, int]:

@@ -3,11 +3,12 @@ last reward.
 
 Lengths are drawn per group, so that responses to one prompt can be correlated:
 
-    log x = log(median) + sigma * (sqrt(r) * z_prompt + sqrt(1 - r) * z_trajectory),   x then rounded into 1 ... max_tokens
+    log x = log(median) + sigma * (sqrt(r) * z_prompt + sqrt(1 - r) * z_trajectory)
 
-r is `prompt_variance_ratio`. If the workload has a list, the same normal variates draw from its quantiles (a
-Gaussian copula). The generator is seeded with the group's seed and draws the lengths of its responses in
-order. So a response has the same length under every profile, on every worker and after any restart.
+x is then rounded into 1 ... max_tokens; r is `prompt_variance_ratio`. If the workload has a list, the same
+normal variates draw from its quantiles (a Gaussian copula). The generator is seeded with the group's seed and
+draws the lengths of its responses in order. So a response has the same length under every profile, on every
+worker and after any restart.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult, Pa
 from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.decoding import SimulatedEngine
-from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize
-from asyncrl_cli.simulate.sequences import SimulatedSequence, ToolWait
+from asyncrl_cli.simulate.sequences import UNLIMITED, CacheSize, SimulatedSequence, ToolWait
+from asyncrl_cli.simulate.simulated_engine import SimulatedEngine
 from asyncrl_cli.simulate.workload import Decoding, Drawn, Lengths, Turns
 
 STANDARD = NormalDist()
@@ -85,10 +85,8 @@ class ResponseLengths:
         self._mu = math.log(self._median)
 
     def __call__(self, rng: random.Random, n: int) -> list[int]:
-        common, draw = (
-            self._between * rng.gauss(0.0, 1.0),
-            self._from_list if self._is_list else self._from_lognormal,
-        )
+        common = self._between * rng.gauss(0.0, 1.0)
+        draw = self._from_list if self._is_list else self._from_lognormal
         return [draw(common + self._within * rng.gauss(0.0, 1.0)) for _ in range(n)]
 
     def _from_lognormal(self, normal: float) -> int:
@@ -123,15 +121,11 @@ class Episodes:
 
     def __call__(self, rng: random.Random, tokens: int) -> list[ToolWait]:
         calls: list[ToolWait] = []
-        number, left = (
-            max(1, min(round(_draw(self._turns.number, rng)), self._env.max_turns)),
-            self._room_tokens - tokens,
-        )
+        number = max(1, min(round(_draw(self._turns.number, rng)), self._env.max_turns))
+        left = self._room_tokens - tokens
         for turn_tokens in self._lengths(rng, number - 1):
-            seconds, result_tokens = (
-                _draw(self._turns.tool_s, rng),
-                round(_draw(self._turns.result_tokens, rng)),
-            )
+            seconds = _draw(self._turns.tool_s, rng)
+            result_tokens = round(_draw(self._turns.result_tokens, rng))
             if seconds > self._env.tool_timeout_s:
                 return [*calls, ToolWait(self._env.tool_timeout_s, 0, 0, "tool-timeout")]
             if (left := left - result_tokens) < 1:
@@ -152,28 +146,26 @@ def trajectories_of(
 ) -> list[SimulatedSequence]:
     """Draws some trajectories of one prompt, by index (ascending). The result for an index does not depend on
     the other indices. `prompt`: the shared prompt (None for an eval)."""
-    lengths, rng = (
-        times.response_tokens(random.Random(seed), indices[-1] + 1),
-        random.Random(f"rewards of {seed}"),
-    )
+    rng = random.Random(f"rewards of {seed}")
+    lengths = times.response_tokens(random.Random(seed), indices[-1] + 1)
     drawn = [(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
     are_alike = times.equal_ratio and random.Random(f"luck of {seed}").random() < times.equal_ratio
-
-    def trajectory(index: int, tokens: int, reward_s: float, luck: float) -> SimulatedSequence:
-        return SimulatedSequence(
-            times.prompt_tokens,
-            tokens,
-            reward_s=reward_s,
-            luck=drawn[0][2] if are_alike else luck,
-            prompt=prompt,
-            index=index,
-            name=f"eval/{seed}" if prompt is None else f"{prompt}/{index}",
-            calls=times.tool_calls(random.Random(f"tools of {seed}/{index}"), tokens)
-            if times.tool_calls
-            else (),
+    trajectories, draw_calls = [], times.tool_calls
+    for index in indices:
+        tokens, reward_s, luck = drawn[index]
+        trajectories.append(
+            SimulatedSequence(
+                times.prompt_tokens,
+                tokens,
+                reward_s=reward_s,
+                luck=drawn[0][2] if are_alike else luck,
+                prompt=prompt,
+                index=index,
+                name=f"eval/{seed}" if prompt is None else f"{prompt}/{index}",
+                calls=draw_calls(random.Random(f"tools of {seed}/{index}"), tokens) if draw_calls else (),
+            )
         )
-
-    return [trajectory(index, *drawn[index]) for index in indices]
+    return trajectories
 
 
 class Responses:
@@ -205,20 +197,17 @@ class Responses:
         for response in responses:
             response.on_end, response.on_turn = self._ended, self._call_tool
             if kept := goes_on.get(response.index):
-                response.kept, response.kept_tokens, response.has_ended = (
-                    kept.version_tokens,
-                    kept.tokens,
-                    kept.is_whole,
-                )
+                response.kept, response.kept_tokens = kept.version_tokens, kept.tokens
+                response.has_ended = kept.is_whole
             if response.has_ended:
                 self._loop.call_soon(self._ended, response)
         engine.submit([response for response in responses if not response.has_ended])
 
     @property
     def num_without_slot(self) -> int:
-        return self.num_ended + (
-            0 if self._times.hold_slots else sum([response.is_at_tool for response in self._responses])
-        )
+        if self._times.hold_slots:
+            return self.num_ended
+        return self.num_ended + sum([response.is_at_tool for response in self._responses])
 
     def so_far(self) -> tuple[dict[int, Kept], int]:
         """The tokens, by index, from which trajectories can continue in a resumed run, and the token count of
@@ -243,7 +232,7 @@ class Responses:
     def part_result(self, request: PartRequest) -> PartResult:
         """As the real group runner's result: without trajectories whose reward raised, and without any if
         aborted."""
-        outcomes = () if self.aborted else self._outcomes()
+        outcomes = () if self.aborted else tuple(map(self._outcome, self._responses))
         metas = tuple(outcome for outcome in outcomes if isinstance(outcome, TrajectoryMeta))
         tokens = sum(response.tokens for response in self._responses)
         return PartResult(
@@ -256,16 +245,13 @@ class Responses:
 
     def eval_result(self, request: EvalRequest) -> EvalResult:
         """Responses without a reward count as failures, including those of an aborted eval."""
-        result = EvalResult(outcomes=self._outcomes())
+        result = EvalResult(outcomes=tuple(map(self._outcome, self._responses)))
         metas = [outcome for outcome in result.outcomes if isinstance(outcome, TrajectoryMeta)]
         versions = {version for meta in metas for version, _ in meta.version_tokens}
         assert versions <= {request.version}, (
             f"a load during an eval of version {request.version}: {versions}"
         )
         return result
-
-    def _outcomes(self) -> tuple[EvalOutcome, ...]:
-        return tuple(map(self._outcome, self._responses))
 
     def _outcome(self, response: SimulatedSequence) -> EvalOutcome:
         if response.rewarded_s > self._loop.time():

@@ -1,6 +1,6 @@
 """A simulated rollout worker: an engine, rewards that take time, and the calls of `loop.ports.RolloutWorker`.
 
-    submit -> engine (a part's sequences) --each end--> slot free, reward begins --all rewards--> PartResult -> progress
+    submit -> engine (a part's sequences) --each end--> slot free, reward begins --all rewards--> progress
     prefetch -> second buffer -> load (drain | freeze) -> thaw -> generation continues
 
 The real rollout actor's meter (`loop.meters`) integrates its time in each state. Nothing runs per token, and
@@ -25,8 +25,8 @@ from asyncrl_cli.contracts.ports import (
 )
 from asyncrl_cli.measure.meters import LongPoll, RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt
-from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.responses import Responses, WorkerTimes, trajectories_of
+from asyncrl_cli.simulate.simulated_engine import SimulatedEngine
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 
 
@@ -116,10 +116,10 @@ class SimulatedWorker:
     async def prefetch(self, published: Published) -> float:
         send_s = self._times.prefetch_s(self._rng)
         await self._take(send_s, f"the transfer of version {published.version}")
-        self._receive(published.version)
+        self.receive(published.version)
         return send_s
 
-    def _receive(self, version: int) -> None:
+    def receive(self, version: int) -> None:
         """Record a received version. A repeated or late transfer of an older version changes nothing."""
         self._received = max(self._received, version)
 

@@ -1,7 +1,7 @@
 """Workload files: finds and checks them, applies their keys to a profile, and compares simulations with their
 measured rows.
 
-    profile files (`extends`)  <  the workload's [profile]  <  its [profiles.NAME]  <  ASYNCRL_SECTION__KEY  <  --set
+    profile files (`extends`)  <  the workload's [profile]  <  its [profiles.NAME]  <  environment  <  --set
 
 All profiles of a comparison train the same number of groups: `windows` windows of the baseline's W, which
 `--set` may change. Evals and checkpoints are off, because they cost every profile the same and would only
@@ -33,7 +33,7 @@ from asyncrl_cli.profile.toml_files import (
     shipped_workloads,
     shortened,
 )
-from asyncrl_cli.simulate.workload import Lengths, Reference, Workload
+from asyncrl_cli.simulate.workload import Reference, Workload
 from asyncrl_cli.simulate.world import SimulatedRun, simulate
 
 BASELINE = "colocate"
@@ -73,17 +73,14 @@ def load_workload(reference: str) -> Workload:
         problems += [_wrong_value(detail, path) for detail in unknown_first[: MOST_PROBLEMS + 1]]
     if problems:
         raise combine(problems)
-    _check_lengths(workload.lengths, path)
-    return workload
-
-
-def _check_lengths(lengths: Lengths, path: Path) -> None:
+    lengths = workload.lengths
     names, example = LENGTH_KEYS[lengths.distribution]
     if any(getattr(lengths, name) in (None, ()) for name in names):
         needed = " and ".join(f"lengths.{name}" for name in names)
         raise ConfigError(
             f'{path}: lengths.distribution = "{lengths.distribution}" needs {needed}', hint=example
         )
+    return workload
 
 
 def profile_for(
@@ -107,15 +104,13 @@ def profile_for(
     own = [file_layer(file) for file in files if file.path not in shipped]
     name = next((file.name for file in reversed(files) if file.path in shipped), files[-1].name)
     stack = [*layers_of(workload, name), *own]
-    wanted = (
-        groups if groups is not None else workload.windows * _baseline_window_groups(workload, sets, environ)
-    )
+    if groups is None:
+        groups = workload.windows * _baseline_window_groups(workload, sets, environ)
+    # how many groups a step takes is only known of a whole profile
     one_step = Layer(origin="workload", values={"run.train_steps": 1})
-    step_groups = Schedule.of(
-        load(profile_reference, sets, environ=environ, layers=[*stack, one_step]).profile
-    ).step_groups
-    steps = -(-wanted // step_groups)
-    length = Layer(origin=f"workload {workload.name} ({wanted} groups)", values={"run.train_steps": steps})
+    rough = load(profile_reference, sets, environ=environ, layers=[*stack, one_step]).profile
+    steps = -(-groups // Schedule.of(rough).step_groups)
+    length = Layer(origin=f"workload {workload.name} ({groups} groups)", values={"run.train_steps": steps})
     return load(profile_reference, sets, environ=environ, layers=[*stack, length])
 
 
@@ -123,10 +118,10 @@ def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
     """The workload's keys for every profile, then its keys for this one."""
     origin = f"workload {workload.name}"
     common = flatten(workload.profile, origin)
-    own = flatten(workload.profiles.get(profile_name, {}), origin)
+    of_profile = flatten(workload.profiles.get(profile_name, {}), origin)
     return [
         Layer(origin=origin, values=SWITCHED_OFF | common),
-        Layer(origin=f"{origin}, profiles.{profile_name}", values=own),
+        Layer(origin=f"{origin}, profiles.{profile_name}", values=of_profile),
     ]
 
 
@@ -136,10 +131,8 @@ def _baseline_window_groups(
     """W of the baseline, with the `--set`s that size a window. Others, such as a staleness, may be invalid
     for the baseline."""
     sizes = {key: value for key, value in set_layer(sets).values.items() if key in WINDOW_KEYS}
-    own = Layer(origin="--set", values={"run.train_steps": 1} | sizes)
-    return Schedule.of(
-        load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), own]).profile
-    ).window_groups
+    layers = [*layers_of(workload, BASELINE), Layer(origin="--set", values={"run.train_steps": 1} | sizes)]
+    return Schedule.of(load(BASELINE, environ=environ, layers=layers).profile).window_groups
 
 
 def _locate(reference: str) -> Path:
@@ -224,9 +217,32 @@ class Residual:
 def residuals(workload: Workload, *, windows: int = MEASURED_WINDOWS) -> list[Residual]:
     """Simulates every reference for `windows` windows besides the first and the last. Raises the error of a
     failed run."""
-    return [
-        residual for reference in workload.references for residual in _of_row(workload, reference, windows)
-    ]
+    found = []
+    for reference in workload.references:
+        sets = reference_sets(reference)
+        profile = profile_for(workload, reference.profile, sets, groups=1, environ={}).profile
+        run = simulate(profile, workload, groups=(windows + 2) * Schedule.of(profile).window_groups)
+        if run.error is not None:
+            raise run.error
+        predicted = window_parts(run)
+        for part, measured_s in {WINDOW: reference.window_time_s, **reference.parts_s}.items():
+            if part not in predicted:
+                raise ConfigError(
+                    f"workload {workload.name}: references.parts_s has no part {part}",
+                    hint=f"parts: {', '.join(predicted)}",
+                )
+            found.append(
+                Residual(
+                    profile=" ".join([reference.profile, *sets]),
+                    part=part,
+                    measured_s=float(measured_s),
+                    predicted_s=predicted[part],
+                    calibrated=reference.calibrated,
+                    source=reference.source,
+                    evidence=reference.evidence,
+                )
+            )
+    return found
 
 
 def reference_sets(reference: Reference) -> list[str]:
@@ -235,30 +251,6 @@ def reference_sets(reference: Reference) -> list[str]:
     return [
         f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()
     ]
-
-
-def _of_row(workload: Workload, reference: Reference, windows: int) -> Iterator[Residual]:
-    sets = reference_sets(reference)
-    profile = profile_for(workload, reference.profile, sets, groups=1, environ={}).profile
-    run = simulate(profile, workload, groups=(windows + 2) * Schedule.of(profile).window_groups)
-    if run.error is not None:
-        raise run.error
-    predicted = window_parts(run)
-    for part, measured_s in {WINDOW: reference.window_time_s, **reference.parts_s}.items():
-        if part not in predicted:
-            known = ", ".join(predicted)
-            raise ConfigError(
-                f"workload {workload.name}: references.parts_s has no part {part}", hint=f"parts: {known}"
-            )
-        yield Residual(
-            profile=" ".join([reference.profile, *sets]),
-            part=part,
-            measured_s=float(measured_s),
-            predicted_s=predicted[part],
-            calibrated=reference.calibrated,
-            source=reference.source,
-            evidence=reference.evidence,
-        )
 
 
 def window_parts(run: SimulatedRun) -> dict[str, float]:

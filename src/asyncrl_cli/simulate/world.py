@@ -1,7 +1,7 @@
 """Runs a profile on a virtual clock: the loop's own code, with simulated workers and a simulated trainer
 timed by a workload.
 
-    profile --compile_job--> workers and ranks --costs--> simulated workers, trainer --Pipeline--> metrics lines
+    profile --compile_job--> workers, ranks --costs--> simulated workers, trainer --Pipeline--> metrics lines
 
 The clock is an asyncio event loop that never blocks: `time()` jumps to the next timer. Only a run's metrics
 lines are kept, so that long runs fit in memory.
@@ -98,13 +98,11 @@ def virtual_cluster(profile: Profile) -> ClusterResources:
 
 
 def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
-    length = (
-        {}
-        if groups is None
-        else {"train_steps": -(-groups // Schedule.of(profile).step_groups), "total_rollout_steps": None}
-    )
+    update: dict[str, int | None] = {"seed": seed}
+    if groups is not None:
+        update |= {"train_steps": -(-groups // Schedule.of(profile).step_groups), "total_rollout_steps": None}
     sections = {
-        "run": profile.run.model_copy(update={"seed": seed, **length}),
+        "run": profile.run.model_copy(update=update),
         "eval": profile.eval.model_copy(update={"every_versions": 0}),
         "checkpoint": profile.checkpoint.model_copy(update={"every_steps": 0}),
     }
@@ -114,11 +112,10 @@ def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
 def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWorker], list[SimulatedScorer]]:
     """The trainer, the workers and the scorers. Call it inside the running loop."""
     workload, times, slots = costs.workload, costs.worker_times(), costs.profile.rollout.slots
-    generation_ratio, training_ratio = (
-        workload.decoding.interference_ratio,
-        workload.training.interference_ratio,
+    machine = SharedMachine(
+        generation_ratio=workload.decoding.interference_ratio,
+        training_ratio=workload.training.interference_ratio,
     )
-    machine = SharedMachine(generation_ratio=generation_ratio, training_ratio=training_ratio)
     workers = [
         SimulatedWorker(f"rollout-{index}", slots, times, seed, machine) for index in range(costs.workers)
     ]

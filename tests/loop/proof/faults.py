@@ -333,7 +333,7 @@ class FaultyWorker(Mortal, KeepingWorker):
             self._die(f"simulated loss of version {published.version} on its way")
         if again is not None:
             self._repeats.append(
-                asyncio.get_running_loop().call_later(again.seconds, self._receive, published.version)
+                asyncio.get_running_loop().call_later(again.seconds, self.receive, published.version)
             )
         return send_s
 

@@ -1,10 +1,10 @@
 """A simulated engine: continuous batching as lock-step decoding, with one timer for all of its sequences.
 
     submit -> waiting (in order of arrival) --a slot, blocks--> prefill -> running -> on_end
-                 ^ gate closed (drain)      |                     |  | ^ frozen (load), slowed (a shared machine)
-              going on, before all these ---+                     |  +--> on_turn -> a tool -+
-                 ^-- first of them, preempted: no blocks ---------+                          |
-                 ^-- last of them, its tool is done: go_on ----------------------------------+
+               ^ gate closed (drain)      |                     |  | ^ frozen (load), slowed (shared machine)
+            going on, before all these ---+                     |  +--> on_turn -> a tool -+
+               ^-- first of them, preempted: no blocks ---------+                          |
+               ^-- last of them, its tool is done: go_on ----------------------------------+
 
 All running sequences advance together, one token per decode step of
 
@@ -18,7 +18,7 @@ decoding waits for it. Loads are also placed by step count: token j of a sequenc
 the last load before s + j. A token that is half done at a load is finished with the new weights and counts as
 theirs.
 
-Each running sequence holds blocks of the KV cache (`kv_cache.py`), as in vLLM. When a block is needed and
+Each running sequence holds blocks of the KV cache (`sequences.py`), as in vLLM. When a block is needed and
 none is free, the sequence that began last is preempted: its blocks become free, its unfinished token is lost,
 and it waits in front of all others. It begins again with a prefill of its prompt and of the tokens that it
 has. No sequence begins before there are blocks for these, or before another that waits for blocks. At the
@@ -46,13 +46,14 @@ from collections.abc import Callable, Collection, Iterable
 
 from asyncrl_cli.measure.meters import SlotStays
 from asyncrl_cli.measure.states import Stay
-from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize, KvCache
 from asyncrl_cli.simulate.sequences import (
     NEVER,
     SAME_STEP,
+    UNLIMITED,
+    CacheSize,
+    KvCache,
     SimulatedSequence,
     VersionTokens,
-    tokens_per_version,
 )
 from asyncrl_cli.simulate.workload import Decoding
 
@@ -143,9 +144,9 @@ class SimulatedEngine:
         called."""
         self._advance()
         before = self.running
-        for sequence in (
-            sequence for sequence in sequences if not (sequence.has_ended or sequence.is_aborted)
-        ):
+        for sequence in sequences:
+            if sequence.has_ended or sequence.is_aborted:
+                continue
             sequence.is_aborted = True
             if sequence.order:
                 sequence.tokens = sequence.whole_tokens(self._steps)
@@ -163,7 +164,7 @@ class SimulatedEngine:
         self._advance()
         is_over = sequence.has_ended or sequence.is_aborted
         so_far = sequence.whole_tokens(self._steps) if sequence.order else sequence.kept_tokens
-        return tokens_per_version(sequence, sequence.tokens if is_over else so_far, self._loads)
+        return sequence.tokens_per_version(sequence.tokens if is_over else so_far, self._loads)
 
     def drained(self) -> asyncio.Future[None]:
         """Begin no new sequence until `thaw`. The returned future is done once all sequences that have begun
@@ -222,22 +223,19 @@ class SimulatedEngine:
         return self._times.step_s + self._times.step_s_per_sequence * self.running
 
     def _let_in(self) -> None:
-        while (queue := self._going_on or self._waiting) and self._may_begin(queue[0]):
-            sequence = queue.popleft()
+        """Begin sequences from the head of the queues until one has to wait."""
+        while queue := self._going_on or self._waiting:
+            sequence = queue[0]
             if not sequence.is_aborted:
+                # a sequence that holds its slot at a tool finds it free when it goes on
+                num_held = self._num_at_tools if self._holds_slots and not sequence.has_begun else 0
+                is_let_through = sequence.has_begun or not self._is_closed
+                if self.running + num_held >= self.slots or not is_let_through:
+                    return
+                if not self._cache.fits(sequence, self._steps):
+                    return
                 self._begin(sequence)
-
-    def _may_begin(self, sequence: SimulatedSequence) -> bool:
-        """Whether the sequence at the head of the queues may begin."""
-        if sequence.is_aborted:
-            return True
-        num_held = self._num_at_tools if self._holds_slots and not sequence.has_begun else 0
-        is_let_through = sequence.has_begun or not self._is_closed
-        return (
-            self.running + num_held < self.slots
-            and is_let_through
-            and self._cache.fits(sequence, self._steps)
-        )
+            queue.popleft()
 
     def _begin(self, sequence: SimulatedSequence) -> None:
         """Begin the sequence, or continue it from its kept tokens."""
@@ -263,7 +261,7 @@ class SimulatedEngine:
     def _stop_with(self, sequence: SimulatedSequence, tokens: int) -> None:
         """Stop the sequence. It will begin again with these tokens."""
         self._stop(sequence)
-        sequence.kept, sequence.kept_tokens = tokens_per_version(sequence, tokens, self._loads), tokens
+        sequence.kept, sequence.kept_tokens = sequence.tokens_per_version(tokens, self._loads), tokens
         self._kept_tokens += tokens
 
     def _end_turn(self, sequence: SimulatedSequence) -> Callable[[SimulatedSequence], None]:

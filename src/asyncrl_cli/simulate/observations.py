@@ -15,14 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl_cli.observe.lines import Line, sampled_tokens, spent_s, trajectories
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.workload import Drawn, Lengths, Turns
 
+Floats = NDArray[np.float64]
+Seconds = TypeVar("Seconds", float, Floats)
 INTERFERENCES = tuple(step / 100 for step in range(201))
 """Interference ratios to try, if the points can tell them apart."""
 LEAST_SHARED_RANGE = 0.05
@@ -61,9 +64,9 @@ class Fit(NamedTuple):
     tells_interference: bool
 
 
-def rate(shared: Any, interference: float) -> Any:
-    """Rate of work relative to having the machine to itself. `shared` may be a number or an array."""
-    return 1 - shared * interference / (1 + interference)
+def alone(seconds: Seconds, shared: Seconds, interference: float) -> Seconds:
+    """How long the work would have taken with the machine to itself."""
+    return seconds * (1 - shared * interference / (1 + interference))
 
 
 @np.errstate(divide="raise", over="raise", invalid="raise")
@@ -76,15 +79,15 @@ def fit_line(points: Sequence[Point]) -> Fit:
     tells = bool(np.ptp(shares) > LEAST_SHARED_RANGE)
     fits = []
     for interference in INTERFERENCES if tells else (0.0,):
-        work = seconds * rate(shares, interference)
+        work = alone(seconds, shares, interference)
         fits.append((*_least_squares(lines / work[:, None]), interference))
     _, coefficients, interference = min(fits, key=lambda fit: fit[0])
-    predicted_s = lines @ coefficients / rate(shares, interference)
+    predicted_s = lines @ coefficients / alone(np.ones_like(shares), shares, interference)
     constant, slope = (float(coefficient) for coefficient in coefficients * seconds.sum() / predicted_s.sum())
     return Fit(constant, slope, interference, tells)
 
 
-def _least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, np.ndarray[Any, Any]]:
+def _least_squares(columns: Floats) -> tuple[float, Floats]:
     """(error, coefficients >= 0) of the best fit of `columns @ coefficients` to ones, with both columns or
     only one of them."""
     found = []
@@ -115,11 +118,8 @@ def _disturbance(line: Line) -> str:
     for part in ("eval", "checkpoint"):
         if spent_s(line, part) >= 0.02 * spent_s(line, "step"):
             return f"beside {'an' if part == 'eval' else 'a'} {part}"
-    return (
-        ""
-        if all(key in line for key in NEEDED)
-        else ("without a report of each side (steps far below a second)")
-    )
+    is_complete = all(key in line for key in NEEDED)
+    return "" if is_complete else "without a report of each side (steps far below a second)"
 
 
 def _busy(line: Line) -> tuple[float, float, float]:
@@ -135,11 +135,10 @@ def decode_points(lines: Sequence[Line], workers: int) -> list[Point]:
     for line in lines:
         _, busy, both = _busy(line)
         batch, tokens_per_s = line["rollouter/decode_batch_mean"], line["rollouter/tokens_per_s"]
-        if busy < LEAST_BUSY or batch <= 0 or tokens_per_s <= 0:
-            continue
-        points.append(
-            Point(amount=batch, seconds=batch * workers * busy / tokens_per_s, shared=min(1.0, both / busy))
-        )
+        if busy >= LEAST_BUSY and batch > 0 and tokens_per_s > 0:
+            # a line's tokens are those of all workers, and its time is that of one
+            step_s = batch * workers * busy / tokens_per_s
+            points.append(Point(amount=batch, seconds=step_s, shared=min(1.0, both / busy)))
     return points
 
 
@@ -160,10 +159,12 @@ def _shared_by_trainer(line: Line) -> float:
 def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
     """Seconds per scored token with the machine to itself; None if nothing was scored."""
     scored = sum(line.get("train/old_logprob_tokens", 0.0) for line in lines)
-    seconds = sum(
-        spent_s(line, "old_logprob") * rate(_shared_by_trainer(line), fit.interference) for line in lines
+    spent = ((spent_s(line, "old_logprob"), _shared_by_trainer(line)) for line in lines)
+    return (
+        sum(alone(seconds, shared, fit.interference) for seconds, shared in spent) / scored
+        if scored
+        else None
     )
-    return seconds / scored if scored else None
 
 
 def scorer_s_per_token(lines: Sequence[Line], task: str) -> float | None:

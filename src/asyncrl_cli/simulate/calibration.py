@@ -1,15 +1,15 @@
 """Calibrates a workload (costs of a machine and a model) from a real run's metrics, events and profile.
 
-    decode step     (mean batch) / (tokens/s while busy), against the mean batch                         -> [decoding]
-    train step      timing/train_s                    against trained tokens                             -> [training]
+    decode step     (mean batch) / (tokens/s while busy), against the mean batch            -> [decoding]
+    train step      timing/train_s                    against trained tokens                -> [training]
     old logprobs    timing/old_logprob_s              per train/old_logprob_tokens
     scorers         their busy time                   per scored token
-    sync            medians of `published` and `loaded`                                                  -> [syncing]
+    sync            medians of `published` and `loaded`                                     -> [syncing]
 
-Straight lines are fitted to the first two (`observed.py`), with an interference ratio for a machine that both
-sides share. Prompts and prefills are not measured separately: the lines' constants include them. During a
-load the worker counts as idle, so no decode step includes the pause. The first steps, and steps with an eval
-or a checkpoint, are left out. The workload's notes say what one run cannot show.
+Straight lines are fitted to the first two (`observations.py`), with an interference ratio for a machine that
+both sides share. Prompts and prefills are not measured separately: the lines' constants include them. During
+a load the worker counts as idle, so no decode step includes the pause. The first steps, and steps with an
+eval or a checkpoint, are left out. The workload's notes say what one run cannot show.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -27,13 +26,13 @@ from asyncrl_cli.base.safe_files import first_of
 from asyncrl_cli.observe.lines import Line, spent_s
 from asyncrl_cli.observe.recorded import Recorded
 from asyncrl_cli.plan.compiling import compile_job
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.profile.loaded import Layer, load, read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REF, REWARD, SCORERS
 from asyncrl_cli.profile.toml_files import shipped_profiles
 from asyncrl_cli.simulate.costs import LEARNING
-from asyncrl_cli.simulate.observed import (
+from asyncrl_cli.simulate.observations import (
     Fit,
     decode_points,
     fit_line,
@@ -80,6 +79,8 @@ OWN_KEYS = {
 }
 """Keys of a schedule. The run's reference row sets those in which it differs from the profile of that
 name."""
+Tables = dict[str, dict[str, object]]
+"""A profile's values by section and name."""
 PARTS = ("wait_data", "old_logprob", "train", "gather", "other")
 
 
@@ -96,31 +97,36 @@ def calibrate(run_directory: Path) -> Workload:
 
 
 def _calibrated(run_directory: Path) -> Workload:
-    profile, recorded = _profile(run_directory), Recorded(run_directory)
-    everything, published, loaded = (
-        list(found) for found in (recorded.metrics(), *map(recorded.events, ("published", "loaded")))
-    )
-    lines = undisturbed(everything)
-    why = "".join([_left_out(everything), *(f"; {note}" for note in recorded.damage.notes)])
+    try:
+        profile = read_document(run_directory / "config.resolved.json").profile
+    except RefusedError as error:
+        raise ConfigError(error.message, hint="give the directory of a run, such as runs/NAME") from None
+    recorded = Recorded(run_directory)
+    everything, published = list(recorded.metrics()), list(recorded.events("published"))
+    loaded = list(recorded.events("loaded"))
+    # all files have been read: what is damaged is known
+    damage, lines = recorded.damage.notes, undisturbed(everything)
+    why = "".join([_left_out(everything), *(f"; {note}" for note in damage)])
     _enough(lines, run_directory, f"of {len(everything)} train steps can be used{why}")
     job = compile_job(profile, virtual_cluster(profile))
+    ranks = job.role(TRAINER).workers
     decoded, trained = decode_points(lines, job.role(ROLLOUT).workers), train_points(lines)
     _enough(decoded, run_directory, "train steps have decoding beside them")
     _enough(trained, run_directory, "train steps have trained tokens")
-    decoding, training, syncing = (
-        fit_line(decoded),
-        fit_line(trained),
-        _syncing(published, loaded, lines, profile),
-    )
-    apart = _of_scorers(lines, job)
-    of_critic, learned_within = apart[CRITIC], CRITIC not in job.scorers
-    # apart, the time includes learning
-    values_s = of_critic and of_critic / (1 if learned_within else 1 + LEARNING)
-    scored_s, turns = old_logprob_s_per_token(lines, training) or apart[PROX], turns_of(lines)
+    decoding, training, turns = fit_line(decoded), fit_line(trained), turns_of(lines)
+    # seconds per token of each scorer, on the trainer's number of devices
+    found = {task: scorer_s_per_token(lines, task) for task in SCORERS}
+    scoring = {task: s and s * job.scorers.get(task, ranks) / ranks for task, s in found.items()}
+    scored_s = old_logprob_s_per_token(lines, training) or scoring[PROX]
+    values_s, train_s = scoring[CRITIC], training.slope
+    if values_s and CRITIC in job.scorers:
+        values_s /= 1 + LEARNING  # apart, its time includes learning
+    elif values_s:
+        train_s = max(0.0, train_s - LEARNING * values_s)  # in the trainer, the train step's does
     return Workload(
         name=run_directory.name,
         purpose=f"Calibrated from the run {run_directory.name} ({profile.name}).",
-        notes="\n".join([*_notes(lines, profile, decoding, training, scored_s), *recorded.damage.notes]),
+        notes="\n".join([*_notes(lines, profile, decoding, training, scored_s), *damage]),
         windows=24,
         profile=_common(profile, job.device, turns),
         profiles={},
@@ -133,30 +139,21 @@ def _calibrated(run_directory: Path) -> Workload:
         ),
         training=Training(
             step_s=training.constant / profile.async_training.require_batches,
-            s_per_token=max(
-                0.0, training.slope - (LEARNING * values_s if values_s and learned_within else 0.0)
-            ),
+            s_per_token=train_s,
             old_logprob_s_per_token=scored_s or 0.0,
-            ref_s_per_token=apart[REF],
-            reward_s_per_token=apart[REWARD],
+            ref_s_per_token=scoring[REF],
+            reward_s_per_token=scoring[REWARD],
             critic_s_per_token=values_s,
-            reference_gpus=job.role(TRAINER).workers,
+            reference_gpus=ranks,
             step_overhead_s=max(0.0, median(spent_s(line, "other") for line in lines)),
             interference_ratio=training.interference,
         ),
-        syncing=syncing,
+        syncing=_syncing(published, loaded, lines, profile),
         references=(_reference(lines, profile, run_directory),),
     )
 
 
-def _of_scorers(lines: Sequence[Line], job: JobPlan) -> dict[str, float | None]:
-    """Seconds per token of each scorer, on the trainer's number of devices."""
-    ranks = job.role(TRAINER).workers
-    found = {task: scorer_s_per_token(lines, task) for task in SCORERS}
-    return {task: s and s * job.scorers.get(task, ranks) / ranks for task, s in found.items()}
-
-
-def _enough(found: Sequence[Any], run_directory: Path, what: str) -> None:
+def _enough(found: Sequence[object], run_directory: Path, what: str) -> None:
     if len(found) < LEAST_STEPS:
         raise ConfigError(
             f"{run_directory}: {len(found)} {what}; a calibration needs {LEAST_STEPS}",
@@ -176,66 +173,46 @@ def _notes(
     """Notes on what the figures are based on, and what one run cannot show."""
     notes = [
         f"From {len(lines)} train steps of one run, lengths as observed (at its own stage of learning).",
-        "One run does not show: scaling with devices (taken as scaling_exponent 1, nothing fixed); how alike "
-        "the responses to one "
-        "prompt are (prompt_variance_ratio 0); the latency of rewards (0: waits for them are not predicted); "
-        "prompts and "
-        "prefills (included in the constants, prompt_tokens 0: a recompute-kv load costs nothing extra); how "
-        "workers differ "
-        "(speed_spread 0).",
+        "One run does not show: scaling with devices (taken as scaling_exponent 1, nothing fixed); how "
+        "alike the responses to one prompt are (prompt_variance_ratio 0); the latency of rewards (0: waits "
+        "for them are not predicted); prompts and prefills (included in the constants, prompt_tokens 0: a "
+        "recompute-kv load costs nothing extra); how workers differ (speed_spread 0).",
     ]
     if len(lines) < ENOUGH_STEPS:
-        notes.insert(
-            0,
-            f"ROUGH: only {len(lines)} train steps could be used; {ENOUGH_STEPS} or more make "
-            "the times reliable.",
-        )
+        rough = f"ROUGH: only {len(lines)} train steps could be used; {ENOUGH_STEPS} or more make the times "
+        notes.insert(0, f"{rough}reliable.")
     if turns_of(lines) is not None:
         notes.append(
             "A run records only means of turns and tools: all trajectories have the same number of turns "
-            "here, all tools take "
-            "the same time, and the tokens of their results are included in the constants of decoding and "
-            "training."
+            "here, all tools take the same time, and the tokens of their results are included in the "
+            "constants of decoding and training."
         )
     if scored_s is None:
         notes.append(
             "The run had no old-logprob passes, so their cost is unknown and they are free here "
             "(old_logprob_s_per_token 0)."
         )
-    sides = [
-        name
-        for name, fit in (("generation", decode_fit), ("training", train_fit))
-        if not fit.tells_interference
-    ]
-    if sides:
+    fits = {"generation": decode_fit, "training": train_fit}
+    if sides := [name for name, fit in fits.items() if not fit.tells_interference]:
         notes.append(
-            f"How much the other side slows {' and '.join(sides)} is also unknown (it ran at the same time "
-            "always, or never): "
-            "interference_ratio 0; any slowdown is included in the times."
+            f"How much the other side slows {' and '.join(sides)} is also unknown (it ran at the same "
+            "time always, or never): interference_ratio 0; any slowdown is included in the times."
         )
     if profile.placement.colocate:
         notes.append("The run was colocated: with another placement, transfers may take longer.")
     return notes
 
 
-def _profile(run_directory: Path) -> Profile:
-    try:
-        return read_document(run_directory / "config.resolved.json").profile
-    except RefusedError as error:
-        raise ConfigError(error.message, hint="give the directory of a run, such as runs/NAME") from None
-
-
-def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> Tables:
     """The profile's values of `keys` that are not None, by section and name."""
-    return {
-        section: {
-            name: value for name in names if (value := getattr(getattr(profile, section), name)) is not None
-        }
-        for section, names in keys.items()
-    }
+    tables: Tables = {}
+    for section, names in keys.items():
+        values = {name: getattr(getattr(profile, section), name) for name in names}
+        tables[section] = {name: value for name, value in values.items() if value is not None}
+    return tables
 
 
-def _common(profile: Profile, device: str, turns: Turns | None) -> dict[str, Any]:
+def _common(profile: Profile, device: str, turns: Turns | None) -> Tables:
     """The profile keys that size the work, without `placement.colocate`, which each profile sets itself."""
     tables = _values(profile, COMMON_KEYS | (TURN_KEYS if turns is not None else {}))
     return tables | {"placement": tables["placement"] | {"device": device}}
@@ -262,7 +239,7 @@ def _syncing(
     )
 
 
-def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+def _median(rows: Sequence[Line], key: str) -> float:
     """The median over rows that have `key`; 0 if none has."""
     return float(median([row[key] for row in rows if key in row] or [0.0]))
 
@@ -270,28 +247,19 @@ def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:
 def _reference(lines: Sequence[Line], profile: Profile, run_directory: Path) -> Reference:
     """The run itself as a measured row: a simulation of the workload should reproduce it."""
     per_window = profile.async_training.trigger_parameter_sync_step / len(lines)
-    name = (
-        profile.name
-        if profile.name in shipped_profiles()
-        else str((run_directory / "profile.toml").resolve())
-    )
+    is_shipped = profile.name in shipped_profiles()
+    name = profile.name if is_shipped else str((run_directory / "profile.toml").resolve())
+    length = Layer(origin="calibration", values={"run.train_steps": 1})
+    tables = _values(profile, OWN_KEYS)
+    others = _values(load(name, environ={}, layers=[length]).profile, OWN_KEYS)
+    differing = {
+        section: {key: value for key, value in table.items() if value != others[section].get(key)}
+        for section, table in tables.items()
+    }
     return Reference(
         profile=name,
-        set=_differing(profile, name),
+        set={section: table for section, table in differing.items() if table},
         window_time_s=sum(spent_s(line, "step") for line in lines) * per_window,
         parts_s={part: sum(spent_s(line, part) for line in lines) * per_window for part in PARTS},
         source="the calibrated run",
     )
-
-
-def _differing(profile: Profile, reference: str) -> dict[str, Any]:
-    """The run's values of `OWN_KEYS` that differ from the profile called `reference`."""
-    plain = load(
-        reference, environ={}, layers=[Layer(origin="calibration", values={"run.train_steps": 1})]
-    ).profile
-    tables, others = _values(profile, OWN_KEYS), _values(plain, OWN_KEYS)
-    own = {
-        section: {name: value for name, value in table.items() if value != others[section].get(name)}
-        for section, table in tables.items()
-    }
-    return {section: table for section, table in own.items() if table}
