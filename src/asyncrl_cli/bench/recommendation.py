@@ -10,7 +10,8 @@ from the settings. All results are SIMULATED, and whatever prints them says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,17 @@ from pathlib import Path
 from asyncrl_cli.base.errors import ConfigError, counted
 from asyncrl_cli.base.paths import expand
 from asyncrl_cli.bench.figures import Edges, figures_of, stretch_of
-from asyncrl_cli.bench.search import FIGURES, LONG_RUNS, Found, Outcome, Row, front, planned_windows, search
+from asyncrl_cli.bench.search import (
+    FIGURES,
+    LONG_RUNS,
+    Evaluate,
+    Found,
+    Outcome,
+    Row,
+    front,
+    planned_windows,
+    search,
+)
 from asyncrl_cli.bench.simulated_runs import simulators
 from asyncrl_cli.bench.space import RANKS_KEY, WORKERS_KEY, Setting, Space, split_sets
 from asyncrl_cli.plan.cluster import usable_cores
@@ -156,16 +167,21 @@ def tune(asked: Asked, progress: Callable[..., None]) -> Tuned:
     long_windows = min(max(TRAJECTORIES // trajectories, FEWEST_LONG_WINDOWS), MOST_LONG_WINDOWS)
     planned = planned_windows(space, long_windows)
     with simulators(usable_cores()) as pool:
-
-        def evaluate(settings: Sequence[Setting], windows: int) -> Iterable[Outcome]:
-            return pool.map(partial(_simulated, workload, reference, sets, window_groups, windows), settings)
-
+        evaluate = evaluator(pool, workload, reference, sets, window_groups)
         found = search(
             space, evaluate, long_windows, lambda done: progress("SIMULATED: windows, at most", done, planned)
         )
     progress(f"SIMULATED: {len(found.outcomes)} settings tried in {found.windows} windows")
     known = next((row for row in workload.references if _is_of(row, workload, profile)), None)
     return Tuned(workload=workload, profile=reference, sets=sets, found=found, known=known, fit=fit)
+
+
+def evaluator(
+    pool: Executor, workload: Workload, reference: str, sets: Sequence[str], window_groups: int
+) -> Evaluate:
+    """The search's `Evaluate`, in parallel."""
+    simulated = partial(_simulated, workload, reference, sets, window_groups)
+    return lambda settings, windows: pool.map(partial(simulated, windows), settings)
 
 
 def _simulated(
