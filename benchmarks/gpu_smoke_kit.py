@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from engine_kit import RandomModel, save_tokenizer
 
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.profile.schema import ModelSection, ProcessPlace, Profile, TrainerSection
 from asyncrl_cli.train.balance import plan_train_step

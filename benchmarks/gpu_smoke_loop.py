@@ -27,21 +27,14 @@ from gpu_smoke_engine import need_batching, rollout_section
 from gpu_smoke_kit import GROUP_SIZE, Figures, Machine, Wrong, trainer_on
 
 from asyncrl_cli.base.errors import Interrupted
-from asyncrl_cli.contracts.attempts import AttemptKey, Prompt
 from asyncrl_cli.contracts.environment import Answer, End, Environment, Turn
 from asyncrl_cli.contracts.events import Observer, StepRecord
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.ports import (
-    LoadReport,
-    PartRequest,
-    Progress,
-    Published,
-    RolloutWorker,
-    SoFar,
-    TrainBatch,
-    TrainReport,
-)
+from asyncrl_cli.contracts.ports import PartialResult, Progress, RolloutWorker
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest, Prompt
+from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.contracts.trajectories import joined
+from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.envs.chat import load_chat
@@ -167,7 +160,7 @@ class _Recorder(Observer):
 
 
 class _Feed:
-    """Implements `loop.ports.Feed` with words of random letters."""
+    """Implements `contracts.ports.Feed` with words of random letters."""
 
     def __init__(self) -> None:
         self._given = 0
@@ -210,7 +203,7 @@ class _DrawnLengths(TransformersEngine):
 
 
 class LocalTrainer:
-    """Implements `loop.ports.Trainer`: a `PolicyTrainer`, called in the one thread of `thread`."""
+    """Implements `contracts.ports.Trainer`: a `PolicyTrainer`, called in the one thread of `thread`."""
 
     def __init__(self, trainer: Any, profile: Profile, thread: ThreadPoolExecutor) -> None:
         self._trainer, self._profile, self._thread = trainer, profile, thread
@@ -254,7 +247,7 @@ class LocalTrainer:
 
 
 class LocalWorker(RolloutWorker):
-    """Implements `loop.ports.RolloutWorker` as `job.rollout_actor` does, without Ray, evals and tools."""
+    """Implements `contracts.ports.RolloutWorker` as `job.rollout_actor` does, without Ray, evals and tools."""
 
     name = "rollout-0"
 
@@ -322,7 +315,7 @@ class LocalWorker(RolloutWorker):
     async def abort(self, key: AttemptKey) -> None:
         await self._runner.abort(key)
 
-    async def so_far(self) -> SoFar:
+    async def so_far(self) -> PartialResult:
         return self._runner.so_far()[0]
 
     async def pause(self) -> None:

@@ -32,7 +32,7 @@ import torch
 from tests.train.train_samples import make_segment, meta_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
 from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.job.process import M_MMAP_THRESHOLD, keep_freed_memory
 from asyncrl_cli.models.shape import shape_of

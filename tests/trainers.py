@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl_cli.contracts.attempts import GroupResult
+from asyncrl_cli.contracts.prompt_group import GroupResult
 from asyncrl_cli.profile.algorithm_section import CriticSection
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
 from asyncrl_cli.profile.schema import (

@@ -23,8 +23,9 @@ import pytest
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.contracts.trajectories import GroupPayload, SampledGroup, Segment, Trajectory, dump_samples
+from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.simulate.calibration import calibrate
+from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 from tests.bad_input.made import NAME, Place, copied, make_place, replace
 from tests.simulate.test_calibration import truth, write_run
 

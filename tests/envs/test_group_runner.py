@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
-from asyncrl_cli.contracts.attempts import AttemptKey, Failure, PartKey, TrajectoryMeta
 from asyncrl_cli.contracts.environment import Answer, End, Environment, OneTurn, SelfPlayed, Turn
-from asyncrl_cli.contracts.ports import EvalRequest, EvalTry, PartRequest, SoFar
+from asyncrl_cli.contracts.ports import EvalRequest, EvalTry, PartialResult
+from asyncrl_cli.contracts.prompt_group import AttemptKey, Failure, PartKey, PartRequest, TrajectoryMeta
 from asyncrl_cli.contracts.trajectories import GroupPayload, joined, overlaid
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
@@ -669,11 +669,11 @@ def test_a_part_goes_on_in_another_engine_where_a_checkpoint_found_it(
     have been."""
     request = PartRequest(key=PartKey(KEY, 0), item=ITEM, indices=(0, 2), seed=7)
     whole: list[GroupPayload] = []
-    cut: list[tuple[SoFar, GroupPayload]] = []
+    cut: list[tuple[PartialResult, GroupPayload]] = []
 
     async def straight() -> None:
         async with runner_of(model_dir, Rewards(), sampling=LONG) as runner:
-            assert runner.so_far() == (SoFar(), [])
+            assert runner.so_far() == (PartialResult(), [])
             brake = Brake(runner.means.engine, {0: 40})
             playing = asyncio.create_task(runner.run(request, lambda free: None))
             async with brake.stopped():

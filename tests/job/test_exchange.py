@@ -15,8 +15,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RaySystemError, RayTaskError
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.contracts.attempts import AttemptKey, Failure, PartKey, PartResult
-from asyncrl_cli.contracts.ports import PartRequest, Progress
+from asyncrl_cli.contracts.ports import Progress
+from asyncrl_cli.contracts.prompt_group import AttemptKey, Failure, PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, SETTLE_S, PartDesk, PartExchange

@@ -15,8 +15,16 @@ import torch
 import torch.distributed as dist
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, PartKey, PartResult, TrajectoryMeta
-from asyncrl_cli.contracts.ports import Cut, EvalRequest, EvalTry, PartRequest, TrainBatch
+from asyncrl_cli.contracts.ports import Cut, EvalRequest, EvalTry
+from asyncrl_cli.contracts.prompt_group import (
+    AttemptKey,
+    GroupResult,
+    PartKey,
+    PartRequest,
+    PartResult,
+    TrajectoryMeta,
+)
+from asyncrl_cli.contracts.train_step import TrainBatch
 from asyncrl_cli.job.calls import RayRankZero
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.plan.cluster import LOOPBACK

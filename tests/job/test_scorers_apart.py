@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorLost
-from asyncrl_cli.contracts.ports import Cut, TrainBatch
+from asyncrl_cli.contracts.ports import Cut
+from asyncrl_cli.contracts.train_step import TrainBatch
 from asyncrl_cli.profile.algorithm_section import RewardModelSection
 from asyncrl_cli.profile.schema import AlgorithmSection
 

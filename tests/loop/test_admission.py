@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.contracts.attempts import PartResult, Prompt
+from asyncrl_cli.contracts.prompt_group import PartResult, Prompt
 from asyncrl_cli.loop.admission import Admission, Closed, takeable_in_time
 from asyncrl_cli.loop.attempts import Attempt, Stage
 from asyncrl_cli.loop.fleet import WorkerSlots

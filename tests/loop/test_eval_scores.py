@@ -9,8 +9,8 @@ from math import comb, isclose
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.contracts.attempts import Failure, TrajectoryMeta
 from asyncrl_cli.contracts.ports import EvalTry
+from asyncrl_cli.contracts.prompt_group import Failure, TrajectoryMeta
 from asyncrl_cli.loop.evals import best_of, summary_of
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.contracts.attempts import Prompt
+from asyncrl_cli.contracts.prompt_group import Prompt
 from asyncrl_cli.loop.attempts import Attempt, Stage
 from asyncrl_cli.loop.ledger import Ledger
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, Interrupted
-from asyncrl_cli.contracts.ports import Published
+from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
 from asyncrl_cli.loop.groups import Groups

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl_cli.contracts.attempts import Kept
+from asyncrl_cli.contracts.prompt_group import Kept
 from asyncrl_cli.loop import admission
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, Stage

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorLost
-from asyncrl_cli.contracts.ports import PartRequest, Progress
+from asyncrl_cli.contracts.ports import Progress
+from asyncrl_cli.contracts.prompt_group import PartRequest
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from tests.loop.worlds import MODES, Ran, run_world, settings

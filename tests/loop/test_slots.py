@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.contracts.attempts import AttemptKey, PartKey
-from asyncrl_cli.contracts.ports import LoadReport
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey
+from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
 from asyncrl_cli.loop.weight_sync import WeightSync
 

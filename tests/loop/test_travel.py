@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl_cli.contracts.attempts import AttemptKey, PartKey
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey
 from asyncrl_cli.loop.fleet import Travel
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorFailed, Interrupted, StallError
-from asyncrl_cli.contracts.ports import LoadReport
+from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from tests.loop.proof.faults import Fault, FaultKind, Faults

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.contracts.events import EvalSummary, Snapshot, StepRecord
-from asyncrl_cli.contracts.ports import TrainReport
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.measure.states import ExecutorReport, Span, State
 from asyncrl_cli.measure.values import Max, Ratio
 from asyncrl_cli.observe.live_status import RunFacts

@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.contracts.attempts import AttemptKey
 from asyncrl_cli.contracts.events import Event
+from asyncrl_cli.contracts.prompt_group import AttemptKey
 from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.base.plugins import find
-from asyncrl_cli.contracts.attempts import AttemptKey, PartKey
-from asyncrl_cli.contracts.ports import PartRequest
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest
 from asyncrl_cli.envs import check_environment, find_environment
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.episode import Limits, Means

@@ -8,8 +8,9 @@ import random
 import pytest
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.contracts.attempts import AttemptKey, PartKey
-from asyncrl_cli.contracts.ports import EvalRequest, EvalTry, PartRequest, Published
+from asyncrl_cli.contracts.ports import EvalRequest, EvalTry
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest
+from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.sequences import ToolWait

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
 from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.measure.values import shown
 from asyncrl_cli.profile.schema import TrainerSection

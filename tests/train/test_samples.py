@@ -8,17 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl_cli.contracts.trajectories import (
-    GroupPayload,
-    SampledGroup,
-    Segment,
-    Trajectory,
-    choose_samples,
-    dump_samples,
-    is_dump_step,
-    joined,
-    pieces,
-)
+from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory, joined
+from asyncrl_cli.train.sample_dump import SampledGroup, choose_samples, dump_samples, is_dump_step, pieces
 
 
 def segment(tokens, logprobs, versions, mask):

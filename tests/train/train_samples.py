@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 
 VOCAB_SIZE = 64

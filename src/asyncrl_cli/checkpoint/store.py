@@ -37,7 +37,7 @@ NUMBERED = re.compile(r"[a-z]+-([0-9]{6,15})(\.jsonl)?")
 
 
 class CheckpointStore:
-    """Implements `loop.ports.CheckpointWriter` for the run in `run_dir`; keeps the newest `keep` checkpoints.
+    """Implements `contracts.ports.CheckpointWriter` for the run in `run_dir`; keeps the newest `keep` checkpoints.
 
     `write_trainer(directory, cut)` writes the trainer's part: its state and the payloads.
     """

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.base.safe_files import Count
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult
-from asyncrl_cli.contracts.ports import TrainReport
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
+from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.measure.intervals import Interval, mean_interval
-from asyncrl_cli.measure.states import ExecutorReport, Stay
+from asyncrl_cli.measure.states import ExecutorReport, SlotInterval
 
 ENDED = ("done", "failed", "stopped")
 """The phases of a run that is over."""
@@ -96,7 +96,7 @@ class StepRecord:
     filtered: tuple[float, ...] | None = None
     restarts: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
-    stays: Mapping[str, tuple[Stay, ...]] = field(default_factory=dict)
+    stays: Mapping[str, tuple[SlotInterval, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,47 +12,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from asyncrl_cli.contracts.attempts import (
+from asyncrl_cli.contracts.item import Item
+from asyncrl_cli.contracts.prompt_group import (
     AttemptKey,
     Failure,
     GroupResult,
+    Handle,
     Kept,
     PartKey,
+    PartRequest,
     PartResult,
     Prompt,
     TrajectoryMeta,
 )
+from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
+from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.states import ExecutorReport
-from asyncrl_cli.measure.values import Value
 from asyncrl_cli.profile.schema import Interrupt
 
-LoadVerdict = Literal["loaded", "not loaded", "unclear"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartRequest:
-    """Generate and reward some responses of a group. `indices` are their places in the group, ascending.
-
-    `seed` is the group's: response i uses the i-th number that it yields, so its sampling does not depend on
-    where it runs. `goes_on`: in a resumed group, what each response continues from, by index; `so_far` is the
-    handle of those tokens.
-    """
-
-    key: PartKey
-    item: Mapping[str, Any]
-    indices: tuple[int, ...]
-    seed: int
-    goes_on: Mapping[int, Kept] = field(default_factory=dict)
-    so_far: Any = None
+Json = dict[str, Any]
 
 
 class EvalTry(NamedTuple):
     """One trajectory of an eval: sample `sample` of an item. `eval_set`: a name in `eval.sets`, or "" for the
     held-out split."""
 
-    item: Mapping[str, Any]
+    item: Item
     eval_set: str = ""
     sample: int = 0
 
@@ -75,7 +62,7 @@ class EvalResult:
     have not failed."""
 
     outcomes: tuple[EvalOutcome, ...]
-    payload: Any = field(default=None, compare=False)
+    payload: Handle = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,73 +81,14 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoFar:
+class PartialResult:
     """What the running parts of a worker have generated so far. `kept`: the responses that a resumed run can
     continue, by part and index; `handle`: the handle of their tokens. `rest_tokens`: the number of tokens of
     all others, which would start again."""
 
     kept: Mapping[PartKey, Mapping[int, Kept]] = field(default_factory=dict)
     rest_tokens: int = 0
-    handle: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """One version's weights, ready to be sent. `handle` is the transport's (Ray object refs and a
-    manifest)."""
-
-    version: int
-    num_bytes: int
-    publish_s: float
-    handle: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """One worker's load. `pause_s`: how long no sequence ran; `send_s`: the part of it in which weights were
-    fetched (0 with a second buffer, which is filled beforehand); `logprob_abs_diff` and its median: trainer
-    against worker on the probe sequences, if scored; `verdict` and `loaded_share`: where the worker's
-    logprobs lie between the previous version's and this one's, if both are known (weights/versions.py)."""
-
-    version: int
-    send_s: float
-    load_s: float
-    pause_s: float
-    logprob_abs_diff: float | None
-    logprob_abs_diff_median: float | None = None
-    verdict: LoadVerdict | None = None
-    loaded_share: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainBatch:
-    """The R groups of one train step, in take order. `window` is the number of the window that trains them.
-    `columns`: per group, the handles of what scorers have computed for it, by scorer."""
-
-    step: int
-    window: int
-    step_in_window: int
-    groups: tuple[GroupResult, ...]
-    columns: Mapping[AttemptKey, Mapping[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainReport:
-    """What a train step reports. Seconds are the trainer's, or one rank's: `train_s`, and `column_s` for the
-    columns that were computed before training, by name (`old_logprob`, `ref`, `values`). `tokens` (sampled
-    tokens trained, including those of skipped steps) and `metrics` cover all ranks; `metrics` are typed and
-    finite, and go into the step's line unchanged.
-
-    `skipped_steps`: how many of its optimizer steps were skipped because the gradient was not finite; metrics
-    that this spoils are absent. `skipped_in_a_row`: how many of the run's latest optimizer steps were skipped
-    without a break, across train steps."""
-
-    train_s: float
-    tokens: int
-    metrics: Mapping[str, Value]
-    column_s: Mapping[str, float] = field(default_factory=dict)
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
+    handle: Handle = None
 
 
 class RolloutWorker(Protocol):
@@ -173,7 +101,7 @@ class RolloutWorker(Protocol):
         """Start a part and return at once. The part runs through any number of weight loads; `progress`
         returns its result. If the worker has failed, `progress` raises the error."""
 
-    async def so_far(self) -> SoFar:
+    async def so_far(self) -> PartialResult:
         """Return what the running parts have generated, for a checkpoint. Answers within seconds or fails."""
 
     async def abort(self, key: AttemptKey) -> None:
@@ -245,12 +173,12 @@ class Scorer(Protocol):
         never change.)"""
 
     async def score(
-        self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
-    ) -> tuple[Sequence[Any], ExecutorReport]:
+        self, groups: Sequence[GroupResult], items: Sequence[Item]
+    ) -> tuple[Sequence[Handle], ExecutorReport]:
         """Return handles of the groups' columns, in order; `reward` returns the scores themselves, a tuple
         per group. `items`: the groups' prompts."""
 
-    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+    async def judge(self, result: EvalResult, items: Sequence[Item]) -> Sequence[float]:
         """`reward` only: score the trajectories of an eval that have not failed, in order. `items`: their
         prompts."""
 
@@ -293,11 +221,11 @@ class Feed(Protocol):
         """Return a prompt that `next` returned earlier, in this run or the one it resumes. RefusedError for
         an unknown uid."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """The feed's position as JSON: `restore` continues after exactly the prompts that `next` has
         returned."""
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Json) -> None: ...
 
 
 class CheckpointWriter(Protocol):
@@ -320,7 +248,7 @@ class Cut:
     step: int
     version: int
     at_window_boundary: bool
-    loop_state: Mapping[str, Any]
-    payloads: tuple[tuple[Any, ...], ...] = ()
+    loop_state: Json
+    payloads: tuple[tuple[Handle, ...], ...] = ()
     kept: tuple[AttemptKey, ...] = ()
-    so_far: tuple[Any, ...] = ()
+    so_far: tuple[Handle, ...] = ()

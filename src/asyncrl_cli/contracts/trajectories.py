@@ -1,30 +1,26 @@
-"""Trajectories, which rollouts produce. They travel from rollout workers to trainer ranks, never through the
-driver. A run may dump the trajectories of a train step as JSON lines (`samples/step-000040.jsonl`).
+"""The arrays of a group. They travel from rollout workers to trainer ranks, never through the driver, which has
+only handles of them (`GroupResult.payload`).
+
+    GroupPayload(uid="9f3c", epoch=0, attempt=0, trajectories=(
+        Trajectory(reward=1.0, finish_reason="stop", segments=(
+            Segment.of(tokens=[5, 9, 7, 2], logprobs=[0, 0, -0.1, -0.7], versions=[-1, -1, 3, 4]),)),))
+
+is a group with one trajectory: a prompt of two tokens, and a response of two that versions 3 and 4 sampled.
 
 Legend: T = all tokens of a segment, prompt and response together.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, zip_longest
-from operator import itemgetter
-from pathlib import Path
-from random import Random
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl_cli.base.storage import appearing_file
-
 NOT_SAMPLED = -1
 """Version of a token that no policy sampled (prompt, tool output)."""
-Decode = Callable[[list[int]], str]
-"""Token ids to text, e.g. a tokenizer's `decode`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,163 +99,3 @@ def _overlaid(parts: Sequence[GroupPayload]) -> GroupPayload:
         max((one for one in ones if one is not None), key=lambda one: len(one.segments)) for ones in by_index
     ]
     return replace(parts[0], trajectories=tuple(chosen))
-
-
-def is_dump_step(step: int, every_steps: int, last_step: int) -> bool:
-    """Whether `logging.samples_every_steps` asks for a dump of this step. The run's first and last step
-    count, too; 0 is never."""
-    return every_steps > 0 and (step % every_steps == 0 or step in (1, last_step))
-
-
-def choose_samples(sizes: Sequence[int], most: int, seed: str) -> dict[int, int]:
-    """Which groups of a step to dump, and how many trajectories of each: random groups with `most`
-    trajectories in all, or all if `most` is 0. `sizes`: trajectories per group. Groups are in the order in
-    which they finished, so the first ones are short."""
-    if not most:
-        return dict(enumerate(sizes))
-    chosen, room = {}, most
-    for index in Random(seed).sample(range(len(sizes)), len(sizes)):
-        if room and (number := min(sizes[index], room)):
-            chosen[index], room = number, room - number
-    return dict(sorted(chosen.items()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledGroup:
-    """A group to dump. `advantages`: one per trajectory to dump, None if unknown or not trained. `rewards`:
-    theirs, if a reward model has added to those in the payload. `logprobs`: per trajectory, the logprobs of
-    its sampled tokens under the trainer's weights at the step's start, segments concatenated. `answer`: the
-    reference answer, if the task has one."""
-
-    payload: GroupPayload
-    advantages: Sequence[float | None]
-    rewards: Sequence[float] = ()
-    logprobs: Sequence[NDArray[np.float32]] | None = None
-    answer: str | None = None
-
-
-def dump_samples(
-    directory: Path,
-    step: int,
-    groups: Sequence[SampledGroup],
-    *,
-    window: int,
-    decode: Decode,
-    max_bytes: float = math.inf,
-) -> Path:
-    """Atomically write one JSON line per trajectory of `step`: its whole text, and the part that the policy
-    sampled.
-
-    Arrays cover all tokens of all segments, end to end; `segment_lengths` says where each segment ends,
-    `pieces` has the text of each token. `spans` has the text turn by turn: what the model generated, and what
-    it was given.
-
-    `max_bytes` limits all dumps in the directory. This one takes an eighth of it at most and leaves further
-    trajectories out. Then the oldest dumps are deleted.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"step-{step:06d}.jsonl"
-    room = max_bytes / 8
-    with appearing_file(path) as temporary, temporary.open("wb") as file:
-        for line in _lines(groups, step, window, decode):
-            # Some tokenizers decode to lone surrogates. These become \\udxxx, as JSON writes them.
-            encoded = f"{line}\n".encode(errors="backslashreplace")
-            if (room := room - len(encoded)) < 0:
-                break
-            file.write(encoded)
-    _delete_oldest(directory, max_bytes)
-    return path
-
-
-def _lines(groups: Sequence[SampledGroup], step: int, window: int, decode: Decode) -> Iterator[str]:
-    for group in groups:
-        for index, advantage in enumerate(group.advantages):
-            line = {
-                "schema_version": 2,
-                "step": step,
-                "window": window,
-                **_line(group, index, advantage, decode),
-            }
-            yield json.dumps(line, ensure_ascii=False)
-
-
-def _delete_oldest(directory: Path, max_bytes: float) -> None:
-    sizes = {path: path.stat().st_size for path in sorted(directory.glob("step-*.jsonl"))}
-    total = sum(sizes.values())
-    for path, size in sizes.items():
-        if total <= max_bytes:
-            return
-        path.unlink()
-        total -= size
-
-
-def _line(group: SampledGroup, index: int, advantage: float | None, decode: Decode) -> dict[str, Any]:
-    of, trajectory = group.payload, group.payload.trajectories[index]
-    segments = trajectory.segments
-    tokens = [segment.tokens_T.tolist() for segment in segments]
-    mask_T = np.concatenate([np.asarray(segment.mask_T, dtype=bool) for segment in segments])
-    sampled = [segment.tokens_T[np.asarray(segment.mask_T, dtype=bool)].tolist() for segment in segments]
-    scored = {}
-    if group.logprobs is not None:
-        trainer_T = np.zeros(len(mask_T), np.float32)
-        trainer_T[mask_T] = group.logprobs[index]
-        scored = {"trainer_logprobs": _shortest(trainer_T)}
-    return {
-        "group": f"{of.uid}@{of.epoch}.{of.attempt}",
-        "uid": of.uid,
-        "epoch": of.epoch,
-        "attempt": of.attempt,
-        "trajectory": index,
-        "reward": group.rewards[index] if group.rewards else trajectory.reward,
-        "advantage": advantage,
-        "answer": group.answer,
-        "finish_reason": trajectory.finish_reason,
-        "text": "".join(map(decode, tokens)),
-        "sampled_text": "".join(map(decode, sampled)),
-        "spans": [
-            span for number, segment in enumerate(segments) for span in _spans(segment, number, decode)
-        ],
-        "turn_rewards": list(trajectory.turn_rewards),
-        "tokens": list(chain.from_iterable(tokens)),
-        "pieces": list(chain.from_iterable(pieces(ids, decode) for ids in tokens)),
-        "logprobs": [value for segment in segments for value in _shortest(segment.logprobs_T)],
-        **scored,
-        "versions": [int(value) for segment in segments for value in segment.versions_T],
-        "mask": mask_T.astype(int).tolist(),
-        "segment_lengths": [len(ids) for ids in tokens],
-    }
-
-
-def _shortest(values_T: NDArray[np.float32]) -> list[float]:
-    """The shortest decimals that represent these numbers as float32: half as long as those for float64."""
-    return [float(str(value)) for value in values_T]
-
-
-def pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """The text of each token. If several tokens form one character, the last of them has it.
-
-    A token is decoded after the one before it, because some tokenizers drop a text's first space.
-    """
-    texts: list[str] = []
-    begin, known, before = 0, 0, ""
-    for end in range(1, len(tokens) + 1):
-        text = decode(list(tokens[begin:end]))
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(tokens):
-            texts.append("")
-            continue
-        texts.append(text[len(before) :])
-        begin, known = known, end
-        before = decode(list(tokens[begin:known]))
-    return texts
-
-
-def _spans(segment: Segment, number: int, decode: Decode) -> Iterator[dict[str, Any]]:
-    """The stretches of a segment that the model sampled, and those in between."""
-    for is_sampled, pairs in groupby(
-        zip(segment.mask_T.tolist(), segment.tokens_T.tolist(), strict=True), key=itemgetter(0)
-    ):
-        yield {
-            "segment": number,
-            "by": "model" if is_sampled else "environment",
-            "text": decode([token for _, token in pairs]),
-        }

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
-from asyncrl_cli.measure.meters import SlotStays
-from asyncrl_cli.measure.states import Stay
+from asyncrl_cli.measure.meters import SlotIntervals
+from asyncrl_cli.measure.states import SlotInterval
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 
@@ -149,13 +149,13 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
         self._tracks: dict[str, AnyTrack] = {}
         self._weights_lock = asyncio.Lock()
         self._failure = ""
-        self._stays = SlotStays(time.monotonic) if profile.logging.trace_sequences else None
+        self._stays = SlotIntervals(time.monotonic) if profile.logging.trace_sequences else None
 
     @property
     def running(self) -> int:  # type: ignore[override]
         return self._gate.running
 
-    def take_stays(self) -> tuple[Stay, ...]:
+    def take_stays(self) -> tuple[SlotInterval, ...]:
         return self._stays.take() if self._stays is not None else ()
 
     def tokens_of(self, request_id: str) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.base.plugins import engine_kind
-from asyncrl_cli.measure.states import Stay
+from asyncrl_cli.measure.states import SlotInterval
 from asyncrl_cli.profile.rollout_sections import RolloutSection, WeightsSection
 from asyncrl_cli.profile.schema import Interrupt, ProcessPlace, Profile
 
@@ -126,7 +126,7 @@ class Engine(Protocol):
     def counters(self) -> EngineCounters:
         return EngineCounters()
 
-    def take_stays(self) -> tuple[Stay, ...]:
+    def take_stays(self) -> tuple[SlotInterval, ...]:
         """The stays of sequences in slots that ended since the last call, if `logging.trace_sequences` is
         set."""
         return ()

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from asyncrl_cli.base.errors import ExecutorFailed, first_line
 from asyncrl_cli.base.timeouts import timeout
-from asyncrl_cli.contracts.attempts import Failure, TrajectoryMeta
 from asyncrl_cli.contracts.environment import Answer, End, Environment, EpisodeFailed, SelfPlayed, Turn
+from asyncrl_cli.contracts.prompt_group import Failure, TrajectoryMeta
 from asyncrl_cli.contracts.reward_spec import MAX_REWARD
 from asyncrl_cli.contracts.trajectories import Trajectory
 from asyncrl_cli.engines.port import Completion, Engine, Sampling

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl_cli.contracts.attempts import AttemptKey, Kept, PartKey, PartResult
-from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, EvalTry, PartRequest, SoFar
+from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, EvalTry, PartialResult
+from asyncrl_cli.contracts.prompt_group import AttemptKey, Kept, PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
@@ -57,7 +57,7 @@ class GroupRunner:
     def _tokens_of(self, episode: Episode) -> int:
         return self.means.engine.tokens_of(episode.id) + episode.num_sampled
 
-    def so_far(self) -> tuple[SoFar, list[GroupPayload]]:
+    def so_far(self) -> tuple[PartialResult, list[GroupPayload]]:
         """What each running part has kept so far, and the kept tokens: a payload for each part that has
         any."""
         kept, payloads, rest_tokens = dict[PartKey, dict[int, Kept]](), list[GroupPayload](), 0
@@ -73,7 +73,7 @@ class GroupRunner:
             if has:
                 kept[request.key] = {index: _kept(completion) for index, completion in has.items()}
                 payloads.append(_tokens_by_index(request.key.attempt, has))
-        return SoFar(kept=kept, rest_tokens=rest_tokens), payloads
+        return PartialResult(kept=kept, rest_tokens=rest_tokens), payloads
 
     async def run(
         self, request: PartRequest, on_sequence: Callable[[int], None], so_far: GroupPayload | None = None

@@ -18,7 +18,8 @@ from typing import Any
 import ray
 
 from asyncrl_cli.base.storage import telling_storage
-from asyncrl_cli.contracts.ports import Cut, TrainBatch, TrainReport
+from asyncrl_cli.contracts.ports import Cut
+from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.job.rank_actors import taken
 from asyncrl_cli.job.scorer_actor import RayScorer, ScorerActor
 from asyncrl_cli.measure.states import ExecutorReport, State

@@ -26,8 +26,8 @@ from asyncrl_cli.base.storage import storage_error
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.sealed import Checkpoint, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.contracts.attempts import Prompt
 from asyncrl_cli.contracts.item import Item, fingerprint
+from asyncrl_cli.contracts.prompt_group import Prompt
 from asyncrl_cli.engines.port import continues_kept
 from asyncrl_cli.envs.call_log import RepeatedCalls
 from asyncrl_cli.job.process import StopRequests, leave, tell
@@ -75,7 +75,7 @@ class RunResult:
 
 
 class PromptFeed:
-    """Implements `loop.ports.Feed` on a task's training items: shuffled per epoch, endless, resumable at any
+    """Implements `contracts.ports.Feed` on a task's training items: shuffled per epoch, endless, resumable at any
     point.
 
     An epoch's order is a function of (seed, epoch) alone, so the state is a position, not a history:

@@ -23,8 +23,8 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.contracts.attempts import PartKey, PartResult
-from asyncrl_cli.contracts.ports import PartRequest, Progress
+from asyncrl_cli.contracts.ports import Progress
+from asyncrl_cli.contracts.prompt_group import PartKey, PartRequest, PartResult
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.measure.meters import LongPoll
 

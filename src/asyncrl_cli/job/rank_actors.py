@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ray
 
 from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.contracts.attempts import GroupResult
-from asyncrl_cli.contracts.ports import TrainBatch
+from asyncrl_cli.contracts.prompt_group import GroupResult
+from asyncrl_cli.contracts.train_step import TrainBatch
 from asyncrl_cli.contracts.trajectories import GroupPayload, joined
 from asyncrl_cli.job.calls import Limit, all_of, shown_host, start_limit
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process

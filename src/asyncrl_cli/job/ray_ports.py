@@ -23,8 +23,7 @@ from ray.exceptions import RayError
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorLost, NoRoom
 from asyncrl_cli.base.timeouts import timeout
 from asyncrl_cli.contracts import ports
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult
-from asyncrl_cli.contracts.trajectories import choose_samples, is_dump_step
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
 from asyncrl_cli.job.calls import Limit, RayRankZero, all_of, answer, shown_host, start_limit
 from asyncrl_cli.job.exchange import PartExchange
 from asyncrl_cli.job.rank_actors import RayRanks
@@ -36,6 +35,7 @@ from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.train.advantages import needs_columns
 from asyncrl_cli.train.balance import RankPlan
+from asyncrl_cli.train.sample_dump import choose_samples, is_dump_step
 from asyncrl_cli.weights.versions import DRIVER_MARGIN_S, load_s
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 
@@ -80,7 +80,7 @@ class RayRolloutWorker:
         self._parts.post()
         await self._answer(self.actor.abort.remote(key), f"the abort of {key}")
 
-    async def so_far(self) -> ports.SoFar:
+    async def so_far(self) -> ports.PartialResult:
         head, payloads = self.actor.so_far.remote()
         told = await answer(
             head, executor=self.name, call="a report of its responses", limit=Limit(SO_FAR_S), host=self._host

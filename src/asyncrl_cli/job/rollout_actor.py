@@ -28,11 +28,12 @@ import ray
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.builtin.builtin_tasks import environment_of
-from asyncrl_cli.contracts.attempts import AttemptKey, PartResult
 from asyncrl_cli.contracts.environment import Environment
-from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress, SoFar
+from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, Progress
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartRequest, PartResult
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.trajectories import GroupPayload
+from asyncrl_cli.contracts.weight_version import LoadReport
 from asyncrl_cli.engines.port import Engine, Sampling, make_engine
 from asyncrl_cli.envs import find_environment
 from asyncrl_cli.envs.call_log import SUFFIX, CallLog
@@ -207,7 +208,7 @@ class RolloutActor:
         return await self._runner.run(request, on_sequence, so_far)
 
     @ray.method(num_returns=2)
-    async def so_far(self) -> tuple[SoFar, Sequence[GroupPayload]]:
+    async def so_far(self) -> tuple[PartialResult, Sequence[GroupPayload]]:
         """What running parts have so far; the tokens are a separate Ray object."""
         return self._runner.so_far()
 

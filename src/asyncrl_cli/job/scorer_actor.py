@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.contracts.attempts import GroupResult
-from asyncrl_cli.contracts.ports import EvalResult, Published
+from asyncrl_cli.contracts.ports import EvalResult
+from asyncrl_cli.contracts.prompt_group import GroupResult
 from asyncrl_cli.contracts.trajectories import GroupPayload, joined
+from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.job.calls import Limit, all_of, answer
 from asyncrl_cli.job.rank_actors import RankActor, RayRanks
 from asyncrl_cli.job.transports import arriving, merging

@@ -24,16 +24,18 @@ import ray
 from asyncrl_cli.base.safe_files import MIB
 from asyncrl_cli.base.storage import telling_storage
 from asyncrl_cli.contracts.item import Item
-from asyncrl_cli.contracts.trajectories import GroupPayload, SampledGroup, dump_samples, joined, overlaid
+from asyncrl_cli.contracts.trajectories import GroupPayload, joined, overlaid
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.job.rank_actors import RankActor, taken
 from asyncrl_cli.job.transports import ObjectStoreSender, Sending
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
+from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 
 if TYPE_CHECKING:
-    from asyncrl_cli.contracts.ports import Cut, TrainReport
+    from asyncrl_cli.contracts.ports import Cut
+    from asyncrl_cli.contracts.train_step import TrainReport
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.train.scores import Column
     from asyncrl_cli.weights.versions import Manifest, Sender

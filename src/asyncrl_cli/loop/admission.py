@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 
-from asyncrl_cli.contracts.attempts import AttemptKey, PartKey, PartResult
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartResult
 from asyncrl_cli.loop.attempts import Attempt, Part, Stage
 from asyncrl_cli.loop.fleet import Fleet, Placement, WorkerSlots
 from asyncrl_cli.loop.ledger import Ledger

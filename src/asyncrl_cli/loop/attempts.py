@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, Kept, PartKey, PartResult, Prompt
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, Kept, PartKey, PartResult, Prompt
 
 
 class Stage(StrEnum):

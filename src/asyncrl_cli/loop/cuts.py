@@ -23,9 +23,9 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, RefusedError
 from asyncrl_cli.base.safe_files import Count, parse_json
-from asyncrl_cli.contracts.attempts import Kept, TrajectoryMeta
 from asyncrl_cli.contracts.events import EvalSummary, StepRecord
-from asyncrl_cli.contracts.ports import CheckpointWriter, Cut, RolloutWorker, SoFar
+from asyncrl_cli.contracts.ports import CheckpointWriter, Cut, PartialResult, RolloutWorker
+from asyncrl_cli.contracts.prompt_group import Kept, TrajectoryMeta
 from asyncrl_cli.loop.admission import takeable_in_time
 from asyncrl_cli.loop.attempts import Stage
 from asyncrl_cli.loop.group_states import FinishedState, GroupsState, RunningState
@@ -90,7 +90,7 @@ class Checkpointer:
             self._write(self._writer, cut), name=f"checkpoint {progress.step}"
         )
 
-    async def _partial_result(self, worker: RolloutWorker) -> SoFar:
+    async def _partial_result(self, worker: RolloutWorker) -> PartialResult:
         """What the worker's running responses have so far; without an answer they start again after a
         resume."""
         run = self._run
@@ -103,7 +103,7 @@ class Checkpointer:
                     f"the running responses of {worker.name} are not in the checkpoint of step "
                     f"{run.progress.step}: {why}"
                 )
-            return SoFar(rest_tokens=run.executors.reports.running_tokens(worker.name))
+            return PartialResult(rest_tokens=run.executors.reports.running_tokens(worker.name))
 
     async def finish(self) -> None:
         """Wait for the write in progress, if any; the port's own timeout bounds it."""
@@ -117,7 +117,9 @@ class Checkpointer:
         self._run.progress.checkpointed(cut.step, cut.version, path.name)
 
 
-def freeze(run: RunState, partial_results: Sequence[SoFar] = (), record: StepRecord | None = None) -> Cut:
+def freeze(
+    run: RunState, partial_results: Sequence[PartialResult] = (), record: StepRecord | None = None
+) -> Cut:
     """The loop's state as JSON, and the handles of the arrays that belong to it. Nothing may be in
     training."""
     ledger, taken_groups = run.groups.ledger, run.admission.taken_in_window

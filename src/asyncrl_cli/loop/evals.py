@@ -17,9 +17,9 @@ from statistics import fmean, median
 from typing import Any
 
 from asyncrl_cli.base.errors import ExecutorLost
-from asyncrl_cli.contracts.attempts import Failure, TrajectoryMeta
 from asyncrl_cli.contracts.events import EvalSummary
 from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult, EvalTry, RolloutWorker, Scorer
+from asyncrl_cli.contracts.prompt_group import Failure, TrajectoryMeta
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.profile.schema import Profile

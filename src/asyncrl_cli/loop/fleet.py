@@ -11,7 +11,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from asyncrl_cli.contracts.attempts import PartKey
+from asyncrl_cli.contracts.prompt_group import PartKey
 
 _TRAVEL_KEPT = 0.8
 """The weight of all workers' last loads once every worker has had one more load."""

@@ -12,7 +12,7 @@ A resumed run counts from zero: what was wrong may have been mended.
 from __future__ import annotations
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.contracts.attempts import GroupResult
+from asyncrl_cli.contracts.prompt_group import GroupResult
 from asyncrl_cli.profile.arithmetic import LoopSettings
 
 EQUAL_REWARDS = "equal rewards"

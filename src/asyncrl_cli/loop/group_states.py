@@ -9,7 +9,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.base.safe_files import Count
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, Kept, PartKey, PartResult, Prompt
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, Kept, PartKey, PartResult, Prompt
 from asyncrl_cli.loop.attempts import Attempt, Part, Stage
 from asyncrl_cli.loop.ledger import LedgerState
 

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, Kept, PartKey, PartResult
-from asyncrl_cli.contracts.ports import Feed, PartRequest
+from asyncrl_cli.contracts.ports import Feed
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, Kept, PartKey, PartRequest, PartResult
 from asyncrl_cli.loop import group_states
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, Part, Stage

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.base.safe_files import Count
-from asyncrl_cli.contracts.attempts import AttemptKey
+from asyncrl_cli.contracts.prompt_group import AttemptKey
 from asyncrl_cli.loop.attempts import Attempt, Stage
 
 _ALLOWED = {

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl_cli.contracts.attempts import AttemptKey
 from asyncrl_cli.contracts.events import Event, Observer
+from asyncrl_cli.contracts.prompt_group import AttemptKey
 from asyncrl_cli.loop.admission import Admission
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from asyncrl_cli.measure.states import WAITS_FOR_RESTART, ExecutorReport, Span, State, Stay
+from asyncrl_cli.measure.states import WAITS_FOR_RESTART, ExecutorReport, SlotInterval, Span, State
 
 K = TypeVar("K")
 
@@ -24,7 +24,7 @@ class ExecutorHistory:
     base: ExecutorReport
     offset_s: float = float("inf")
     spans: list[Span] = field(default_factory=list)
-    stays: list[Stay] = field(default_factory=list)
+    stays: list[SlotInterval] = field(default_factory=list)
     is_new: bool = True
     """Its process has not reported yet."""
     is_lost: bool = False
@@ -170,7 +170,7 @@ class ReportBook:
             ]
         return taken
 
-    def take_stays(self) -> dict[str, tuple[Stay, ...]]:
+    def take_stays(self) -> dict[str, tuple[SlotInterval, ...]]:
         """The stays reported since the last call, by executor. Executors without any are left out."""
         taken = {name: tuple(executor.stays) for name, executor in self._executors.items() if executor.stays}
         for name in taken:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from asyncrl_cli.contracts.attempts import AttemptKey
+from asyncrl_cli.contracts.prompt_group import AttemptKey
 from asyncrl_cli.loop import causes
 from asyncrl_cli.loop.run_state import RunState
 from asyncrl_cli.loop.worker_tasks import WorkerTasks

@@ -29,7 +29,8 @@ import asyncio
 from dataclasses import replace
 
 from asyncrl_cli.base.errors import ExecutorLost
-from asyncrl_cli.contracts.ports import Scorer, TrainBatch, TrainReport
+from asyncrl_cli.contracts.ports import Scorer
+from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
 from asyncrl_cli.loop.attempts import Attempt
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.executor_tasks import ExecutorTasks

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from asyncrl_cli.contracts.ports import LoadReport, Published
+from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.loop.fleet import WorkerSlots
 
 

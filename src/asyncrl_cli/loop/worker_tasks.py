@@ -13,7 +13,8 @@ import asyncio
 from dataclasses import asdict, replace
 
 from asyncrl_cli.base.errors import AsyncrlError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.contracts.ports import LoadReport, Progress, Published, RolloutWorker
+from asyncrl_cli.contracts.ports import Progress, RolloutWorker
+from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.executor_tasks import ExecutorTasks
 from asyncrl_cli.loop.run_state import RunState

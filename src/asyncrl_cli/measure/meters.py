@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any
 
-from asyncrl_cli.measure.states import ExecutorReport, State, StateClock, Stay
+from asyncrl_cli.measure.states import ExecutorReport, SlotInterval, State, StateClock
 from asyncrl_cli.profile.schema import Interrupt
 
 DEBOUNCE_S = 0.1
@@ -91,7 +91,7 @@ class RolloutMeter:
         running_tokens: int,
         sums: Mapping[str, float] | None = None,
         gauges: Mapping[str, float] | None = None,
-        stays: tuple[Stay, ...] = (),
+        stays: tuple[SlotInterval, ...] = (),
     ) -> ExecutorReport:
         """The worker's report. `sums` and `gauges`: further figures of the engine, by name. `stays`: those of
         its sequences."""
@@ -147,7 +147,7 @@ class RolloutMeter:
         return f"{for_what} of {trajectory} ({self._now() - since_s:.0f} s so far){others}"
 
 
-class SlotStays:
+class SlotIntervals:
     """Records the stays of an engine's sequences. Slots are numbered from 0; a sequence gets the lowest free
     one."""
 
@@ -155,7 +155,7 @@ class SlotStays:
         self._now = now
         self._free: list[int] = []
         self._begun: dict[str, tuple[int, float]] = {}
-        self._ended: deque[Stay] = deque(maxlen=MAX_STAYS)
+        self._ended: deque[SlotInterval] = deque(maxlen=MAX_STAYS)
 
     @contextmanager
     def of(self, sequence: str) -> Iterator[None]:
@@ -172,9 +172,9 @@ class SlotStays:
     def end(self, sequence: str) -> None:
         slot, start_s = self._begun.pop(sequence)
         heappush(self._free, slot)
-        self._ended.append(Stay(slot, sequence, start_s, self._now()))
+        self._ended.append(SlotInterval(slot, sequence, start_s, self._now()))
 
-    def take(self) -> tuple[Stay, ...]:
+    def take(self) -> tuple[SlotInterval, ...]:
         """The stays that have ended since the last call, in the order in which they ended."""
         taken = tuple(self._ended)
         self._ended.clear()

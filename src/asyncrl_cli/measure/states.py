@@ -40,7 +40,7 @@ class Span:
     end_s: float
 
 
-class Stay(NamedTuple):
+class SlotInterval(NamedTuple):
     """A sequence's time in a slot of an engine, in seconds of the executor's own clock. A trajectory with
     several turns has one stay per turn. Recorded if `logging.trace_sequences` is set."""
 
@@ -71,7 +71,7 @@ class ExecutorReport:
     spans: tuple[Span, ...]
     sums: dict[str, float]
     gauges: dict[str, float]
-    stays: tuple[Stay, ...] = ()
+    stays: tuple[SlotInterval, ...] = ()
 
 
 class StateClock:
@@ -100,7 +100,7 @@ class StateClock:
             self.state = state
         self.waiting_for = waiting_for or (self._input if state is State.STARVED else "")
 
-    def report(self, stays: tuple[Stay, ...] = ()) -> ExecutorReport:
+    def report(self, stays: tuple[SlotInterval, ...] = ()) -> ExecutorReport:
         now_s = self._now()
         self._close(now_s)
         spans, self._spans = tuple(self._spans), []

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
-from asyncrl_cli.contracts.attempts import Failure, Kept, PartResult, TrajectoryMeta
-from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult, PartRequest
+from asyncrl_cli.contracts.ports import EvalOutcome, EvalRequest, EvalResult
+from asyncrl_cli.contracts.prompt_group import Failure, Kept, PartRequest, PartResult, TrajectoryMeta
 from asyncrl_cli.measure.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from asyncrl_cli.contracts.attempts import Failure
+from asyncrl_cli.contracts.prompt_group import Failure
 
 SAME_STEP = 1e-9
 """Step counts closer than this count as equal: far above rounding errors, far below a token."""

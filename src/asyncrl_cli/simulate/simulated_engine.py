@@ -44,8 +44,8 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
-from asyncrl_cli.measure.meters import SlotStays
-from asyncrl_cli.measure.states import Stay
+from asyncrl_cli.measure.meters import SlotIntervals
+from asyncrl_cli.measure.states import SlotInterval
 from asyncrl_cli.simulate.sequences import (
     NEVER,
     SAME_STEP,
@@ -86,7 +86,7 @@ class SimulatedEngine:
         self._slowdown = 1.0
         self._on_running = on_running
         self._loop = asyncio.get_running_loop()
-        self._stays = SlotStays(self._loop.time) if trace_sequences else None
+        self._stays = SlotIntervals(self._loop.time) if trace_sequences else None
         # (step count, version); `first_load` of a sequence is an index into this list
         self._loads = [(0.0, version)]
         self._cache = KvCache(cache)
@@ -115,7 +115,7 @@ class SimulatedEngine:
         self._advance()
         return self._sampled_tokens, self._steps, self._cache.sampled_tokens(self._steps) + self._kept_tokens
 
-    def take_stays(self) -> tuple[Stay, ...]:
+    def take_stays(self) -> tuple[SlotInterval, ...]:
         """The stays of sequences in slots that ended since the last call, if they are recorded."""
         return self._stays.take() if self._stays is not None else ()
 

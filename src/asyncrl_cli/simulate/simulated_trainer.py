@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.contracts.attempts import GroupResult
-from asyncrl_cli.contracts.ports import EvalResult, Published, TrainBatch, TrainReport
+from asyncrl_cli.contracts.ports import EvalResult
+from asyncrl_cli.contracts.prompt_group import GroupResult
+from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
+from asyncrl_cli.contracts.weight_version import Published
 from asyncrl_cli.measure.meters import CallMeter
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.measure.values import Sum
@@ -102,7 +104,7 @@ class TrainerTimes:
 
 
 class SimulatedTrainer:
-    """Implements `loop.ports.Trainer`."""
+    """Implements `contracts.ports.Trainer`."""
 
     def __init__(self, times: TrainerTimes, machine: SharedMachine | None = None) -> None:
         self._times = times
@@ -164,7 +166,7 @@ class ScorerTimes:
 
 
 class SimulatedScorer:
-    """Implements `loop.ports.Scorer`. A column's handle is (the scorer's name, the group's key); a reward
+    """Implements `contracts.ports.Scorer`. A column's handle is (the scorer's name, the group's key); a reward
     model's scores are 0."""
 
     def __init__(self, name: str, times: ScorerTimes, machine: SharedMachine | None = None) -> None:

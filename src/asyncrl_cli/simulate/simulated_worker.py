@@ -1,4 +1,4 @@
-"""A simulated rollout worker: an engine, rewards that take time, and the calls of `loop.ports.RolloutWorker`.
+"""A simulated rollout worker: an engine, rewards that take time, and the calls of `contracts.ports.RolloutWorker`.
 
     submit -> engine (a part's sequences) --each end--> slot free, reward begins --all rewards--> progress
     prefetch -> second buffer -> load (drain | freeze) -> thaw -> generation continues
@@ -13,16 +13,9 @@ import asyncio
 import random
 
 from asyncrl_cli.base.errors import ExecutorLost
-from asyncrl_cli.contracts.attempts import AttemptKey, PartKey, PartResult
-from asyncrl_cli.contracts.ports import (
-    EvalRequest,
-    EvalResult,
-    LoadReport,
-    PartRequest,
-    Progress,
-    Published,
-    SoFar,
-)
+from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, Progress
+from asyncrl_cli.contracts.prompt_group import AttemptKey, PartKey, PartRequest, PartResult
+from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.meters import LongPoll, RolloutMeter
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.responses import Responses, WorkerTimes, trajectories_of
@@ -31,7 +24,7 @@ from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 
 
 class SimulatedWorker:
-    """Implements `loop.ports.RolloutWorker` on the running (virtual) loop's clock."""
+    """Implements `contracts.ports.RolloutWorker` on the running (virtual) loop's clock."""
 
     def __init__(
         self, name: str, slots: int, times: WorkerTimes, seed: int, machine: SharedMachine | None = None
@@ -87,10 +80,10 @@ class SimulatedWorker:
             goes_on=request.goes_on,
         )
 
-    async def so_far(self) -> SoFar:
+    async def so_far(self) -> PartialResult:
         found = {key: part.so_far() for key, part in self._parts.items()}
         kept = {key: kept for key, (kept, _) in found.items() if kept}
-        return SoFar(
+        return PartialResult(
             kept=kept, rest_tokens=sum(rest_tokens for _, rest_tokens in found.values()), handle=self.name
         )
 

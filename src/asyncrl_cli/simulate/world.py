@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.contracts.attempts import Prompt
 from asyncrl_cli.contracts.events import Observer, StepRecord
+from asyncrl_cli.contracts.prompt_group import Prompt
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.observe.metrics import StepMetrics
@@ -124,7 +124,7 @@ def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWork
 
 
 class NumberedFeed:
-    """Implements `loop.ports.Feed` with prompts p0, p1, ... Its only state is the next number."""
+    """Implements `contracts.ports.Feed` with prompts p0, p1, ... Its only state is the next number."""
 
     def __init__(self) -> None:
         self._given = 0

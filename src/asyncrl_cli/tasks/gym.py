@@ -34,7 +34,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from asyncrl_cli.base.child_process import ChildFailed, call_once
 from asyncrl_cli.base.errors import ConfigError, did_you_mean
-from asyncrl_cli.contracts.item import WORKED, Item, make_item, take_new
+from asyncrl_cli.builtin.number_sorting import WORKED
+from asyncrl_cli.contracts.item import Item, make_item, take_new
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 
 PACKAGE = "reasoning_gym"

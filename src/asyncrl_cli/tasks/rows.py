@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError, first_names, nearest
-from asyncrl_cli.contracts.item import Prompt
+from asyncrl_cli.contracts.item import ChatPrompt
 
 PROMPT_KEY, ANSWER_KEY = "task.prompt_key", "task.answer_key"
 KEYS = f"{PROMPT_KEY} or {ANSWER_KEY}"
@@ -26,7 +26,7 @@ MAX_COLUMNS_NAMED = 20
 
 def prompt_and_answer(
     row: Mapping[str, Any], prompt: str, answer: str, place: str, *, needs_answer: bool
-) -> tuple[Prompt, str | None]:
+) -> tuple[ChatPrompt, str | None]:
     """`prompt` and `answer` name a column, or a field in one (`column.field`). Raises a ConfigError that
     begins with `place`."""
     return _prompt(row, prompt, place), _answer(row, answer_column(row, answer), place, needs_answer)
@@ -40,7 +40,7 @@ def answer_column(row: Mapping[str, Any], named: str) -> str:
     return next((name for name in GROUND_TRUTHS if find(row, name) is not None), named)
 
 
-def _prompt(row: Mapping[str, Any], column: str, place: str) -> Prompt:
+def _prompt(row: Mapping[str, Any], column: str, place: str) -> ChatPrompt:
     value = _column(row, column, place, PROMPT_KEY)
     if isinstance(value, str):
         return _whole_text(value, column, place)

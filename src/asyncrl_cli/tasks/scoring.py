@@ -11,7 +11,8 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl_cli.contracts.item import WORKED, Item, messages_of
+from asyncrl_cli.builtin.number_sorting import WORKED
+from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.contracts.reward_spec import MAX_REWARD, NAMES_ANSWER, NoReward, Reward, RewardSpec
 from asyncrl_cli.tasks import agents, verifiers_player
 from asyncrl_cli.tasks.final_answer import after_prompt, final_answer, names_answer, tagged

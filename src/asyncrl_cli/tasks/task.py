@@ -12,7 +12,8 @@ from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.builtin.builtin_tasks import builtin_task, drawn
-from asyncrl_cli.contracts.item import WORKED, Item
+from asyncrl_cli.builtin.number_sorting import WORKED
+from asyncrl_cli.contracts.item import Item
 from asyncrl_cli.contracts.reward_spec import Adapter, RewardSpec
 from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.profile.schema import Profile

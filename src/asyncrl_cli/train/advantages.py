@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from asyncrl_cli.contracts.attempts import TrajectoryMeta
+from asyncrl_cli.contracts.prompt_group import TrajectoryMeta
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 
 STD_EPSILON = 1e-6

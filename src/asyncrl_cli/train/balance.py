@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl_cli.contracts.attempts import GroupResult
+from asyncrl_cli.contracts.prompt_group import GroupResult
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.advantages import advantages_of, needs_columns, shaped_reward
 

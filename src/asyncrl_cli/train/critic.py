@@ -28,7 +28,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from asyncrl_cli.contracts.ports import TrainReport
+from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.arithmetic import Schedule

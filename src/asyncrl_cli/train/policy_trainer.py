@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.safe_files import parse_json
-from asyncrl_cli.contracts.ports import TrainReport
+from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.profile.schema import ProcessPlace, Profile

@@ -19,7 +19,7 @@ from itertools import chain
 
 import torch
 
-from asyncrl_cli.contracts.ports import TrainReport
+from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Ratio, Sum, Value
 from asyncrl_cli.profile.schema import Profile

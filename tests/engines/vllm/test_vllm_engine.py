@@ -15,8 +15,8 @@ import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from asyncrl_cli.checkpoint.payloads import read_payloads, write_payloads
-from asyncrl_cli.contracts.attempts import PartKey
 from asyncrl_cli.contracts.environment import OneTurn
+from asyncrl_cli.contracts.prompt_group import PartKey
 from asyncrl_cli.contracts.trajectories import overlaid
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.contracts.attempts import AttemptKey, Kept, PartKey
-from asyncrl_cli.contracts.ports import SoFar
+from asyncrl_cli.contracts.ports import PartialResult
+from asyncrl_cli.contracts.prompt_group import AttemptKey, Kept, PartKey
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.travel_book import TravelBook
 
@@ -95,7 +95,7 @@ class WorkerBook:
     away: bool = False
     held_when_lost: int = -1
     running_tokens: int = 0
-    so_far: SoFar = field(default_factory=SoFar)
+    so_far: PartialResult = field(default_factory=PartialResult)
     unfinished: dict[PartKey, int] = field(default_factory=dict)
     eval_sequences: int = 0
 

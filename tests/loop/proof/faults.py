@@ -18,18 +18,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncrl_cli.base.errors import ExecutorFailed, ExecutorLost, NoRoom
-from asyncrl_cli.contracts.attempts import AttemptKey, Failure, GroupResult, PartKey, PartResult
-from asyncrl_cli.contracts.ports import (
-    EvalRequest,
-    EvalResult,
-    LoadReport,
+from asyncrl_cli.contracts.ports import EvalRequest, EvalResult, PartialResult, Progress
+from asyncrl_cli.contracts.prompt_group import (
+    AttemptKey,
+    Failure,
+    GroupResult,
+    PartKey,
     PartRequest,
-    Progress,
-    Published,
-    SoFar,
-    TrainBatch,
-    TrainReport,
+    PartResult,
 )
+from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
+from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.responses import WorkerTimes
@@ -269,7 +268,7 @@ class FaultyWorker(Mortal, KeepingWorker):
             self._broken.add(request.key)
         super().submit(request)
 
-    async def so_far(self) -> SoFar:
+    async def so_far(self) -> PartialResult:
         return await self._ask(super().so_far(), "a report of its responses", SO_FAR)
 
     async def abort(self, key: AttemptKey) -> None:

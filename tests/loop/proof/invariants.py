@@ -48,7 +48,7 @@ class InvariantError(AssertionError):
 
 
 class Invariants:
-    """Implements `loop.ports.Observer`. Call `watch(pipeline)` when the pipeline is made, `end(error)` when
+    """Implements `contracts.ports.Observer`. Call `watch(pipeline)` when the pipeline is made, `end(error)` when
     it has ended."""
 
     def __init__(

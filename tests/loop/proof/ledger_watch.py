@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl_cli.contracts.attempts import AttemptKey, GroupResult, PartKey, PartResult
 from asyncrl_cli.contracts.events import Event
-from asyncrl_cli.contracts.ports import PartRequest, SoFar
+from asyncrl_cli.contracts.ports import PartialResult
+from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, PartKey, PartRequest, PartResult
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books, LiveAttempt, PartBook
 from tests.loop.proof.limits_book import LimitsBook
@@ -56,7 +56,7 @@ class LedgerWatch:
             "tokens": [self.discarded_tokens + lost_tokens, self.trained_tokens],
         }
         for worker in self.books.workers.values():
-            worker.so_far = SoFar()
+            worker.so_far = PartialResult()
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:

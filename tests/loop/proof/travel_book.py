@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asyncrl_cli.contracts.attempts import PartKey
+from asyncrl_cli.contracts.prompt_group import PartKey
 
 
 class TravelBook:

@@ -1,4 +1,4 @@
-"""Ports that tell `Invariants` of every call, and hold executors to their contract: what `loop.ports`
+"""Ports that tell `Invariants` of every call, and hold executors to their contract: what `contracts.ports`
 promises, in code."""
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.base.errors import AsyncrlError
-from asyncrl_cli.contracts.attempts import AttemptKey, Failure, GroupResult, Prompt
 from asyncrl_cli.contracts.ports import (
     EvalRequest,
     EvalResult,
     Feed,
-    LoadReport,
-    PartRequest,
+    PartialResult,
     Progress,
-    Published,
     RolloutWorker,
     Scorer,
-    SoFar,
-    TrainBatch,
     Trainer,
-    TrainReport,
 )
+from asyncrl_cli.contracts.prompt_group import AttemptKey, Failure, GroupResult, PartRequest, Prompt
+from asyncrl_cli.contracts.train_step import TrainBatch, TrainReport
+from asyncrl_cli.contracts.weight_version import LoadReport, Published
 from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt
 
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class WatchedWorker:
-    """Implements `loop.ports.RolloutWorker` around another one. `load_limit_s` bounds a load, its drain
+    """Implements `contracts.ports.RolloutWorker` around another one. `load_limit_s` bounds a load, its drain
     included."""
 
     def __init__(
@@ -61,11 +58,11 @@ class WatchedWorker:
         self._invariants.ledger.submitted(self.name, request)
         self._worker.submit(request)
 
-    async def so_far(self) -> SoFar:
+    async def so_far(self) -> PartialResult:
         try:
             found = await self._worker.so_far()
         except AsyncrlError:
-            self._book.so_far = SoFar(rest_tokens=self._book.running_tokens)
+            self._book.so_far = PartialResult(rest_tokens=self._book.running_tokens)
             raise
         self._book.so_far = found
         self._invariants.counts["kept responses"] += sum(map(len, found.kept.values()))
@@ -202,7 +199,7 @@ class WatchedWorker:
 
 
 class WatchedScorer:
-    """Implements `loop.ports.Scorer` around another one: it gets the groups that can be taken next, one call
+    """Implements `contracts.ports.Scorer` around another one: it gets the groups that can be taken next, one call
     at a time."""
 
     def __init__(self, scorer: Scorer, invariants: Invariants) -> None:
@@ -307,7 +304,7 @@ class WatchedScorer:
 
 
 class WatchedTrainer:
-    """Implements `loop.ports.Trainer` around another one."""
+    """Implements `contracts.ports.Trainer` around another one."""
 
     def __init__(self, trainer: Trainer, invariants: Invariants) -> None:
         self._trainer = trainer
@@ -357,7 +354,7 @@ class WatchedTrainer:
 
 
 class WatchedFeed:
-    """Implements `loop.ports.Feed` around another one: which prompt was given, and none twice."""
+    """Implements `contracts.ports.Feed` around another one: which prompt was given, and none twice."""
 
     def __init__(self, feed: Feed, invariants: Invariants) -> None:
         self._feed = feed

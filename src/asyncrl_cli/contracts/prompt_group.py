@@ -1,20 +1,41 @@
-"""A prompt group on its way through the run: what is known of its responses. (loop/attempts.py has the attempt
-itself.)"""
+"""A prompt group on its way from the feed to the trainer: the n responses to one prompt, trained together.
+
+    Prompt ─> PartRequest ─> (a worker generates and rewards) ─> PartResult ─> GroupResult ─> TrainBatch
+              one per worker that gets some of the responses     their parts end to end
+
+Worked example, with n = 3 and two workers that have room:
+
+    Prompt("9f3c", epoch=0, item={"prompt": "1+1=", "answer": "2", ...})
+    PartRequest(key=9f3c@0.0/0, indices=(0, 1), seed=77, item=...)      to rollout-0
+    PartRequest(key=9f3c@0.0/1, indices=(2,), seed=77, item=...)        to rollout-1
+    PartResult(key=9f3c@0.0/0, trajectories=(a, b), payload=<handle>)   from rollout-0
+    PartResult(key=9f3c@0.0/1, failures=(reward: it raised,), ...)      from rollout-1: response 2 has no reward
+    GroupResult(key=9f3c@0.0, trajectories=(a, b), payload=(<handle>, <handle>))
+
+The arrays (`contracts.trajectories.GroupPayload`) stay behind the handles: the loop passes these on and never
+opens them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from annotated_types import Len
 
 from asyncrl_cli.base.safe_files import Count, Finite
+from asyncrl_cli.contracts.item import Item
+
+Handle: TypeAlias = Any
+"""What a transport or a store has made (on Ray, an ObjectRef). Only those who made it open it."""
+VersionTokens = Annotated[tuple[tuple[Count, Count], ...], Len(1)]
+"""Sampled tokens per version, ascending by version: `((3, 17), (4, 5))`."""
 
 
 class AttemptKey(NamedTuple):
-    """Names one try at one prompt of one epoch."""
+    """Names one try at one prompt of one epoch. A prompt that is requeued has several."""
 
     uid: str
     epoch: Count
@@ -37,19 +58,18 @@ class PartKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One dataset item. `item`: `prompt` (text), `answer`, `metadata` (any picklable values): what engine and
-    verifier need."""
+    """One dataset item, as the feed gives it."""
 
     uid: str
     epoch: int
-    item: Mapping[str, Any]
+    item: Item
 
 
 class Kept(NamedTuple):
-    """A response of a running group in a checkpoint: sampled tokens per version, ascending by version. A
-    resumed run continues the response or, if `is_whole`, only computes its reward."""
+    """A response of a running group in a checkpoint. A resumed run continues the response or, if `is_whole`,
+    only computes its reward."""
 
-    version_tokens: Annotated[tuple[tuple[Count, Count], ...], Len(1)]
+    version_tokens: VersionTokens
     is_whole: bool = False
 
     @property
@@ -67,9 +87,26 @@ class Kept(NamedTuple):
         return self.is_whole or mixes or (at_once and self.version_tokens[-1][0] == version)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRequest:
+    """Generate and reward some responses of a group. `indices` are their places in the group, ascending.
+
+    `seed` is the group's: response i uses the i-th number that it yields, so its sampling does not depend on
+    where it runs. `goes_on`: in a resumed group, what each response continues from, by index; `so_far` is the
+    handle of those tokens.
+    """
+
+    key: PartKey
+    item: Item
+    indices: tuple[int, ...]
+    seed: int
+    goes_on: Mapping[int, Kept] = field(default_factory=dict)
+    so_far: Handle = None
+
+
 class Failure(NamedTuple):
-    """Why a trajectory has no reward: a `kind`, which metrics count (`envs.port.EpisodeFailed`), and a text
-    for people."""
+    """Why a trajectory has no reward: a `kind`, which metrics count (`contracts.environment.EpisodeFailed`),
+    and a text for people."""
 
     kind: str
     text: str
@@ -79,10 +116,9 @@ class Failure(NamedTuple):
 class TrajectoryMeta:
     """What the driver knows of a trajectory: enough for advantages, balancing and every metric.
 
-    Checkpoints hold it unchanged. `version_tokens` counts sampled tokens per version, ascending by version:
-    `((3, 17), (4, 5))`. `model_score`: the reward model's score, if there is one; `reward` includes it times
-    its weight; not in checkpoints. `num_turns`: answers of the model; `num_forks`: contexts that the chat
-    template rewrote; `tool_s`: time spent waiting for the environment between turns; `facts`: the
+    Checkpoints hold it unchanged. `model_score`: the reward model's score, if there is one; `reward` includes
+    it times its weight; not in checkpoints. `num_turns`: answers of the model; `num_forks`: contexts that the
+    chat template rewrote; `tool_s`: time spent waiting for the environment between turns; `facts`: the
     environment's own figures.
     """
 
@@ -90,7 +126,7 @@ class TrajectoryMeta:
     response_tokens: Count
     reward: Finite
     finish_reason: str
-    version_tokens: Annotated[tuple[tuple[Count, Count], ...], Len(1)]
+    version_tokens: VersionTokens
     num_turns: Count = 1
     num_forks: Count = 0
     tool_s: Finite = 0.0
@@ -129,7 +165,7 @@ class _Result:
     trajectories: tuple[TrajectoryMeta, ...]
     failures: tuple[Failure, ...]
     failed_tokens: Count
-    payload: Any = None
+    payload: Handle = None
 
     @property
     def response_tokens(self) -> int:
