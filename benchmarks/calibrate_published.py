@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist, fmean
 
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.responses import ResponseLengths

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity
 
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.profile.schema import PlacementSection, Profile, RunSection, TrainerSection

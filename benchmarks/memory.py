@@ -37,7 +37,7 @@ from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.job.process import M_MMAP_THRESHOLD, keep_freed_memory
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.profile.loaded import load

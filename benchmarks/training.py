@@ -18,7 +18,7 @@ from asyncrl_cli.job.driving import RunResult
 from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.plan.cluster import local_cluster
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import load_task

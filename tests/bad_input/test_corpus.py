@@ -569,7 +569,7 @@ def names() -> Iterator[Case]:
                 nothing,
                 (2, 4),
             )  # type: ignore[arg-type]
-        yield Case(f"--tune {ascii(name)[:12]} {len(name)}", ["plan", "--tune", name], nothing, 2)  # type: ignore[arg-type]
+        yield Case(f"tune {ascii(name)[:12]} {len(name)}", ["tune", name], nothing, 2)  # type: ignore[arg-type]
         yield Case(f"--simulate {ascii(name)[:12]} {len(name)}", ["bench", "--simulate", name], nothing, 2)  # type: ignore[arg-type]
         yield Case(f"init {ascii(name)[:12]} {len(name)}", ["init", name, "x"], nothing, 2)  # type: ignore[arg-type]
     for name in ("x" * 256, "a/" * 3_000):
@@ -581,8 +581,8 @@ def names() -> Iterator[Case]:
             (1, 2, 4),
         )  # type: ignore[arg-type]
         yield Case(
-            f"--tune --out {name[:8]} {len(name)}",
-            ["plan", "--tune", "laptop-tiny", "--out", name + ".toml"],
+            f"tune --out {name[:8]} {len(name)}",
+            ["tune", "laptop-tiny", "--out", name + ".toml"],
             nothing,
             (2, 4),
         )  # type: ignore[arg-type]
@@ -693,7 +693,7 @@ def models() -> Iterator[Case]:
 
 
 def tunes() -> Iterator[Case]:
-    tune, workload = "plan --tune {run}", "bench --simulate {root}/bad.toml"
+    tune, workload = "tune {run}", "bench --simulate {root}/bad.toml"
     # A search without the events works: what each sync took is not known then.
     yield Case("tune events.jsonl null", tune, written("runs/otter/events.jsonl", b"null\n"), 0)
     for file in ("metrics.jsonl", "config.resolved.json"):

@@ -14,7 +14,7 @@ from asyncrl_cli.bench.recommendation import scaled_sets, starting_point
 from asyncrl_cli.bench.search import SHORT_WINDOWS, Found, Outcome, Row, front, planned_windows, search
 from asyncrl_cli.bench.space import Setting, Space
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.workload_files import load_workload

@@ -249,7 +249,7 @@ def test_doctor_names_versions_and_engines(
     from asyncrl_cli.plan import machine
 
     monkeypatch.setattr(vllm_kind, "STRAY_PACKAGES", ())  # what else is installed here
-    monkeypatch.setattr(machine, "_failure_of", lambda program, waiting: "")
+    monkeypatch.setattr(machine, "failure_of", lambda program, waiting: "")
     assert run(["doctor", "--json"]) == 0
     found = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert found["transformers"]["found"] == "5.19.0"
@@ -278,22 +278,22 @@ def test_doctor_says_what_the_cpu_computes_with_and_what_it_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, named: str, meaning: str
 ) -> None:
     from asyncrl_cli.plan import cluster
-    from asyncrl_cli.plan.machine import _cpu
+    from asyncrl_cli.plan.machine import cpu_finding
 
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     monkeypatch.setattr(cluster, "CPUINFO", tmp_path / "cpuinfo")
-    assert named in _cpu().found
-    assert meaning in _cpu().found
+    assert named in cpu_finding().found
+    assert meaning in cpu_finding().found
 
 
 def test_doctor_says_when_what_else_runs_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl_cli.plan.machine import _threads
+    from asyncrl_cli.plan.machine import threads_finding
 
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     for load, busy in ((0.2, False), (1.0, True)):
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
-        assert ("other processes are using the cores" in _threads().found) is busy
-        assert f"load {load} on 2 cores" in _threads().found
+        assert ("other processes are using the cores" in threads_finding().found) is busy
+        assert f"load {load} on 2 cores" in threads_finding().found
 
 
 def test_doctor_exits_with_3_if_something_needed_is_missing(
@@ -302,7 +302,7 @@ def test_doctor_exits_with_3_if_something_needed_is_missing(
     from asyncrl_cli.plan import machine
 
     monkeypatch.setattr(machine, "NEEDED", {"no-such-package": "1.2."})
-    monkeypatch.setattr(machine, "_failure_of", lambda program, waiting: "")
+    monkeypatch.setattr(machine, "failure_of", lambda program, waiting: "")
     assert run(["doctor"]) == 3
     assert "no-such-package==1.2.*" in " ".join(capsys.readouterr().out.split())
 
@@ -333,7 +333,7 @@ def test_doctor_imports_vllm_before_it_says_that_it_is_there(
     from asyncrl_cli.plan import machine
 
     monkeypatch.setattr(vllm_kind, "STRAY_PACKAGES", ())
-    monkeypatch.setattr(machine, "_failure_of", lambda program, waiting: fails if "vllm" in program else "")
+    monkeypatch.setattr(machine, "failure_of", lambda program, waiting: fails if "vllm" in program else "")
     monkeypatch.setattr(vllm_kind, "installed_version", lambda: version)
     assert run(["doctor", "--json"]) == code
     (row,) = [row for row in json.loads(capsys.readouterr().out) if row["what"] == "engine vllm"]
@@ -349,8 +349,8 @@ def test_an_import_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch:
         "import warnings\nraise ImportError('no such symbol')\n", encoding="utf-8"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert machine._failure_of("import json") == ""
-    assert machine._failure_of("import breaks") == "ImportError: no such symbol"
+    assert machine.failure_of("import json") == ""
+    assert machine.failure_of("import breaks") == "ImportError: no such symbol"
     assert "breaks" not in sys.modules
 
 
@@ -372,7 +372,8 @@ def test_an_import_that_takes_too_long_is_given_up_and_says_meanwhile_how_long_i
         if figures:  # it waits: the limit is over at the next look
             monkeypatch.setattr(machine, "IMPORT_TIMEOUT_S", 0)
 
-    (finding,) = machine._stray_packages(say)
+    monkeypatch.setattr(machine, "NEEDED", {})
+    (finding,) = (found for found in machine.examine(say) if found.what == "hangs")
     assert (finding.ok, finding.found) == (None, "not known: `import hangs` takes longer than 0 s")
     assert told == ["import hangs (at most 60 s)"] * 2
 

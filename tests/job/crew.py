@@ -13,7 +13,7 @@ from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, Trajecto
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, GroupPayload, Segment, Trajectory
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.schema import (
     AlgorithmSection,

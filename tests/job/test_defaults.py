@@ -18,8 +18,8 @@ from asyncrl_cli.job.critic_actor import RayCritic
 from asyncrl_cli.job.ray_ports import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.run import Run
 from asyncrl_cli.models.shape import ModelShape, shape_of_config
-from asyncrl_cli.plan.compiling import compile_job
-from asyncrl_cli.plan.resolving import for_device, for_job
+from asyncrl_cli.plan.compiler import compile_job
+from asyncrl_cli.plan.defaults import for_device, for_job
 from asyncrl_cli.profile.loaded import Loaded, from_document, load, to_document, to_toml
 from asyncrl_cli.profile.resuming import changed
 from asyncrl_cli.profile.schema import CheckpointSection

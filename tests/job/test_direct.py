@@ -31,8 +31,7 @@ from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.measure.meters import RolloutMeter
 from asyncrl_cli.models.shape import shape_of_directory
-from asyncrl_cli.plan.cluster import cuda_counts
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job, cuda_counts
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.profile.arithmetic import LoopSettings

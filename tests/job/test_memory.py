@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Pretra
 
 from asyncrl_cli.models.shape import shape_of, shape_of_config
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.plan.memory import (
     MemoryEstimate,

@@ -11,7 +11,7 @@ import pytest
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.plan.memory_fit import cache_warnings, cannot_fit, device_needs
@@ -70,7 +70,7 @@ def test_vllm_fills_its_share_of_a_gpu_whatever_the_slots_need(sets, share):
     estimate = planned(*sets, gpus=2, gpu_gib=80)
     need = next(need for need in device_needs(estimate) if need.roles == (ROLLOUT,))
     assert need.num_bytes == pytest.approx(share * 80 * GIB, rel=1e-6)
-    assert items_of(estimate)["vLLM"].place == "host"
+    assert items_of(estimate)["vLLM"].kind == "host"
 
 
 def test_where_a_gpus_memory_is_not_known_the_slots_need_is_shown():

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from asyncrl_cli.base.errors import ConfigError, PreflightError
+from asyncrl_cli.cli.plan_report import plan_rows
 from asyncrl_cli.plan.cluster import ClusterResources
-from asyncrl_cli.plan.compiling import compile_job
-from asyncrl_cli.plan.job_plan import Bundle, JobPlan, plan_rows
+from asyncrl_cli.plan.compiler import compile_job
+from asyncrl_cli.plan.job_plan import Bundle, JobPlan
 from asyncrl_cli.plan.node_fit import Unplaced, assigned, matches
 from asyncrl_cli.profile.loaded import load
 

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.job.session import ray_session
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 
 from .crew import in_place, nodes, reserved, small_profile, witnesses

@@ -28,7 +28,7 @@ from asyncrl_cli.contracts.train_step import TrainBatch
 from asyncrl_cli.job.calls import RayRankZero
 from asyncrl_cli.measure.states import State
 from asyncrl_cli.plan.cluster import LOOPBACK
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 
 from .crew import REWARD, make_model, nodes, small_profile
 

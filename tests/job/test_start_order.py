@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl_cli.job import workers
 from asyncrl_cli.job.trainer_actor import TrainerActor
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 
 from .crew import REWARD, nodes, small_profile
 

@@ -15,7 +15,7 @@ import pytest
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.job.session import connected
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.plan.machine import Finding
 from asyncrl_cli.profile.loaded import load

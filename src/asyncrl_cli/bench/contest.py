@@ -18,9 +18,9 @@ from asyncrl_cli.bench.results import Contestant
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.job.session import connected
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
+from asyncrl_cli.plan.defaults import for_device
 from asyncrl_cli.plan.job_plan import JobPlan
-from asyncrl_cli.plan.resolving import for_device
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import Loaded, load

@@ -33,7 +33,7 @@ from asyncrl_cli.bench.search import (
 from asyncrl_cli.bench.simulated_runs import simulators
 from asyncrl_cli.bench.space import RANKS_KEY, WORKERS_KEY, Setting, Space, split_sets
 from asyncrl_cli.plan.cluster import usable_cores
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import staleness_bound, window_groups_of
 from asyncrl_cli.profile.loaded import set_layer

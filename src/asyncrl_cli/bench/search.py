@@ -1,4 +1,4 @@
-"""The search of `plan --tune`: grids of short runs, one after the other, then long runs of the most promising
+"""The search of `tune`: grids of short runs, one after the other, then long runs of the most promising
 settings. No I/O.
 
     short   the current setting and the starts, then each grid of `Space.stages` around the fastest so far

@@ -34,6 +34,7 @@ from asyncrl_cli.cli import (
     status,
     submit,
     trace,
+    tune,
 )
 from asyncrl_cli.cli.console import (
     STDOUT,
@@ -74,6 +75,7 @@ for command, examples in (
     (report.report, report.EXAMPLES),
     (bench.bench, bench.EXAMPLES),
     (plan.plan, plan.EXAMPLES),
+    (tune.tune, tune.EXAMPLES),
     (setup.doctor, setup.DOCTOR_EXAMPLES),
     (setup.init, setup.INIT_EXAMPLES),
     (schema.schema, schema.EXAMPLES),

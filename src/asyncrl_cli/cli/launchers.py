@@ -20,8 +20,8 @@ from pathlib import Path
 from asyncrl_cli.base.errors import ConfigError, PreflightError
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.cli.submit import set_words
-from asyncrl_cli.plan.cluster import ClusterResources, asked_gpus, planned_nodes
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.cluster import ClusterResources, planned_nodes
+from asyncrl_cli.plan.compiler import asked_gpus, compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.loaded import Loaded, load
 from asyncrl_cli.profile.schema import Profile

@@ -14,10 +14,10 @@ from rich.text import Text
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.cli.console import print_prose, print_table
 from asyncrl_cli.plan import memory_fit
-from asyncrl_cli.plan.host_fit import NODE, store_bytes
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.plan.machine import SHARED_MEMORY, free_shared_memory
 from asyncrl_cli.plan.memory import MemoryEstimate
+from asyncrl_cli.plan.memory_fit import NODE
 
 MIB = 2**20
 NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
@@ -28,7 +28,7 @@ def store_warnings(memory: MemoryEstimate) -> list[str]:
     from asyncrl_cli.job.session import check_shared_memory
 
     try:
-        check_shared_memory(memory.profile, store_bytes(memory))
+        check_shared_memory(memory.profile, memory.store_bytes)
     except PreflightError as refusal:
         return [f"a run on this machine would be refused: {refusal.message} ({refusal.hint})"]
     return []
@@ -41,9 +41,21 @@ def memory_document(memory: MemoryEstimate | str, needs: Sequence[memory_fit.Dev
         "estimate": True,
         "parameters": memory.shape.parameters,
         "kv_values_per_token": memory.shape.kv_values_per_token,
-        "items": [asdict(item) for item in memory.items],
-        "devices": [{**asdict(need), "fits": need.fits} for need in needs],
-        "object_store_bytes": store_bytes(memory),
+        "items": [
+            {"place" if name == "kind" else name: value for name, value in asdict(item).items()}
+            for item in memory.items
+        ],
+        "devices": [
+            {
+                "device": need.device,
+                "roles": need.roles,
+                "num_bytes": need.num_bytes,
+                "available_bytes": need.available_bytes,
+                "fits": need.fits,
+            }
+            for need in needs
+        ],
+        "object_store_bytes": memory.store_bytes,
         "remarks": [*memory.shape.remarks, NOT_COUNTED],
     }
 
@@ -65,7 +77,7 @@ def print_memory(
         items = list(grouped)
         rows.append([Text(f"{role} x {max(item.processes for item in items)}", "bold")])
         for item in items:
-            where = ["GPU" if item.place == "device" else "host"] if is_apart else []
+            where = ["GPU" if item.kind == "device" else "host"] if is_apart else []
             rows.append([item.what, item.phase, size(item.num_bytes), *where, item.how])
     places = ["where"] if is_apart else []
     columns: list[str | Column] = [
@@ -92,7 +104,7 @@ def size(num_bytes: int) -> str:
 
 
 def _store_line(memory: MemoryEstimate, *, is_here: bool) -> str:
-    needed, free = store_bytes(memory), free_shared_memory()
+    needed, free = memory.store_bytes, free_shared_memory()
     line = f"object store of a local session: {size(needed)} of shared memory"
     if not is_here or free is None:
         return f"{line} ({SHARED_MEMORY})"

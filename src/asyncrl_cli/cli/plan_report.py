@@ -4,6 +4,7 @@ fits the devices."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,14 +15,13 @@ from asyncrl_cli.cli.console import print_json, print_prose, print_table, print_
 from asyncrl_cli.cli.plan_memory import memory_document, print_memory, store_warnings
 from asyncrl_cli.models.resolve import tokenizer_here
 from asyncrl_cli.plan import cluster, memory_fit
-from asyncrl_cli.plan.compiling import compile_job, device_of
-from asyncrl_cli.plan.fitting import with_hint
-from asyncrl_cli.plan.host_fit import node_needs
-from asyncrl_cli.plan.job_plan import COLOCATED, TRAINER, JobPlan, plan_rows
+from asyncrl_cli.plan.compiler import compile_job, device_of
+from asyncrl_cli.plan.defaults import for_device, for_job
+from asyncrl_cli.plan.job_plan import COLOCATED, TRAINER, JobPlan
 from asyncrl_cli.plan.machine import engine_refusal
 from asyncrl_cli.plan.memory import MemoryEstimate
 from asyncrl_cli.plan.node_fit import Unplaced, assigned, fitting_hint
-from asyncrl_cli.plan.resolving import for_device, for_job
+from asyncrl_cli.plan.remedies import with_hint
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, is_default
@@ -80,7 +80,7 @@ def print_plan(
     refusal, needs = None, list[memory_fit.DeviceNeed]()
     if isinstance(memory, MemoryEstimate):
         loaded = for_job(loaded, job, memory.shape)
-        needs = [*memory_fit.device_needs(memory), *node_needs(memory, there.all)]
+        needs = [*memory_fit.device_needs(memory), *memory_fit.node_needs(memory, there.all)]
         refusal = memory_fit.cannot_fit(memory) or memory_fit.shortage(needs)
         if refusal is None:
             warnings += memory_fit.cache_warnings(memory) + (store_warnings(memory) if is_here else [])
@@ -237,6 +237,25 @@ def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: dict[s
         "placement": {**of_job, "roles": plan_rows(job)},
         "memory": memory,
     }
+
+
+def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
+    """One row per role, for `asyncrl plan`: plain values, ready for a table or for JSON."""
+    bundles = {
+        role.role: {plan.bundle_of(role, index) for index in range(role.workers)} for role in plan.roles
+    }
+    return [asdict(role) | {"bundles": _ranges(bundles[role.role])} for role in plan.roles]
+
+
+def _ranges(numbers: Collection[int]) -> str:
+    """Ascending, with ranges of consecutive numbers: `0-3 8`."""
+    found = list[list[int]]()
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
 
 
 def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str]]:

@@ -74,7 +74,7 @@ def train(
     """Train a model with asynchronous RL, as a profile describes."""
     from asyncrl_cli.checkpoint.run_directory import check_free, fresh_name
     from asyncrl_cli.cli.plan_report import print_plan
-    from asyncrl_cli.plan.fitting import refuse_what_cannot_fit
+    from asyncrl_cli.plan.remedies import refuse_what_cannot_fit
 
     loaded = load_profile(profile, sets, name)
     settings = loaded.profile

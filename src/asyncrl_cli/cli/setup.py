@@ -226,7 +226,8 @@ def init(
 def _missing_gpus(profile: Path) -> str:
     """The option that `asyncrl plan` needs for the profile on a machine without GPUs; empty if it needs
     none."""
-    from asyncrl_cli.plan.cluster import asked_gpus, local_cluster
+    from asyncrl_cli.plan.cluster import local_cluster
+    from asyncrl_cli.plan.compiler import asked_gpus
     from asyncrl_cli.profile.loaded import load
 
     settings = load(str(profile), environ={}).profile

@@ -36,7 +36,7 @@ from asyncrl_cli.models.resolve import (
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.sinks import check_sinks
 from asyncrl_cli.plan.cluster import local_cluster
-from asyncrl_cli.plan.compiling import compile_job, device_of
+from asyncrl_cli.plan.compiler import compile_job, device_of
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.sandbox.rehearsal import rehearse

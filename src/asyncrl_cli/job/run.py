@@ -28,9 +28,9 @@ from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.starting import Starting, StartStatus
 from asyncrl_cli.observe.terminal import neutral
 from asyncrl_cli.plan.cluster import local_cluster
-from asyncrl_cli.plan.compiling import device_of
+from asyncrl_cli.plan.compiler import device_of
+from asyncrl_cli.plan.defaults import DTYPE, for_device, for_job
 from asyncrl_cli.plan.job_plan import JobPlan
-from asyncrl_cli.plan.resolving import DTYPE, for_device, for_job
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.loaded import DEFAULT, Loaded, read_document, to_document, to_toml
 from asyncrl_cli.profile.resuming import changed

@@ -29,7 +29,7 @@ from asyncrl_cli.job.lifeline import head_lifeline, lifeline
 from asyncrl_cli.job.reaper import Reaper
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of_directory
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.plan.machine import SHARED_MEMORY, free_shared_memory
 from asyncrl_cli.plan.memory import object_store_bytes, published_parameters

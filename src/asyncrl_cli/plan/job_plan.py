@@ -1,11 +1,12 @@
-"""A job's plan: its roles, their workers and devices, and the bundles that they reserve. compiling.py makes
+"""A job's plan: its roles, their workers and devices, and the bundles that they reserve. compiler.py makes
 it from a profile.
 
-    placement group   bundles                                 what runs in a bundle (of `nnodes`: all of a node's share)
-    trainer           one per rank: 1 device, c CPUs          that rank
-    ref, prox, critic, reward: one per process, likewise      that process of the scorer, if it has resources of its own
-    rollout           one per worker: g GPUs, c CPUs          that worker
-    colocated         one per place, instead of both          a rank and a worker, in turns
+    placement group            bundles                              what runs in a bundle
+    trainer                    one per rank: 1 device, c CPUs       that rank
+    ref, prox, critic, reward  one per process, likewise            that process, if the scorer has its own
+    rollout                    one per worker: g GPUs, c CPUs       that worker
+    colocated                  one per pair, instead of both        a rank and a worker, in turns
+    any of them with `nnodes`  one per node                         all that the node has of the role
 
 c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. In a colocated bundle the rank and
 the worker share a GPU (RANK_SHARE), and each computes with all of the bundle's cores while the other one is
@@ -14,8 +15,8 @@ paused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl_cli.base.errors import counted
@@ -112,12 +113,12 @@ class JobPlan:
     def groups(self) -> dict[str, list[Bundle]]:
         """Bundles by placement group: one for each process or, with `Spot.nodes`, one for all processes on a
         node."""
-        return {group: self._bundles(group) for group in ([COLOCATED] if self.colocate else self._processes)}
-
-    def _bundles(self, group: str) -> list[Bundle]:
-        processes = self._processes[TRAINER if group == COLOCATED else group]
-        num_bundles = self.spot(group).nodes or processes
-        return [self._each(group).times(processes // num_bundles)] * num_bundles
+        found = {}
+        for group in [COLOCATED] if self.colocate else self._processes:
+            processes = self._processes[TRAINER if group == COLOCATED else group]
+            num_bundles = self.spot(group).nodes or processes
+            found[group] = [self._each(group).times(processes // num_bundles)] * num_bundles
+        return found
 
     @property
     def _processes(self) -> dict[str, int]:
@@ -136,11 +137,9 @@ class JobPlan:
         bundle of its own."""
         if group == ROLLOUT:
             return self.rollout_spot
-        return (
-            self.trainer_spot
-            if group not in self.scorers
-            else replace(self.trainer_spot, nodes=0, strategy="pack")
-        )
+        if group in self.scorers:
+            return replace(self.trainer_spot, nodes=0, strategy="pack")
+        return self.trainer_spot
 
     @property
     def roles(self) -> tuple[RolePlan, ...]:
@@ -172,25 +171,6 @@ class JobPlan:
             f"{self.trainer_workers} {TRAINER} + {scorers}{self.rollout_workers} {ROLLOUT} with {self.engine}"
         )
         return f"{sides} ({'colocated' if self.colocate else 'apart'}): {self.gpus} GPUs and {self.cpus} CPUs"
-
-
-def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
-    """One row per role, for `asyncrl plan`: plain values, ready for a table or for JSON."""
-    bundles = {
-        role.role: {plan.bundle_of(role, index) for index in range(role.workers)} for role in plan.roles
-    }
-    return [asdict(role) | {"bundles": _ranges(bundles[role.role])} for role in plan.roles]
-
-
-def _ranges(numbers: Collection[int]) -> str:
-    """Ascending, with ranges of consecutive numbers: `0-3 8`."""
-    found = list[list[int]]()
-    for number in sorted(numbers):
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
 
 
 def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> ProcessPlace:

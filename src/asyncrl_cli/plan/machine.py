@@ -19,13 +19,13 @@ from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import kind as vllm_kind
 from asyncrl_cli.plan.cluster import (
     computes_bfloat16,
-    cpu_counts,
     cpu_facts,
     host_memory_bytes,
     local_cluster,
     matrix_features,
     usable_cores,
 )
+from asyncrl_cli.plan.compiler import cpu_counts
 from asyncrl_cli.plan.memory import BYTES_OF, PAYLOAD_BYTES
 from asyncrl_cli.profile.schema import Profile
 
@@ -80,157 +80,116 @@ class Finding:
 def examine(say: Say) -> Iterator[Finding]:
     """All findings, one by one. `say` is called before a slow check and while it runs."""
     say("checking packages and the machine")
-    yield Finding(
-        "python", sys.version.split()[0], sys.version_info >= (3, 11), "asyncrl needs 3.11 or newer"
-    )
-    yield from (_package(name, start) for name, start in NEEDED.items())
-    yield from (_machine(), _cpu(), _threads(), _shared_memory(), _gpus(say))
-    yield _importable(say, "ray", "ray")
-    yield _importable(say, "engine transformers", "transformers.generation.continuous_batching")
-    yield from _stray_packages(say)
-    yield _vllm(say)
+    has_python = sys.version_info >= (3, 11)
+    yield Finding("python", sys.version.split()[0], has_python, "asyncrl needs 3.11 or newer")
+    for name, start in NEEDED.items():
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found = ""
+        wanted = f"{name}=={start}*" if start.endswith(".") else f"{name}=={start}" if start else name
+        is_right = bool(found) and found.startswith(start)
+        yield Finding(name, found or "missing", is_right, f"pip install '{wanted}'")
+    memory_gib, free_gib = host_memory_bytes() / GIB, shutil.disk_usage(Path.cwd()).free / GIB
+    cores = f"{usable_cores()} cores, {memory_gib:.0f} GiB memory"
+    yield Finding("machine", f"{cores}, {free_gib:.0f} GiB disk free here")
+    yield from (cpu_finding(), threads_finding(), shared_memory_finding())
+    gpus = local_cluster().gpus
+    if gpus:
+        hint = "this torch is built without CUDA, or the driver is missing; --set placement.device=cpu needs "
+        program = "import torch; assert torch.cuda.is_available()"
+        yield tried(say, "GPUs", program, str(gpus), str(gpus), f"{hint}neither")
+    else:
+        yield Finding("GPUs", "none: runs use the CPU")
+    again = "install asyncrl again: pip install ."
+    batching = "transformers.generation.continuous_batching"
+    for what, module in (("ray", "ray"), ("engine transformers", batching)):
+        yield tried(say, what, f"import {module}", "imports", "cannot be imported: {}", again)
+    hint, fails = "asyncrl doctor --fix removes what vLLM does not need", "does not load beside this torch"
+    for name in vllm_kind.STRAY_PACKAGES:
+        if find_spec(name) is not None:
+            stray = tried(say, name, f"import {name}", "", fails, hint)
+            yield from () if stray.ok else (stray,)
+    # vLLM is optional, but if it is installed it has to work.
+    version, line = vllm_kind.installed_version(), vllm_kind.install_command("cuda" if gpus else "cpu")
+    if version is None:
+        yield Finding("engine vllm", "not installed (optional)", hint=line)
+    elif version.split("+")[0] != vllm_kind.VLLM_VERSION:
+        wanted = f"{version}, asyncrl works with {vllm_kind.VLLM_VERSION} (optional)"
+        yield Finding("engine vllm", wanted, hint=line)
+    else:
+        program, fails = "import vllm.v1.engine.async_llm", f"{version}, cannot be imported: {{}}"
+        yield tried(say, "engine vllm", program, f"{version}, imports", fails, line)
 
 
-def _package(name: str, start: str) -> Finding:
-    try:
-        found = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        found = ""
-    wanted = f"{name}=={start}*" if start.endswith(".") else f"{name}=={start}" if start else name
-    return Finding(
-        name, found or "missing", bool(found) and found.startswith(start), f"pip install '{wanted}'"
-    )
-
-
-def _machine() -> Finding:
-    memory_gib = host_memory_bytes() / GIB
-    free_gib = shutil.disk_usage(Path.cwd()).free / GIB
-    return Finding(
-        "machine", f"{usable_cores()} cores, {memory_gib:.0f} GiB memory, {free_gib:.0f} GiB disk free here"
-    )
-
-
-def _cpu() -> Finding:
+def cpu_finding() -> Finding:
     features = matrix_features()
     if features is None:
         return Finding("CPU", "its instructions are not known on this system")
     meaning = "computes in bfloat16 as well as in float32"
     if not computes_bfloat16():
         meaning = (
-            "has no bfloat16 instructions: model.dtype = bfloat16 would be emulated, several times "
-            "slower than float32"
+            "has no bfloat16 instructions: model.dtype = bfloat16 would be emulated, several times slower "
         )
+        meaning += "than float32"
     name = cpu_facts().get("model name", "CPU")
     return Finding(
         "CPU", f"{name}: {' '.join(features) or 'no vector instructions that count here'}; {meaning}"
     )
 
 
-def _threads() -> Finding:
+def threads_finding() -> Finding:
     """How many threads a run on CPUs would use, against cores and load."""
     profile, cores, load = Profile(), usable_cores(), os.getloadavg()[0]
     threads = sum(cpu_counts(profile)) * profile.placement.cpus_per_worker
     found = (
         f"a run on the CPU computes with {threads} (one for a trainer, one for a rollout worker; "
-        "placement.cpus_per_worker)"
+        f"placement.cpus_per_worker) and builds its first model with 1; load {load:.1f} on {cores} cores"
     )
-    found += f" and builds its first model with 1; load {load:.1f} on {cores} cores"
     if load + threads > cores + 0.5:
         found += ": other processes are using the cores, so a run will take longer"
     return Finding("threads", found)
 
 
-def _shared_memory() -> Finding:
+def shared_memory_finding() -> Finding:
     """Space in /dev/shm, where Ray keeps its objects, and how large a model may travel through it; with too
     little Ray falls back to disk, or refuses a large store."""
     if (free := free_shared_memory()) is None:
         return Finding("shared memory", f"no {SHARED_MEMORY}")
     is_enough = True if free >= LEAST_SHARED_MEMORY_BYTES else None
-    hint = "give the container more, for example docker run --shm-size=1g"
     parameters = max(free - PAYLOAD_BYTES, 0) // (2 * BYTES_OF["bfloat16"])
-    meaning = (
-        f"enough for two versions of a model of {parameters / 1e9:.1f}e9 parameters in bfloat16 "
-        "(weights.transport = object-store)"
+    found = (
+        f"{free / 2**20:.0f} MiB free in {SHARED_MEMORY}: enough for two versions of a model of "
+        f"{parameters / 1e9:.1f}e9 parameters in bfloat16 (weights.transport = object-store)"
     )
-    return Finding(
-        "shared memory", f"{free / 2**20:.0f} MiB free in {SHARED_MEMORY}: {meaning}", is_enough, hint
-    )
+    hint = "give the container more, for example docker run --shm-size=1g"
+    return Finding("shared memory", found, is_enough, hint)
 
 
-def _gpus(say: Say) -> Finding:
-    count = local_cluster().gpus
-    if not count:
-        return Finding("GPUs", "none: runs use the CPU")
-    hint = (
-        "this torch is built without CUDA, or the driver is missing; --set placement.device=cpu needs neither"
-    )
-    return _tried(say, "GPUs", "import torch; assert torch.cuda.is_available()", str(count), str(count), hint)
-
-
-def _stray_packages(say: Say) -> Iterator[Finding]:
-    hint, fails = "asyncrl doctor --fix removes what vLLM does not need", "does not load beside this torch"
-    for name in vllm_kind.STRAY_PACKAGES:
-        if (
-            find_spec(name) is not None
-            and not (found := _tried(say, name, f"import {name}", "", fails, hint)).ok
-        ):
-            yield found
-
-
-def _vllm(say: Say) -> Finding:
-    """vLLM is optional, but if it is installed it has to work."""
-    found, line = (
-        vllm_kind.installed_version(),
-        vllm_kind.install_command("cuda" if local_cluster().gpus else "cpu"),
-    )
-    if found is None:
-        return Finding("engine vllm", "not installed (optional)", hint=line)
-    if found.split("+")[0] != vllm_kind.VLLM_VERSION:
-        return Finding(
-            "engine vllm", f"{found}, asyncrl works with {vllm_kind.VLLM_VERSION} (optional)", hint=line
-        )
-    return _importable(say, "engine vllm", "vllm.v1.engine.async_llm", f"{found}, ", line)
-
-
-def _importable(
-    say: Say, what: str, module: str, version: str = "", hint: str = "install asyncrl again: pip install ."
-) -> Finding:
-    return _tried(
-        say, what, f"import {module}", f"{version}imports", f"{version}cannot be imported: {{}}", hint
-    )
-
-
-def _tried(say: Say, what: str, program: str, works: str, fails: str, hint: str) -> Finding:
+def tried(say: Say, what: str, program: str, works: str, fails: str, hint: str) -> Finding:
     """Whether `program` works; `{}` in `fails` becomes the reason. One that takes too long says nothing about
     the installation."""
     doing = f"{program} (at most {IMPORT_TIMEOUT_S:g} s)"
     say(doing)
     try:
-        wrong = _failure_of(program, lambda waited_s: say(doing, figures=f"{waited_s:.0f} s"))
+        wrong = failure_of(program, lambda waited_s: say(doing, figures=f"{waited_s:.0f} s"))
     except subprocess.TimeoutExpired:
-        return Finding(
-            what,
-            f"not known: `{program}` takes longer than {IMPORT_TIMEOUT_S:g} s",
-            None,
-            "other processes use the cores?",
-        )
+        found = f"not known: `{program}` takes longer than {IMPORT_TIMEOUT_S:g} s"
+        return Finding(what, found, None, "other processes use the cores?")
     return Finding(what, fails.format(wrong) if wrong else works, not wrong, hint)
 
 
-def _failure_of(program: str, waiting: Callable[[float], None] = lambda waited_s: None) -> str:
+def failure_of(program: str, waiting: Callable[[float], None] = lambda waited_s: None) -> str:
     """Why `program` fails in a fresh Python process; "" if it does not. Importing here would leave modules
     and warnings. `waiting` is called about once a second. Raises TimeoutExpired, and kills the process, after
     `IMPORT_TIMEOUT_S`."""
-    began_s, command = time.monotonic(), [sys.executable, "-c", program]
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
-    ) as child:
+    began_s, command, pipe = time.monotonic(), [sys.executable, "-c", program], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace") as child:
         while True:
             try:
-                lines = child.communicate(timeout=min(LOOK_EVERY_S, IMPORT_TIMEOUT_S))[1].strip().splitlines()
-                return (
-                    (lines or [f"the process ended with {child.returncode}"])[-1] if child.returncode else ""
-                )
+                _, errors = child.communicate(timeout=min(LOOK_EVERY_S, IMPORT_TIMEOUT_S))
+                lines = errors.strip().splitlines() or [f"the process ended with {child.returncode}"]
+                return lines[-1] if child.returncode else ""
             except subprocess.TimeoutExpired:
                 waited_s = time.monotonic() - began_s
                 if waited_s >= IMPORT_TIMEOUT_S:

@@ -1,34 +1,52 @@
-"""Compares a memory estimate with what there is: per GPU if its memory is known; on CPUs, all processes with
-the machine."""
+"""Compares a memory estimate with what there is: a GPU's memory, a node's host memory and, on CPUs, the
+machine's.
+
+On a node with GPUs its processes' host memory counts: what they always hold, the phase in which they hold
+most besides (a start, or a sync beside a checkpoint), and the object store, where a rank publishes or a
+worker receives versions. Rank 0 holds what is published.
+"""
 
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl_cli.base.errors import PreflightError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
-from asyncrl_cli.plan.cluster import host_memory_bytes
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
-from asyncrl_cli.plan.memory import SHARED_CACHE, MemoryEstimate, estimate_memory, kv_cache_bytes
+from asyncrl_cli.plan.cluster import ClusterResources, host_memory_bytes
+from asyncrl_cli.plan.job_plan import COLOCATED, ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.plan.memory import (
+    CACHE,
+    SHARED_CACHE,
+    MemoryEstimate,
+    MemoryItem,
+    estimate_memory,
+    kv_cache_bytes,
+    peak,
+)
+from asyncrl_cli.plan.node_fit import Unplaced, assigned
 from asyncrl_cli.profile.schema import Profile
 
 GIB = 2**30
 SMALLER = "a smaller model, more GPUs or larger ones"
-GPU, MACHINE = "GPU", "machine"
-"""Names of devices. On CPUs all processes share the machine's memory."""
+GPU, MACHINE, NODE, SHARE = "GPU", "machine", "node", "engine's share"
+"""Names of devices. On CPUs all processes share the machine's memory. An engine may have a share of a GPU."""
+STORE = "object store"
 PROBE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceNeed:
-    """A device, the roles that share it, the bytes they need, and the bytes it has (None: unknown)."""
+    """A device, the roles that share it, the bytes they need, the bytes it has (None: unknown), and the items
+    that coincide when it is fullest."""
 
     device: str
     roles: tuple[str, ...]
     num_bytes: int
     available_bytes: int | None
+    items: tuple[MemoryItem, ...]
 
     @property
     def fits(self) -> bool | None:
@@ -46,29 +64,80 @@ def estimate_or_reason(profile: Profile, plan: JobPlan, available_bytes: int | N
 def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
     """One need per kind of GPU: the trainer's and the rollout's, or the one they share. On CPUs: one for this
     machine."""
-    plan = estimate.plan
-    every = tuple(role.role for role in plan.roles)
+    plan, of, every = estimate.plan, estimate.of, tuple(role.role for role in estimate.plan.roles)
     if plan.device == "cpu":
-        needs = {every: sum(item.total_bytes for role in every for item in estimate.at_peak(role))}
+        machine = [
+            peak([*of(role, "device"), *of(role, "host")], lambda item: item.total_bytes) for role in every
+        ]
+        needs = {every: (sum(total for total, _ in machine), tuple(i for _, items in machine for i in items))}
     else:
-        peaks = {role: estimate.peak_bytes(role, "device") for role in every}
-        needs = (
-            {every: _shared_gpu(estimate, peaks)}
-            if plan.colocate
-            else {(role,): peaks[role] for role in every}
-        )
-    device = MACHINE if plan.device == "cpu" else GPU
+        needs = {(role,): peak(of(role, "device")) for role in every}
+    if plan.device == "cuda" and plan.colocate:
+        (training, ranks), (generating, workers) = needs[TRAINER,], needs[ROLLOUT,]
+        together = training + generating
+        if estimate.engine is not None:
+            # The engine frees its memory while the trainer trains. A rank keeps its weights and moments.
+            together = max(training, estimate.always_bytes(TRAINER) + generating)
+        needs = {every: (together, ranks + workers)}
     return [
-        DeviceNeed(device=device, roles=roles, num_bytes=num_bytes, available_bytes=estimate.available_bytes)
-        for roles, num_bytes in needs.items()
+        DeviceNeed(
+            device=MACHINE if plan.device == "cpu" else GPU,
+            roles=roles,
+            num_bytes=num_bytes,
+            available_bytes=estimate.available_bytes,
+            items=items,
+        )
+        for roles, (num_bytes, items) in needs.items()
     ]
 
 
-def _shared_gpu(estimate: MemoryEstimate, peaks: dict[str, int]) -> int:
-    if estimate.engine is None:
-        return sum(peaks.values())
-    # The engine frees its GPU memory while the trainer trains; a rank always keeps its weights and moments.
-    return max(peaks[TRAINER], estimate.always_bytes(TRAINER) + peaks[ROLLOUT])
+def node_needs(estimate: MemoryEstimate, there: ClusterResources) -> list[DeviceNeed]:
+    """One need for each kind of node, those with most processes first. Empty on CPUs, and while there is no
+    room for the job."""
+    plan, memory = estimate.plan, {node.key: node.memory_bytes for node in there.nodes}
+    if plan.device == "cpu" or isinstance(placed := assigned(plan, there), Unplaced):
+        return []
+    on: dict[str, Counter[str]] = {node: Counter() for nodes in placed.values() for node in nodes}
+    for group, nodes in placed.items():
+        for role in (TRAINER, ROLLOUT) if group == COLOCATED else (group,):
+            for node in nodes:
+                on[node][role] += plan.role(role).workers // len(nodes)
+    first = placed[COLOCATED if plan.colocate else TRAINER][0]
+    how = "two versions of the weights, and payloads in flight"
+    store = MemoryItem(NODE, 1, "host", "always", STORE, estimate.store_bytes, how)
+    needs = []
+    for node, processes in on.items():
+        items = [store] if node == first or processes[ROLLOUT] else []
+        for item in estimate.items:
+            is_of_rank_zero = item.role == TRAINER and item.processes == 1
+            num_here = int(node == first) if is_of_rank_zero else processes[item.role]
+            if item.kind == "host" and num_here:
+                items.append(replace(item, processes=num_here))
+        num_bytes, at_peak = peak(items, lambda item: item.total_bytes)
+        roles = tuple(f"{number} {role}" for role, number in processes.items())
+        needs.append(
+            DeviceNeed(
+                device=NODE, roles=roles, num_bytes=num_bytes, available_bytes=memory[node], items=at_peak
+            )
+        )
+    return list(dict.fromkeys(needs))
+
+
+def share_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
+    """The weights of an engine in its share of a GPU. Empty if there is no share, or it is not known."""
+    engine, available = estimate.engine, estimate.available_bytes
+    if estimate.plan.device == "cpu" or engine is None or engine.cache_bytes is not None or available is None:
+        return []
+    weights, share = estimate.rollout_weights, int(engine.share * available)
+    return [
+        DeviceNeed(
+            device=SHARE,
+            roles=(ROLLOUT,),
+            num_bytes=weights.num_bytes,
+            available_bytes=share,
+            items=(weights,),
+        )
+    ]
 
 
 def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:
@@ -76,15 +145,14 @@ def shortage(needs: Iterable[DeviceNeed]) -> PreflightError | None:
     fail. None if all fit."""
     for need in needs:
         if need.available_bytes is not None and not need.fits:
-            needed = f"{'needs' if len(need.roles) == 1 else 'need'} about {need.num_bytes / GIB:.1f} GiB"
-            return PreflightError(
-                f"{' and '.join(need.roles)} {needed} of a {need.device}'s {need.available_bytes / GIB:.1f} "
-                "GiB, by an estimate: "
-                "a run would start and may fail",
-                hint=SMALLER
-                if need.device == GPU
-                else f"a smaller model, or a {need.device} with more memory",
+            verb = "needs" if len(need.roles) == 1 else "need"
+            message = (
+                f"{' and '.join(need.roles)} {verb} about {need.num_bytes / GIB:.1f} GiB of a "
+                f"{need.device}'s {need.available_bytes / GIB:.1f} GiB, by an estimate: a run would start and "
+                "may fail"
             )
+            other = f"a smaller model, or a {need.device} with more memory"
+            return PreflightError(message, hint=SMALLER if need.device == GPU else other)
     return None
 
 
@@ -95,51 +163,55 @@ def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
     That is a rank's share of weights and moments, or a rollout worker's weights (its cache may be smaller
     than its slots want).
     """
-    plan, available_bytes, engine = estimate.plan, estimate.available_bytes, estimate.engine
-    if plan.device == "cpu" or available_bytes is None:
+    plan, available, engine = estimate.plan, estimate.available_bytes, estimate.engine
+    if plan.device == "cpu" or available is None:
         return None
-    moments = estimate.always_bytes(TRAINER)
-    if moments > available_bytes:
-        ranks = -(-moments * plan.role(TRAINER).workers // available_bytes)
-        fewer = (
-            (f"--set placement.trainer_workers={ranks}")
-            if ranks < plan.gpus and not plan.colocate
-            else SMALLER
-        )
-        return _too_small(
-            "a trainer rank's weights and moments",
-            moments,
-            f"which has {available_bytes / GIB:.1f} GiB",
-            fewer,
-        )
-    weights = sum(item.num_bytes for item in estimate.of(ROLLOUT, "device") if item.what == "weights")
-    if weights > available_bytes:
-        halved = estimate.profile.model.dtype == "float32" and weights <= 2 * available_bytes
-        hint = "--set model.dtype=bfloat16" if halved else SMALLER
-        return _too_small(
-            "a rollout worker's weights", weights, f"which has {available_bytes / GIB:.1f} GiB", hint
-        )
-    if engine is None or engine.cache_bytes is not None:
+    state, weights = estimate.always_bytes(TRAINER), estimate.rollout_weights.num_bytes
+    ranks = -(-state * plan.trainer_workers // available)
+    what, num_bytes, hint = "a rollout worker's weights", weights, SMALLER
+    has = f"which has {available / GIB:.1f} GiB"
+    if state > available:
+        what, num_bytes = "a trainer rank's weights and moments", state
+        if ranks < plan.gpus and not plan.colocate:
+            hint = f"--set placement.trainer_workers={ranks}"
+    elif weights > available:
+        if estimate.profile.model.dtype == "float32" and weights <= 2 * available:
+            hint = "--set model.dtype=bfloat16"
+    elif (
+        engine is not None
+        and engine.cache_bytes is None
+        and engine.share * available < weights <= engine.default_share * available
+    ):
+        share = f"rollout.gpu_memory_utilization = {engine.share:g}"
+        has = f"and {share} gives {engine.name} {engine.share * available / GIB:.1f} GiB of it"
+        hint = f"--set rollout.gpu_memory_utilization={engine.default_share}"
+    else:
         return None
-    given = engine.share * available_bytes
-    if not given < weights <= engine.default_share * available_bytes:
-        return None
-    share = (
-        f"and rollout.gpu_memory_utilization = {engine.share:g} gives {engine.name} {given / GIB:.1f} "
-        "GiB of it"
-    )
-    return _too_small(
-        "a rollout worker's weights",
-        weights,
-        share,
-        f"--set rollout.gpu_memory_utilization={engine.default_share}",
-    )
-
-
-def _too_small(what: str, num_bytes: int, but: str, hint: str) -> PreflightError:
     return PreflightError(
-        f"{what} take {num_bytes / GIB:.1f} GiB of a GPU, {but}: this cannot run", hint=hint
+        f"{what} take {num_bytes / GIB:.1f} GiB of a GPU, {has}: this cannot run", hint=hint
     )
+
+
+def cache_warnings(estimate: MemoryEstimate) -> list[str]:
+    """A warning if the KV cache is too small for all slots. The transformers engine gives it half of the
+    memory free at its start, vLLM what its share leaves; both evict responses when it is full."""
+    plan, rollout, engine = estimate.plan, estimate.profile.rollout, estimate.engine
+    if plan.device == "cpu" or estimate.available_bytes is None:
+        return []
+    needed = kv_cache_bytes(estimate.profile, estimate.shape) // max(plan.gpus_per_rollout_worker, 1)
+    caches = (item for item in estimate.of(ROLLOUT, "device") if item.what in (CACHE, SHARED_CACHE))
+    room = sum(item.num_bytes for item in caches)
+    if needed <= room:
+        return []
+    leaves, then = "the engine takes at most half of what is free", "evicted and prefilled again"
+    if engine is not None:
+        leaves, then = f"{engine.name}'s share of the GPU leaves less", "preempted and computed again"
+    slots = room * rollout.slots // needed
+    way_out = f"rollout.slots = {slots} fits" if slots >= rollout.n else "fewer slots alone do not help"
+    return [
+        f"a KV cache for {rollout.slots} slots at full length is {needed / GIB:.1f} GiB, and {leaves} "
+        f"({room / GIB:.1f} GiB): long responses may be {then} ({way_out})"
+    ]
 
 
 def known_memory_bytes(device: str) -> int | None:
@@ -151,33 +223,5 @@ def known_memory_bytes(device: str) -> int | None:
         done = subprocess.run(query, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return min(
-        (int(line) * 2**20 for line in done.stdout.splitlines() if line.strip().isdigit()), default=None
-    )
-
-
-def cache_warnings(estimate: MemoryEstimate) -> list[str]:
-    """A warning if the KV cache is too small for all slots. The transformers engine gives it half of the
-    memory free at its start, vLLM what its share leaves; both evict responses when it is full."""
-    plan, rollout = estimate.plan, estimate.profile.rollout
-    if plan.device == "cpu" or estimate.available_bytes is None:
-        return []
-    needed = kv_cache_bytes(estimate.profile, estimate.shape) // max(plan.gpus_per_rollout_worker, 1)
-    held = {item.what: item.num_bytes for item in estimate.of(ROLLOUT, "device")}
-    if estimate.engine is not None:
-        room = held.get("KV cache", 0) + held.get(SHARED_CACHE, 0)
-        leaves, then = (
-            (f"{estimate.engine.name}'s share of the GPU leaves less"),
-            "preempted and computed again",
-        )
-    else:
-        room = held.get("KV cache", 0)
-        leaves, then = "the engine takes at most half of what is free", "evicted and prefilled again"
-    if needed <= room:
-        return []
-    slots = room * rollout.slots // needed
-    way_out = f"rollout.slots = {slots} fits" if slots >= rollout.n else "fewer slots alone do not help"
-    return [
-        f"a KV cache for {rollout.slots} slots at full length is {needed / GIB:.1f} GiB, and "
-        f"{leaves} ({room / GIB:.1f} GiB): long responses may be {then} ({way_out})"
-    ]
+    sizes_mib = (int(line) for line in done.stdout.splitlines() if line.strip().isdigit())
+    return min((mib * 2**20 for mib in sizes_mib), default=None)

@@ -12,14 +12,15 @@ in the end, within `placement.timeout_s`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
-from typing import NamedTuple
+from functools import partial, reduce
+from itertools import chain, product
+from typing import Any, NamedTuple
 
 from asyncrl_cli.base.errors import PreflightError, counted
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, Bundle, JobPlan, Spot
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, Bundle, JobPlan
 
 MOST_NODES_SHOWN = 16
 MOST_SHAPES_TRIED = 5_000
@@ -29,14 +30,12 @@ class Unplaced(NamedTuple):
     """The first bundle that finds no node."""
 
     group: str
-    index: int
+    position: int
     bundles: Sequence[Bundle]
 
     def __str__(self) -> str:
-        return (
-            f"bundle {self.index + 1} of {len(self.bundles)} of the {self.group} "
-            f"({self.bundles[self.index]}) finds no node"
-        )
+        which = f"bundle {self.position + 1} of {len(self.bundles)} of the {self.group}"
+        return f"{which} ({self.bundles[self.position]}) finds no node"
 
 
 def assigned(plan: JobPlan, cluster: ClusterResources) -> dict[str, list[str]] | Unplaced:
@@ -62,31 +61,28 @@ def _first_fit(
         taken = {node for other in others for node in on[other]}
         allowed = [i for i, node in enumerate(nodes) if i not in taken and matches(node.labels, spot.labels)]
         together = len(bundles) if spot.strategy == "strict_pack" else 1
-        own = on[name] = []
-        while len(own) < len(bundles):
+        chosen = on[name] = []
+        while len(chosen) < len(bundles):
             wanted = bundles[0].times(together)
             wanted = replace(wanted, cpus=0) if cluster.elastic_cpus else wanted
-            order = sorted(allowed, key=own.count) if spot.strategy == "spread" else allowed
-            spare = (i for i in order if not (spot.strategy == "strict_spread" and i in own))
-            node = next(
-                (i for i in spare if free[i].gpus >= wanted.gpus and free[i].cpus >= wanted.cpus), None
-            )
-            if node is None:
-                return Unplaced(name, len(own), bundles)
+            order = sorted(allowed, key=chosen.count) if spot.strategy == "spread" else allowed
+            open_nodes = (i for i in order if not (spot.strategy == "strict_spread" and i in chosen))
+            fits = (i for i in open_nodes if free[i].gpus >= wanted.gpus and free[i].cpus >= wanted.cpus)
+            if (node := next(fits, None)) is None:
+                return Unplaced(name, len(chosen), bundles)
             free[node] = Bundle(gpus=free[node].gpus - wanted.gpus, cpus=free[node].cpus - wanted.cpus)
-            own += [node] * together
+            chosen += [node] * together
     return {name: [nodes[i].key for i in on[name]] for name in plan.groups}
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     """By Ray's rules: a value, `in(a, b)`, and `!` before either for none of them."""
-    return all(_is_one_of(labels.get(key), wanted) for key, wanted in selector.items())
-
-
-def _is_one_of(value: str | None, wanted: str) -> bool:
-    plain = wanted.removeprefix("!")
-    values = [one.strip() for one in plain[3:-1].split(",")] if plain.startswith("in(") else [plain]
-    return (value in values) != wanted.startswith("!")
+    for key, wanted in selector.items():
+        plain = wanted.removeprefix("!")
+        values = [one.strip() for one in plain[3:-1].split(",")] if plain.startswith("in(") else [plain]
+        if (labels.get(key) in values) == wanted.startswith("!"):
+            return False
+    return True
 
 
 def check_fit(plan: JobPlan, cluster: ClusterResources) -> None:
@@ -106,29 +102,30 @@ def node_lines(cluster: ClusterResources, free: ClusterResources) -> str:
     lines = []
     for node in cluster.nodes[:MOST_NODES_SHOWN]:
         now = left.get(node.key, replace(node, gpus=0, cpus=0))
-        own = [f"{key}={value}" for key, value in node.labels.items() if not key.startswith("ray.io/")]
-        labels = f", with {' '.join(own)}" if own else ""
-        lines.append(
-            f"\n  {node.name}: free {now.gpus} of {counted(node.gpus, 'GPU')}, {now.cpus} of "
-            f"{counted(node.cpus, 'CPU')}{labels}"
-        )
+        labels = [f"{key}={value}" for key, value in node.labels.items() if not key.startswith("ray.io/")]
+        shown = f", with {' '.join(labels)}" if labels else ""
+        gpus, cpus = counted(node.gpus, "GPU"), counted(node.cpus, "CPU")
+        lines.append(f"\n  {node.name}: free {now.gpus} of {gpus}, {now.cpus} of {cpus}{shown}")
     more = len(cluster.nodes) - MOST_NODES_SHOWN
     return "".join(lines) + (f"\n  and {counted(more, 'node')} more" if more > 0 else "")
 
 
 def asked(plan: JobPlan) -> str:
+    scorers = "".join(f", {processes} of {task}" for task, processes in plan.scorers.items())
     return (
-        f"{counted(plan.trainer_workers, 'trainer rank')}"
-        f"{''.join(f', {processes} of {task}' for task, processes in plan.scorers.items())} and "
-        f"{counted(plan.rollout_workers, 'rollout worker')} "
-        f"ask for {counted(plan.gpus, 'GPU')} and {counted(plan.cpus, 'CPU')}, "
-        f"at most {max(plan.bundles)} of one node at a time"
+        f"{counted(plan.trainer_workers, 'trainer rank')}{scorers} and "
+        f"{counted(plan.rollout_workers, 'rollout worker')} ask for {counted(plan.gpus, 'GPU')} and "
+        f"{counted(plan.cpus, 'CPU')}, at most {max(plan.bundles)} of one node at a time"
     )
 
 
 def fitting_hint(plan: JobPlan, cluster: ClusterResources) -> str:
-    """The largest smaller job that fits, as `--set`s."""
-    for smaller, sets in _smaller_jobs(plan):
+    """The `--set`s of the largest smaller job that fits: first the same job without the rules about its
+    nodes, then smaller ones, with the rules and without."""
+    looser = list(_looser(plan))
+    loosest, rules = looser[-1] if looser else (plan, "")
+    bare = ((smaller, f"{rules} {sets}") for smaller, sets in _with_less(loosest)) if looser else ()
+    for smaller, sets in chain(looser, _with_less(plan), bare):
         if not isinstance(assigned(smaller, cluster), Unplaced):
             return sets
     if plan.gpus and cluster.cpus:
@@ -136,15 +133,29 @@ def fitting_hint(plan: JobPlan, cluster: ClusterResources) -> str:
     return f"the smallest job of this profile needs {2 * plan.cpus_per_worker} CPUs"
 
 
-def _smaller_jobs(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
-    """Smaller plans and their `--set`s: first the same job without the rules about its nodes, then smaller
-    ones, with the rules and without."""
-    looser = list(_looser(plan))
-    yield from looser
-    yield from _with_less(plan)
-    if looser:
-        loosest, rules = looser[-1]
-        yield from ((smaller, f"{rules} {sets}") for smaller, sets in _with_less(loosest))
+def _looser(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
+    """The same job with fewer rules about its nodes: without each rule in turn, then without any."""
+    rules: list[tuple[Callable[[JobPlan], JobPlan], str]] = []
+    if plan.disjoint_nodes:
+        rules.append((partial(replace, disjoint_nodes=False), "--set placement.disjoint_nodes=false"))
+    for role in (TRAINER, ROLLOUT):
+        spot = plan.spot(role)
+        if spot.strategy.startswith("strict") and not spot.nodes:
+            looser = spot.strategy.removeprefix("strict_")
+            rule = partial(_with_spot, role=role, strategy=looser)
+            rules.append((rule, f"--set placement.{role}_strategy={looser}"))
+        if spot.labels:
+            rule = partial(_with_spot, role=role, labels={})
+            rules.append((rule, f"--set placement.{role}_labels={{}}"))
+    yield from ((loosened(plan), sets) for loosened, sets in rules)
+    if len(rules) > 1:
+        loosest = reduce(lambda smaller, rule: rule[0](smaller), rules, plan)
+        yield loosest, " ".join(sets for _, sets in rules)
+
+
+def _with_spot(plan: JobPlan, *, role: str, **changes: Any) -> JobPlan:
+    spot: dict[str, Any] = {f"{role}_spot": replace(plan.spot(role), **changes)}
+    return replace(plan, **spot)
 
 
 def _with_less(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
@@ -154,7 +165,7 @@ def _with_less(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
     if plan.scorers:  # placement.ratios decides how many of each there are
         return
     if plan.trainer_spot.nodes or plan.rollout_spot.nodes:
-        yield from _smaller_shapes(plan)
+        yield from _on_fewer_nodes(plan)
         return
     total = plan.trainer_workers + plan.rollout_workers
     for workers in range(total - 1, 1, -1):
@@ -168,64 +179,29 @@ def _with_less(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
             yield smaller, sets
 
 
-def _looser(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
-    """The same job with fewer rules about its nodes: without each rule in turn, then without any."""
-    rules: list[tuple[dict[str, object], str]] = []
-    if plan.disjoint_nodes:
-        rules.append(({"disjoint_nodes": False}, "--set placement.disjoint_nodes=false"))
-    for name in (TRAINER, ROLLOUT):
-        spot = plan.spot(name)
-        if spot.strategy.startswith("strict") and not spot.nodes:
-            looser = spot.strategy.removeprefix("strict_")
-            rules.append(
-                (
-                    {f"{name}_spot": replace(spot, strategy=looser)},
-                    f"--set placement.{name}_strategy={looser}",
-                )
-            )
-        if spot.labels:
-            rules.append(({f"{name}_spot": replace(spot, labels={})}, f"--set placement.{name}_labels={{}}"))
-    for changes, sets in rules:
-        yield replace(plan, **changes), sets  # type: ignore[arg-type]
-    if len(rules) > 1:
-        without = {key: value for changes, _ in rules for key, value in changes.items()}
-        yield replace(plan, **without), " ".join(sets for _, sets in rules)  # type: ignore[arg-type]
-
-
-def _smaller_shapes(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
-    """Fewer nodes, or fewer GPUs of each, the most GPUs first."""
-
-    def shapes(spot: Spot, workers: int, each: int) -> list[tuple[int, int]]:
-        """(nodes, GPUs of each); (0, workers) for a role that is on any nodes."""
-        if not spot.nodes:
-            return [(0, workers)]
-        return list(product(range(spot.nodes, 0, -1), range(workers // spot.nodes * each, 0, -each)))
-
-    each = 1 if plan.colocate else max(plan.gpus_per_rollout_worker, 1)
-    of_trainer = shapes(plan.trainer_spot, plan.trainer_workers, 1)
-    of_rollout = shapes(plan.rollout_spot, plan.rollout_workers, each)
-
-    def gpus(pair: tuple[tuple[int, int], tuple[int, int]]) -> int:
-        return sum(max(nodes, 1) * number for nodes, number in pair)
-
-    for trainer, rollout in sorted(product(of_trainer, of_rollout), key=gpus, reverse=True)[
-        1:MOST_SHAPES_TRIED
-    ]:
-        ranks, workers = (
-            max(trainer[0], 1) * trainer[1],
-            max(rollout[0], 1) * rollout[1] // (each if rollout[0] else 1),
-        )
+def _on_fewer_nodes(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
+    """Fewer nodes, or fewer GPUs of each, the most GPUs first. A role on any nodes is (0, workers)."""
+    per_worker = 1 if plan.colocate else max(plan.gpus_per_rollout_worker, 1)
+    shapes: list[Iterable[tuple[int, int]]] = []
+    for spot, workers, each in (
+        (plan.trainer_spot, plan.trainer_workers, 1),
+        (plan.rollout_spot, plan.rollout_workers, per_worker),
+    ):
+        numbers = range(workers // spot.nodes * each, 0, -each) if spot.nodes else [workers]
+        shapes.append(product(range(spot.nodes, 0, -1) if spot.nodes else [0], numbers))
+    pairs = sorted(
+        product(*shapes), key=lambda pair: sum(max(nodes, 1) * number for nodes, number in pair), reverse=True
+    )
+    for (nodes, gpus), (rollout_nodes, rollout_gpus) in pairs[1:MOST_SHAPES_TRIED]:
+        ranks = max(nodes, 1) * gpus
+        workers = max(rollout_nodes, 1) * rollout_gpus // (per_worker if rollout_nodes else 1)
         smaller = replace(
             plan,
             trainer_workers=ranks,
             rollout_workers=ranks if plan.colocate else workers,
-            trainer_spot=replace(plan.trainer_spot, nodes=trainer[0]),
-            rollout_spot=replace(plan.rollout_spot, nodes=rollout[0]),
+            trainer_spot=replace(plan.trainer_spot, nodes=nodes),
+            rollout_spot=replace(plan.rollout_spot, nodes=rollout_nodes),
         )
-        named = (("trainer", *trainer), ("rollout", *rollout))
-        yield (
-            smaller,
-            " ".join(
-                f"--set {role}.nnodes={n} --set {role}.n_gpus_per_node={g}" for role, n, g in named if n
-            ),
-        )
+        named = ((TRAINER, nodes, gpus), (ROLLOUT, rollout_nodes, rollout_gpus))
+        sets = (f"--set {role}.nnodes={n} --set {role}.n_gpus_per_node={g}" for role, n, g in named if n)
+        yield smaller, " ".join(sets)

@@ -44,6 +44,15 @@ def values_of(profile: Profile) -> dict[str, Any]:
     return {f"{section}.{name}": value for section in sections() for name, value in getattr(profile, section)}
 
 
+def with_values(profile: Profile, values: Mapping[str, Any]) -> Profile:
+    """The profile with other values, by dotted key. They are not validated."""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        changed = getattr(profile, section).model_copy(update={name: value})
+        profile = profile.model_copy(update={section: changed})
+    return profile
+
+
 def entries_of(profile: Profile) -> dict[str, Any]:
     """Every key with its value. If `task.params` has entries, they replace that table."""
     found: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """What a run's figures mean, in words: who idled and why, whether the data was too stale, what to change.
 
-Every sentence names its figures. Nothing here is simulated: `asyncrl plan --tune RUN` searches for the best
+Every sentence names its figures. Nothing here is simulated: `asyncrl tune RUN` searches for the best
 setting.
 """
 

@@ -70,7 +70,7 @@ def write_report(
 
 
 def searched(recorded: Recorded, runs_dir: Path, progress: Callable[..., None]) -> str:
-    """What `plan --tune` recommends for the run. Raises as `tune`."""
+    """What `tune` recommends for the run. Raises as `tune`."""
     from asyncrl_cli.bench.recommendation import Asked, tune
 
     tuned = tune(Asked(reference=str(recorded.files.path), runs_dir=runs_dir), progress)

@@ -25,7 +25,7 @@ from asyncrl_cli.base.errors import ConfigError, RefusedError
 from asyncrl_cli.base.safe_files import first_of
 from asyncrl_cli.observe.lines import Line, spent_s
 from asyncrl_cli.observe.recorded import Recorded
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.compiler import compile_job
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.profile.loaded import Layer, load, read_document
 from asyncrl_cli.profile.schema import Profile

@@ -23,8 +23,8 @@ from asyncrl_cli.contracts.prompt_group import Prompt
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.run_state import World
 from asyncrl_cli.observe.metrics import StepMetrics
-from asyncrl_cli.plan.cluster import ClusterResources, NodeResources, asked_gpus
-from asyncrl_cli.plan.compiling import compile_job
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.plan.compiler import asked_gpus, compile_job
 from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs

@@ -1,0 +1,197 @@
+"""Finds settings with which a job fits its devices, for the hint of a plan that does not.
+
+The search repeats one step until the estimate fits: take the largest item at the fullest device's peak whose
+keys can make it smaller, and change one of these keys. Then it takes back every change that was not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncrl_cli.base.errors import ConfigError, PreflightError
+from asyncrl_cli.plan import cluster, memory_fit
+from asyncrl_cli.plan.cluster import ClusterResources, planned_nodes
+from asyncrl_cli.plan.compiler import compile_job, device_of
+from asyncrl_cli.plan.defaults import for_device
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
+from asyncrl_cli.plan.memory import (
+    CACHE,
+    SHARED_CACHE,
+    WIRE_BUFFERS,
+    MemoryEstimate,
+    MemoryItem,
+    estimate_memory,
+)
+from asyncrl_cli.plan.memory_fit import NODE, STORE, DeviceNeed, device_needs, node_needs, share_needs
+from asyncrl_cli.profile.check import check
+from asyncrl_cli.profile.keys import with_values
+from asyncrl_cli.profile.loaded import Loaded
+from asyncrl_cli.profile.toml_files import toml_value
+
+GPUS_PER_NODE = 8
+"""The most GPUs of a node that are proposed where there are fewer."""
+MORE_GPUS = (2, 4, 8, 16, 32, 64)
+"""How many times as many GPUs are tried, if no settings fit those that there are."""
+Values = Mapping[str, Any]
+"""Changed keys of a profile."""
+
+
+def refuse_what_cannot_fit(loaded: Loaded) -> None:
+    """Called before a run on this machine. Raises PreflightError if its GPUs are too small for what a process
+    always holds."""
+    here = cluster.local_cluster()
+    if (device := device_of(loaded.profile, here)) == "cpu":
+        return
+    profile = for_device(loaded, device).profile
+    available = memory_fit.known_memory_bytes("cuda")
+    estimate = memory_fit.estimate_or_reason(profile, compile_job(profile, here), available)
+    if isinstance(estimate, MemoryEstimate) and (refusal := memory_fit.cannot_fit(estimate)) is not None:
+        raise with_hint(refusal, estimate, here)
+
+
+def with_hint(refusal: PreflightError, estimate: MemoryEstimate, there: ClusterResources) -> PreflightError:
+    """The refusal with a hint that leads to a job that fits, by the estimate, on the cluster `there` or on
+    more GPUs. If none was found, it keeps its own."""
+    hint = _fitting_sets(estimate, there)
+    for factor in MORE_GPUS if hint is None and estimate.plan.device == "cuda" else ():
+        memory_bytes, gpus = there.nodes[0].memory_bytes, factor * there.gpus
+        num_nodes = -(-gpus // max(GPUS_PER_NODE, there.nodes[0].gpus))
+        each = gpus // num_nodes
+        nodes = tuple(planned_nodes(estimate.profile, num_nodes, each, memory_bytes=memory_bytes))
+        more = ClusterResources(nodes=nodes, elastic_cpus=num_nodes == 1)
+        if (sets := _fitting_sets(estimate, more)) is not None:
+            on = f" --nodes {num_nodes}" if num_nodes > 1 else ""
+            hint = f"{num_nodes * each} such GPUs: asyncrl plan --gpus {each}{on} {sets}".rstrip()
+            break
+    return PreflightError(refusal.message, hint=hint or refusal.hint)
+
+
+def _fitting_sets(estimate: MemoryEstimate, there: ClusterResources) -> str | None:
+    """The `--set`s with which the job fits the devices of the cluster `there`; None if none were found."""
+    changed: dict[str, Any] = {}
+    present = _estimated(estimate, changed, there)
+    while present is not None and (need := _fullest(present, there)) is not None:
+        present, changed = next(_smaller(estimate, changed, present, need, there), (None, changed))
+    if present is None:
+        return None
+    for key in list(changed):
+        fewer = {other: value for other, value in changed.items() if other != key}
+        if (made := _estimated(estimate, fewer, there)) is not None and _fullest(made, there) is None:
+            changed = fewer
+    shown = {key: value if isinstance(value, str) else toml_value(value) for key, value in changed.items()}
+    return " ".join(f"--set {key}={value}" for key, value in shown.items())
+
+
+def _smaller(
+    given: MemoryEstimate, changed: Values, present: MemoryEstimate, need: DeviceNeed, there: ClusterResources
+) -> Iterator[tuple[MemoryEstimate, dict[str, Any]]]:
+    """The estimates, with all changes so far, in which one more change makes the need smaller."""
+    for item in sorted(need.items, key=lambda item: -item.total_bytes):
+        for values in _changes(item, present):
+            made = _estimated(given, {**changed, **values}, there)
+            if made is not None and all(
+                new.num_bytes < need.num_bytes
+                for new in _needs(made, there)
+                if (new.device, new.roles) == (need.device, need.roles)
+            ):
+                yield made, {**changed, **values}
+
+
+def _changes(item: MemoryItem, estimate: MemoryEstimate) -> list[Values]:
+    """Changes that make the item smaller, those that cost least speed first."""
+    profile, plan, engine = estimate.profile, estimate.plan, estimate.plan.engine
+    trainer, rollout, placement, weights = (
+        profile.trainer,
+        profile.rollout,
+        profile.placement,
+        profile.weights,
+    )
+    on_gpus, workers, each = plan.device == "cuda", plan.rollout_workers, plan.gpus_per_rollout_worker
+    is_alone = on_gpus and not plan.colocate  # each role has GPUs of its own
+
+    def halved(key: str, present: int, least: int) -> list[Values]:
+        return [{key: max(present // 2, least)}] if present > least else []
+
+    def fewer_processes(key: str, role: str) -> list[Values]:
+        processes = plan.role(role).workers
+        return [] if on_gpus or plan.colocate else halved(key, processes, 1)
+
+    bfloat16: list[Values] = (
+        [{"model.dtype": "bfloat16"}] if on_gpus and profile.model.dtype == "float32" else []
+    )
+    tokens = halved("trainer.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch, 256)
+    wires = halved("weights.load_bucket_size_mb", weights.load_bucket_size_mb, 64)
+    slots = halved("rollout.slots", rollout.slots, rollout.n)
+    fewer_workers = fewer_processes("rollout.workers", ROLLOUT)
+    stronger = {"none": "selective", "selective": "full"}.get(trainer.activation_checkpointing)
+    recompute: list[Values] = [{"trainer.activation_checkpointing": stronger}] if stronger else []
+    offload: list[Values] = (
+        [{"trainer.offload_optimizer": True}] if on_gpus and not trainer.offload_optimizer else []
+    )
+    sum_each_time: list[Values] = (
+        [{"trainer.whole_gradients": False}] if on_gpus and trainer.whole_gradients is not False else []
+    )
+    more_ranks: list[Values] = []
+    counts_nodes = trainer.n_gpus_per_node or rollout.n_gpus_per_node
+    if is_alone and workers > 1 and not counts_nodes and not placement.tasks:  # from the rollout's GPUs
+        more_ranks = [
+            {"placement.trainer_workers": plan.trainer_workers + each, "rollout.workers": workers - 1}
+        ]
+    more_gpus: list[Values] = []
+    if is_alone and workers > 1 and engine != "transformers":
+        wider: dict[str, Any] = {"placement.gpus_per_rollout_worker": 2 * each}
+        wider |= {"rollout.workers": workers // 2} if rollout.workers or workers % 2 else {}
+        wider |= {"rollout.tensor_parallel_size": 2 * each} if rollout.tensor_parallel_size else {}
+        more_gpus = [wider]
+    past_the_store: list[Values] = []
+    if weights.transport == "object-store":
+        # vLLM on GPUs of its own gets versions over NCCL, without a copy in any host's memory but rank 0's.
+        direct = {"weights.transport": "nccl", "placement.device": "cuda"}
+        past_the_store = [direct if is_alone and engine == "vllm" else {"weights.transport": "disk"}]
+    one_buffer: list[Values] = [{"weights.dual_buffer": False}] if weights.dual_buffer else []
+
+    fewer_ranks = fewer_processes("placement.trainer_workers", TRAINER)
+    state = [*bfloat16, *offload, *more_ranks, *fewer_ranks]
+    generation = [*slots, *bfloat16, *fewer_workers]
+    return {
+        (TRAINER, "activations"): [*tokens, *recompute, *bfloat16],
+        (TRAINER, "recomputed layer"): [*tokens, *bfloat16],
+        (TRAINER, "logits"): [*tokens, *bfloat16],
+        (TRAINER, WIRE_BUFFERS): wires,
+        (TRAINER, "optimizer"): [*offload, *more_ranks, *fewer_ranks],
+        (TRAINER, "parameters"): state,
+        (TRAINER, "optimizer's step"): state,
+        (TRAINER, "gradients"): state,
+        (TRAINER, "gathered"): state,
+        (TRAINER, "whole gradients"): [*sum_each_time, *state],
+        (ROLLOUT, CACHE): generation,
+        (ROLLOUT, SHARED_CACHE): generation,
+        (ROLLOUT, "prefill"): generation,
+        (ROLLOUT, "sampling"): generation,
+        (ROLLOUT, "weights"): [*bfloat16, *more_gpus, *fewer_workers],
+        (ROLLOUT, WIRE_BUFFERS): wires,
+        (ROLLOUT, "load buffer"): [*past_the_store, *one_buffer, *more_gpus],
+        (NODE, STORE): past_the_store,
+    }.get((item.role, item.what), [])
+
+
+def _estimated(given: MemoryEstimate, changed: Values, there: ClusterResources) -> MemoryEstimate | None:
+    """The estimate with the changed keys; None if such a profile is refused."""
+    profile = with_values(given.profile, changed)
+    try:
+        check(profile)
+        plan = compile_job(profile, there)
+    except (ConfigError, PreflightError):
+        return None
+    return estimate_memory(profile, plan, given.shape, given.available_bytes)
+
+
+def _needs(estimate: MemoryEstimate, there: ClusterResources) -> list[DeviceNeed]:
+    return [*device_needs(estimate), *node_needs(estimate, there), *share_needs(estimate)]
+
+
+def _fullest(estimate: MemoryEstimate, there: ClusterResources) -> DeviceNeed | None:
+    """The device that lacks the most; None if all fit."""
+    lacking = (need for need in _needs(estimate, there) if need.fits is False)
+    return max(lacking, key=lambda need: need.num_bytes, default=None)
