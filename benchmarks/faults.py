@@ -37,7 +37,7 @@ UNKNOWN_S = 15.0
 """A fault of which the driver says nothing for so long has not disturbed it."""
 GONE_WITHIN_S = 90.0
 """A worker's process that is there so long after its run has ended was left behind."""
-WORKERS = "ray::TrainerActor", "ray::RolloutActor", "reward_worker"
+WORKERS = "ray::TrainerActor", "ray::RolloutActor", "child_host reward"
 HOG = """
 import ray, sys, time
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -131,7 +131,7 @@ FAULTS = (
     Fault(name="SIGUSR1", strike=to_driver(signal.SIGUSR1)),
     Fault(name="job stop", strike=stop_job, as_job=True),
     Fault(name="driver", strike=to_driver(signal.SIGKILL)),
-    Fault(name="reward process", strike=to_one("reward_worker"), goes_on=True),
+    Fault(name="reward process", strike=to_one("child_host reward"), goes_on=True),
     Fault(name="rollout worker", strike=to_one("ray::RolloutActor"), goes_on=True),
     Fault(name="trainer rank", strike=to_one("ray::TrainerActor")),
     Fault(name="rollout node", strike=to_node("ray::RolloutActor"), goes_on=True),

@@ -109,7 +109,7 @@ KINDS = (
     Kind(name="trainer", is_victim=named(b"ray::TrainerActor")),
     Kind(name="rollout", is_victim=named(b"ray::RolloutActor")),
     Kind(name="rollout, restarts", is_victim=named(b"ray::RolloutActor"), sets=RESTARTS, goes_on=True),
-    Kind(name="reward", is_victim=named(b"reward_worker"), goes_on=True),
+    Kind(name="reward", is_victim=named(b"child_host reward"), goes_on=True),
     Kind(name="gym", is_victim=named(b"gym_entries"), while_starting=True),
     Kind(name="gcs_server", is_victim=called("gcs_server")),
     Kind(name="gcs_server, restarts", is_victim=called("gcs_server"), sets=RESTARTS),
@@ -131,7 +131,7 @@ RANDOM_KINDS = tuple(
     Kind(name=name, is_victim=lambda pid, driver: True, sets=sets, goes_on=None, codes=(1, -signal.SIGKILL))
     for name, sets in (("any", ()), ("any, restarts", ("rollout.max_restarts=1000",)))
 )
-AGENTS_KINDS = (Kind(name="tools", is_victim=named(b"tasks.zygote"), goes_on=True),)
+AGENTS_KINDS = (Kind(name="tools", is_victim=named(b"child_host environment"), goes_on=True),)
 """Only with a profile whose episodes have tools."""
 
 

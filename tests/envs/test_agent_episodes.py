@@ -15,7 +15,7 @@ from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.envs.episode import Episode, Means
 from asyncrl_cli.envs.gateway.agent_episodes import AgentEnvironment
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.sandbox.rewards import RewardPool
+from asyncrl_cli.sandbox.parent_rewards import RewardPool
 from tests.envs.gateways import CHAT, LIMITS, SAMPLING, gateway, text_of
 from tests.waiting import until
 

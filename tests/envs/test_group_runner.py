@@ -29,7 +29,7 @@ from asyncrl_cli.envs.chat import Chat, render_prompts
 from asyncrl_cli.envs.episode import Episode, Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.sandbox.rewards import RewardFailed
+from asyncrl_cli.sandbox.parent_rewards import RewardFailed
 from asyncrl_cli.train.balance import OptimizerStepPlan, PlannedTrajectory
 from asyncrl_cli.train.batch import build_microbatches
 from tests.engines import tiny

@@ -26,7 +26,7 @@ from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.envs.call_log import CallLog, RepeatedCalls, noted_calls
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
 from asyncrl_cli.job.reaper import families, living
-from asyncrl_cli.sandbox.environment_processes import EnvironmentProcesses, ProcessEnded
+from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
 from asyncrl_cli.tasks.tool_class import ToolClass, inspect_class
 
 HERE = str(Path(__file__).parent)
@@ -73,7 +73,7 @@ def playing(
     started: set[psutil.Process] = set()
 
     async def main() -> list[Any]:
-        processes = EnvironmentProcesses(tool_class, import_limit_s=IMPORT_LIMIT_S)
+        processes = environment_processes(tool_class, import_limit_s=IMPORT_LIMIT_S)
 
         async def one(play: Play) -> Any:
             environment = ToolEnvironment(processes, tool_class, None, CallLog(None), limit_s)
@@ -99,9 +99,9 @@ def playing(
         assert not left_of(started)
 
 
-def started_by(processes: EnvironmentProcesses) -> set[psutil.Process]:
-    """The zygote and its descendants, as far as they have not ended."""
-    return families([] if processes._zygote is None else [processes._zygote.pid])
+def started_by(processes: Processes) -> set[psutil.Process]:
+    """The host and its descendants, as far as they have not ended."""
+    return families([] if processes.host is None else [processes.host.pid])
 
 
 def left_of(started: Iterable[psutil.Process], within_s: float = 20.0) -> set[psutil.Process]:
@@ -247,7 +247,7 @@ def test_a_process_serves_the_next_episode_with_a_new_object_unless_something_is
         return [turn.messages[0]["content"] for turn in turns]
 
     async def main() -> list[list[str]]:
-        processes = EnvironmentProcesses(FAULTY, import_limit_s=IMPORT_LIMIT_S)
+        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
         outcomes = []
         for how in ("pid", "fork", "pid", "thread", "pid"):
             environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), LIMIT_S)
@@ -279,7 +279,7 @@ def test_tools_that_print_wait_for_nobody_when_standard_error_is_gone(
 
 def test_an_abort_in_the_middle_of_a_call_kills_the_process() -> None:
     async def main() -> None:
-        processes = EnvironmentProcesses(FAULTY, import_limit_s=IMPORT_LIMIT_S)
+        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
         environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), 60.0)
         await environment.start(make_item("hello", None, {}))
         assert environment._process is not None
@@ -295,12 +295,12 @@ def test_an_abort_in_the_middle_of_a_call_kills_the_process() -> None:
     asyncio.run(main())
 
 
-def test_processes_come_and_go_also_while_the_zygotes_socket_is_full() -> None:
+def test_processes_come_and_go_also_while_the_hosts_socket_is_full() -> None:
     async def main() -> None:
-        processes = EnvironmentProcesses(FAULTY, import_limit_s=IMPORT_LIMIT_S)
+        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
         await processes.start()
-        assert processes._control is not None
-        processes._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # room for a few commands
+        assert processes.control is not None
+        processes.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # room for a few commands
         taken = await asyncio.gather(*(processes.take() for _ in range(12)))
         alive = [psutil.Process(process.pid) for process in taken]
         for process in taken:
@@ -313,10 +313,10 @@ def test_processes_come_and_go_also_while_the_zygotes_socket_is_full() -> None:
 
 def test_an_abort_while_a_process_starts_leaves_none() -> None:
     async def main() -> None:
-        processes = EnvironmentProcesses(FAULTY, import_limit_s=IMPORT_LIMIT_S)
+        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
         await processes.start()
         take = asyncio.ensure_future(processes.take())
-        while not (started := psutil.Process(processes._zygote.pid).children()):  # noqa: ASYNC110
+        while not (started := psutil.Process(processes.host.pid).children()):  # noqa: ASYNC110
             await asyncio.sleep(0)
         take.cancel()
         await asyncio.wait({take})
@@ -329,15 +329,14 @@ def test_an_abort_while_a_process_starts_leaves_none() -> None:
 
 def test_an_abort_while_the_class_is_imported_leaves_nothing_to_wait_for() -> None:
     async def main() -> None:
-        processes = EnvironmentProcesses(FAULTY, import_limit_s=IMPORT_LIMIT_S)
+        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
         start = asyncio.ensure_future(processes.start())
-        while not processes._beside:  # noqa: ASYNC110
+        while processes.host is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
         start.cancel()
         await asyncio.wait({start})
         async with asyncio.timeout(30):
-            assert await processes._zygote.wait() == -signal.SIGKILL, "before anybody closes"
-            await asyncio.wait(processes._beside)
+            assert await processes.host.wait() == -signal.SIGKILL, "before anybody closes"
         await processes.close()
 
     asyncio.run(main())
@@ -345,12 +344,12 @@ def test_an_abort_while_the_class_is_imported_leaves_nothing_to_wait_for() -> No
 
 def test_what_a_process_that_died_had_started_ends_with_it() -> None:
     async def main() -> None:
-        processes = EnvironmentProcesses(FAULTY, import_limit_s=IMPORT_LIMIT_S)
+        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
         environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), LIMIT_S)
         await environment.start(make_item("hello", None, {}))
         with pytest.raises(EpisodeFailed, match="exit code 4"):
             await environment.step(misbehaving("fork_and_exit"))
-        started = started_by(processes) - {psutil.Process(processes._zygote.pid)}
+        started = started_by(processes) - {psutil.Process(processes.host.pid)}
         assert not await asyncio.to_thread(left_of, started)
         await environment.close()
         await processes.close()
@@ -358,13 +357,13 @@ def test_what_a_process_that_died_had_started_ends_with_it() -> None:
     asyncio.run(main())
 
 
-def test_a_zygote_that_dies_fails_what_runs_and_another_takes_its_place() -> None:
+def test_a_host_that_dies_fails_what_runs_and_another_takes_its_place() -> None:
     async def main() -> None:
-        processes = EnvironmentProcesses(FAULTY, import_limit_s=IMPORT_LIMIT_S)
+        processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
         environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), LIMIT_S)
         await environment.start(make_item("hello", None, {}))
-        assert processes._zygote is not None
-        processes._zygote.send_signal(signal.SIGKILL)
+        assert processes.host is not None
+        processes.host.send_signal(signal.SIGKILL)
         with pytest.raises(EpisodeFailed, match="SIGKILL") as failed:
             await environment.step(misbehaving("hang"))
         assert failed.value.kind == "tool-died"
@@ -380,10 +379,8 @@ def test_a_zygote_that_dies_fails_what_runs_and_another_takes_its_place() -> Non
 def test_a_class_that_cannot_be_imported_is_told() -> None:
     async def main() -> None:
         nothing = ToolClass(code=UserCode(name="faulty:Nothing", import_path=HERE))
-        processes = EnvironmentProcesses(nothing, import_limit_s=IMPORT_LIMIT_S)
-        with pytest.raises(
-            ProcessEnded, match="faulty:Nothing: AttributeError: module 'faulty' has no attribute 'Nothing'"
-        ):
+        processes = environment_processes(nothing, import_limit_s=IMPORT_LIMIT_S)
+        with pytest.raises(ProcessEnded, match="AttributeError: module 'faulty' has no attribute 'Nothing'"):
             await processes.start()
         await processes.close()
 
@@ -399,7 +396,7 @@ def test_a_worker_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
         from tests.envs.test_tool_environment import *
 
         async def main():
-            processes = EnvironmentProcesses(FAULTY, import_limit_s=IMPORT_LIMIT_S)
+            processes = environment_processes(FAULTY, import_limit_s=IMPORT_LIMIT_S)
             environments = [ToolEnvironment(processes, FAULTY, None, CallLog(None), 60.0) for _ in range(3)]
             await asyncio.gather(*(each.start(make_item("hello", None, {{}})) for each in environments))
             await environments[0].step(misbehaving("fork"))
@@ -417,7 +414,7 @@ def test_a_worker_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     assert worker.stdout is not None
     assert worker.stdout.readline() == "ready\n"
     started = psutil.Process(worker.pid).children(recursive=True)
-    assert len(started) == 6  # zygote, three environments, a fork and a daemon
+    assert len(started) == 6  # host, three environments, a fork and a daemon
     worker.kill()
     worker.communicate()
     assert not left_of(started)
@@ -475,7 +472,7 @@ def test_the_environment_of_docs_agents_works_as_written(tmp_path: Path) -> None
 
     async def main() -> tuple[Any, ...]:
         library = ToolClass(code=code)
-        processes = EnvironmentProcesses(library, import_limit_s=IMPORT_LIMIT_S)
+        processes = environment_processes(library, import_limit_s=IMPORT_LIMIT_S)
         environment = ToolEnvironment(processes, library, None, CallLog(None), LIMIT_S)
         first = await environment.start(make_item("Where is The Waves?", None, {"books": books, "shelf": 7}))
         looked = said(

@@ -19,7 +19,7 @@ from asyncrl_cli.envs.episode import Episode, Means
 from asyncrl_cli.envs.gateway.agent_episodes import AgentEnvironment
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.profile.loaded import load
-from asyncrl_cli.sandbox.rewards import RewardPool
+from asyncrl_cli.sandbox.parent_rewards import RewardPool
 from asyncrl_cli.tasks.task import Task, load_task
 from tests.envs.gateways import CHAT, LIMITS, SAMPLING, gateway, text_of
 from tests.envs.test_agent_episodes import outcome

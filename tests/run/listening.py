@@ -88,5 +88,5 @@ def assert_shut(family: set[int]) -> None:
         check=False,
     )
     assert "InvalidAuthToken" in asked.stdout + asked.stderr
-    (reward,) = [pid for pid in family if b"asyncrl_cli.sandbox.reward_worker" in command_line(pid)][:1]
+    (reward,) = [pid for pid in family if b"asyncrl_cli.sandbox.child_host reward" in command_line(pid)][:1]
     assert b"RAY_" not in Path(f"/proc/{reward}/environ").read_bytes()

@@ -18,7 +18,7 @@ from asyncrl_cli.observe.step_values import episode_values
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.loaded import from_document, load, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.sandbox.rewards import RewardFailed, RewardPool
+from asyncrl_cli.sandbox.parent_rewards import RewardFailed, RewardPool
 from asyncrl_cli.tasks.code_choice import resolve_reward
 
 TEXT = make_item("2+2", "4", {"level": 3})

@@ -25,14 +25,14 @@ from asyncrl_cli.contracts.item import Item, make_item
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.user_code import UserCode
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.sandbox import reward_process
-from asyncrl_cli.sandbox.rewards import RewardFailed, RewardPool, default_workers
+from asyncrl_cli.sandbox import parent_rewards
+from asyncrl_cli.sandbox.parent_rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.code_choice import resolve_reward
 from asyncrl_cli.tasks.final_answer import tagged
 from asyncrl_cli.tasks.task import load_task
 
 FUNCTIONS = '''
-    import asyncio, os, re, time
+    import asyncio, contextlib, os, re, time
 
     def length(item, response):
         """How much longer the response is than the item says."""
@@ -49,6 +49,10 @@ FUNCTIONS = '''
             time.sleep(600)
         if response == "hang in C":
             re.match("(a+)+$", "a" * 64 + "b")
+        if response == "rubbish":
+            for fd in range(3, 30):
+                with contextlib.suppress(OSError):
+                    os.write(fd, b"no JSON\\n")
         if response == "die":
             os.kill(os.getpid(), 11)
         if response == "die once" and not os.path.exists(item["answer"]):
@@ -386,9 +390,16 @@ def test_the_event_loop_goes_on_while_a_reward_hangs(functions):
 
 
 @pytest.mark.slow
-def test_a_reward_that_kills_its_process_fails_with_the_signal(functions):
-    fine, died, also_fine = score(spec_of(functions, "by_command"), ["ok", "die", "ok"])
-    assert died == "the reward process died (SIGSEGV) while scoring"
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("die", "the reward process died (SIGSEGV) while scoring"),
+        ("rubbish", "its process gave an unreadable answer and was killed"),
+    ],
+)
+def test_a_reward_that_kills_its_process_or_disturbs_its_answers_fails_alone(functions, how, why):
+    fine, died, also_fine = score(spec_of(functions, "by_command"), ["ok", how, "ok"])
+    assert died == why
     assert (fine, also_fine) == (1.0, 1.0)
 
 
@@ -489,7 +500,7 @@ def test_rewards_still_waited_for_fail_when_the_pool_closes(functions):
 
 
 @pytest.mark.slow
-def test_a_process_that_a_reward_leaves_behind_holds_up_nobody(functions):
+def test_a_process_that_a_reward_leaves_behind_holds_up_nobody_and_ends_with_the_pool(functions):
     spec, pids = spec_of(functions, "leaving_a_daemon"), functions / "pids"
     item = make_item("p", str(pids), {})
 
@@ -499,12 +510,9 @@ def test_a_process_that_a_reward_leaves_behind_holds_up_nobody(functions):
         await pool.close()
         return await last
 
-    try:
-        hung, fine = score(spec, ["hang", "ok"], item, timeout_s=0.5)
-        (closed,) = with_pool(spec, is_closed)
-    finally:
-        for pid in map(int, pids.read_text().split()):
-            os.kill(pid, signal.SIGKILL)
+    hung, fine = score(spec, ["hang", "ok"], item, timeout_s=0.5)
+    (closed,) = with_pool(spec, is_closed)
+    assert not any(map(_alive, map(int, pids.read_text().split())))
     assert hung == "took longer than 0.5 s and was killed"
     assert (fine, closed) == (1.0, "the reward pool is closed")
 
@@ -551,7 +559,7 @@ import asyncio
 from asyncrl_cli.contracts.item import make_item
 from asyncrl_cli.contracts.reward_spec import RewardSpec
 from asyncrl_cli.contracts.user_code import UserCode
-from asyncrl_cli.sandbox.rewards import RewardPool
+from asyncrl_cli.sandbox.parent_rewards import RewardPool
 async def main():
     spec = RewardSpec(kind="function", function=UserCode(name="my_rewards:by_command", import_path={str(functions)!r}))
     pool = RewardPool(spec, timeout_s=99)
@@ -727,7 +735,7 @@ def test_each_of_several_children_killed_from_outside_is_replaced(functions):
 
 
 def test_a_process_may_start_for_as_long_as_a_reward_may_take(functions, monkeypatch):
-    monkeypatch.setattr(reward_process, "START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(parent_rewards, "START_TIMEOUT_S", 0.0)
     assert score(spec_of(functions, "length"), ["four"]) == [4.0]
 
 

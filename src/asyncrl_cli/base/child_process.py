@@ -51,8 +51,8 @@ class ChildTimedOut(ChildFailed):
     pass
 
 
-def command(function: Callable[..., Any], python: str = "") -> list[str]:
-    """The command line of a child. It ends with the name of the function's module only to show it in `ps`.
+def command(function: Callable[..., Any], python: str = "", name: str = "") -> list[str]:
+    """The command line of a child. It ends with the function's module, and a name, only to show them in `ps`.
 
     `python`: another Python, 3.11 or newer, that needs neither our package nor its dependencies. Only our
     package becomes importable there, not the directory that holds it, which may hold all packages of this
@@ -60,7 +60,7 @@ def command(function: Callable[..., Any], python: str = "") -> list[str]:
     """
     # -P: do not import from the working directory, unless a spec says so.
     ours = ["-m", "asyncrl_cli.base.child_process"] if not python else ["-c", IN_ANOTHER_PYTHON, str(PACKAGE)]
-    return [python or sys.executable, "-P", *ours, str(os.getpid()), function.__module__]
+    return [python or sys.executable, "-P", *ours, str(os.getpid()), f"{function.__module__} {name}".strip()]
 
 
 def environment(python: str = "", **variables: str) -> dict[str, str]:

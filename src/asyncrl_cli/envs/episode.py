@@ -32,7 +32,7 @@ from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.places import Places, TrajectoryPlace
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.sandbox.rewards import RewardFailed
+from asyncrl_cli.sandbox.parent_rewards import RewardFailed
 
 T = TypeVar("T")
 CLOSE_LIMIT_S = 10.0

@@ -20,7 +20,7 @@ from asyncrl_cli.contracts.environment import Answer, End, Environment, EpisodeF
 from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.contracts.reward_spec import figures_of
 from asyncrl_cli.envs.call_log import CallLog
-from asyncrl_cli.sandbox.environment_processes import EnvironmentProcess, EnvironmentProcesses, ProcessEnded
+from asyncrl_cli.sandbox.parent_processes import Process, ProcessEnded, Processes
 from asyncrl_cli.tasks.tool_class import ToolClass
 
 MALFORMED = "The tool call could not be read: {}"
@@ -31,12 +31,12 @@ class ToolEnvironment(Environment):
     """`rewards`: the task's own reward, added to the class's; None if there is none. `limit_s`:
     env.tool_timeout_s."""
 
-    processes: EnvironmentProcesses
+    processes: Processes
     tool_class: ToolClass
     rewards: Rewards | None
     calls: CallLog
     limit_s: float
-    _process: EnvironmentProcess | None = None
+    _process: Process | None = None
     _completion: list[Message] = field(default_factory=list)
     _num_turns: int = 0
     _num_failed_calls: int = 0

@@ -45,8 +45,8 @@ from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.transports import arriving, merging
 from asyncrl_cli.measure.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, ProcessPlace, Profile, WeightsSection
-from asyncrl_cli.sandbox.environment_processes import EnvironmentProcesses, ProcessEnded
-from asyncrl_cli.sandbox.rewards import RewardPool, default_workers
+from asyncrl_cli.sandbox.parent_processes import ProcessEnded, Processes, environment_processes
+from asyncrl_cli.sandbox.parent_rewards import RewardPool, default_workers
 from asyncrl_cli.tasks.code_choice import import_limit_s
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.weights.versions import Manifest, judge, mean_abs_diff, median_abs_diff
@@ -84,7 +84,7 @@ class RolloutActor:
         self._reward = reward
         self._tool_class = tool_class
         self._log_path = log_path
-        self._processes: EnvironmentProcesses | None = None
+        self._processes: Processes | None = None
         self._gateway: Gateway | None = None
 
     def __repr__(self) -> str:
@@ -135,7 +135,7 @@ class RolloutActor:
 
     async def _start_environments(self) -> None:
         if self._tool_class is not None:
-            self._processes = EnvironmentProcesses(
+            self._processes = environment_processes(
                 self._tool_class, import_limit_s=import_limit_s(self._profile)
             )
             try:

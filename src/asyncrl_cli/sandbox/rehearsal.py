@@ -25,7 +25,7 @@ from asyncrl_cli.builtin.builtin_tasks import environment_of
 from asyncrl_cli.contracts.item import Item, messages_of
 from asyncrl_cli.contracts.user_code import describe
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.sandbox.rewards import RewardFailed, RewardPool, default_workers
+from asyncrl_cli.sandbox.parent_rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.scoring import build_scorer
 from asyncrl_cli.tasks.task import Task
 

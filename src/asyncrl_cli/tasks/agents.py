@@ -1,7 +1,7 @@
 """Agents: user functions that play an item through an OpenAI client, `async def episode(client, item) ->
 reward`.
 
-They run like async rewards (reward_worker.py), up to 128 per process. `client` is an `openai.AsyncOpenAI` for
+They run like async rewards (sandbox/child_rewards.py), up to 128 per process. `client` is an `openai.AsyncOpenAI` for
 the gateway of a rollout worker; `client.model` is the model name to request. An agent may post its reward to
 the gateway and return None.
 """

@@ -78,7 +78,16 @@ class TooLong(Exception):
     pass
 
 
+def load_player(tool_class: ToolClass) -> Player:
+    """Import the class and its reward functions. Raises any error of that."""
+    codes = {part.name: (part.weight, code) for part in tool_class.rewards for code in part.spec.functions}
+    rewards = {name: (weight, code.load()) for name, (weight, code) in codes.items()}
+    return Player(tool_class.code.load(), rewards)
+
+
 class Player:
+    places = 1
+
     def __init__(
         self, make: Callable[[], Any], rewards: Mapping[str, tuple[float, Callable[..., Any]]]
     ) -> None:
@@ -88,7 +97,7 @@ class Player:
         self._environment: Any = None
         self._runner: Any = None
 
-    def serve(self, requests: BinaryIO, results: BinaryIO) -> None:
+    def serve(self, requests: BinaryIO, results: BinaryIO, *descriptors: int) -> None:
         """Answer requests until there are no more; each names one of the four methods below."""
         for what, *arguments in pickles(requests):
             try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from asyncrl_cli.contracts.environment import End, EpisodeFailed, Rewards, SelfPlayed
 from asyncrl_cli.envs.episode import Episode
 from asyncrl_cli.envs.gateway.server import Gateway
-from asyncrl_cli.sandbox.rewards import RewardFailed
+from asyncrl_cli.sandbox.parent_rewards import RewardFailed
 
 MAX_STARTS = 3
 """How often an episode may start, if each time another episode kills the process that they share."""
