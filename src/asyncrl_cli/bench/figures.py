@@ -13,13 +13,13 @@ measure is absent from its figures, never 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl_cli.base.errors import AsyncrlError
+from asyncrl_cli.base.errors import AsyncrlError, counted
 from asyncrl_cli.observe.lines import Line, Totals, spent_s, trajectories
 
 PARTS = {
@@ -90,8 +90,12 @@ def common_edges(runs: Sequence[Sequence[Line]], window_groups: int) -> Edges:
     """Edges for all runs of a comparison. Warm-up and run-out have `window_groups` groups (the longest W);
     the warm-up lasts longer if a run scores version 0 later. Raises AsyncrlError if nothing is left
     between."""
-    total = min(int(lines[-1]["groups_trained"]) for lines in runs)
-    scored = max(_scored_groups(lines) for lines in runs)
+    total, scored = min(int(lines[-1]["groups_trained"]) for lines in runs), 0
+    for lines in runs:
+        # groups trained at the end of the window in which version 0 was scored
+        windows = [line["window"] for line in lines if line.get("eval/version") == 0]
+        within = max(windows, default=lines[0]["window"])
+        scored = max(scored, *(int(line["groups_trained"]) for line in lines if line["window"] == within))
     begin = max(-(-scored // window_groups), 1) * window_groups
     if begin >= total:
         begin = window_groups
@@ -114,18 +118,9 @@ def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
     return Stretch(run=lines, before=before[-1], lines=inside)
 
 
-def _scored_groups(lines: Sequence[Line]) -> int:
-    """Groups trained at the end of the window in which version 0 was scored."""
-    scored = max(
-        (line["window"] for line in lines if line.get("eval/version") == 0), default=lines[0]["window"]
-    )
-    return int([line for line in lines if line["window"] == scored][-1]["groups_trained"])
-
-
 def _too_short(windows: int) -> AsyncrlError:
     return AsyncrlError(
-        f"a run of {windows} window{'' if windows == 1 else 's'} cannot be measured: the first one is "
-        "warm-up",
+        f"a run of {counted(windows, 'window')} cannot be measured: the first one is warm-up",
         hint="more --groups, or --windows 3",
     )
 
@@ -134,50 +129,39 @@ def figures_of(stretch: Stretch, window_groups: int) -> dict[str, float]:
     """Figures by name. `window_groups` is W of the baseline."""
     steps_s = [spent_s(line, "step") - spent_s(line, "eval") for line in stretch.lines]
     seconds, windows, num_steps = stretch.seconds, stretch.groups / window_groups, len(stretch.lines)
-    totals = Totals(stretch.lines)
-    parts = _known({name: totals.seconds(*keys) for name, keys in PARTS.items()})
-    figures = {
-        "wall_s": stretch.run[-1]["time_s"],
+    totals, run, last = Totals(stretch.lines), Totals(stretch.run), stretch.run[-1]
+    # An eval keeps workers busy: steps beside one say nothing about idleness.
+    alone = Totals(line for line in stretch.lines if spent_s(line, "eval") == 0.0)
+    figures: dict[str, float | None] = {
+        "wall_s": last["time_s"],
         "measured_s": seconds,
         "measured_groups": stretch.groups,
         "groups_per_s": stretch.groups / seconds,
         "window_time_s": seconds / windows,
         "step_s_mean": sum(steps_s) / num_steps,
         "step_s_p95": float(np.quantile(steps_s, 0.95)),
-        **{f"step_{name}_s": total / num_steps for name, total in parts.items()},
-        **{f"window_{name}_s": total / windows for name, total in parts.items()},
+    }
+    parts_s = {name: part_s for name, keys in PARTS.items() if (part_s := totals.seconds(*keys)) is not None}
+    figures |= {f"step_{name}_s": part_s / num_steps for name, part_s in parts_s.items()}
+    figures |= {f"window_{name}_s": part_s / windows for name, part_s in parts_s.items()}
+    figures |= {
         "tokens_per_s": stretch.tokens / seconds,
         "tokens_per_group": stretch.tokens / stretch.groups,
+        **{name: alone.mean(key) for name, key in RATIOS.items()},
+        "staleness_mean": totals.mean("staleness/mean"),
     }
-    # An eval keeps workers busy: steps beside one say nothing about idleness.
-    alone = Totals(line for line in stretch.lines if spent_s(line, "eval") == 0.0)
-    means = {name: alone.mean(key) for name, key in RATIOS.items()} | {
-        "staleness_mean": totals.mean("staleness/mean")
-    }
-    figures |= _known(means)
-    return figures | _partial_ratio(stretch) | _of_whole_run(stretch.run)
-
-
-def _partial_ratio(stretch: Stretch) -> dict[str, float]:
-    """Partial trajectories over all trained ones. A window's count is in its last line."""
+    # Partial trajectories over all trained ones. A window's count is in its last line.
     key, trained = f"{PARTIAL}total_partial_num", sum(trajectories(line) for line in stretch.lines)
-    counts = [line[key] for line in {line["window"]: line for line in stretch.lines}.values() if key in line]
-    return {"partial_ratio": sum(counts) / trained} if counts and trained else {}
-
-
-def _of_whole_run(lines: Sequence[Line]) -> dict[str, float]:
-    run, last = Totals(lines), lines[-1]
-    found = _known(
-        {"staleness_max": run.most("staleness/max"), "max_span": run.most(f"{PARTIAL}max_partial_span")}
-    )
-    if "waste/tokens_discarded" in last:
-        found["tokens_discarded"] = float(last["waste/tokens_discarded"])
+    window_ends = {line["window"]: line for line in stretch.lines}.values()
+    counts = [line[key] for line in window_ends if key in line]
+    figures["partial_ratio"] = sum(counts) / trained if counts and trained else None
+    # Of the whole run: a maximum or a final value has no stretch.
+    figures |= {
+        "staleness_max": run.most("staleness/max"),
+        "max_span": run.most(f"{PARTIAL}max_partial_span"),
+        "tokens_discarded": last.get("waste/tokens_discarded"),
+    }
     if "eval/reward_mean" in last and last["eval/version"] == last["version"]:
         names = {"final_reward": "mean", "final_reward_low": "low", "final_reward_high": "high"}
-        found |= _known({name: last.get(f"eval/reward_{key}") for name, key in names.items()})
-    return found
-
-
-def _known(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Those that were measured."""
+        figures |= {name: last.get(f"eval/reward_{key}") for name, key in names.items()}
     return {name: value for name, value in figures.items() if value is not None}

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
 
 from asyncrl_cli.base.errors import AsyncrlError
 from asyncrl_cli.bench.space import Setting, Space
@@ -63,7 +62,7 @@ class Row:
     def __str__(self) -> str:
         return f"{self.setting.split}, {self.window_time_s:.2f} s"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return (
             self.setting.to_json()
             | {name: getattr(self, name) for name in FIGURES}

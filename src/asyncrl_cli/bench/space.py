@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from itertools import permutations, product
 from operator import attrgetter
-from typing import Any
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
@@ -99,7 +98,7 @@ class Setting:
         others = [f"{key}={str(getattr(self, name)).lower()}" for name, key in KEYS.items()]
         return split_sets(self.devices, self.gpus_per_rollout_worker) + others
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Under the profile's key names without their sections, but for the split."""
         scorers = {task: count for task, count in self.devices.items() if task not in (TRAINER, ROLLOUT)}
         return {

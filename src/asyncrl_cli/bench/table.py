@@ -4,7 +4,7 @@ terminal."""
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli.bench import figures
-from asyncrl_cli.bench.results import Comparison, Range, Result, differences
+from asyncrl_cli.bench.results import Comparison, Range, differences
 from asyncrl_cli.observe.format import NOTHING, clock, count, share
 
 Shown = Callable[[float], str]
@@ -94,51 +94,37 @@ RATES = (
 
 def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableRow]:
     """The whole table. A metric that no run measured has no row, or, if `always` is set, a row of `-`."""
-    results = comparison.results
+    results, contestants = comparison.results, [result.contestant for result in comparison.results]
+    made: list[TableRow] = []
 
-    def rows(metrics: Iterable[TableFigure]) -> list[TableRow]:
-        return [
-            TableRow(
-                label=metric.label.format(window=comparison.window_groups),
-                cells=tuple(
-                    _cell(result.figures.get(metric.name), metric.shown, metric.key or all_spreads)
-                    for result in results
-                ),
-                strong=metric.strong,
-            )
-            for metric in metrics
-            if metric.always or any(metric.name in result.figures for result in results)
-        ]
+    def text(label: str, cells: Iterable[object], strong: bool = False) -> None:
+        made.append(TableRow(label=label, cells=tuple(map(str, cells)), strong=strong))
 
-    step_groups = [result.contestant.step_groups for result in results]
-    made = [*_unequal(results), *rows(SPEED)]
-    if any(groups != comparison.window_groups for groups in step_groups):
-        made += rows(WINDOW)
-    made += [
-        TableRow(label="train step, groups (R)", cells=tuple(map(str, step_groups))),
-        *rows((*STEP, *REST)),
-    ]
+    def figures(shown: Iterable[TableFigure]) -> None:
+        for one in shown:
+            if one.always or any(one.name in result.figures for result in results):
+                spreads = [result.figures.get(one.name) for result in results]
+                cells = (_cell(spread, one.shown, one.key or all_spreads) for spread in spreads)
+                text(one.label.format(window=comparison.window_groups), cells, one.strong)
+
+    unequal = [differences(results[0], result) for result in results]
+    if any(unequal):
+        text("not equal", map(", ".join, unequal), strong=True)
+        text("steps per sync (K)", (one.window_steps for one in contestants))
+        text("groups per sync (W)", (one.window_groups for one in contestants))
+    figures(SPEED)
+    # where each profile's step is a window, the step's rows say the same
+    if any(one.step_groups != comparison.window_groups for one in contestants):
+        figures(WINDOW)
+    text("train step, groups (R)", (one.step_groups for one in contestants))
+    figures((*STEP, *REST))
     if comparison.has_bound:
-        made += [
-            TableRow(label="limited by", cells=tuple(result.limited_by or NOTHING for result in results)),
-            *rows(IDEAL),
-        ]
-    if rates := rows(RATES):
-        made += [TableRow(label="each phase alone"), *rates]
+        text("limited by", (result.limited_by or NOTHING for result in results))
+        figures(IDEAL)
+    if any(RATES[0].name in result.figures for result in results):
+        made.append(TableRow(label="each phase alone"))
+        figures(RATES)
     return made
-
-
-def _unequal(results: Sequence[Result]) -> list[TableRow]:
-    """Rows that say where the sides differ in more than their schedule; none if they do not."""
-    found = [differences(results[0], result) for result in results]
-    if not any(found):
-        return []
-    contestants = [result.contestant for result in results]
-    return [
-        TableRow(label="not equal", cells=tuple(", ".join(names) for names in found), strong=True),
-        TableRow(label="steps per sync (K)", cells=tuple(str(one.window_steps) for one in contestants)),
-        TableRow(label="groups per sync (W)", cells=tuple(str(one.window_groups) for one in contestants)),
-    ]
 
 
 def _cell(spread: Range | None, shown: Shown, with_spread: bool) -> str:
@@ -153,11 +139,9 @@ def _cell(spread: Range | None, shown: Shown, with_spread: bool) -> str:
 
 def _short(value: float, shown: Shown) -> str:
     """A value of a spread, with at most three digits and no unit."""
-    return (
-        f"{value:.3g}"
-        if shown in (seconds, digits) and 0.01 <= value < 1000
-        else shown(value).removesuffix("x").removesuffix("%")
-    )
+    if shown in (seconds, digits) and 0.01 <= value < 1000:
+        return f"{value:.3g}"
+    return shown(value).removesuffix("x").removesuffix("%")
 
 
 def table_of(comparison: Comparison) -> Table:
@@ -169,7 +153,11 @@ def table_of(comparison: Comparison) -> Table:
         folded = textwrap.wrap(result.profile, NAME_WIDTH)  # at its hyphens
         table.add_column("\n".join(folded), justify="right", no_wrap=True)
     for row in rows_of(comparison):
-        table.add_row(row.label, *map(_dimmed, row.cells), style="bold" if row.strong else "")
+        cells = []
+        for median, _, spread in (cell.partition("\n") for cell in row.cells):
+            # the median matters more
+            cells.append(Text.assemble(median, (f"\n{spread}", "dim not bold")) if spread else Text(median))
+        table.add_row(row.label, *cells, style="bold" if row.strong else "")
     table.width = Console(width=10_000).measure(table).maximum
     return table
 
@@ -181,12 +169,6 @@ def heading_of(comparison: Comparison) -> str:
         return comparison.title
     runs = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return f"{comparison.title}; median of {runs} runs, below it least-most"
-
-
-def _dimmed(cell: str) -> Text:
-    """Print the spread below a median dim, because the median matters more."""
-    median, _, spread = cell.partition("\n")
-    return Text.assemble(median, (f"\n{spread}", "dim not bold")) if spread else Text(median)
 
 
 def markdown_of(comparison: Comparison) -> str:

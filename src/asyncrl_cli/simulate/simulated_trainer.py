@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from asyncrl_cli.contracts.ports import EvalResult
 from asyncrl_cli.contracts.prompt_group import GroupResult
@@ -53,28 +52,25 @@ class SharedMachine:
     async def compute(self, seconds: float) -> float:
         """Do work of the trainer or a scorer that would take `seconds` alone on the machine. Returns the
         seconds that it took."""
-        began_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         self._computing(+1)
         try:
+            # at a constant rate until the number of generating engines changes
             while seconds > 0:
-                seconds = await self._compute_until_change(seconds)
+                share = self._num_generating / len(self._engines) if self._engines else 0.0
+                factor, since_s = 1 + self._training_ratio * share, loop.time()
+                self._changed.clear()
+                timer = loop.call_later(seconds * factor, self._changed.set)
+                try:
+                    await self._changed.wait()
+                finally:
+                    timer.cancel()
+                is_done = loop.time() >= timer.when()
+                seconds = 0.0 if is_done else seconds - (loop.time() - since_s) / factor
         finally:
             self._computing(-1)
-        return asyncio.get_running_loop().time() - began_s
-
-    async def _compute_until_change(self, seconds: float) -> float:
-        """Compute until the number of generating engines changes. Returns the remaining seconds of work."""
-        loop = asyncio.get_running_loop()
-        share = self._num_generating / len(self._engines) if self._engines else 0.0
-        factor, began_s = 1 + self._training_ratio * share, loop.time()
-        self._changed.clear()
-        timer = loop.call_later(seconds * factor, self._changed.set)
-        try:
-            await self._changed.wait()
-        finally:
-            timer.cancel()
-        is_done = loop.time() >= timer.when()
-        return 0.0 if is_done else seconds - (loop.time() - began_s) / factor
+        return loop.time() - began_s
 
     @property
     def _slowdown(self) -> float:
@@ -184,14 +180,18 @@ class SimulatedScorer:
             await asyncio.sleep(self._times.load_s)
 
     async def score(
-        self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, Any]]
-    ) -> tuple[Sequence[Any], ExecutorReport]:
+        self, groups: Sequence[GroupResult], items: Sequence[Mapping[str, object]]
+    ) -> tuple[Sequence[object], ExecutorReport]:
         with self._meter.doing(State.BUSY):
             await self._machine.compute(self._times.score_s(groups))
             self._meter.add(scored_tokens=sum(group.response_tokens for group in groups))
-        return [self._column(group) for group in groups], self._meter.report()
+        columns = [
+            (0.0,) * len(group.trajectories) if self.name == REWARD else (self.name, group.key)
+            for group in groups
+        ]
+        return columns, self._meter.report()
 
-    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+    async def judge(self, result: EvalResult, items: Sequence[Mapping[str, object]]) -> Sequence[float]:
         await self._machine.compute(len(items) * self._times.judge_s)
         return [0.0] * len(items)
 
@@ -199,9 +199,6 @@ class SimulatedScorer:
         with self._meter.doing(State.BUSY):
             train_s = await self._machine.compute(self._times.learn_s(batch.groups))
         return TrainReport(train_s=train_s, tokens=0, metrics={}), self._meter.report()
-
-    def _column(self, group: GroupResult) -> Any:
-        return (0.0,) * len(group.trajectories) if self.name == REWARD else (self.name, group.key)
 
     async def report(self) -> ExecutorReport:
         return self._meter.report()

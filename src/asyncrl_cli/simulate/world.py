@@ -72,13 +72,21 @@ def simulate(
     recorder = _Recorder(settings.schedule.window_steps)
 
     async def run() -> AsyncrlError | None:
-        trainer, workers, scorers = _team(costs, seed)
+        # made inside the running loop, whose clock they read
+        times, slots = costs.worker_times(), profile.rollout.slots
+        machine = SharedMachine(
+            generation_ratio=workload.decoding.interference_ratio,
+            training_ratio=workload.training.interference_ratio,
+        )
+        workers = [
+            SimulatedWorker(f"rollout-{index}", slots, times, seed, machine) for index in range(costs.workers)
+        ]
         costs.speeds = [worker.speed for worker in workers]
         world = World(
             feed=NumberedFeed(),
-            trainer=trainer,
+            trainer=SimulatedTrainer(costs.trainer_times(), machine),
             workers=workers,
-            scorers=scorers,
+            scorers=[SimulatedScorer(task, costs.scorer_times(task), machine) for task in costs.scorers],
             observers=(recorder, *observers),
         )
         try:
@@ -107,20 +115,6 @@ def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
         "checkpoint": profile.checkpoint.model_copy(update={"every_steps": 0}),
     }
     return LoopSettings.of(profile.model_copy(update=sections))
-
-
-def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWorker], list[SimulatedScorer]]:
-    """The trainer, the workers and the scorers. Call it inside the running loop."""
-    workload, times, slots = costs.workload, costs.worker_times(), costs.profile.rollout.slots
-    machine = SharedMachine(
-        generation_ratio=workload.decoding.interference_ratio,
-        training_ratio=workload.training.interference_ratio,
-    )
-    workers = [
-        SimulatedWorker(f"rollout-{index}", slots, times, seed, machine) for index in range(costs.workers)
-    ]
-    scorers = [SimulatedScorer(task, costs.scorer_times(task), machine) for task in costs.scorers]
-    return SimulatedTrainer(costs.trainer_times(), machine), workers, scorers
 
 
 class NumberedFeed:
@@ -165,7 +159,7 @@ class _JumpingSelector(selectors.SelectSelector):
         super().__init__()
         self._wait = wait
 
-    def select(self, timeout: float | None = None) -> list[Any]:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._wait(timeout)
         return []
 
