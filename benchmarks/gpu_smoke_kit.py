@@ -20,7 +20,7 @@ from engine_kit import RandomModel, save_tokenizer
 from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.contracts.trajectories import GroupPayload, Segment, Trajectory
 from asyncrl_cli.profile.schema import ModelSection, ProcessPlace, Profile, TrainerSection
-from asyncrl_cli.train.balance import plan_train_step
+from asyncrl_cli.train.step_plan import plan_train_step
 
 if TYPE_CHECKING:
     from asyncrl_cli.train.policy_trainer import PolicyTrainer

@@ -59,7 +59,7 @@ from asyncrl_cli.profile.schema import (
     RunSection,
     TrainerSection,
 )
-from asyncrl_cli.train.balance import plan_train_step, training_order
+from asyncrl_cli.train.step_plan import plan_train_step, training_order
 from asyncrl_cli.weights.versions import mean_abs_diff
 
 TRAIN_STEPS, WINDOW_STEPS = 8, 2

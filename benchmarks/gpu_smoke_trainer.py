@@ -15,8 +15,8 @@ from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.measure.values import shown
 from asyncrl_cli.profile.schema import AlgorithmSection, LoraSection, ModelSection, Profile, TrainerSection
 from asyncrl_cli.train.batch import Microbatch, scoring_microbatch
-from asyncrl_cli.train.policy_model import ForwardPass
-from asyncrl_cli.train.unpadded import UNPADDED, Divide, Unpadded, in_padded_rows, padded
+from asyncrl_cli.train.logprobs import ForwardPass
+from asyncrl_cli.train.packed_rows import UNPADDED, Divide, Unpadded, in_padded_rows, padded
 
 if TYPE_CHECKING:
     from asyncrl_cli.train.policy_trainer import PolicyTrainer
@@ -70,7 +70,7 @@ def _differentiated(
     model = trainer.model
     getattr(model._content, model._content.base_model_prefix).set_attn_implementation(attention)
     model._scorer = ForwardPass(model._content, 1.0, divide)
-    model.before_backward(is_last=True)
+    model.gathered.before_backward(is_last=True)
     logprobs_N = model.scored(part).logprobs_N
     signs_N = torch.arange(len(logprobs_N), device=logprobs_N.device) % 3 - 1.0
     (logprobs_N * signs_N).sum().backward()
@@ -153,13 +153,13 @@ def check_resume(machine: Machine, figures: Figures) -> None:
             trainer.train(**Step(model).arguments(profile))
             trainer.snapshot(1)
             trainer.write(1, Path(directory), with_published=False)
-            state = {name: tensor.to("cpu", copy=True) for name, tensor in trainer._state_tensors().items()}
+            state = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.state_tensors().items()}
             expected = _looked_at(trainer.train(**later))
         with trainer_on(machine, model, profile) as trainer:
             trainer.load(Path(directory))
             differing = [
                 name
-                for name, tensor in trainer._state_tensors().items()
+                for name, tensor in trainer.state_tensors().items()
                 if not torch.equal(tensor.cpu(), state[name])
             ]
             found = _looked_at(trainer.train(**later))

@@ -43,8 +43,8 @@ from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.train import sharded_model
-from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
+from asyncrl_cli.train.step_plan import plan_train_step
 
 MIB = 2**20
 FORK = multiprocessing.get_context("fork")

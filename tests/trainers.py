@@ -18,7 +18,7 @@ from asyncrl_cli.profile.schema import (
     RunSection,
     TrainerSection,
 )
-from asyncrl_cli.train.balance import RankPlan, plan_train_step
+from asyncrl_cli.train.step_plan import RankPlan, plan_train_step
 
 SECTIONS = {
     "dtype": "model",

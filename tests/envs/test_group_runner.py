@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from asyncrl_cli.base.errors import ExecutorFailed
@@ -30,11 +29,12 @@ from asyncrl_cli.envs.episode import Episode, Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
 from asyncrl_cli.sandbox.parent_rewards import RewardFailed
-from asyncrl_cli.train.balance import OptimizerStepPlan, PlannedTrajectory
-from asyncrl_cli.train.batch import build_microbatches
+from asyncrl_cli.train.batch import step_batches
+from asyncrl_cli.train.step_plan import OptimizerStepPlan, PlannedTrajectory
 from tests.engines import tiny
 from tests.engines.brake import Brake
 from tests.engines.made import made_for
+from tests.train.train_samples import OneRank
 from tests.waiting import until
 
 KEY = AttemptKey("sorting-7", 2, 1)
@@ -418,14 +418,11 @@ def trained_of(payload: GroupPayload) -> Counter[tuple[int, int, float]]:
         PlannedTrajectory(group=0, trajectory=i, advantage=float(i)) for i in range(len(payload.trajectories))
     )
     share = OptimizerStepPlan(trajectories=planned, num_loss_tokens=0, num_trajectories=len(planned))
-    batches = build_microbatches(share, {0: payload}, window=0, max_tokens=100, device=torch.device("cpu"))
-    return sum(
-        (
-            Counter(zip(b.advantages_N.tolist(), b.targets_N.tolist(), b.logp_mu_N.tolist(), strict=True))
-            for b in batches
-        ),
-        Counter(),
-    )
+    (batch,) = step_batches([share], {0: payload}, window=0, max_tokens=100, ranks=OneRank())
+    found = Counter[tuple[int, int, float]]()
+    for b in batch.microbatches:
+        found.update(zip(b.advantages_N.tolist(), b.targets_N.tolist(), b.logp_mu_N.tolist(), strict=True))
+    return found
 
 
 def sampled_of(payload: GroupPayload) -> Counter[tuple[int, int, float]]:

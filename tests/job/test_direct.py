@@ -36,7 +36,7 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import ProcessPlace, Profile, WeightsSection
-from asyncrl_cli.train.ranks import own_device
+from asyncrl_cli.train.ranks import device_of
 from asyncrl_cli.weights.buckets import fingerprint
 from asyncrl_cli.weights.receivers import AnnouncedWeights
 from asyncrl_cli.weights.versions import WORKER_MARGIN_S, Manifest, Meeting, all_loads_s
@@ -386,7 +386,7 @@ def test_the_memory_estimate_counts_what_weights_pass_through_on_the_gpus(tmp_pa
 
 def test_a_gpu_without_a_number_is_the_first_one() -> None:
     found = {
-        device: own_device(ProcessPlace(model_dir="", device=device)) for device in ("cuda", "cuda:3", "cpu")
+        device: device_of(ProcessPlace(model_dir="", device=device)) for device in ("cuda", "cuda:3", "cpu")
     }
     assert found == {
         "cuda": torch.device("cuda:0"),

@@ -73,7 +73,7 @@ def test_a_trainers_bytes_are_those_of_its_tensors(config: PretrainedConfig, tmp
         published = trainer.published(0)[0].num_bytes
         trainer.snapshot(0)
         snapshot = num_bytes(
-            rows.tensor for name, rows in trainer._snapshots[0][0].items() if not name.startswith("rng/")
+            rows.tensor for name, rows in trainer.snapshots[0][0].items() if not name.startswith("rng/")
         )
     finally:
         trainer.close()

@@ -62,8 +62,8 @@ def main(job: dict) -> None:
     if job["weights"]:
         trainer.gather(0)
         if job["rank"] == 0:
-            assert trainer._publication is not None
-            save_file(trainer._publication.packing.tensors(), job["weights"])
+            assert trainer.publication is not None
+            save_file(trainer.publication.packing.tensors(), job["weights"])
     if job["save"]:
         write_in_thread(trainer, job)
     trainer.close()

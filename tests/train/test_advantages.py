@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
-from asyncrl_cli.train.advantages import (
+from asyncrl_cli.train.step_plan import (
     grpo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,

@@ -16,7 +16,6 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -25,17 +24,15 @@ import pytest
 import torch
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection, Kl
-from asyncrl_cli.train.advantages import advantages_of
-from asyncrl_cli.train.balance import OptimizerStepPlan
-from asyncrl_cli.train.batch import Microbatch
-from asyncrl_cli.train.chunked_logprobs import Scored
-from asyncrl_cli.train.corrections import correct
+from asyncrl_cli.profile.rollout_sections import RolloutSection
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.train.batch import PROX, REF, Microbatch
 from asyncrl_cli.train.credit import gae
 from asyncrl_cli.train.critic import value_loss
-from asyncrl_cli.train.kl import kl_of
-from asyncrl_cli.train.losses import Metric, find_loss
-from asyncrl_cli.train.policy_update import PolicyUpdate
-from asyncrl_cli.train.scores import PROX, REF
+from asyncrl_cli.train.logprobs import Scored
+from asyncrl_cli.train.losses import find_loss
+from asyncrl_cli.train.policy_loss import PolicyLoss, correct, kl_of
+from asyncrl_cli.train.step_plan import OptimizerStepPlan, advantages_of
 from tests.train import reference_losses as reference
 from tests.train.test_losses import CASES as LOSSES
 from tests.train.test_losses import RULES, algorithm_of, batch_of, sequences_of
@@ -113,18 +110,11 @@ def ours(algorithm: AlgorithmSection, sequences: Sequences) -> Found:
         columns=columns,
     )
     scored = Scored(batch.logp_theta_N, torch.zeros(len(tokens_N)))
-    model: Any = SimpleNamespace(
-        is_packed=False, before_backward=lambda is_last: None, scored=lambda part: scored
-    )
-    optimizer: Any = SimpleNamespace(step=lambda: (0.0, 0.0))
-    ranks: Any = SimpleNamespace(world_size=1)
-    profile: Any = SimpleNamespace(
-        algorithm=algorithm, rollout=SimpleNamespace(max_response_tokens=MAX_TOKENS)
-    )
+    profile = Profile(algorithm=algorithm, rollout=RolloutSection(max_response_tokens=MAX_TOKENS))
     plan = OptimizerStepPlan(trajectories=(), num_loss_tokens=len(tokens_N), num_trajectories=len(lengths))
-    seen: list[dict[str, Metric]] = []
-    PolicyUpdate(profile, ranks, model, optimizer)._optimizer_step(plan, [microbatch], 0, seen)
-    return seen[0]["train/loss"].amount.item(), batch.logp_theta_N.grad
+    loss, _ = PolicyLoss(profile)(microbatch, scored, plan, steps_done=0)
+    loss.backward()
+    return loss.item(), batch.logp_theta_N.grad
 
 
 def trls(options: dict[str, Any], sequences: Sequences) -> Found:

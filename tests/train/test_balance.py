@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.train.balance import microbatches, packed, split_by_tokens, training_order
+from asyncrl_cli.train.batch import cut_packed, cut_padded
+from asyncrl_cli.train.step_plan import split_by_tokens, training_order
 from tests.train.train_samples import make_step
 from tests.trainers import planned
 
@@ -27,7 +28,7 @@ def test_split_gives_every_row_to_one_rank_and_balances_tokens(lengths, ranks):
 
 @given(lengths_lists, st.integers(50, 1000), st.integers(0, 500))
 def test_microbatches_hold_every_row_once_within_the_budget(lengths, max_tokens, split_cost):
-    parts = microbatches(lengths, max_tokens, split_cost)
+    parts = cut_padded(lengths, max_tokens, split_cost)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     for part in parts:
         assert part == sorted(part)
@@ -36,7 +37,7 @@ def test_microbatches_hold_every_row_once_within_the_budget(lengths, max_tokens,
 
 @given(lengths_lists, st.integers(50, 1000))
 def test_rows_end_to_end_fill_the_budget_with_their_own_tokens(lengths, max_tokens):
-    parts = packed(lengths, max_tokens)
+    parts = cut_packed(lengths, max_tokens)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     sums = [sum(lengths[i] for i in part) for part in parts]
     assert all(len(part) == 1 or num <= max_tokens for part, num in zip(parts, sums, strict=True))
@@ -49,8 +50,8 @@ def test_rows_end_to_end_fill_the_budget_with_their_own_tokens(lengths, max_toke
 def test_microbatches_stay_together_until_padding_costs_more_than_a_split():
     lengths = [100] + [10] * 9
     # Cutting the long row off saves 9 * 90 = 810 padded tokens.
-    assert microbatches(lengths, 8192, split_cost_tokens=810) == [list(range(10))]
-    assert microbatches(lengths, 8192, split_cost_tokens=809) == [[0], list(range(1, 10))]
+    assert cut_padded(lengths, 8192, split_cost_tokens=810) == [list(range(10))]
+    assert cut_padded(lengths, 8192, split_cost_tokens=809) == [[0], list(range(1, 10))]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -98,7 +99,7 @@ def test_mini_batches_are_a_lot_of_the_steps_groups_and_not_the_order_in_which_t
 def test_the_lot_of_a_step_depends_on_its_seed_and_number_alone():
     """A resumed run, which is another process, draws the same."""
     code = (
-        "from asyncrl_cli.train.balance import training_order as order;"
+        "from asyncrl_cli.train.step_plan import training_order as order;"
         "print([order(range(8), num_minibatches=2, seed=s, step=t) for s in (0, 1) for t in (1, 2)])"
     )
     drawn = [
@@ -112,5 +113,7 @@ def test_the_lot_of_a_step_depends_on_its_seed_and_number_alone():
 
 
 def test_planning_imports_no_torch():
-    code = "import sys, asyncrl_cli.train.balance; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, asyncrl_cli.train.step_plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection, Kl
-from asyncrl_cli.train.advantages import advantages_of
-from asyncrl_cli.train.credit import ADVANTAGES, RETURNS, credit, gae
-from asyncrl_cli.train.kl import kl_of
-from asyncrl_cli.train.scores import REF, VALUES, deal, joined, sampled_tokens, step_microbatches
+from asyncrl_cli.train.batch import ADVANTAGES, REF, RETURNS, VALUES, step_batches
+from asyncrl_cli.train.credit import credit, gae
+from asyncrl_cli.train.policy_loss import kl_of
+from asyncrl_cli.train.step_plan import advantages_of
 from tests.train import reference_losses as reference
-from tests.train.test_losses import OneRank
-from tests.train.train_samples import make_step
+from tests.train.train_samples import OneRank, make_step
 from tests.trainers import planned
 
 trajectories = st.lists(
@@ -68,18 +67,18 @@ def credited(seed, max_tokens=8192, **keys):
     (plan,) = planned(metas, **keys)
     groups, algorithm, ranks = dict(enumerate(payloads)), AlgorithmSection(**keys), OneRank()
     (step,) = plan.optimizer_steps
-    (parts,) = step_microbatches([step], groups, window=0, max_tokens=max_tokens, ranks=ranks)
-    counts = sampled_tokens(step, groups)
+    (batch,) = step_batches([step], groups, window=0, max_tokens=max_tokens, ranks=ranks)
+    counts = batch.counts_P
     rng = np.random.default_rng(seed)
     columns = {name: rng.normal(mean, 0.3, sum(counts)) for name, mean in ((REF, -4.0), (VALUES, 0.5))}
     for name, column in columns.items():
-        deal(name, parts, torch.from_numpy(column).float())
-    metrics = credit(step, parts, counts, algorithm=algorithm, ranks=ranks)
+        batch.set_column(name, torch.from_numpy(column).float())
+    metrics = credit([batch], algorithm, ranks)
     mu = np.concatenate([s.logprobs_T[s.mask_T] for t in step.trajectories for s in segments_of(groups, t)])
     columns |= {
-        name: joined(name, parts, sum(counts)).numpy()
+        name: batch.column(name).numpy()
         for name in (ADVANTAGES, RETURNS)
-        if name in parts[0].columns
+        if name in batch.microbatches[0].columns
     }
     split = {name: np.split(column, np.cumsum(counts)[:-1]) for name, column in {**columns, "mu": mu}.items()}
     rewards = [payloads[t.group].trajectories[t.trajectory].reward for t in step.trajectories]
@@ -113,8 +112,7 @@ def test_a_critics_advantages_and_returns_and_a_penalty_per_token(seed, max_toke
     everything = np.concatenate(advantages)
     expected = (everything - everything.mean()) / np.sqrt(everything.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(np.concatenate(columns[ADVANTAGES]), expected, atol=1e-5)
-    penalty = metrics["reward/kl_penalty"]
-    assert penalty.amount.item() / penalty.weight == pytest.approx(np.mean(sums), rel=1e-5)
+    assert metrics["reward/kl_penalty"].value == pytest.approx(np.mean(sums), rel=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])

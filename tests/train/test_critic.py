@@ -54,11 +54,10 @@ def plain_values(model, head, segment) -> torch.Tensor:
 def test_an_optimizer_step_has_the_loss_and_gradient_of_a_plain_loop(
     tiny_model_dir, make_trainer, max_tokens
 ):
-    keys = {"max_tokens_per_microbatch": max_tokens, "cliprange_value": 10.0}
-    trainer, head = with_a_head(make_trainer(trainer_parts(tiny_model_dir, **GAE, **keys)))
-    trainer.critic.optimizer._section = trainer.critic.optimizer._section.model_copy(
-        update={"grad_clip": 1e9}
-    )
+    parts = trainer_parts(tiny_model_dir, **GAE, max_tokens_per_microbatch=max_tokens)
+    section = parts.profile.critic.model_copy(update={"cliprange_value": 10.0, "grad_clip": 1e9})
+    parts = parts._replace(profile=parts.profile.model_copy(update={"critic": section}))
+    trainer, head = with_a_head(make_trainer(parts))
     batch, payloads = one_step()
     metrics = shown(trainer.train(**batch).metrics)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
@@ -109,12 +108,12 @@ def test_a_checkpoint_has_the_critic_and_one_without_is_refused(tiny_model_dir, 
     trainer.train(**one_step()[0])
     trainer.snapshot(1)
     trainer.write(1, tmp_path / "with", with_published=False)
-    expected = {key: local.clone() for key, local in trainer._state_tensors().items()}
+    expected = {key: local.clone() for key, local in trainer.state_tensors().items()}
     again = make_trainer(settings)
     again.load(tmp_path / "with")
     assert again.critic.optimizer.steps_made == 1
     assert {key for key in expected if "/critic." in key}
-    assert all(torch.equal(local, expected[key]) for key, local in again._state_tensors().items())
+    assert all(torch.equal(local, expected[key]) for key, local in again.state_tensors().items())
     without = make_trainer(trainer_parts(tiny_model_dir))
     without.snapshot(0)
     without.write(0, tmp_path / "without", with_published=False)

@@ -62,10 +62,10 @@ def test_values_of_the_batches_that_are_trained_make_the_same_bits_apart(tiny_mo
     trainer = make_trainer(apart)
     critic, found = critic_of(apart, trainer), []
     for batch in batches:
-        scores = columns_of(critic, **batch)
-        trained = trainer.train(step_in_window=0, **batch, scores=scores)
+        columns = columns_of(critic, **batch)
+        trained = trainer.train(step_in_window=0, **batch, columns=columns)
         assert "critic" not in trained.column_s
-        found.append(shown(trained.metrics) | shown(critic.learn(**batch, scores=scores).metrics))
+        found.append(shown(trained.metrics) | shown(critic.learn(**batch, columns=columns).metrics))
     assert found == expected
     assert same(weights, trainer.model.locals())
     assert same(of_critic, state_of(critic))

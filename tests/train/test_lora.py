@@ -28,7 +28,7 @@ def train(trainer, steps: int = 3) -> None:
 
 def published(trainer) -> dict[str, torch.Tensor]:
     trainer.gather(1)
-    return trainer._publication.packing.tensors()
+    return trainer.publication.packing.tensors()
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_adapters_alone_are_trained_and_whole_weights_are_published(tiny_model_d
     after, adapters = published(trainer), trainer.model.locals()
     assert {name.rpartition(".lora_")[2] for name in adapters} == {"A.weight", "B.weight"}
     assert sum(map(torch.numel, adapters.values())) < sum(map(torch.numel, initial.values())) / 2
-    assert {key.partition("/")[2] for key in trainer._state_tensors()} == adapters.keys()
+    assert {key.partition("/")[2] for key in trainer.state_tensors()} == adapters.keys()
     counted = adapter_parameters(trainer.profile, shape_of(str(tiny_model_dir)))
     assert counted == sum(map(torch.numel, adapters.values())), "what plan's memory estimate counts"
     for name, weight in initial.items():
@@ -110,7 +110,7 @@ def test_a_module_that_the_model_lacks_is_refused_with_those_that_it_has(tiny_mo
     from transformers import AutoModelForCausalLM
 
     from asyncrl_cli.profile.schema import LoraSection
-    from asyncrl_cli.train.lora import add_adapters
+    from asyncrl_cli.train.policy_model import add_adapters
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     with pytest.raises(ConfigError, match="no linear layer query_key_value") as refused:
@@ -165,7 +165,7 @@ def test_values_and_gradients_are_pefts(tiny_model_dir):
     from transformers import AutoModelForCausalLM
 
     from asyncrl_cli.profile.schema import LoraSection
-    from asyncrl_cli.train.lora import add_adapters
+    from asyncrl_cli.train.policy_model import add_adapters
 
     ours, base = (AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32) for _ in range(2))
     add_adapters(ours, LoraSection(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj")), 0)

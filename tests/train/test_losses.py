@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.measure.values import shown
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
-from asyncrl_cli.train.corrections import correct, loglinear_prox
 from asyncrl_cli.train.losses import LOSSES, LossBatch, Metric, check_loss, find_loss, max_of, mean_of, sum_of
-from asyncrl_cli.train.reduction import reduced
+from asyncrl_cli.train.optimizer import reduced
+from asyncrl_cli.train.policy_loss import correct, loglinear_prox
 from tests.train import reference_losses as reference
+from tests.train.train_samples import OneRank
 
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5
 CASES = {
@@ -174,16 +175,6 @@ def test_the_loglinear_prox_lies_between_sampler_and_policy_by_the_steps_made():
     torch.testing.assert_close(found_N, torch.tensor([-2.0, -2 + 4 / 5, -3 + 2 * 8 / 9, -2 + 4 / 5]))
     before_any_step_N = loglinear_prox(theta_N, mu_N, staleness_N, steps_done=0, window_steps=4)
     torch.testing.assert_close(before_any_step_N[1:], theta_N[1:])
-
-
-class OneRank:
-    device = torch.device("cpu")
-    sequence_size = 1
-
-    def sum(self, tensor):
-        return tensor
-
-    max = sum
 
 
 def test_figures_are_reduced_by_their_kind_whatever_their_names():

@@ -14,10 +14,9 @@ from asyncrl_cli.contracts.prompt_group import AttemptKey, GroupResult
 from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.measure.values import shown
 from asyncrl_cli.profile.schema import TrainerSection
-from asyncrl_cli.train import ranks
-from asyncrl_cli.train.balance import microbatches
-from asyncrl_cli.train.batch import SPLIT_COST_TOKENS
-from asyncrl_cli.train.ranks import learning_rate
+from asyncrl_cli.train import optimizer, ranks
+from asyncrl_cli.train.batch import SPLIT_COST_TOKENS, cut_padded
+from asyncrl_cli.train.optimizer import learning_rate
 from asyncrl_cli.weights.buckets import unpack
 from asyncrl_cli.weights.receivers import verified
 from asyncrl_cli.weights.versions import mean_abs_diff
@@ -104,7 +103,7 @@ def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(tiny_model_dir,
         trainer.train(**rank_batch(metas, payloads, num_minibatches=2))
         for half in (payloads[:2], payloads[2:]):
             lengths = [len(t.segments[0].tokens_T) - 1 for p in half for t in p.trajectories]
-            plain.step(half, microbatches(lengths, max_tokens, SPLIT_COST_TOKENS["cpu"]))
+            plain.step(half, cut_padded(lengths, max_tokens, SPLIT_COST_TOKENS["cpu"]))
     theirs = dict(plain.model.named_parameters())
     for name, ours in weights_of(trainer).items():
         assert torch.equal(ours, theirs[name]), name
@@ -417,15 +416,15 @@ def test_moments_that_wait_on_the_host_are_those_of_a_trainer_that_keeps_them(
     expected = {
         name: tensor.clone() for name, tensor in (kept.optimizer.moments() | weights_of(kept)).items()
     }
-    monkeypatch.setattr(ranks, "_offloads", lambda section, ranks: True)
+    monkeypatch.setattr(optimizer, "are_offloaded", lambda section, ranks: True)
     num_bytes = {name: moment.nbytes for name, moment in kept.optimizer.moments().items()}
     limit = sum(num_bytes.values()) // 4
     assert limit > 2 * max(num_bytes.values())
-    monkeypatch.setattr(ranks, "MOMENTS_SLICE_BYTES", limit)
+    monkeypatch.setattr(optimizer, "MOMENTS_SLICE_BYTES", limit)
     on_device, step = [], torch.optim.AdamW.step
 
     def counted(adamw):
-        slices = resumed.optimizer._slices if resumed is not None else offloaded.optimizer._slices
+        slices = resumed.optimizer.slices if resumed is not None else offloaded.optimizer.slices
         on_device.append(
             sum(moment.untyped_storage().nbytes() for part in slices for moment in part.moments().values())
         )
@@ -444,7 +443,7 @@ def test_moments_that_wait_on_the_host_are_those_of_a_trainer_that_keeps_them(
         assert torch.equal(tensor, expected[name]), name
     assert len(on_device) > 6
     assert 0 < max(on_device) <= limit
-    slices = resumed.optimizer._slices
+    slices = resumed.optimizer.slices
     assert {moment.untyped_storage().nbytes() for part in slices for moment in part.moments().values()} == {0}
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.base.errors import RefusedError
-from asyncrl_cli.train.scores import REF, score
+from asyncrl_cli.train.batch import REF
 from tests.train.reference_losses import kl
 from tests.train.train_samples import make_step, save_tiny_model
 from tests.trainers import planned, trainer_parts
@@ -98,9 +98,10 @@ def test_the_reference_is_the_initial_model_and_scores_each_token_once(
     assert 0 < reports[0].metrics["ref/kl"].value < reports[1].metrics["ref/kl"].value
     assert all(torch.equal(before[name], local) for name, local in trainer.reference.locals().items())
     assert any(not torch.equal(before[name], local) for name, local in trainer.model.locals().items())
-    column = score(own, groups, max_tokens=500, ranks=trainer.ranks)
+    monkeypatch.setattr(trainer.reference, "numbers_N", own)
+    column = trainer.reference.column(groups)
     monkeypatch.setattr(trainer.reference, "numbers_N", lambda part: pytest.fail("it was computed again"))
-    handed_in = trainer.train(step_in_window=0, plan=plan, payloads=groups, scores={REF: column})
+    handed_in = trainer.train(step_in_window=0, plan=plan, payloads=groups, columns={REF: column})
     penalty = reports[0].metrics["reward/kl_penalty"].value
     assert handed_in.metrics["reward/kl_penalty"].value == pytest.approx(penalty, rel=1e-4)
     mu = np.concatenate(

@@ -64,9 +64,9 @@ def test_columns_from_processes_of_their_own_make_the_same_weights(
             elif scored and in_window == 0:
                 columns = scorer.score([*payloads, *steps[number + 1][1]], [])
             (plan,) = planned(metas, **{name: on for name, on in keys.items() if name.startswith("use")})
-            scores = {task: dict(enumerate(columns[-4:] if in_window else columns[:4]))} if scored else None
+            given = {task: dict(enumerate(columns[-4:] if in_window else columns[:4]))} if scored else None
             report = trainer.train(
-                step_in_window=in_window, plan=plan, payloads=dict(enumerate(payloads)), scores=scores
+                step_in_window=in_window, plan=plan, payloads=dict(enumerate(payloads)), columns=given
             )
             assert task == "prox" or (task in report.column_s) is (scored is None)
         weights[scored] = weights_of(trainer)

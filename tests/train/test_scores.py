@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
-from asyncrl_cli.train.scores import PROX, score
+from asyncrl_cli.train.batch import PROX
 from tests.train.train_samples import make_segment, make_step
 from tests.trainers import planned, trainer_parts
 
@@ -40,8 +40,9 @@ def plain_logprobs(model, segment) -> np.ndarray:
 def test_a_column_has_a_plain_forwards_logprobs_in_the_order_of_the_tokens(
     tiny_model_dir, make_trainer, max_tokens
 ):
-    trainer, groups = make_trainer(trainer_parts(tiny_model_dir)), groups_of_several_segments()
-    found = score(trainer.model.numbers_N, groups, max_tokens=max_tokens, ranks=trainer.ranks)
+    trainer = make_trainer(trainer_parts(tiny_model_dir, max_tokens_per_microbatch=max_tokens))
+    groups = groups_of_several_segments()
+    found = trainer.model.column(groups)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     assert list(found) == list(groups)
     for group, payload in groups.items():
@@ -62,13 +63,13 @@ def test_a_column_that_is_handed_in_trains_the_same_and_is_not_computed_again(
         trainer = make_trainer(
             trainer_parts(tiny_model_dir, old_logprobs="recompute", lr=1e-3, max_tokens_per_microbatch=300)
         )
-        scores = None
+        columns = None
         if is_handed_in:
-            scores = {PROX: score(trainer.model.numbers_N, groups, max_tokens=300, ranks=trainer.ranks)}
+            columns = {PROX: trainer.model.column(groups)}
             monkeypatch.setattr(
                 trainer.model, "numbers_N", lambda microbatch: pytest.fail("it was computed again")
             )
-        report = trainer.train(step_in_window=0, plan=plan, payloads=groups, scores=scores)
+        report = trainer.train(step_in_window=0, plan=plan, payloads=groups, columns=columns)
         assert ("train/old_logprob_tokens" in report.metrics) is not is_handed_in
         weights.append({name: local.clone() for name, local in trainer.model.locals().items()})
     for name, computed in weights[0].items():

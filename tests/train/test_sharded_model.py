@@ -12,7 +12,8 @@ from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import ProcessPlace, Profile, TrainerSection
 from asyncrl_cli.train import keeps_whole_gradients, sharded_model
 from asyncrl_cli.train.batch import scoring_microbatch
-from asyncrl_cli.train.policy_model import ForwardPass, PolicyModel
+from asyncrl_cli.train.logprobs import ForwardPass
+from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.ranks import Ranks
 
 SIZES = dict(
@@ -74,7 +75,7 @@ def test_a_rank_reads_its_rows_as_transformers_loads_the_model(
         tmp_path / "model", max_shard_size=shard_size
     )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    monkeypatch.delattr(sharded_model, "_rows_of_whole")
+    monkeypatch.delattr(sharded_model, "rows_of_whole")
     model, empty = (skeleton(tmp_path / "model", trust_remote_code=False) for _ in range(2))
     sharded_model.sharded(model, model, tmp_path / "model", Profile(), SavedForm(empty), ranks)
     expected = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
@@ -90,7 +91,7 @@ def test_a_rank_reads_its_rows_as_transformers_loads_the_model(
 def test_a_decoder_with_a_head_of_its_own_keeps_the_heads_values(ranks, tmp_path, monkeypatch):
     AutoModelForCausalLM.from_config(CONFIGS["untied"]).save_pretrained(tmp_path / "model")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    monkeypatch.delattr(sharded_model, "_rows_of_whole")
+    monkeypatch.delattr(sharded_model, "rows_of_whole")
     model, empty = (skeleton(tmp_path / "model", trust_remote_code=False) for _ in range(2))
     own = torch.nn.Linear(16, 1)
     before = own.weight.detach().clone()
@@ -150,7 +151,7 @@ def test_gradients_that_are_kept_are_summed_over_ranks_at_the_last_microbatch_al
         monkeypatch.setattr(
             type(gathered), f"set_{name}", lambda self, value, name=name: calls.append((name, value))
         )
-    gathered._keeps_whole = False  # as on a GPU, where parameters are not kept
+    gathered.keeps_whole = False  # as on a GPU, where parameters are not kept
     for is_last in (False, False, True):
         gathered.before_backward(is_last=is_last)
     assert calls == [
@@ -158,6 +159,6 @@ def test_gradients_that_are_kept_are_summed_over_ranks_at_the_last_microbatch_al
         ("requires_gradient_sync", False),
         ("requires_gradient_sync", True),
     ]
-    gathered._sums_once = False
+    gathered.sums_once = False
     gathered.before_backward(is_last=True)
     assert len(calls) == 3

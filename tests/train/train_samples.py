@@ -81,3 +81,20 @@ def make_step(seed: int, num_groups: int, n: int = 8, max_response_tokens: int =
     rng = random.Random(seed)
     groups = [make_group(rng, index, n, max_response_tokens) for index in range(num_groups)]
     return [meta for meta, _ in groups], [payload for _, payload in groups]
+
+
+class OneRank:
+    """`Ranks` without a process group."""
+
+    @property
+    def device(self):
+        import torch
+
+        return torch.device("cpu")
+
+    world_size = sequence_size = 1
+
+    def sum(self, tensor):
+        return tensor
+
+    max = sum

@@ -25,7 +25,7 @@ from asyncrl_cli.job.scorer_actor import RayScorer, ScorerActor
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sharing import CRITIC, REF
-from asyncrl_cli.train.balance import RankPlan
+from asyncrl_cli.train.step_plan import RankPlan
 
 
 class CriticActor(ScorerActor):
@@ -38,8 +38,8 @@ class CriticActor(ScorerActor):
     def learn(self, plan: RankPlan, names: Sequence[str], *given: Any) -> tuple[TrainReport, ExecutorReport]:
         """One train step on the groups of `plan.groups`. `given`: their columns and parts."""
         with self._meter.doing(State.BUSY):
-            payloads, scores = taken(plan, names, given)
-            report = self._scorer.learn(plan, payloads, scores)
+            payloads, columns = taken(plan, names, given)
+            report = self._scorer.learn(plan, payloads, columns)
         return report, self._meter.report()
 
     @ray.method(concurrency_group="main")

@@ -193,9 +193,9 @@ def check_adapters(profile: Profile, model_dir: Path) -> None:
     adapters into its files."""
     if profile.lora.target_modules:
         from asyncrl_cli.models.saved_form import skeleton
-        from asyncrl_cli.train.lora import chosen
+        from asyncrl_cli.train.policy_model import adapted_layers
 
-        chosen(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code), profile.lora)
+        adapted_layers(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code), profile.lora)
     if profile.lora.sync == "adapter":
         from asyncrl_cli.weights.receivers import BaseFiles
 

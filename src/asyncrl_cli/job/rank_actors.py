@@ -36,11 +36,11 @@ from asyncrl_cli.measure.meters import CallMeter
 from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.train.balance import RankPlan, plan_train_step, training_order
+from asyncrl_cli.train.step_plan import RankPlan, plan_train_step, training_order
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 
 if TYPE_CHECKING:  # torch: the driver imports this module
-    from asyncrl_cli.train.scores import Scores
+    from asyncrl_cli.train.batch import Columns
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class RankActor(ABC):
 @contextmanager
 def naming_nodes(nodes: Sequence[str]) -> Iterator[None]:
     """Add each missing rank's node to the error about missing ranks. `nodes`: the node of every rank."""
-    from asyncrl_cli.train.first_meeting import RanksMissing
+    from asyncrl_cli.train.ranks import RanksMissing
 
     try:
         yield
@@ -196,9 +196,9 @@ class RayRanks(ABC):
 
 def taken(
     plan: RankPlan, names: Sequence[str], values: Sequence[Any]
-) -> tuple[dict[int, GroupPayload], Scores]:
+) -> tuple[dict[int, GroupPayload], Columns]:
     """Payloads by group and columns by name, from the values of the arguments that follow `names`
     (`RayRanks._shares`)."""
     groups, left = plan.groups, iter(values)
-    scores = {name: {group: next(left) for group in groups} for name in names}
-    return dict(zip(groups, joined(left), strict=True)), scores
+    columns = {name: {group: next(left) for group in groups} for name in names}
+    return dict(zip(groups, joined(left), strict=True)), columns

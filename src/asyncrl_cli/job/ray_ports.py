@@ -33,9 +33,8 @@ from asyncrl_cli.measure.states import ExecutorReport
 from asyncrl_cli.measure.values import Last
 from asyncrl_cli.profile.arithmetic import train_steps_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
-from asyncrl_cli.train.advantages import needs_columns
-from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.train.sample_dump import choose_samples, is_dump_step
+from asyncrl_cli.train.step_plan import RankPlan, needs_columns
 from asyncrl_cli.weights.versions import DRIVER_MARGIN_S, load_s
 from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 

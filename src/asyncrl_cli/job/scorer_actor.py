@@ -30,7 +30,7 @@ from asyncrl_cli.job.transports import arriving, merging
 from asyncrl_cli.measure.states import ExecutorReport, State
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
 from asyncrl_cli.profile.sharing import CRITIC, PROX, REWARD
-from asyncrl_cli.train.balance import split_by_tokens
+from asyncrl_cli.train.step_plan import split_by_tokens
 
 if TYPE_CHECKING:
     from asyncrl_cli.train.ranks import Ranks

@@ -36,8 +36,8 @@ from asyncrl_cli.train.sample_dump import SampledGroup, dump_samples
 if TYPE_CHECKING:
     from asyncrl_cli.contracts.ports import Cut
     from asyncrl_cli.contracts.train_step import TrainReport
-    from asyncrl_cli.train.balance import RankPlan
-    from asyncrl_cli.train.scores import Column
+    from asyncrl_cli.train.batch import Column
+    from asyncrl_cli.train.step_plan import RankPlan
     from asyncrl_cli.weights.versions import Manifest, Sender
 
 WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
@@ -107,9 +107,9 @@ class TrainerActor(RankActor):
         """One train step on the groups of `plan.groups`. `given`: their columns and parts."""
         began_s = time.monotonic()
         with self._meter.doing(State.BUSY):
-            payloads, scores = taken(plan, names, given)
+            payloads, columns = taken(plan, names, given)
             report = self._trainer.train(
-                step_in_window=step_in_window, plan=plan, payloads=payloads, scores=scores
+                step_in_window=step_in_window, plan=plan, payloads=payloads, columns=columns
             )
         self._meter.add(
             busy_s=time.monotonic() - began_s, trained_tokens=report.tokens, gauges={"step": step}

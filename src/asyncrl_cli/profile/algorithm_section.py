@@ -59,7 +59,7 @@ Rejection = Literal[
     "seq_max_k3",
 ]
 Kl = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
-"""Estimates of a KL divergence from one token (train/kl.py)."""
+"""Estimates of a KL divergence from one token (train/policy_loss.py)."""
 
 
 class AlgorithmSection(Section):

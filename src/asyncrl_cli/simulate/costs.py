@@ -9,7 +9,7 @@
     share            (gpus / reference_gpus) ** -scaling_exponent
 
 Tokens are those of prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of
-all mini-batches but the window's first are computed before training (as in `train/policy_update.py`: the
+all mini-batches but the window's first are computed before training (as in `train/policy_trainer.py`: the
 first mini-batch's forward pass gives both).
 """
 

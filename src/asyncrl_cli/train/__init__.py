@@ -5,7 +5,7 @@ use Ray.
 """
 
 LOGITS_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
-"""How many logits exist at one time, by device (train/chunked_logprobs.py): 128 MiB and 1 GiB in float32.
+"""How many logits exist at one time, by device (train/logprobs.py): 128 MiB and 1 GiB in float32.
 Each chunk adds a matrix of the head's size to the head's gradient: by arithmetic 10 to 15% of a 7B model's
 step on a GPU with 2^25."""
 LOGITS_COPIES = 3
@@ -13,7 +13,7 @@ LOGITS_COPIES = 3
 pass."""
 MOMENTS_SLICE_BYTES = 2**30
 """With `trainer.offload_optimizer`: how many bytes of moments are on the device at a time
-(train/ranks.py)."""
+(train/optimizer.py)."""
 WHOLE_GRADIENTS_SHARE = 1 / 8
 """Whole gradients are kept until an optimizer step's last microbatch if they take at most this share of a
 GPU's memory."""

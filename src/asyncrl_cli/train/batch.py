@@ -1,23 +1,47 @@
-"""Builds microbatches: segments and advantages -> padded tensors on the trainer's device.
+"""Microbatches: segments and advantages -> padded tensors on the trainer's device, with columns of per-token
+values.
 
-Legend: B = rows (segments), T = padded positions, N = sampled tokens, row by row.
+A column has one float per sampled token. These are all that travel with a train step's microbatches:
+
+    prox        the token's logprob under the weights at the window's start
+    ref         its logprob under the reference
+    critic      the critic's value of the state in which it was sampled
+    penalties   the KL penalty that is subtracted from its reward        (credit.py)
+    advantages  its advantage, if that depends on the columns above      (credit.py)
+    returns     what the critic should have answered                     (credit.py)
+
+Any process that has the stage's model computes one of the first three for groups (`ShardedModel.column`).
+`PolicyTrainer.train` takes such columns, and computes the missing ones itself, once per token.
+
+Legend: B = rows (segments), T = padded positions, N = sampled tokens, row by row; F = sampled tokens of a
+rank's share of an optimizer step, trajectory by trajectory; P = its trajectories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncrl_cli.contracts.trajectories import NOT_SAMPLED, GroupPayload, Segment
-from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches, packed
+from asyncrl_cli.profile import sharing
+from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.step_plan import OptimizerStepPlan
 
+PROX, REF, VALUES = sharing.PROX, sharing.REF, sharing.CRITIC
+PENALTIES, ADVANTAGES, RETURNS = "penalties", "advantages", "returns"
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
 """Cost of one more microbatch, in padded tokens. On a CPU: 8 ms of overhead at 65 us a token (0.75 M
 parameters). On a GPU it is high, because full microbatches are more efficient."""
+
+Column = Mapping[int, tuple[NDArray[np.float32], ...]]
+"""By group index: an array per trajectory, with one number per sampled token, all segments end to end."""
+Columns = Mapping[str, Column]
+"""By name. A rank without groups has the names, too, so that all ranks know which columns were passed in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +52,7 @@ class Microbatch:
     `select_N`: indices into the flattened (B, T) of the positions that predict a sampled token.
     `staleness_N`: the version at the window's start minus the version that sampled the token.
     `trajectory_tokens_N`: the number of sampled tokens in the token's trajectory. `order_N`: the token's
-    index among the sampled tokens of this rank's share of the optimizer step, trajectory by trajectory.
-    `columns`: further values per token, by name (scores.py).
+    index among those of this rank's share of the optimizer step (F). `columns`: further values (N), by name.
     """
 
     inputs_BT: torch.Tensor
@@ -45,6 +68,33 @@ class Microbatch:
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One rank's share of an optimizer step, as microbatches. `counts_P`: sampled tokens per trajectory."""
+
+    plan: OptimizerStepPlan
+    microbatches: list[Microbatch]
+    counts_P: list[int]
+
+    def fill(self, name: str, values_of: Callable[[Microbatch], torch.Tensor]) -> None:
+        """Compute a column for the microbatches that lack it. A collective, if `values_of` is one: the column
+        is missing on all ranks or on none."""
+        for microbatch in self.microbatches:
+            if name not in microbatch.columns:
+                microbatch.columns[name] = values_of(microbatch)
+
+    def column(self, name: str) -> torch.Tensor:
+        """A column over all microbatches, (F)."""
+        values_F = torch.zeros(sum(self.counts_P), device=self.microbatches[0].rows_N.device)
+        for microbatch in self.microbatches:
+            values_F[microbatch.order_N] = microbatch.columns[name].float()
+        return values_F
+
+    def set_column(self, name: str, values_F: torch.Tensor) -> None:
+        for microbatch in self.microbatches:
+            microbatch.columns[name] = values_F[microbatch.order_N]
+
+
 class BatchRow(NamedTuple):
     """A segment, its trajectory's advantage and number of sampled tokens, and the index of its first sampled
     token."""
@@ -55,32 +105,45 @@ class BatchRow(NamedTuple):
     first_token: int = 0
 
 
-def build_microbatches(
-    plan: OptimizerStepPlan,
+def step_batches(
+    plans: Sequence[OptimizerStepPlan],
     payloads: Mapping[int, GroupPayload],
+    columns: Columns | None = None,
     *,
     window: int,
     max_tokens: int,
-    device: torch.device,
+    ranks: Ranks,
     are_packed: bool = False,
-) -> list[Microbatch]:
-    """Microbatches of this rank's share of an optimizer step; all segments of a trajectory share its
-    advantage. `max_tokens` counts padding unless rows `are_packed` (unpadded.py)."""
-    rows, num_before = [], 0
-    for planned in plan.trajectories:
-        segments = payloads[planned.group].trajectories[planned.trajectory].segments
-        counts = [int(segment.mask_T.sum()) for segment in segments]
-        for segment, count in zip(segments, counts, strict=True):
-            if count:
-                rows.append(BatchRow(segment, planned.advantage, sum(counts), num_before))
-            num_before += count
-    lengths = [len(row.segment.tokens_T) - 1 for row in rows]
-    parts = (
-        packed(lengths, max_tokens)
-        if are_packed
-        else microbatches(lengths, max_tokens, SPLIT_COST_TOKENS[device.type])
-    )
-    return [build_microbatch([rows[i] for i in part], window, device) for part in parts]
+) -> list[StepBatch]:
+    """This rank's share of each optimizer step, with the columns that were passed in. A collective. All
+    segments of a trajectory share its advantage. `max_tokens` is per rank; it counts padding unless rows
+    `are_packed` (packed_rows.py)."""
+    batches, budget = list[StepBatch](), max_tokens * ranks.sequence_size
+    for plan in plans:
+        rows, counts_P, first_token = list[BatchRow](), list[int](), 0
+        for planned in plan.trajectories:
+            segments = payloads[planned.group].trajectories[planned.trajectory].segments
+            counts = [int(segment.mask_T.sum()) for segment in segments]
+            counts_P.append(sum(counts))
+            for segment, count in zip(segments, counts, strict=True):
+                if count:
+                    rows.append(BatchRow(segment, planned.advantage, counts_P[-1], first_token))
+                first_token += count
+        lengths = [len(row.segment.tokens_T) - 1 for row in rows]
+        split_cost = SPLIT_COST_TOKENS[ranks.device.type]
+        cut = cut_packed(lengths, budget) if are_packed else cut_padded(lengths, budget, split_cost)
+        microbatches = [build_microbatch([rows[i] for i in indices], window, ranks.device) for indices in cut]
+        batches.append(StepBatch(plan, microbatches, counts_P))
+    # Every rank must take part in every FSDP collective: those with fewer microbatches add empty ones.
+    most = torch.tensor([max(len(batch.microbatches), 1) for batch in batches], device=ranks.device)
+    for batch, number in zip(batches, ranks.max(most).tolist(), strict=True):
+        missing = number - len(batch.microbatches)
+        batch.microbatches.extend(empty_microbatch(ranks.device) for _ in range(missing))
+        for name, column in (columns or {}).items():
+            arrays = [column[planned.group][planned.trajectory] for planned in batch.plan.trajectories]
+            values_F = np.concatenate([np.zeros(0, np.float32), *arrays])
+            batch.set_column(name, torch.from_numpy(values_F).to(ranks.device))
+    return batches
 
 
 def build_microbatch(rows: Sequence[BatchRow], window: int, device: torch.device) -> Microbatch:
@@ -98,9 +161,7 @@ def build_microbatch(rows: Sequence[BatchRow], window: int, device: torch.device
         mask_BT[b, : len(segment.mask_T)] = segment.mask_T
     predicted_BT = mask_BT[:, 1:]
     rows_N, positions_N = predicted_BT.nonzero()
-    logp_mu_N = np.concatenate([segment.logprobs_T[segment.mask_T] for segment, *_ in rows]).astype(
-        np.float32
-    )
+    logp_mu_N = np.concatenate([segment.logprobs_T[segment.mask_T] for segment, *_ in rows])
     versions_N = np.concatenate([segment.versions_T[segment.mask_T] for segment, *_ in rows])
     advantages_N = np.array([row.advantage for row in rows], dtype=np.float32)[rows_N]
     trajectory_tokens_N = np.array([row.trajectory_tokens for row in rows])[rows_N]
@@ -111,7 +172,7 @@ def build_microbatch(rows: Sequence[BatchRow], window: int, device: torch.device
         rows_N=torch.from_numpy(rows_N).to(device),
         select_N=torch.from_numpy(rows_N * predicted_BT.shape[1] + positions_N).to(device),
         targets_N=torch.from_numpy(tokens_BT[:, 1:][predicted_BT]).to(device),
-        logp_mu_N=torch.from_numpy(logp_mu_N).to(device),
+        logp_mu_N=torch.from_numpy(logp_mu_N.astype(np.float32)).to(device),
         advantages_N=torch.from_numpy(advantages_N).to(device),
         staleness_N=torch.from_numpy(window - versions_N).to(device),
         trajectory_tokens_N=torch.from_numpy(trajectory_tokens_N).to(device),
@@ -135,3 +196,43 @@ def scoring_microbatch(
         versions = [NOT_SAMPLED, *[0 if is_scored else NOT_SAMPLED] * (len(tokens) - 1)]
         rows.append(BatchRow(Segment.of(tokens, [0.0] * len(tokens), versions), 0.0, len(tokens)))
     return build_microbatch(rows, 0, device)
+
+
+def cut_padded(lengths: Sequence[int], max_tokens: int, split_cost_tokens: int) -> list[list[int]]:
+    """Row indices per microbatch: as few microbatches as `max_tokens` (with padding) allows, then split where
+    padding costs more.
+
+    Rows are grouped by length, longest first. A microbatch is cut in two if that saves more padded tokens
+    than `split_cost_tokens`, the cost of one more forward and backward pass. A row longer than the budget
+    gets a microbatch of its own. Within a microbatch the order of `lengths` is kept.
+    """
+    cut: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= max_tokens:
+            cut[-1].append(index)
+        else:
+            cut.append([index])
+    return [sorted(part) for rows in cut for part in _split_padding(rows, lengths, split_cost_tokens)]
+
+
+def cut_packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Row indices per microbatch for rows packed end to end without padding: longest first, each filled up to
+    `max_tokens`."""
+    cut, used = list[list[int]](), max_tokens
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if used + lengths[index] > max_tokens:
+            cut.append([])
+            used = 0
+        cut[-1].append(index)
+        used += lengths[index]
+    return [sorted(rows) for rows in cut]
+
+
+def _split_padding(rows: list[int], lengths: Sequence[int], split_cost_tokens: int) -> list[list[int]]:
+    # `rows` are sorted, longest first: a cut before row i narrows rows i.. from the first row's length.
+    savings = [(len(rows) - i) * (lengths[rows[0]] - lengths[rows[i]]) for i in range(len(rows))]
+    best = max(range(len(rows)), key=savings.__getitem__)
+    if savings[best] <= split_cost_tokens:
+        return [rows]
+    halves = rows[:best], rows[best:]
+    return [part for half in halves for part in _split_padding(half, lengths, split_cost_tokens)]

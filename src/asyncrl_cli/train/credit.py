@@ -1,15 +1,15 @@
-"""Advantages that need columns (scores.py): GAE, and every estimator if a KL penalty is subtracted from the
+"""Advantages that need columns (batch.py): GAE, and every estimator if a KL penalty is subtracted from the
 rewards.
 
 With mu the sampler and V the critic's values, for the sampled tokens t = 1 .. T of a trajectory, all its
 segments end to end:
 
-    penalty_t    kl_coef * KL estimate of log ref - log mu at t, if `use_kl_in_reward`, else 0        (kl.py)
+    penalty_t    kl_coef * KL estimate of log ref - log mu at t, if `use_kl_in_reward`, else 0
     gae          r_t = - penalty_t, plus the trajectory's reward at t = T
                  delta_t = r_t + gamma V_t+1 - V_t  with V_T+1 = 0
                  A_t = delta_t + gamma lambda A_t+1,  return_t = A_t + V_t
                  normalized: (A - mean) / sqrt(variance + 1e-8), over the sampled tokens of the optimizer step
-    others       advantages.py, on the reward minus the sum of the trajectory's penalties
+    others       step_plan.py, on the reward minus the sum of the trajectory's penalties
 
 Sources: Schulman et al. 2016 (arXiv:1506.02438), equations 11 and 16, for GAE; Ouyang et al. 2022
 (arXiv:2203.02155), section 3.5, for the penalty.
@@ -24,81 +24,58 @@ trajectories.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Value
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
-from asyncrl_cli.train.advantages import advantages_of
-from asyncrl_cli.train.balance import OptimizerStepPlan
-from asyncrl_cli.train.batch import Microbatch
-from asyncrl_cli.train.kl import kl_of
+from asyncrl_cli.train.batch import ADVANTAGES, PENALTIES, REF, RETURNS, VALUES, StepBatch
 from asyncrl_cli.train.losses import Metric
+from asyncrl_cli.train.optimizer import reduced
+from asyncrl_cli.train.policy_loss import kl_of
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.reduction import reduced
-from asyncrl_cli.train.scores import REF, VALUES, deal, joined, sampled_tokens
+from asyncrl_cli.train.step_plan import OptimizerStepPlan, advantages_of
 
-ADVANTAGES, RETURNS = "advantages", "returns"
-_PENALTIES = "penalties"
 VARIANCE_EPSILON = 1e-8
 
 Floats = NDArray[np.float64]
 
 
-def credit(
-    plan: OptimizerStepPlan,
-    parts: Sequence[Microbatch],
-    counts_P: Sequence[int],
-    *,
-    algorithm: AlgorithmSection,
-    ranks: Ranks,
-) -> dict[str, Metric]:
-    """Add the column of advantages to an optimizer step's microbatches, and with `gae` also the column of
-    returns. A collective.
-
-    `counts_P`: sampled tokens of each trajectory in the plan. Returns `reward/kl_penalty`, if there is a
-    penalty: its mean over trajectories.
-    """
-    ends_P = np.cumsum(counts_P, dtype=np.int64)
-    penalties_F = _penalties(parts, sum(counts_P), algorithm)
-    sums_P = (
-        np.diff(np.cumsum(penalties_F, dtype=np.float64)[ends_P - 1], prepend=0.0)
-        if len(ends_P)
-        else np.zeros(0)
-    )
-    if algorithm.has_critic:
-        rewards_F = -penalties_F
-        rewards_F[ends_P - 1] += [plan.rewards[t.group][t.trajectory] for t in plan.trajectories]
-        advantages_F = _with_critic(rewards_F, ends_P, parts, algorithm, ranks)
-    else:
-        advantages_F = np.repeat(_of_trajectories(plan, sums_P, algorithm, ranks), counts_P)
-    deal(ADVANTAGES, parts, _to_device(advantages_F, ranks))
-    if not algorithm.use_kl_in_reward:
-        return {}
-    return {
-        "reward/kl_penalty": Metric(kind="mean", amount=_to_device(sums_P, ranks).sum(), weight=len(sums_P))
-    }
-
-
-def credited(
-    steps: Sequence[OptimizerStepPlan],
-    work: Sequence[list[Microbatch]],
-    payloads: Mapping[int, GroupPayload],
-    *,
-    algorithm: AlgorithmSection,
-    ranks: Ranks,
-) -> dict[str, Value]:
-    """`credit` for all optimizer steps of a train step; returns their metrics. A collective."""
-    seen = [
-        credit(step, parts, sampled_tokens(step, payloads), algorithm=algorithm, ranks=ranks)
-        for step, parts in zip(steps, work, strict=True)
-    ]
-    return reduced(ranks, seen) if seen[0] else {}
+def credit(batches: Sequence[StepBatch], algorithm: AlgorithmSection, ranks: Ranks) -> dict[str, Value]:
+    """Add the column of advantages to the microbatches of a train step, and with `gae` also that of returns.
+    A collective. Returns `reward/kl_penalty`, if there is a penalty: its mean over trajectories."""
+    seen = list[dict[str, Metric]]()
+    for batch in batches:
+        ends_P = np.cumsum(batch.counts_P, dtype=np.int64)
+        penalties_F = np.zeros(sum(batch.counts_P))
+        if algorithm.use_kl_in_reward:
+            for microbatch in batch.microbatches:
+                kl_N = kl_of(algorithm.kl_penalty, microbatch.columns[REF] - microbatch.logp_mu_N)
+                microbatch.columns[PENALTIES] = algorithm.kl_coef * kl_N
+            penalties_F = _on_host(batch.column(PENALTIES))
+        # Differences of a running sum, because a rank may have no trajectory.
+        sums_P = np.diff(np.concatenate([[0.0], np.cumsum(penalties_F)])[np.concatenate([[0], ends_P])])
+        if algorithm.has_critic:
+            rewards_F, values_F = -penalties_F, _on_host(batch.column(VALUES))
+            rewards_F[ends_P - 1] += [
+                batch.plan.rewards[t.group][t.trajectory] for t in batch.plan.trajectories
+            ]
+            advantages_F = gae(rewards_F, values_F, ends_P, algorithm.gamma, algorithm.lam)
+            batch.set_column(RETURNS, _to_device(advantages_F + values_F, ranks))
+            if algorithm.normalize_advantages:
+                advantages_F = whitened(advantages_F, ranks)
+        else:
+            advantages_P = _from_penalized_rewards(batch.plan, sums_P, algorithm, ranks)
+            advantages_F = np.repeat(advantages_P, batch.counts_P)
+        batch.set_column(ADVANTAGES, _to_device(advantages_F, ranks))
+        if algorithm.use_kl_in_reward:
+            penalty = Metric(kind="mean", amount=_to_device(sums_P, ranks).sum(), weight=len(sums_P))
+            seen.append({"reward/kl_penalty": penalty})
+    return reduced(ranks, seen)
 
 
 def gae(rewards_F: Floats, values_F: Floats, ends_P: NDArray[np.int64], gamma: float, lam: float) -> Floats:
@@ -124,43 +101,19 @@ def whitened(values_F: Floats, ranks: Ranks) -> Floats:
     return centred_F / np.sqrt(squares / max(number - 1.0, 1.0) + VARIANCE_EPSILON)
 
 
-def _penalties(parts: Sequence[Microbatch], num_tokens: int, algorithm: AlgorithmSection) -> Floats:
-    if not algorithm.use_kl_in_reward:
-        return np.zeros(num_tokens)
-    for part in parts:
-        part.columns[_PENALTIES] = algorithm.kl_coef * kl_of(
-            algorithm.kl_penalty, part.columns[REF] - part.logp_mu_N
-        )
-    return _on_host(joined(_PENALTIES, parts, num_tokens))
-
-
-def _with_critic(
-    rewards_F: Floats,
-    ends_P: NDArray[np.int64],
-    parts: Sequence[Microbatch],
-    algorithm: AlgorithmSection,
-    ranks: Ranks,
-) -> Floats:
-    values_F = _on_host(joined(VALUES, parts, len(rewards_F)))
-    advantages_F = gae(rewards_F, values_F, ends_P, algorithm.gamma, algorithm.lam)
-    deal(RETURNS, parts, _to_device(advantages_F + values_F, ranks))
-    return whitened(advantages_F, ranks) if algorithm.normalize_advantages else advantages_F
-
-
-def _of_trajectories(
+def _from_penalized_rewards(
     plan: OptimizerStepPlan, sums_P: Floats, algorithm: AlgorithmSection, ranks: Ranks
 ) -> Floats:
     """Advantages of this rank's trajectories, computed from the rewards and penalties of all ranks."""
-    everything = [(group, index) for group, of in plan.rewards.items() for index in range(len(of))]
-    places = {key: place for place, key in enumerate(everything)}
-    own = [places[planned.group, planned.trajectory] for planned in plan.trajectories]
-    taken = np.zeros(len(places))
-    taken[own] = sums_P
-    from_all = iter(_summed(taken, ranks))
-    advantages = advantages_of(
-        [[reward - next(from_all) for reward in of] for of in plan.rewards.values()], algorithm
-    )
-    return np.array([advantage for of in advantages for advantage in of])[own]
+    groups = list(plan.rewards.values())
+    everything = [(group, index) for group, rewards in plan.rewards.items() for index in range(len(rewards))]
+    indices = {key: index for index, key in enumerate(everything)}
+    mine = [indices[planned.group, planned.trajectory] for planned in plan.trajectories]
+    penalties = np.zeros(len(everything))
+    penalties[mine] = sums_P
+    left = iter(_summed(penalties, ranks))
+    advantages = advantages_of([[reward - next(left) for reward in rewards] for rewards in groups], algorithm)
+    return np.concatenate(advantages)[mine]
 
 
 def _summed(values: Sequence[float] | Floats, ranks: Ranks) -> list[float]:

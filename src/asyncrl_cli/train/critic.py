@@ -18,7 +18,6 @@ sampled token only.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,14 +32,14 @@ from asyncrl_cli.contracts.trajectories import GroupPayload
 from asyncrl_cli.measure.values import Ratio, Value
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
-from asyncrl_cli.train.batch import Microbatch
-from asyncrl_cli.train.credit import RETURNS, credited
+from asyncrl_cli.train.batch import RETURNS, VALUES, Columns, Microbatch, StepBatch, step_batches
+from asyncrl_cli.train.credit import credit
 from asyncrl_cli.train.losses import Metric, mean_of, sum_of
-from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.reduction import aggregated, finite, optimizer_metrics, reduced
-from asyncrl_cli.train.scores import VALUES, Scores, step_microbatches
+from asyncrl_cli.train.optimizer import PolicyOptimizer, StepResult, aggregated, finite, step_metrics
+from asyncrl_cli.train.packed_rows import Divide
+from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import ShardedModel
+from asyncrl_cli.train.step_plan import RankPlan
 from asyncrl_cli.train.trainer_state import (
     CRITIC,
     CriticCounters,
@@ -50,13 +49,29 @@ from asyncrl_cli.train.trainer_state import (
     to_host,
     write_state,
 )
-from asyncrl_cli.train.unpadded import Divide
 
 RETURN_SUMS = ("returns", "squared returns", "errors", "squared errors")
 """`critic/explained_variance` is computed from these sums; they are not metrics themselves."""
 
 
-class Critic(ShardedModel):
+class ValueModel(torch.nn.Module):
+    """A language model's transformer with a value head instead of the language model's head."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model: PreTrainedModel = getattr(model, model.base_model_prefix)
+        self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, microbatch: Microbatch, divide: Divide) -> torch.Tensor:
+        share = divide(microbatch)
+        hidden_BTH = self.model(**share.inputs, use_cache=False).last_hidden_state
+        hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, share.select_n)
+        return share.joined(self.head(hidden_NH).sum(-1).float(), len(microbatch.targets_N))
+
+
+class Critic(ShardedModel[ValueModel]):
     """One rank's part of the critic, with its optimizer. A token's number is the value of the state it was
     sampled in."""
 
@@ -64,17 +79,17 @@ class Critic(ShardedModel):
         self, profile: Profile, place: ProcessPlace, ranks: Ranks, *, total_optimizer_steps: int
     ) -> None:
         super().__init__(profile, place.critic_dir or place.model_dir, ranks)
-        own, trainer = profile.critic, profile.trainer
-        section = trainer.model_copy(update={"lr": own.lr or trainer.lr, "grad_clip": own.grad_clip})
+        keys = {"lr": profile.critic.lr or profile.trainer.lr, "grad_clip": profile.critic.grad_clip}
+        section = profile.trainer.model_copy(update=keys)
         self.optimizer = PolicyOptimizer(
             section, ranks, self.parameters, total_optimizer_steps=total_optimizer_steps
         )
 
-    def _make_content(self, model: PreTrainedModel) -> _Valuer:
-        return _Valuer(model)
+    def make_content(self, model: PreTrainedModel) -> ValueModel:
+        return ValueModel(model)
 
     def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
-        return self._gathered(partial(self._content, microbatch, self.divide))
+        return self.gathered(partial(self.content, microbatch, self.divide))
 
     def state_parameters(self) -> dict[str, DTensor]:
         """Its parameters by their names in the trainer's state."""
@@ -82,49 +97,44 @@ class Critic(ShardedModel):
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """This rank's live shards of weights and moments, by `<kind>/<parameter>`."""
-        tensors = {
-            f"weight/{name}": local for name, local in self.locals().items()
-        } | self.optimizer.moments()
+        weights = {f"weight/{name}": local for name, local in self.locals().items()}
+        tensors = weights | self.optimizer.moments()
         return {key.replace("/", f"/{CRITIC}", 1): local for key, local in tensors.items()}
 
-    def update(
-        self, steps: Sequence[OptimizerStepPlan], work: Sequence[Sequence[Microbatch]]
-    ) -> tuple[dict[str, Value], int]:
+    def update(self, batches: Sequence[StepBatch]) -> tuple[dict[str, Value], int]:
         """Run a train step's optimizer steps, on microbatches with the columns of values and returns. A
         collective. Returns its metrics, and how many steps were skipped because their gradient was not
         finite."""
-        seen = list[dict[str, Metric]]()
-        made = [self._step(step, parts, seen) for step, parts in zip(steps, work, strict=True)]
-        return _metrics(self._ranks, seen, made), sum(not math.isfinite(norm) for norm, _ in made)
-
-    def _step(
-        self, plan: OptimizerStepPlan, parts: Sequence[Microbatch], seen: list[dict[str, Metric]]
-    ) -> tuple[float, float]:
-        """Adds the metrics of each microbatch to `seen`. Returns the gradient's norm and the learning
-        rate."""
-        for part in parts:
-            self.before_backward(is_last=part is parts[-1])
-            old_N, returns_N = part.columns[VALUES], part.columns[RETURNS]
-            loss_N, is_clipped_N = value_loss(
-                self.traced_N(part), old_N, returns_N, self._profile.critic.cliprange_value
-            )
-            loss = aggregated(loss_N, part, plan, self._profile)
-            (loss * self._ranks.world_size).backward()  # as in policy_update.py
-            errors_N = returns_N - old_N
-            sums = (returns_N, returns_N.square(), errors_N, errors_N.square())
-            seen.append(
-                {
-                    "critic/loss": sum_of(loss),
-                    "critic/clipped_ratio": mean_of(is_clipped_N),
-                    "critic/value_mean": mean_of(old_N),
-                    "critic/return_mean": mean_of(returns_N),
-                    **{
-                        name: sum_of(values_N.double())
-                        for name, values_N in zip(RETURN_SUMS, sums, strict=True)
-                    },
-                }
-            )
-        return self.optimizer.step()
+        seen, results = list[dict[str, Metric]](), list[StepResult]()
+        for batch in batches:
+            for microbatch in batch.microbatches:
+                self.gathered.before_backward(is_last=microbatch is batch.microbatches[-1])
+                old_N, returns_N = microbatch.columns[VALUES], microbatch.columns[RETURNS]
+                values_N = self.traced_N(microbatch)
+                loss_N, is_clipped_N = value_loss(
+                    values_N, old_N, returns_N, self.profile.critic.cliprange_value
+                )
+                loss = aggregated(loss_N, microbatch, batch.plan, self.profile)
+                (loss * self.ranks.world_size).backward()  # as in policy_trainer.py
+                errors_N = returns_N - old_N
+                sums = (returns_N, returns_N.square(), errors_N, errors_N.square())
+                seen.append(
+                    {
+                        "critic/loss": sum_of(loss),
+                        "critic/clipped_ratio": mean_of(is_clipped_N),
+                        "critic/value_mean": mean_of(old_N),
+                        "critic/return_mean": mean_of(returns_N),
+                        **{n: sum_of(sum_N.double()) for n, sum_N in zip(RETURN_SUMS, sums, strict=True)},
+                    }
+                )
+            results.append(self.optimizer.step())
+        metrics = step_metrics("critic", self.ranks, seen, results)
+        num_tokens = max(metrics["critic/value_mean"].whole, 1)
+        total, squares, error, squared_error = (metrics.pop(name).value for name in RETURN_SUMS)
+        # each n times a variance: of the returns, and of what the values leave unexplained
+        spread, unexplained = squares - total * total / num_tokens, squared_error - error * error / num_tokens
+        metrics["critic/explained_variance"] = Ratio(spread - unexplained, spread)
+        return metrics, sum(result.is_skipped for result in results)
 
 
 class CriticApart(Critic):
@@ -132,7 +142,8 @@ class CriticApart(Critic):
     order.
 
         score(...)                  values of finished groups, from the weights after the last `learn`
-        learn(...)                  the critic's optimizer steps of one train step, on the values that the trainer has, too
+        learn(...)                  the critic's optimizer steps of one train step, on the values that the trainer
+                                    has, too
         snapshot / write / restore  the critic's part of a checkpoint
 
     It learns what a critic inside the trainer would: the plan, the columns and the returns (credit.py) are
@@ -143,26 +154,25 @@ class CriticApart(Critic):
         super().__init__(profile, place, ranks, total_optimizer_steps=Schedule.of(profile).optimizer_steps)
         self._snapshots: dict[int, tuple[HostState, CriticCounters]] = {}
 
-    def learn(self, plan: RankPlan, payloads: Mapping[int, GroupPayload], scores: Scores) -> TrainReport:
-        """Run a train step's optimizer steps. A collective. `scores`: the values, and whatever else the
+    def learn(self, plan: RankPlan, payloads: Mapping[int, GroupPayload], columns: Columns) -> TrainReport:
+        """Run a train step's optimizer steps. A collective. `columns`: the values, and whatever else the
         returns need."""
-        began_s, steps = time.monotonic(), plan.optimizer_steps
-        max_tokens = self._profile.trainer.max_tokens_per_microbatch
-        work = step_microbatches(
-            steps,
+        began_s = time.monotonic()
+        batches = step_batches(
+            plan.optimizer_steps,
             payloads,
-            scores,
+            columns,
             window=plan.window,
-            max_tokens=max_tokens,
-            ranks=self._ranks,
+            max_tokens=self.profile.trainer.max_tokens_per_microbatch,
+            ranks=self.ranks,
             are_packed=self.is_packed,
         )
-        credited(steps, work, payloads, algorithm=self._profile.algorithm, ranks=self._ranks)
-        metrics, skipped = self.update(steps, work)
-        self._ranks.synchronize()
+        credit(batches, self.profile.algorithm, self.ranks)
+        metrics, skipped = self.update(batches)
+        self.ranks.synchronize()
         return TrainReport(
             train_s=time.monotonic() - began_s,
-            tokens=sum(step.num_loss_tokens for step in steps),
+            tokens=sum(step.num_loss_tokens for step in plan.optimizer_steps),
             metrics=finite(metrics),
             skipped_steps=skipped,
             skipped_in_a_row=self.optimizer.skipped_in_a_row,
@@ -171,13 +181,13 @@ class CriticApart(Critic):
     def snapshot(self, step: int) -> None:
         """Copy this process's shards to the host under the name `step`."""
         counters = CriticCounters(
-            schema_version=1, processes=self._ranks.world_size, critic_steps=self.optimizer.steps_made
+            schema_version=1, processes=self.ranks.world_size, critic_steps=self.optimizer.steps_made
         )
         self._snapshots[step] = (to_host(self.state_parameters(), self.state_tensors()), counters)
 
     def write(self, step: int, directory: Path) -> None:
         """Write the snapshot of `step` beside the trainer's files, and forget it."""
-        write_state(self._ranks.rank, *self._snapshots.pop(step), directory, is_critics=True)
+        write_state(self.ranks.rank, *self._snapshots.pop(step), directory, is_critics=True)
 
     def restore(self, directory: Path) -> None:
         """Restore weights, moments and counter, written by a critic or a trainer. RefusedError if none fit
@@ -194,38 +204,3 @@ def value_loss(
     clipped_N = torch.maximum(torch.minimum(values_N, old_N + clip), old_N - clip)
     plain_N, cut_N = (values_N - returns_N).square(), (clipped_N - returns_N).square()
     return torch.maximum(plain_N, cut_N) / 2, cut_N > plain_N
-
-
-def _metrics(
-    ranks: Ranks, seen: Sequence[Mapping[str, Metric]], steps: Sequence[tuple[float, float]]
-) -> dict[str, Value]:
-    """Metrics of a train step, from the `seen` and the return values of `Critic._step`. A collective."""
-    found = reduced(ranks, seen)
-    number = found["critic/value_mean"].whole
-    total, squares, error, squared_error = (found.pop(name).value for name in RETURN_SUMS)
-    spread, unexplained = (
-        squares - total * total / max(number, 1),
-        squared_error - error * error / max(number, 1),
-    )
-    return (
-        found
-        | optimizer_metrics("critic", found["critic/loss"], steps)
-        | {"critic/explained_variance": Ratio(spread - unexplained, spread)}
-    )
-
-
-class _Valuer(torch.nn.Module):
-    """A language model's transformer with a value head instead of the language model's head."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model: PreTrainedModel = getattr(model, model.base_model_prefix)
-        self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1)
-        torch.nn.init.zeros_(self.head.weight)
-        torch.nn.init.zeros_(self.head.bias)
-
-    def forward(self, microbatch: Microbatch, divide: Divide) -> torch.Tensor:
-        part = divide(microbatch)
-        hidden_BTH = self.model(**part.inputs, use_cache=False).last_hidden_state
-        hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, part.select_n)
-        return part.joined(self.head(hidden_NH).sum(-1).float(), len(microbatch.targets_N))

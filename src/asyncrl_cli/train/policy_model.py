@@ -1,4 +1,5 @@
-"""The policy under FSDP2: parameters, logprobs and entropies of tokens.
+"""The policy under FSDP2: parameters, logprobs and entropies of tokens; and LoRA's adapters, which are trained
+in place of its parameters.
 
 Master weights are float32. With dtype bfloat16, forward and backward compute in bfloat16, and gradients are
 reduced in float32. A single rank uses FSDP2, too: it costs about 4 ms per microbatch (measured on a CPU), and
@@ -10,33 +11,32 @@ Legend: B = rows, T = positions, H = hidden size, N = sampled tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from asyncrl_cli.base.errors import ExecutorFailed
-from asyncrl_cli.models.saved_form import ADAPTER, persistent_buffers
+from asyncrl_cli.base.errors import ConfigError, ExecutorFailed
+from asyncrl_cli.models.saved_form import ADAPTER, merged, persistent_buffers, scale_of
 from asyncrl_cli.models.shape import LAYER
 from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.profile.schema import LoraSection, ProcessPlace, Profile
 from asyncrl_cli.profile.sharing import REF
 from asyncrl_cli.train.batch import Microbatch, scoring_microbatch
-from asyncrl_cli.train.chunked_logprobs import Head, Scored
-from asyncrl_cli.train.lora import LoraLinear, add_adapters
+from asyncrl_cli.train.logprobs import ForwardPass, Scored
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import ShardedModel, fill
-from asyncrl_cli.train.unpadded import Divide, padded
 from asyncrl_cli.weights.buckets import Bucket, Spec, dtype_name, torch_dtype, unpack
 from asyncrl_cli.weights.versions import Manifest, mean_abs_diff
 
 
-class PolicyModel(ShardedModel):
+class PolicyModel(ShardedModel[PreTrainedModel]):
     """One rank's part of the model. `parameters`: the model's (with LoRA the adapters'), by their first name
     if they are tied.
 
@@ -47,8 +47,8 @@ class PolicyModel(ShardedModel):
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
         super().__init__(profile, model_dir, ranks)
-        model: PreTrainedModel = self._content
-        self._scorer = ForwardPass(model, profile.rollout.temperature, self.divide)
+        model = self.content
+        self._forward = ForwardPass(model, profile.rollout.temperature, self.divide)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._weights = {
             name: parameter for name, parameter in model.named_parameters() if ADAPTER not in name
@@ -57,23 +57,22 @@ class PolicyModel(ShardedModel):
             f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoraLinear)
         }
         self._buffers = persistent_buffers(model)
-        self._aliases = _aliases(model)
         self._wire_dtype = torch_dtype(profile.model.dtype)
         if profile.lora.sync == "adapter":
-            self._weights, self._adapted, self._buffers, self._aliases = self.parameters, {}, {}, {}
+            self._weights, self._adapted, self._buffers = self.parameters, {}, {}
             self._wire_dtype = torch.float32
         self._parts = self._whole_parts()
         self.specs = self._make_specs()
 
-    def _make_content(self, model: PreTrainedModel) -> PreTrainedModel:
-        if self._profile.lora.rank:
-            add_adapters(model, self._profile.lora, self._profile.run.seed)
+    def make_content(self, model: PreTrainedModel) -> PreTrainedModel:
+        if self.profile.lora.rank:
+            add_adapters(model, self.profile.lora, self.profile.run.seed)
         return model
 
     def scored(self, microbatch: Microbatch) -> Scored:
         """Logprobs, with gradient, and entropies of the sampled tokens at the sampling temperature. A
         collective."""
-        return self._gathered(partial(self._scorer, microbatch))
+        return self.gathered(partial(self._forward, microbatch))
 
     def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
         return self.scored(microbatch).logprobs_N
@@ -82,7 +81,7 @@ class PolicyModel(ShardedModel):
         """Logprobs of each sequence's tokens from index 1 on, at the sampling temperature. A collective."""
         if not sequences:
             return []
-        found = iter(self.numbers_N(scoring_microbatch(sequences, self._ranks.device)).tolist())
+        found = iter(self.numbers_N(scoring_microbatch(sequences, self.ranks.device)).tolist())
         return [list(islice(found, len(tokens) - 1)) for tokens in sequences]
 
     def load(self, manifest: Manifest, buckets: Iterable[Bucket]) -> None:
@@ -96,10 +95,10 @@ class PolicyModel(ShardedModel):
                 fill(tensor, whole[name].__getitem__)
         if not manifest.probe_tokens:
             return
-        off = mean_abs_diff(self.logprobs(manifest.probe_tokens), manifest.probe_logprobs)
-        if off > MAX_LOGPROB_DIFF[self._profile.model.dtype]:
+        difference = mean_abs_diff(self.logprobs(manifest.probe_tokens), manifest.probe_logprobs)
+        if difference > MAX_LOGPROB_DIFF[self.profile.model.dtype]:
             raise ExecutorFailed(
-                f"logprobs of version {manifest.version} differ from the trainer's by {off:.2g} on average"
+                f"logprobs of version {manifest.version} differ from the trainer's by {difference:.2g} on average"
             )
 
     def full(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -128,25 +127,20 @@ class PolicyModel(ShardedModel):
         return sorted(parts.values(), key=lambda names: names[0] in self._buffers)
 
     def _make_specs(self) -> list[Spec]:
-        aliases = {
-            self._file_name(name): tuple(map(self._file_name, others))
-            for name, others in self._aliases.items()
-        }
-        empty = {
-            n: torch.empty(p.shape, dtype=self._wire_dtype, device="meta") for n, p in self._weights.items()
-        }
-        empty |= {name: buffer.to("meta") for name, buffer in self._buffers.items()}
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.content.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        tied = [ones for ones in names.values() if len(ones) > 1 and ones[0] in self._weights]
+        aliases = {first: tuple(others) for first, *others in (map(self._file_name, ones) for ones in tied)}
+        empty = {name: buffer.to("meta") for name, buffer in self._buffers.items()}
+        for name, parameter in self._weights.items():
+            empty[name] = torch.empty(parameter.shape, dtype=self._wire_dtype, device="meta")
         converted: dict[str, torch.Tensor] = {}
         for names in self._parts:
             converted |= self.form.to_files({name: empty[name] for name in names})
         return [
-            Spec(
-                name=name,
-                dtype=dtype_name(tensor.dtype),
-                shape=tuple(tensor.shape),
-                aliases=aliases.get(name, ()),
-            )
-            for name, tensor in converted.items()
+            Spec(name=name, dtype=dtype_name(t.dtype), shape=tuple(t.shape), aliases=aliases.get(name, ()))
+            for name, t in converted.items()
         ]
 
     def _file_name(self, name: str) -> str:
@@ -160,55 +154,66 @@ def frozen_model(task: str, profile: Profile, place: ProcessPlace, ranks: Ranks)
     return PolicyModel(profile.model_copy(update={"lora": LoraSection()}), model_dir, ranks)
 
 
-class ForwardPass:
-    """A model as a function from a microbatch to its `Scored`."""
+class LoraLinear(torch.nn.Linear):
+    """A linear layer with frozen weights and an adapter (LoRA, arXiv:2106.09685).
 
-    def __init__(self, model: PreTrainedModel, temperature: float, divide: Divide = padded) -> None:
-        self._model = model
-        self._divide = divide
-        self._decoder_name = model.base_model_prefix
-        self._temperature = temperature
+        y = W x + alpha / rank * B A x        A: rank x in, uniform at random.  B: out x rank, 0 at the start
 
-    def __call__(self, microbatch: Microbatch) -> Scored:
-        part = self._divide(microbatch)
-        decoded = getattr(self._model, self._decoder_name)(**part.inputs, use_cache=False)
-        hidden_NH = decoded.last_hidden_state.flatten(0, 1).index_select(0, part.select_n)
-        head = Head(
-            logits_of=partial(self._logits, replace(decoded, last_hidden_state=None)),
-            parameters=tuple(self._model.get_output_embeddings().parameters()),
-            vocab_size=int(self._model.config.get_text_config().vocab_size),
-            temperature=self._temperature,
+    Names follow peft: beside `...q_proj.weight` there are `...q_proj.lora_A.weight` and
+    `...q_proj.lora_B.weight`. Engines get W + alpha / rank * B A under W's name, merged here or by the workers
+    (models/saved_form.py). peft's own layers are not used: they rename W to `base_layer.weight`, and only these
+    few lines of them are needed (tests compare the two).
+    """
+
+    def __init__(self, base: torch.nn.Linear, lora: LoraSection, generator: torch.Generator) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.scale = scale_of(lora)
+        self.lora_A = torch.nn.Linear(self.in_features, lora.rank, bias=False)
+        self.lora_B = torch.nn.Linear(lora.rank, self.out_features, bias=False)
+        torch.nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)
+        torch.nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias) + self.lora_B(self.lora_A(input)) * self.scale
+
+    def merged_weight(self) -> torch.Tensor:
+        """The whole float32 weight with the adapter merged in, without gradient. A collective: the parameters
+        are sharded."""
+        weight, a, b = (
+            cast(DTensor, p.detach()).full_tensor()
+            for p in (self.weight, self.lora_A.weight, self.lora_B.weight)
         )
-        scored = head.score(hidden_NH, part.of(microbatch.targets_N))
-        return Scored(*(part.joined(values_N, len(microbatch.targets_N)) for values_N in scored))
+        return merged(weight, a, b, self.scale)
 
-    def _logits(self, decoded: Any, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Run the model's own forward pass on the decoder's result, because some models scale or cap their
-        logits."""
-        decoder = getattr(self._model, self._decoder_name)
-        setattr(
-            self._model, self._decoder_name, _Decoder(replace(decoded, last_hidden_state=hidden_NH[None]))
+
+def add_adapters(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
+    """Freeze the model, and replace each chosen layer by a `LoraLinear`. The same seed gives the same
+    adapters.
+
+    Raises ConfigError as `adapted_layers` does.
+    """
+    generator, layers = torch.Generator().manual_seed(seed), adapted_layers(model, lora)
+    model.requires_grad_(False)
+    for name, base in layers.items():
+        parent, _, end = name.rpartition(".")
+        setattr(model.get_submodule(parent), end, LoraLinear(base, lora, generator))
+
+
+def adapted_layers(model: PreTrainedModel, lora: LoraSection) -> dict[str, torch.nn.Linear]:
+    """The layers that get an adapter, by name. Raises ConfigError if a name in `lora.target_modules` matches
+    no linear layer."""
+    head = model.get_output_embeddings()
+    linears = {name: m for name, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head}
+    ends = {name.rpartition(".")[2] for name in linears}
+    if unknown := [end for end in lora.target_modules if end not in ends]:
+        raise ConfigError(
+            f"lora.target_modules: the model has no linear layer {', '.join(unknown)}",
+            hint=f"it has {', '.join(sorted(ends))}; without this key all of them get an adapter",
         )
-        try:
-            logits_NV: torch.Tensor = self._model(use_cache=False).logits.squeeze(0)
-        finally:
-            setattr(self._model, self._decoder_name, decoder)
-        return logits_NV
-
-
-class _Decoder(torch.nn.Module):
-    """A stand-in for the decoder that returns a known result."""
-
-    def __init__(self, decoded: Any) -> None:
-        super().__init__()
-        self._decoded = decoded
-
-    def forward(self, **_: Any) -> Any:
-        return self._decoded
-
-
-def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: tuple(others) for first, *others in names.values() if others}
+    return {
+        name: layer
+        for name, layer in linears.items()
+        if name.rpartition(".")[2] in (lora.target_modules or ends)
+    }

@@ -1,9 +1,14 @@
 """The policy trainer: one object per rank. All ranks make the same calls in the same order.
 
-    train(...)                  one train step (policy_update.py)
+    train(...)                  one train step
     gather(version)             full parameters -> host buckets (rank 0) + probe logprobs
     published(version)          manifest and buckets (rank 0)
     snapshot / write / load     trainer state to the host, to disk, back
+
+A train step:
+
+    microbatches -> [ref] -> [critic] -> [prox] -> [advantages] -> [the critic learns]
+                 -> per optimizer step: forward, loss, backward, AdamW
 
 Threads. `train`, `gather`, `snapshot`, `load` and the methods of `model` must run in one thread (the
 trainer's). `published` and `write` may run in another thread at the same time: they only use the copies made
@@ -15,7 +20,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,21 +34,24 @@ from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.safe_files import parse_json
 from asyncrl_cli.contracts.train_step import TrainReport
 from asyncrl_cli.contracts.trajectories import GroupPayload
-from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
+from asyncrl_cli.measure.values import Ratio, Sum, Value
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.profile.sharing import CRITIC, is_apart
-from asyncrl_cli.train.balance import RankPlan
-from asyncrl_cli.train.batch import scoring_microbatch
+from asyncrl_cli.profile.sharing import is_apart
+from asyncrl_cli.train.batch import PROX, REF, VALUES, Columns, StepBatch, scoring_microbatch, step_batches
+from asyncrl_cli.train.credit import credit
 from asyncrl_cli.train.critic import Critic
+from asyncrl_cli.train.losses import Metric
+from asyncrl_cli.train.optimizer import PolicyOptimizer, StepResult, finite, host_like, step_metrics
+from asyncrl_cli.train.policy_loss import WEIGHT_SQUARES, WEIGHTS, PolicyLoss
 from asyncrl_cli.train.policy_model import PolicyModel, frozen_model
-from asyncrl_cli.train.policy_update import PolicyUpdate
-from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.scores import REF, Scores
+from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.step_plan import RankPlan, needs_columns
 from asyncrl_cli.train.trainer_state import (
     ANOTHER_MODEL,
     Counters,
     HostState,
     SavedState,
+    check_frozen,
     random_state,
     restore,
     restore_random_state,
@@ -55,12 +64,6 @@ from asyncrl_cli.weights.senders import BufferPool
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
 FROZEN_PROBES = 4
-FROZEN = {
-    "base_logprob": ("a base model", "model.path"),
-    "reference_logprob": ("a reference", "ref.path, or model.path,"),
-}
-"""Weights that are never trained or saved, by the counter that identifies them: what they are, and the key
-that names them."""
 
 
 class Publication(NamedTuple):
@@ -78,7 +81,8 @@ class Publication(NamedTuple):
 class PolicyTrainer:
     """One rank of the trainer; see the module's docstring. `init_method` is tcp://host:port or file://path.
     The learning rate schedule ends after `total_optimizer_steps`. `probe_text`: token ids for the probes.
-    OSError or ValueError, from transformers, if `place.model_dir` is not a model.
+    `reference` and `critic`: None if there is none, or if it has processes of its own. `publication`: None
+    before the first `gather`. OSError or ValueError, from transformers, if `place.model_dir` is not a model.
     """
 
     def __init__(
@@ -95,31 +99,26 @@ class PolicyTrainer:
         sequence_size = profile.trainer.sequence_parallel_size
         self.ranks = Ranks(profile, place, rank=rank, init_method=init_method, sequence_size=sequence_size)
         self.model = PolicyModel(profile, place.model_dir, self.ranks)
-        algorithm, head_start = profile.algorithm, profile.critic.head_start_steps
+        algorithm, policy_steps = profile.algorithm, total_optimizer_steps - profile.critic.head_start_steps
         self.optimizer = PolicyOptimizer(
-            profile.trainer,
-            self.ranks,
-            self.model.parameters,
-            total_optimizer_steps=total_optimizer_steps - head_start,
+            profile.trainer, self.ranks, self.model.parameters, total_optimizer_steps=policy_steps
         )
-        is_mine = algorithm.has_reference and not is_apart(profile, REF)
-        self.reference = frozen_model(REF, profile, place, self.ranks) if is_mine else None
-        has_critic = algorithm.has_critic and not is_apart(profile, CRITIC)
-        self.critic = (
-            Critic(profile, place, self.ranks, total_optimizer_steps=total_optimizer_steps)
-            if has_critic
-            else None
-        )
-        self._update = PolicyUpdate(
-            profile, self.ranks, self.model, self.optimizer, self.reference, self.critic
-        )
-        self._publication: Publication | None = None
+        self.reference: PolicyModel | None = None
+        if algorithm.has_reference and not is_apart(profile, REF):
+            self.reference = frozen_model(REF, profile, place, self.ranks)
+        self.critic: Critic | None = None
+        if algorithm.has_critic and not is_apart(profile, VALUES):
+            self.critic = Critic(profile, place, self.ranks, total_optimizer_steps=total_optimizer_steps)
+        self._loss = PolicyLoss(profile)
+        self._window_first: dict[str, torch.Tensor] | None = None
+        """A host copy of this rank's shards at the window's start, if prox needs it."""
+        self.publication: Publication | None = None
         self._layout = plan_layout(self.model.specs, profile.weights.gather_bucket_size_mb * BYTES_PER_MB)
         self._buffers = BufferPool(pins=self.ranks.device.type == "cuda")
         num_probes = profile.weights.probe_sequences
         self._probes = make_probes(num_probes, self.model.vocab_size, profile.run.seed, text=probe_text)
         self._frozen_logprobs = self._score_frozen()
-        self._snapshots: dict[int, tuple[HostState, Counters, Publication | None]] = {}
+        self.snapshots: dict[int, tuple[HostState, Counters, Publication | None]] = {}
         self._hand_over()
 
     def close(self) -> None:
@@ -131,14 +130,124 @@ class PolicyTrainer:
         step_in_window: int,
         plan: RankPlan,
         payloads: Mapping[int, GroupPayload],
-        scores: Scores | None = None,
+        columns: Columns | None = None,
     ) -> TrainReport:
         """Run the train step's optimizer steps, skipping those whose gradient is not finite. A collective.
 
         `payloads` maps indices in the train step to groups. It has at least those in `plan.groups`, and so
-        have the columns in `scores`, which are not computed again.
+        have the `columns` that were computed elsewhere.
         """
-        return self._update.run(step_in_window, plan, payloads, scores)
+        began_s, algorithm, ranks = time.monotonic(), self.profile.algorithm, self.ranks
+        models = [model for model in (self.model, self.reference, self.critic) if model is not None]
+        batches = step_batches(
+            plan.optimizer_steps,
+            payloads,
+            columns,
+            window=plan.window,
+            max_tokens=self.profile.trainer.max_tokens_per_microbatch,
+            ranks=ranks,
+            are_packed=all(model.is_packed for model in models),  # all of them take the same microbatches
+        )
+        # Columns come first, while no weights have changed. A column that was passed in is not computed again.
+        column_s = dict[str, float]()
+        for name, model in ((REF, self.reference), (VALUES, self.critic)):
+            if model is not None:
+                with self._timed(name, column_s):
+                    for batch in batches:
+                        batch.fill(name, model.numbers_N)
+        with self._timed("old_logprob", column_s):
+            num_scored = self._fill_prox(batches, step_in_window)
+        metrics, skipped_steps = dict[str, Value](), 0
+        if needs_columns(algorithm):
+            metrics |= credit(batches, algorithm, ranks)
+        if self.critic is not None:  # after `credit`, which takes the values that it gave before it learned
+            critic_metrics, skipped_steps = self.critic.update(batches)
+            metrics |= critic_metrics
+
+        seen, results = list[dict[str, Metric]](), list[StepResult]()
+        trained = batches[plan.critic_only :]  # in its head start, the critic learns alone
+        for steps_done, batch in enumerate(trained, step_in_window * len(batches) + plan.critic_only):
+            batch_normalizes = algorithm.rollout_is_batch_normalize
+            normalizer = self._loss.weight_normalizer(batch, ranks) if batch_normalizes else 1.0
+            for microbatch in batch.microbatches:
+                is_last = microbatch is batch.microbatches[-1]
+                self.model.gathered.before_backward(is_last=is_last)
+                loss, found = self._loss(
+                    microbatch,
+                    self.model.scored(microbatch),
+                    batch.plan,
+                    steps_done=steps_done,
+                    normalizer=normalizer,
+                )
+                # FSDP averages gradients over ranks, but the loss is already divided by the count of all ranks.
+                (loss * ranks.world_size).backward()
+                seen.append(found)
+            results.append(self.optimizer.step())
+        if results:
+            metrics |= step_metrics("train", ranks, seen, results)
+            skipped_steps += sum(result.is_skipped for result in results)
+        if WEIGHTS in metrics:
+            # their effective sample size, as a share of the tokens: (sum w)^2 / sum w^2 / tokens
+            weights, squares = metrics.pop(WEIGHTS).value, metrics.pop(WEIGHT_SQUARES).value
+            num_tokens = sum(batch.plan.num_loss_tokens for batch in trained)
+            metrics["correction/effective_ratio"] = Ratio(weights * weights / max(num_tokens, 1), squares)
+        if num_scored:
+            num_tokens = sum(batch.plan.num_loss_tokens for batch in batches[-num_scored:])
+            metrics["train/old_logprob_tokens"] = Sum(float(num_tokens))
+        ranks.synchronize()  # or the seconds would be those in which the work was queued
+        optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
+        return TrainReport(
+            train_s=time.monotonic() - began_s - sum(column_s.values()),
+            column_s=column_s,
+            tokens=sum(batch.plan.num_loss_tokens for batch in batches),
+            metrics=finite(metrics),
+            skipped_steps=skipped_steps,
+            skipped_in_a_row=max(optimizer.skipped_in_a_row for optimizer in optimizers),
+        )
+
+    @contextmanager
+    def _timed(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
+        began_s = time.monotonic()
+        yield
+        self.ranks.synchronize()
+        seconds[name] = time.monotonic() - began_s
+
+    def _fill_prox(self, batches: Sequence[StepBatch], step_in_window: int) -> int:
+        """Add the column of prox logprobs. Returns how many optimizer steps, counted from the last, needed a
+        forward pass for it. Where there is no column, theta's detached logprobs equal prox, or prox is
+        estimated from theta's logprobs later."""
+        algorithm, live = self.profile.algorithm, self.model.locals()
+        if algorithm.old_logprobs == "rollout":
+            for microbatch in (microbatch for batch in batches for microbatch in batch.microbatches):
+                microbatch.columns[PROX] = microbatch.logp_mu_N
+        if algorithm.old_logprobs != "recompute" or PROX in batches[0].microbatches[0].columns:
+            return 0
+        if step_in_window > 0:
+            # The weights have moved since the window's start: exchange them for those of then, for a moment.
+            assert self._window_first is not None, "the window's first train step was not seen"
+            current = {name: local.clone() for name, local in live.items()}
+            try:
+                _copy_into(live, self._window_first)
+                for batch in batches:
+                    batch.fill(PROX, self.model.numbers_N)
+            finally:
+                _copy_into(live, current)
+            return len(batches)
+        if self._needs_window_first:
+            self._window_first = self._window_first or host_like(live)
+            _copy_into(self._window_first, live)
+        # The first optimizer step starts from the weights that define prox, so its forward pass gives both
+        # theta and prox. (Normalized weights are needed before that pass.)
+        missing = batches if algorithm.rollout_is_batch_normalize else batches[1:]
+        for batch in missing:
+            batch.fill(PROX, self.model.numbers_N)
+        return len(missing)
+
+    @property
+    def _needs_window_first(self) -> bool:
+        """Whether later train steps of a window need the weights of its start, to compute prox."""
+        is_mine = self.profile.algorithm.old_logprobs == "recompute" and not is_apart(self.profile, PROX)
+        return is_mine and self.profile.async_training.trigger_parameter_sync_step > 1
 
     def gather(
         self, version: int, on_full: Callable[[Packing, int], None] = lambda packing, index: None
@@ -153,15 +262,16 @@ class PolicyTrainer:
         started_s = time.monotonic()
         packing = Packing(self._layout, self._buffers.take) if self.ranks.rank == 0 else None
         with torch.no_grad():
-            for part in self.model.full():
-                if packing is None:
+            for tensors in self.model.full():
+                if packing is None:  # the other ranks only take part in the collectives
                     continue
-                for name, tensor in self.model.form.to_files(part).items():
+                for name, tensor in self.model.form.to_files(tensors).items():
                     if (index := packing.put(name, tensor)) is not None:
                         on_full(packing, index)
         probe_logprobs = tuple(map(tuple, self.model.logprobs(self._probes)))
         if packing is not None:
-            before = self._publication.manifest if self._publication is not None else None
+            before = self.publication.manifest if self.publication is not None else None
+            is_older = before is not None and before.version < version
             manifest = Manifest(
                 version=version,
                 num_bytes=packing.num_bytes,
@@ -169,11 +279,9 @@ class PolicyTrainer:
                 temperature=self.profile.rollout.temperature,
                 probe_tokens=self._probes,
                 probe_logprobs=probe_logprobs,
-                previous_logprobs=before.probe_logprobs
-                if before is not None and before.version < version
-                else (),
+                previous_logprobs=before.probe_logprobs if is_older else (),
             )
-            self._publication = Publication(manifest, packing)
+            self.publication = Publication(manifest, packing)
         self._hand_over()
         return time.monotonic() - started_s
 
@@ -183,14 +291,13 @@ class PolicyTrainer:
 
         Raises ValueError if rank 0 does not hold `version`.
         """
-        publication = self._publication
+        publication = self.publication
         if publication is None or publication.manifest.version != version:
             held = "none" if publication is None else publication.manifest.version
             raise ValueError(f"version {version} is not held by rank {self.ranks.rank} (held: {held})")
         buckets = publication.packing.seal()
-        return replace(
-            publication.manifest, fingerprints=tuple(bucket.fingerprint for bucket in buckets)
-        ), buckets
+        fingerprints = tuple(bucket.fingerprint for bucket in buckets)
+        return replace(publication.manifest, fingerprints=fingerprints), buckets
 
     def snapshot(self, step: int) -> None:
         """Copy this rank's state to the host under the name `step`."""
@@ -199,15 +306,13 @@ class PolicyTrainer:
             ranks=self.ranks.world_size,
             step=step,
             optimizer_steps=self.optimizer.steps_made,
-            has_window_first=int(self._update.window_first is not None),
+            has_window_first=int(self._window_first is not None),
             **self._frozen_logprobs,
         )
         if self.critic is not None:
             counters["critic_steps"] = self.critic.optimizer.steps_made
-        state = to_host(self._parameters(), self._state_tensors(), self._buffers.take) | random_state(
-            self.ranks
-        )
-        self._snapshots[step] = (state, counters, self._publication)
+        state = to_host(self._parameters(), self.state_tensors(), self._buffers.take)
+        self.snapshots[step] = (state | random_state(self.ranks), counters, self.publication)
 
     def write(self, step: int, directory: Path, with_published: bool) -> None:
         """Write the snapshot of `step` and drop it. Safe in any thread, but in one at a time.
@@ -215,9 +320,9 @@ class PolicyTrainer:
         Raises ValueError if there is no such snapshot, or if `with_published` is set and it was made before
         the first gather.
         """
-        if step not in self._snapshots:
+        if step not in self.snapshots:
             raise ValueError(f"there is no snapshot of step {step} to write")
-        state, counters, publication = self._snapshots.pop(step)
+        state, counters, publication = self.snapshots.pop(step)
         if with_published and self.ranks.rank == 0:
             if publication is None:
                 raise ValueError(f"snapshot of step {step}: no version was gathered before it")
@@ -234,25 +339,22 @@ class PolicyTrainer:
         """
         saved = SavedState(directory)
         counters = saved.counters
-        self._check_frozen(directory, counters)
+        check_frozen(directory, counters, self._frozen_logprobs, self.profile.model.dtype)
         if counters["has_window_first"]:
-            shards = self.model.locals()
-            self._update.window_first = {
-                name: torch.empty_like(t, device="cpu") for name, t in shards.items()
-            }
-        elif self._update.needs_window_first and counters["step"]:
+            self._window_first = host_like(self.model.locals())
+        elif self._needs_window_first and counters["step"]:
             raise RefusedError(
                 f"{directory}: lacks the weights of the window's start, which algorithm.old_logprobs = "
                 "recompute needs",
                 hint="resume with the profile that wrote it",
             )
-        restore(self._parameters(), self._state_tensors(), saved)
+        restore(self._parameters(), self.state_tensors(), saved)
         restore_random_state(self.ranks, saved)
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.critic is not None:
             self.critic.optimizer.restore_steps(saved.critic_steps)
         if self.ranks.rank == 0:
-            self._publication = _load_published(directory / PUBLISHED_FILE, self._layout)
+            self.publication = _load_published(directory / PUBLISHED_FILE, self._layout)
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -267,39 +369,24 @@ class PolicyTrainer:
         policy equals its base model."""
         base = self.model if self.profile.lora.rank else None
         models = {"base_logprob": base, "reference_logprob": self.reference}
-        return {name: self._mean_logprob(model) for name, model in models.items() if model is not None}
-
-    def _mean_logprob(self, model: PolicyModel) -> float:
-        tokens = make_probes(FROZEN_PROBES, model.vocab_size, self.profile.run.seed)
-        return model.numbers_N(scoring_microbatch(tokens, self.ranks.device)).mean().item()
-
-    def _check_frozen(self, directory: Path, saved: Mapping[str, float]) -> None:
-        """Raises RefusedError if the base model or the reference had other weights when the state in
-        `directory` was saved."""
-        for name, now in self._frozen_logprobs.items():
-            if abs(now - saved.get(name, now)) > MAX_LOGPROB_DIFF[self.profile.model.dtype]:
-                what, where = FROZEN[name]
-                raise RefusedError(
-                    f"{directory}: was trained with {what} that had other weights",
-                    hint=f"resume with the model that {where} held when the run began",
-                )
+        found = dict[str, float]()
+        for name, model in models.items():
+            if model is not None:
+                tokens = make_probes(FROZEN_PROBES, model.vocab_size, self.profile.run.seed)
+                microbatch = scoring_microbatch(tokens, self.ranks.device)
+                found[name] = model.numbers_N(microbatch).mean().item()
+        return found
 
     def _parameters(self) -> dict[str, DTensor]:
         """Parameters of the policy and the critic, by their names in the trainer's state."""
         return self.model.parameters | (self.critic.state_parameters() if self.critic is not None else {})
 
-    def _state_tensors(self) -> dict[str, torch.Tensor]:
+    def state_tensors(self) -> dict[str, torch.Tensor]:
         """This rank's live shards by `<kind>/<parameter>`."""
         weights = {f"weight/{name}": local for name, local in self.model.locals().items()}
-        tensors = (
-            weights
-            | self.optimizer.moments()
-            | (self.critic.state_tensors() if self.critic is not None else {})
-        )
-        tensors |= {
-            f"window_first/{name}": local for name, local in (self._update.window_first or {}).items()
-        }
-        return tensors
+        window_first = {f"window_first/{name}": t for name, t in (self._window_first or {}).items()}
+        critic = self.critic.state_tensors() if self.critic is not None else {}
+        return weights | self.optimizer.moments() | critic | window_first
 
 
 def _load_published(path: Path, layout: Sequence[tuple[BucketEntry, ...]]) -> Publication | None:
@@ -314,3 +401,8 @@ def _load_published(path: Path, layout: Sequence[tuple[BucketEntry, ...]]) -> Pu
         for name in names:
             packing.put(name, saved.get_tensor(name))
         return Publication(parse_json(saved.metadata()["manifest"], Manifest), packing)
+
+
+def _copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    for name, target in targets.items():
+        target.copy_(sources[name])

@@ -22,9 +22,8 @@ from asyncrl_cli.contracts.item import messages_of
 from asyncrl_cli.contracts.trajectories import GroupPayload, Trajectory
 from asyncrl_cli.models.inspection import positions_of
 from asyncrl_cli.profile.schema import ProcessPlace, Profile
-from asyncrl_cli.train.balance import microbatches
-from asyncrl_cli.train.batch import SPLIT_COST_TOKENS
-from asyncrl_cli.train.ranks import own_device
+from asyncrl_cli.train.batch import SPLIT_COST_TOKENS, cut_padded
+from asyncrl_cli.train.ranks import device_of
 from asyncrl_cli.weights.buckets import torch_dtype
 
 ANOTHER = "use a reward model with a longer context, or lower rollout.max_response_tokens"
@@ -36,7 +35,7 @@ class RewardModel:
 
     def __init__(self, profile: Profile, place: ProcessPlace, decode: Callable[[list[int]], str]) -> None:
         directory, trusts = place.reward_model_dir, profile.model.trust_remote_code
-        self._device = own_device(place)
+        self._device = device_of(place)
         self._decode = decode
         self._max_tokens = profile.trainer.max_tokens_per_microbatch
         self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts)
@@ -74,7 +73,7 @@ class RewardModel:
                 f"a prompt and its response have {longest} tokens, but the reward model takes {limit}",
                 hint=ANOTHER,
             )
-        for batch in microbatches(lengths, self._max_tokens, SPLIT_COST_TOKENS[self._device.type]):
+        for batch in cut_padded(lengths, self._max_tokens, SPLIT_COST_TOKENS[self._device.type]):
             for index, found in zip(batch, self._logits([ids[index] for index in batch]), strict=True):
                 scores[index] = found
         if wrong := [found for found in scores if not math.isfinite(found)]:

@@ -13,15 +13,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.nn.attention.varlen
 import transformers
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -30,28 +30,34 @@ from asyncrl_cli.models.attention import Attention, choose_attention
 from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
 from asyncrl_cli.profile.schema import ActivationCheckpointing, Profile
 from asyncrl_cli.train import keeps_whole_gradients
-from asyncrl_cli.train.batch import Microbatch
+from asyncrl_cli.train.batch import Column, Microbatch, step_batches
+from asyncrl_cli.train.packed_rows import Divide, choose_division, is_packed
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.scores import Column, score
-from asyncrl_cli.train.unpadded import Divide, choose_division, is_packed
+from asyncrl_cli.train.step_plan import OptimizerStepPlan, PlannedTrajectory
 from asyncrl_cli.weights.model_files import tensor_files
 
 T = TypeVar("T")
+Content = TypeVar("Content", bound=torch.nn.Module)
 Read = Callable[[str, slice], torch.Tensor]
 """Reads rows of a tensor, given its name in memory: on the host, in any dtype."""
 WHOLE = slice(None)
+LAYER_CLASSES, INITIALIZED = "_no_split_modules", "_is_hf_initialized"
+"""Attributes of transformers, for which it has no public ones: of a model, the names of its layers' classes;
+of a tensor, that `initialize_weights` must not touch it."""
 
 logger = logging.getLogger(__name__)
-aten = torch.ops.aten
 EXPENSIVE = frozenset(
     {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
+        *(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")),
+        *(
+            getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
+            for kernel in (
+                "flash_attention",
+                "flash_attention_for_cpu",
+                "efficient_attention",
+                "cudnn_attention",
+            )
+        ),
         torch.ops.torch_attn._varlen_attn.default,
     }
 )
@@ -65,17 +71,18 @@ class Gathered(torch.nn.Module):
 
     On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer
     step. With two ranks, gathering for each pass and reducing after each microbatch took a quarter of the
-    time. On GPUs gradients alone may be kept (`trainer.whole_gradients`).
+    time. On GPUs gradients alone may be kept (`trainer.whole_gradients`). `keeps_whole`: parameters;
+    `sums_once`: gradients are reduced once per optimizer step.
     """
 
     def __init__(self, content: torch.nn.Module, ranks: Ranks, whole_gradients: bool | None) -> None:
         super().__init__()
         self.content = content
-        self._keeps_whole = self._sums_once = ranks.device.type == "cpu"
-        if not self._keeps_whole:
+        self.keeps_whole = self.sums_once = ranks.device.type == "cpu"
+        if not self.keeps_whole:
             trained = sum(parameter.numel() for parameter in content.parameters() if parameter.requires_grad)
             device_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
-            self._sums_once = keeps_whole_gradients(
+            self.sums_once = keeps_whole_gradients(
                 whole_gradients, ranks=ranks.world_size, parameters=trained, device_bytes=device_bytes
             )
 
@@ -85,9 +92,9 @@ class Gathered(torch.nn.Module):
     def before_backward(self, *, is_last: bool) -> None:
         """Call this before each microbatch's forward in an optimizer step."""
         root = cast(FSDPModule, self)
-        if self._sums_once:
+        if self.sums_once:
             root.set_requires_gradient_sync(is_last)
-        if self._keeps_whole:
+        if self.keeps_whole:
             root.set_reshard_after_forward(False)
             root.set_reshard_after_backward(is_last)
 
@@ -97,6 +104,85 @@ class Gathered(torch.nn.Module):
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+class ShardedModel(ABC, Generic[Content]):
+    """One rank's part of a model that gives each sampled token a number: its logprob (PolicyModel), or a
+    value (Critic).
+
+    `content`: the module that is sharded. `parameters`: the trained, sharded float32 master weights, by name.
+    `divide`: how the decoder takes microbatches. `is_packed`: whether microbatches are packed without padding.
+    OSError or ValueError, from transformers, if `model_dir` is not a model.
+    """
+
+    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
+        transformers.logging.disable_progress_bar()
+        self.profile, self.ranks = profile, ranks
+        trusts = profile.model.trust_remote_code
+        model, empty = (skeleton(model_dir, trust_remote_code=trusts) for _ in range(2))
+        self.form = SavedForm(empty)
+        self.content: Content = self.make_content(model)
+        self.gathered = sharded(model, self.content, model_dir, profile, self.form, ranks)
+        decoder = getattr(model, model.base_model_prefix)
+        # the module whose outputs the choice of attention must keep
+        attending = model if self.content is model else decoder
+        self.attention: Attention = self.gathered(partial(choose_attention, attending))
+        self.divide: Divide = self.gathered(partial(choose_division, decoder, self.attention, ranks))
+        self.gathered.release()
+        self.is_packed = is_packed(self.divide)
+        layout = "packed without padding" if self.is_packed else "padded"
+        logger.info("rank %d: attention %s, microbatches %s", ranks.rank, self.attention, layout)
+        every = cast(dict[str, DTensor], dict(self.content.named_parameters()))
+        self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
+
+    @abstractmethod
+    def make_content(self, model: PreTrainedModel) -> Content:
+        """The `content` for `sharded`, made from a model on the meta device."""
+
+    @abstractmethod
+    def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
+        """The numbers of the sampled tokens, with gradient. A collective: all ranks call it."""
+
+    def numbers_N(self, microbatch: Microbatch) -> torch.Tensor:
+        """The same without gradient. A collective."""
+        with torch.no_grad():
+            numbers_N = self.traced_N(microbatch)
+        self.gathered.release()
+        return numbers_N
+
+    def column(self, payloads: Mapping[int, GroupPayload]) -> Column:
+        """The numbers of the groups' sampled tokens. A collective; each rank may have its own groups, or
+        none."""
+        trajectories = tuple(
+            PlannedTrajectory(group=group, trajectory=index, advantage=0.0)
+            for group, payload in payloads.items()
+            for index in range(len(payload.trajectories))
+        )
+        everything = OptimizerStepPlan(trajectories=trajectories, num_loss_tokens=0, num_trajectories=0)
+        max_tokens = self.profile.trainer.max_tokens_per_microbatch
+        (batch,) = step_batches(
+            [everything],
+            payloads,
+            window=0,
+            max_tokens=max_tokens,
+            ranks=self.ranks,
+            are_packed=self.is_packed,
+        )
+        batch.fill("column", self.numbers_N)
+        values_F = batch.column("column").cpu().numpy()
+        arrays = iter(np.split(values_F, np.cumsum(batch.counts_P)[:-1]))
+        return {
+            group: tuple(next(arrays) for _ in payload.trajectories) for group, payload in payloads.items()
+        }
+
+    def score(self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """`column` as a list, one entry per group, for a scorer with processes of its own. `items`: of its
+        groups' prompts, which only a reward model reads."""
+        return list(self.column(dict(enumerate(groups))).values())
+
+    def locals(self) -> dict[str, torch.Tensor]:
+        """This rank's shards; writing to them in place changes the weights."""
+        return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
 
 
 def sharded(
@@ -115,12 +201,18 @@ def sharded(
     """
     # In eval mode: with dropout, prox and theta would be different functions of the same weights.
     model.float().eval().tie_weights()
-    added = {
-        name: parameter.detach().clone()
-        for name, parameter in content.named_parameters()
-        if not parameter.is_meta
-    }
-    gathered = _divided(model, content, profile, ranks)
+    added = {n: p.detach().clone() for n, p in content.named_parameters() if not p.is_meta}
+    policy, recompute = MixedPrecisionPolicy(), profile.trainer.activation_checkpointing
+    if profile.model.dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layer_classes = set(getattr(model, LAYER_CLASSES) or ())
+    for layer in [module for module in content.modules() if type(module).__name__ in layer_classes]:
+        if recompute != "none":
+            layer.forward = partial(_recomputed, layer.forward, recompute)
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
+    root = Gathered(content, ranks, profile.trainer.whole_gradients)
+    gathered = cast(Gathered, fully_shard(root, mesh=ranks.mesh, mp_policy=policy))
+    # Only now is there memory for them: this rank's shards alone.
     gathered.to_empty(device=ranks.device)
     model.tie_weights()
     with torch.no_grad():
@@ -130,95 +222,10 @@ def sharded(
     return gathered
 
 
-class ShardedModel(ABC):
-    """One rank's part of a model that gives each sampled token a number: its logprob (PolicyModel), or a
-    value (Critic).
-
-    `parameters`: the trained, sharded float32 master weights, by name. `divide`: how the decoder takes
-    microbatches. `is_packed`: whether microbatches are packed without padding. OSError or ValueError, from
-    transformers, if `model_dir` is not a model.
-    """
-
-    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
-        transformers.logging.disable_progress_bar()
-        self._profile, self._ranks = profile, ranks
-        model, empty = (
-            skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code) for _ in range(2)
-        )
-        self.form = SavedForm(empty)
-        self._content = self._make_content(model)
-        self._gathered = sharded(model, self._content, model_dir, profile, self.form, ranks)
-        decoder = getattr(model, model.base_model_prefix)
-        # the module whose outputs the choice of attention must keep
-        attending = model if self._content is model else decoder
-        self.attention: Attention = self._gathered(partial(choose_attention, attending))
-        self.divide: Divide = self._gathered(partial(choose_division, decoder, self.attention, ranks))
-        self._gathered.release()
-        self.is_packed = is_packed(self.divide)
-        layout = "packed without padding" if self.is_packed else "padded"
-        logger.info("rank %d: attention %s, microbatches %s", ranks.rank, self.attention, layout)
-        every = cast(dict[str, DTensor], dict(self._content.named_parameters()))
-        self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
-
-    def _make_content(self, model: PreTrainedModel) -> Any:
-        """The `content` for `sharded`, made from a model on the meta device."""
-        return model
-
-    @abstractmethod
-    def traced_N(self, microbatch: Microbatch) -> torch.Tensor:
-        """The numbers of the sampled tokens, with gradient. A collective: all ranks call it."""
-
-    def numbers_N(self, microbatch: Microbatch) -> torch.Tensor:
-        """The same without gradient. A collective."""
-        with torch.no_grad():
-            numbers_N = self.traced_N(microbatch)
-        self._gathered.release()
-        return numbers_N
-
-    def column(self, payloads: Mapping[int, GroupPayload]) -> Column:
-        """The numbers of the groups' sampled tokens. A collective; each rank may have its own groups, or
-        none."""
-        max_tokens = self._profile.trainer.max_tokens_per_microbatch
-        return score(
-            self.numbers_N, payloads, max_tokens=max_tokens, ranks=self._ranks, are_packed=self.is_packed
-        )
-
-    def score(self, groups: Sequence[GroupPayload], items: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """`column` as a list, one entry per group, for a scorer with processes of its own
-        (job/scorer_actor.py)."""
-        return list(self.column(dict(enumerate(groups))).values())
-
-    def before_backward(self, *, is_last: bool) -> None:
-        """Call this before each microbatch's forward in an optimizer step."""
-        self._gathered.before_backward(is_last=is_last)
-
-    def locals(self) -> dict[str, torch.Tensor]:
-        """This rank's shards; writing to them in place changes the weights."""
-        return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
-
-
-def _divided(model: PreTrainedModel, content: torch.nn.Module, profile: Profile, ranks: Ranks) -> Gathered:
-    """Shard `content`, which is the model or contains its layers."""
-    policy, recompute = MixedPrecisionPolicy(), profile.trainer.activation_checkpointing
-    if profile.model.dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    names = set(model._no_split_modules or ())
-    for layer in [module for module in content.modules() if type(module).__name__ in names]:
-        if recompute != "none":
-            layer.forward = partial(_recomputed, layer.forward, recompute)
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
-    return cast(
-        Gathered,
-        fully_shard(
-            Gathered(content, ranks, profile.trainer.whole_gradients), mesh=ranks.mesh, mp_policy=policy
-        ),
-    )
-
-
 def _fill_from_files(
     model: PreTrainedModel,
     content: torch.nn.Module,
-    added: Mapping[str, Any],
+    added: Mapping[str, torch.Tensor],
     model_dir: str,
     form: SavedForm,
     *,
@@ -227,15 +234,12 @@ def _fill_from_files(
     others = {id(content.get_parameter(name)) for name in added}
     named = {**dict(model.named_parameters()), **persistent_buffers(model)}
     for tensor in named.values():
-        tensor._is_hf_initialized = True
+        setattr(tensor, INITIALIZED, True)
     model.initialize_weights()  # computes tensors that no file has, such as rotary frequencies
-    parts = {
-        name: tensor for name, tensor in named.items() if not tensor.is_meta and id(tensor) not in others
-    }
-    read = _rows_in_files(model, parts, Path(model_dir))
-    if form.converts or read is None:
-        read = _rows_of_whole(model_dir, trust_remote_code=trusts)
-    for name, tensor in parts.items():
+    missing = {n: tensor for n, tensor in named.items() if not tensor.is_meta and id(tensor) not in others}
+    read = None if form.converts else rows_in_files(model, missing, Path(model_dir))
+    read = read or rows_of_whole(model_dir, trusts=trusts)
+    for name, tensor in missing.items():
         fill(tensor, partial(read, name))
 
 
@@ -249,37 +253,34 @@ def fill(tensor: torch.Tensor, read: Callable[[slice], torch.Tensor]) -> None:
 
 
 def first_row(parameter: DTensor) -> int:
-    """The row of the whole parameter at which this rank's shard begins."""
-    _, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return offsets[0]
+    """The row of the whole parameter at which this rank's shard begins. FSDP2 divides rows as torch.chunk does:
+    all ranks have the same number, except the last ones."""
+    mesh, num_rows = parameter.device_mesh, parameter.shape[0]
+    return min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)
 
 
-def _rows_in_files(model: PreTrainedModel, parts: Mapping[str, torch.Tensor], model_dir: Path) -> Read | None:
-    """A reader of rows in the files; None if they lack one of the `parts`. Files may have a tied tensor under
-    any of its names."""
+def rows_in_files(model: PreTrainedModel, wanted: Mapping[str, torch.Tensor], model_dir: Path) -> Read | None:
+    """A reader of rows in the files; None if they lack one of the `wanted` tensors. Files may have a tied tensor
+    under any of its names."""
     files = tensor_files(model_dir)
     saved = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items() if name in files}
-    if not all(id(tensor) in saved for tensor in parts.values()):
+    if not all(id(tensor) in saved for tensor in wanted.values()):
         return None
 
     def read(name: str, rows: slice) -> torch.Tensor:
-        saved_name = saved[id(parts[name])]
+        saved_name = saved[id(wanted[name])]
         # opened per tensor: pages read stay mapped until it closes
         with safe_open(files[saved_name], framework="pt") as file:
-            return cast(
-                torch.Tensor,
-                file.get_tensor(saved_name) if rows == WHOLE else file.get_slice(saved_name)[rows],
-            )
+            whole = rows == WHOLE
+            tensor: torch.Tensor = file.get_tensor(saved_name) if whole else file.get_slice(saved_name)[rows]
+            return tensor
 
     return read
 
 
-def _rows_of_whole(model_dir: str, *, trust_remote_code: bool) -> Read:
-    loaded = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, trust_remote_code=trust_remote_code
-    )
+def rows_of_whole(model_dir: str, *, trusts: bool) -> Read:
+    """A reader of rows in the whole model, which transformers loads on this rank's host."""
+    loaded = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, trust_remote_code=trusts)
     whole = loaded.state_dict()
     return lambda name, rows: whole[name] if rows == WHOLE else whole[name][rows]
 
@@ -289,12 +290,9 @@ def _recomputed(
 ) -> Any:
     """A layer's forward that keeps only its inputs (if `selective`, also expensive results), and reruns in
     the backward pass."""
-    selective = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
-        if recompute == "selective"
-        else {}
-    )
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **selective, **kwargs)
+    if recompute == "selective":
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,11 +1,13 @@
 """Trainer state on the host and on disk, from which a run resumes bit for bit. Loading never executes code
 from the files.
 
-    <directory>/  rank-00000.safetensors    one file per rank: its rows of weights, moments and the window's first weights; its RNG
-                  trainer.json              counters, written by rank 0
-                  critic-00000.safetensors  the same for a critic with its own processes (the ranks' files lack it then); both
-                  critic.json               kinds load alike, so a resume may move the critic to its own processes or back
-                  published.safetensors     the published version's weights, if they are not the trainer's own
+    <directory>/
+      rank-00000.safetensors    one file per rank: its rows of weights, moments and the window's first weights;
+                                its RNG
+      trainer.json              counters, written by rank 0
+      critic-00000.safetensors  the same for a critic with its own processes (the ranks' files lack it then);
+      critic.json               both kinds load alike, so a resume may move the critic there or back
+      published.safetensors     the published version's weights, if they are not the trainer's own
 
 FSDP2 divides tensors between ranks by rows. The header of a file says which rows it has, so a checkpoint of N
 ranks loads on any number of ranks. (Each rank restores its own RNG state; the trainer itself draws no random
@@ -15,7 +17,7 @@ numbers.)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired
@@ -30,6 +32,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.base.errors import RefusedError
 from asyncrl_cli.base.safe_files import Count, Finite, load_json, open_regular, parse_json, reason
 from asyncrl_cli.base.storage import sync_files
+from asyncrl_cli.profile.arithmetic import MAX_LOGPROB_DIFF
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.sharded_model import first_row
 from asyncrl_cli.weights.buckets import zeros
@@ -40,6 +43,12 @@ CRITIC = "critic."
 """Prefix of the critic's parameters."""
 ANOTHER = "take another checkpoint"
 ANOTHER_MODEL = "resume with the profile and the model that wrote it"
+FROZEN = {
+    "base_logprob": ("a base model", "model.path"),
+    "reference_logprob": ("a reference", "ref.path, or model.path,"),
+}
+"""Weights that are never trained or saved, by the counter that identifies them: what they are, and the key
+that names them."""
 
 
 class Counters(TypedDict):
@@ -212,3 +221,17 @@ def restore_random_state(ranks: Ranks, saved: SavedState) -> None:
         if saved.shapes.get(key) == rows.whole_shape:
             saved.read(key, rows.tensor)
             (torch.cuda if "/cuda/" in key else torch).set_rng_state(rows.tensor)
+
+
+def check_frozen(
+    directory: Path, saved: Mapping[str, Any], logprobs: Mapping[str, float], dtype: str
+) -> None:
+    """Raises RefusedError if the base model or the reference had other weights when the state in `directory`
+    was saved. `logprobs`: of the present ones, by counter name."""
+    for name, logprob in logprobs.items():
+        if abs(logprob - saved.get(name, logprob)) > MAX_LOGPROB_DIFF[dtype]:
+            what, where = FROZEN[name]
+            raise RefusedError(
+                f"{directory}: was trained with {what} that had other weights",
+                hint=f"resume with the model that {where} held when the run began",
+            )

@@ -6,7 +6,7 @@ A loss is a function of this signature:
     def loss(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]
 
 It returns the loss of each of the N tokens, and its metrics. The trainer multiplies each token's loss by its
-importance weight (train/corrections.py) and aggregates the tokens (`algorithm.loss_agg_mode`), so both work
+importance weight (train/policy_loss.py) and aggregates the tokens (`algorithm.loss_agg_mode`), so both work
 with every loss. To add a loss, add a file here and a line in `LOSSES`, or register an entry point of another
 package in the group `asyncrl.losses`.
 

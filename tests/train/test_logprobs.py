@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
 
-from asyncrl_cli.train import chunked_logprobs
+from asyncrl_cli.train import logprobs as head_chunks
 from asyncrl_cli.train.batch import scoring_microbatch
-from asyncrl_cli.train.policy_model import ForwardPass
+from asyncrl_cli.train.logprobs import ForwardPass
 
 SIZES = dict(
     vocab_size=61,
@@ -50,9 +50,7 @@ def loss_of(logprobs):
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_chunks_give_the_values_and_gradients_of_whole_logits(name, chunk_tokens, monkeypatch):
-    monkeypatch.setattr(
-        chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]}
-    )
+    monkeypatch.setattr(head_chunks, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]})
     model, temperature = made(name), 0.7
     scored = ForwardPass(model, temperature)(scoring_microbatch(SEQUENCES, torch.device("cpu")))
     loss_of(scored.logprobs_N).backward()
@@ -73,9 +71,7 @@ def test_gradients_of_chunks_in_bfloat16_are_added_up_in_float32(monkeypatch):
     logits are."""
     heads = {}
     for dtype, chunk_tokens in ((torch.float32, 1000), (torch.bfloat16, 1000), (torch.bfloat16, 1)):
-        monkeypatch.setattr(
-            chunked_logprobs, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]}
-        )
+        monkeypatch.setattr(head_chunks, "LOGITS_CHUNK_ELEMENTS", {"cpu": chunk_tokens * SIZES["vocab_size"]})
         model = made("untied", dtype)
         batch = scoring_microbatch(
             [[i * j % 61 for i in range(60)] for j in range(1, 9)], torch.device("cpu")

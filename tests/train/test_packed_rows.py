@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
 from asyncrl_cli.base.errors import ConfigError
 from asyncrl_cli.profile.schema import ProcessPlace, Profile, TrainerSection
-from asyncrl_cli.train import unpadded
+from asyncrl_cli.train import packed_rows
 from asyncrl_cli.train.batch import scoring_microbatch
-from asyncrl_cli.train.policy_model import ForwardPass, PolicyModel
+from asyncrl_cli.train.logprobs import ForwardPass
+from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.ranks import Ranks
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
@@ -71,9 +72,9 @@ def without_grouped_heads(query, key, value, starts_q, starts_k, longest_q, long
 @pytest.mark.parametrize(
     ("kernel", "of_torch"),
     [
-        (unpadded.in_padded_rows, None),
-        (unpadded.of_lengths, one_row_after_the_other),
-        (unpadded.of_lengths, without_grouped_heads),
+        (packed_rows.in_padded_rows, None),
+        (packed_rows.by_lengths, one_row_after_the_other),
+        (packed_rows.by_lengths, without_grouped_heads),
     ],
     ids=["padded", "varlen", "varlen of torch 2.11"],
 )
@@ -85,10 +86,10 @@ def test_rows_end_to_end_have_the_values_and_gradients_of_single_sequences(kerne
     loss_of(expected).backward()
     theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    model.set_attn_implementation(unpadded.UNPADDED)
-    divide = unpadded.Unpadded(kernel, ALONE)
-    assert unpadded.is_packed(divide) == (kernel is unpadded.of_lengths)
-    assert not unpadded.is_packed(unpadded.padded)
+    model.set_attn_implementation(packed_rows.UNPADDED)
+    divide = packed_rows.Unpadded(kernel, ALONE)
+    assert packed_rows.is_packed(divide) == (kernel is packed_rows.by_lengths)
+    assert not packed_rows.is_packed(packed_rows.padded)
     batch = scoring_microbatch(SEQUENCES, torch.device("cpu"))
     assert divide(batch).inputs["input_ids"].numel() == sum(map(len, SEQUENCES)) - len(SEQUENCES)
     logprobs = ForwardPass(model, 1.0, divide)(batch).logprobs_N
@@ -114,7 +115,7 @@ def test_models_whose_sequences_cannot_be_divided_are_refused(config, size, word
     decoder = AutoModelForCausalLM.from_config(config).model
     ranks = SimpleNamespace(rank=0, sequence_size=size, device=torch.device("cpu"))
     with pytest.raises(ConfigError) as refused:
-        unpadded.choose_division(decoder, "sdpa", ranks)
+        packed_rows.choose_division(decoder, "sdpa", ranks)
     assert all(word in str(refused.value) for word in words)
     assert "trainer.sequence_parallel_size=1" in refused.value.hint
 
@@ -122,13 +123,13 @@ def test_models_whose_sequences_cannot_be_divided_are_refused(config, size, word
 def test_a_model_that_has_to_use_its_own_attention_is_refused_for_that_reason():
     ranks = SimpleNamespace(rank=0, sequence_size=2, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="sequence_parallel_size = 2 needs sdpa") as refused:
-        unpadded.choose_division(AutoModelForCausalLM.from_config(CONFIG).model, "eager", ranks)
+        packed_rows.choose_division(AutoModelForCausalLM.from_config(CONFIG).model, "eager", ranks)
     assert "sliding windows" not in str(refused.value)
 
 
 def test_a_kernel_is_as_far_off_as_its_values_and_infinitely_if_it_does_not_run(monkeypatch):
     def found():
-        return unpadded.kernel_diff(
+        return packed_rows.kernel_diff(
             CONFIG, torch.float32, SimpleNamespace(**vars(ALONE), device=torch.device("cpu"))
         ).item()
 
@@ -180,7 +181,7 @@ def differences(directory: str, rank: int) -> list[tuple[float, float, float]]:
         batch = scoring_microbatch(SEQUENCES, device)
         off = (model.numbers_N(batch) - expected).abs().max().item()
         for is_last in (False, True):
-            model.before_backward(is_last=is_last)
+            model.gathered.before_backward(is_last=is_last)
             (loss_of(model.scored(batch).logprobs_N) * ranks.world_size).backward()
         whole = {name: parameter.grad.full_tensor() for name, parameter in model.parameters.items()}
         found.append((off, max((whole[name] - exact[name]).abs().max().item() for name in exact), largest))

@@ -72,8 +72,8 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPart:
-    """This rank's part of a microbatch: the decoder's `inputs`; `select_n`, indices of its own sampled tokens
+class RankShare:
+    """This rank's share of a microbatch: the decoder's `inputs`; `select_n`, indices of its own sampled tokens
     in the decoder's flattened result; `tokens_n`, their indices among all N tokens (None: all)."""
 
     inputs: dict[str, Any]
@@ -94,12 +94,12 @@ class RankPart:
         return whole_N.index_copy(0, self.tokens_n, values_n)
 
 
-Divide = Callable[[Microbatch], RankPart]
+Divide = Callable[[Microbatch], RankShare]
 
 
-def padded(microbatch: Microbatch) -> RankPart:
+def padded(microbatch: Microbatch) -> RankShare:
     """The whole microbatch, unchanged."""
-    return RankPart({"input_ids": microbatch.inputs_BT}, microbatch.select_N)
+    return RankShare({"input_ids": microbatch.inputs_BT}, microbatch.select_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Unpadded:
     kernel: Kernel
     ranks: Ranks
 
-    def __call__(self, microbatch: Microbatch) -> RankPart:
+    def __call__(self, microbatch: Microbatch) -> RankShare:
         """The last row is lengthened until all ranks have the same number of positions."""
         device, (num_rows, width), ranks = microbatch.inputs_BT.device, microbatch.inputs_BT.shape, self.ranks
         *others, last = microbatch.lengths
@@ -128,13 +128,13 @@ class Unpadded:
             starts.int(), rows_P * max(lengths) + positions_P, max(lengths), self.kernel, ranks.sequence
         )
         arguments = {"input_ids": inputs[None], "position_ids": positions_P[None, mine], "layout": layout}
-        return RankPart(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
+        return RankShare(arguments, places_N[tokens_n] - begin, tokens_n, ranks.sequence)
 
 
 def is_packed(divide: Divide) -> bool:
     """Whether nothing is computed for padding, not even in attention. A microbatch's budget then counts
     tokens alone."""
-    return isinstance(divide, Unpadded) and divide.kernel is of_lengths
+    return isinstance(divide, Unpadded) and divide.kernel is by_lengths
 
 
 def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks) -> Divide:
@@ -148,7 +148,7 @@ def choose_division(decoder: PreTrainedModel, attention: Attention, ranks: Ranks
     if attention == "sdpa" and _attends_everywhere(config):
         kernel = rows_kernel(config, decoder.dtype, ranks)
         divide = Unpadded(kernel, ranks)
-        if (size > 1 or kernel is of_lengths) and _is_same(decoder, divide, ranks):
+        if (size > 1 or kernel is by_lengths) and _is_same(decoder, divide, ranks):
             return divide
     if size == 1:
         return padded
@@ -206,7 +206,7 @@ def in_padded_rows(
     return attended_BTHD.flatten(0, 1).index_select(0, layout.slots_P)
 
 
-def of_lengths(
+def by_lengths(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None
 ) -> torch.Tensor:
     """A `Kernel`: torch's flash attention for rows of different lengths, if all heads are of one size."""
@@ -226,7 +226,7 @@ def of_lengths(
 
 
 def rows_kernel(config: Any, dtype: torch.dtype, ranks: Ranks) -> Kernel:
-    """`of_lengths` if its values and gradients for a sample equal those of `in_padded_rows` on all ranks. A
+    """`by_lengths` if its values and gradients for a sample equal those of `in_padded_rows` on all ranks. A
     collective."""
     if (
         ranks.device.type != "cuda"
@@ -235,11 +235,11 @@ def rows_kernel(config: Any, dtype: torch.dtype, ranks: Ranks) -> Kernel:
     ):
         return in_padded_rows
     largest = ranks.max(kernel_diff(config, dtype, ranks))
-    return of_lengths if largest < MAX_KERNEL_DIFF else in_padded_rows
+    return by_lengths if largest < MAX_KERNEL_DIFF else in_padded_rows
 
 
 def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
-    """The largest difference of `of_lengths` from `in_padded_rows`, with the model's heads; infinite if a
+    """The largest difference of `by_lengths` from `in_padded_rows`, with the model's heads; infinite if a
     kernel does not run."""
     microbatch = scoring_microbatch([[0] * (length + 1) for length in SAMPLE_LENGTHS], ranks.device)
     layout = Unpadded(in_padded_rows, ranks)(microbatch).inputs["layout"]
@@ -252,7 +252,7 @@ def kernel_diff(config: Any, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
         torch.randn(shape, generator=generator).to(ranks.device, dtype).requires_grad_() for shape in shapes
     ]
     found = []
-    for kernel in (in_padded_rows, of_lengths):
+    for kernel in (in_padded_rows, by_lengths):
         try:
             attended = kernel(*sample, layout, None)
             found.append([attended, *torch.autograd.grad(attended.float().square().sum(), sample)])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from asyncrl_cli.base.errors import ExecutorFailed
 from asyncrl_cli.job.rank_actors import naming_nodes
-from asyncrl_cli.train.first_meeting import RanksMissing, first_collective, met
+from asyncrl_cli.train.ranks import RanksMissing, first_collective, meet
 from tests.free_port import free_port
 
 
@@ -27,7 +27,7 @@ def place(kind: str, tmp_path: Path) -> str:
 def come(ranks: tuple[int, ...], world_size: int, point: str, timeout_s: float) -> list[BaseException | None]:
     with ThreadPoolExecutor(len(ranks)) as pool:
         stores = [
-            pool.submit(met, point, rank=rank, world_size=world_size, timeout_s=timeout_s) for rank in ranks
+            pool.submit(meet, point, rank=rank, world_size=world_size, timeout_s=timeout_s) for rank in ranks
         ]
         return [store.exception() for store in stores]
 

@@ -1,4 +1,5 @@
-"""Logprobs and entropies of tokens from the decoder's last hidden states, computed in chunks to save memory.
+"""A language model as a function from a microbatch to its sampled tokens' logprobs and entropies, which are
+computed in chunks to save memory.
 
 Logits of 16,000 tokens and a vocabulary of 150,000 take 9 GiB in float32, and several copies of them would be
 alive in a backward pass. Here logits exist for one chunk of tokens at a time: the forward pass drops them,
@@ -6,17 +7,23 @@ and the backward pass computes them again. Only the hidden states are kept in be
 `linear_cross_entropy` returns no entropies, and supports neither a temperature nor the scales and soft-caps
 of some models' heads.
 
-Legend: N = tokens, H = hidden size, V = vocabulary.
+Legend: N = tokens, C = those of a chunk, H = hidden size, V = vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from asyncrl_cli.train import LOGITS_CHUNK_ELEMENTS
+from asyncrl_cli.train.batch import Microbatch
+from asyncrl_cli.train.packed_rows import Divide, padded
 
 
 class Scored(NamedTuple):
@@ -60,6 +67,52 @@ class Head(NamedTuple):
         return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature  # saves a copy
 
 
+class ForwardPass:
+    """A model as a function from a microbatch to its `Scored`."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float, divide: Divide = padded) -> None:
+        self._model = model
+        self._divide = divide
+        self._decoder_name = model.base_model_prefix
+        self._temperature = temperature
+
+    def __call__(self, microbatch: Microbatch) -> Scored:
+        share = self._divide(microbatch)
+        decoded = getattr(self._model, self._decoder_name)(**share.inputs, use_cache=False)
+        hidden_NH = decoded.last_hidden_state.flatten(0, 1).index_select(0, share.select_n)
+        head = Head(
+            logits_of=partial(self._logits, replace(decoded, last_hidden_state=None)),
+            parameters=tuple(self._model.get_output_embeddings().parameters()),
+            vocab_size=int(self._model.config.get_text_config().vocab_size),
+            temperature=self._temperature,
+        )
+        scored = head.score(hidden_NH, share.of(microbatch.targets_N))
+        return Scored(*(share.joined(values_N, len(microbatch.targets_N)) for values_N in scored))
+
+    def _logits(self, decoded: ModelOutput, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Run the model's own forward pass on the decoder's result, because some models scale or cap their
+        logits."""
+        decoder = getattr(self._model, self._decoder_name)
+        known = _Decoder(replace(decoded, last_hidden_state=hidden_NH[None]))
+        setattr(self._model, self._decoder_name, known)
+        try:
+            logits_NV: torch.Tensor = self._model(use_cache=False).logits.squeeze(0)
+        finally:
+            setattr(self._model, self._decoder_name, decoder)
+        return logits_NV
+
+
+class _Decoder(torch.nn.Module):
+    """A stand-in for the decoder that returns a known result."""
+
+    def __init__(self, decoded: ModelOutput) -> None:
+        super().__init__()
+        self._decoded = decoded
+
+    def forward(self, **_: object) -> ModelOutput:
+        return self._decoded
+
+
 class _Chunks(torch.autograd.Function):
     """`Head.score_chunk` over chunks of tokens; gradients of the head's parameters are added up in
     float32."""
@@ -67,7 +120,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, head: Head, targets_N: torch.Tensor, hidden_NH: torch.Tensor, *parameters: torch.Tensor
-    ) -> Any:
+    ) -> tuple[torch.Tensor, ...]:
         ctx.head = head
         ctx.save_for_backward(targets_N, hidden_NH)
         size = head.chunk_tokens(targets_N.device)
@@ -80,7 +133,7 @@ class _Chunks(torch.autograd.Function):
         return tuple(scored)
 
     @staticmethod
-    def backward(ctx: Any, gradient_N: torch.Tensor, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient_N: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         head: Head = ctx.head
         targets_N, hidden_NH = ctx.saved_tensors
         hidden_gradient_NH = torch.empty_like(hidden_NH)
@@ -88,34 +141,21 @@ class _Chunks(torch.autograd.Function):
         sums = {id(p): torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in trained}
         for rows in torch.arange(len(targets_N)).split(head.chunk_tokens(targets_N.device)):
             chunk = slice(int(rows[0]), int(rows[-1]) + 1)
-            hidden_gradient_NH[chunk], *found = _chunk_gradients(
-                head, trained, hidden_NH[chunk], targets_N[chunk], gradient_N[chunk]
+            hidden_CH = hidden_NH[chunk].detach().requires_grad_()
+            with torch.enable_grad():
+                scaled_CV = head.scaled_logits(hidden_CH)
+            # d logprob / d scaled logit = one-hot - softmax; written out, because autograd would keep two more
+            # copies.
+            gradient_C1, targets_C1 = gradient_N[chunk].unsqueeze(-1), targets_N[chunk].unsqueeze(-1)
+            scaled_gradient_CV = torch.softmax(scaled_CV.detach(), dim=-1).mul_(-gradient_C1)
+            scaled_gradient_CV.scatter_add_(-1, targets_C1, gradient_C1)
+            hidden_gradient_NH[chunk], *found = torch.autograd.grad(
+                scaled_CV, [hidden_CH, *trained], scaled_gradient_CV
             )
+            # or they would be alive beside the next chunk's
+            del scaled_CV, scaled_gradient_CV
             for parameter, gradient in zip(trained, found, strict=True):
                 sums[id(parameter)] += gradient
             del found
-        return (
-            None,
-            None,
-            hidden_gradient_NH,
-            *(sums[id(p)].to(p.dtype) if p.requires_grad else None for p in head.parameters),
-        )
-
-
-def _chunk_gradients(
-    head: Head,
-    trained: list[torch.Tensor],
-    hidden_NH: torch.Tensor,
-    targets_N: torch.Tensor,
-    gradient_N: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """Gradients with respect to a chunk's hidden states and the trained parameters, given those of its
-    logprobs."""
-    hidden_NH = hidden_NH.detach().requires_grad_()
-    with torch.enable_grad():
-        scaled_NV = head.scaled_logits(hidden_NH)
-    # d logprob / d scaled logit = one-hot - softmax; written out, because autograd would keep two more
-    # copies.
-    scaled_gradient_NV = torch.softmax(scaled_NV.detach(), dim=-1).mul_(-gradient_N.unsqueeze(-1))
-    scaled_gradient_NV.scatter_add_(-1, targets_N.unsqueeze(-1), gradient_N.unsqueeze(-1))
-    return torch.autograd.grad(scaled_NV, [hidden_NH, *trained], scaled_gradient_NV)
+        parameter_sums = (sums[id(p)].to(p.dtype) if p.requires_grad else None for p in head.parameters)
+        return None, None, hidden_gradient_NH, *parameter_sums

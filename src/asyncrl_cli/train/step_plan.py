@@ -1,19 +1,38 @@
-"""Plans a train step: gives each trajectory its advantage (advantages.py), and splits the step into optimizer
-steps, ranks and microbatches. Pure Python, deterministic.
+"""Plans a train step on the driver, from the groups' metadata: each trajectory's advantage, and its place in an
+optimizer step and on a rank. Pure Python, deterministic. Each rank gets its `RankPlan`.
 
-The driver calls `training_order` and `plan_train_step` on the groups' metadata and sends each rank its
-`RankPlan`; a rank cuts its share of an optimizer step into `microbatches` when it has the token arrays.
+Advantages (`algorithm.adv_estimator`): a function takes the rewards of an optimizer step, one list per group,
+and returns one advantage per trajectory in the same shape. With r a reward, m and s the mean and standard
+deviation (n - 1 in its denominator) of its group of n:
+
+    grpo                          (r - m) / (s + 1e-6); r - m without `normalize_advantages`
+    rloo                          r - mean of the others of the group = (r - m) * n / (n - 1)
+    reinforce_plus_plus           (r - M) / (S + 1e-6), with M and S over the optimizer step's trajectories
+    reinforce_plus_plus_baseline  the same, applied to r - m
+
+`gae`, and any of these with a KL penalty in the reward, need values per token, so the ranks compute them
+(credit.py). If all rewards of a group are equal, `grpo`, `rloo` and the `_baseline` give it advantages of 0:
+nothing is learned from it.
+
+Sources: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300), section 4.1, and Liu et al. 2025
+(arXiv:2503.20783), section 3.2, for grpo with and without s; Ahmadian et al. 2024 (arXiv:2402.14740) for
+rloo; Hu 2025, REINFORCE++ (arXiv:2501.03262). Overlong shaping: Yu et al. 2025, DAPO (arXiv:2503.14476),
+equation 13.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl_cli.contracts.prompt_group import GroupResult
+from asyncrl_cli.contracts.prompt_group import GroupResult, TrajectoryMeta
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.advantages import advantages_of, needs_columns, shaped_reward
+
+STD_EPSILON = 1e-6
+Rewards = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,68 +131,19 @@ def split_by_tokens(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def microbatches(lengths: Sequence[int], max_tokens: int, split_cost_tokens: int) -> list[list[int]]:
-    """Row indices per microbatch: as few microbatches as `max_tokens` (with padding) allows, then split where
-    padding costs more.
-
-    Rows are grouped by length, longest first. A microbatch is cut in two if that saves more padded tokens
-    than `split_cost_tokens`, the cost of one more forward and backward pass. A row longer than the budget
-    gets a microbatch of its own. Within a microbatch the order of `lengths` is kept.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    cut: list[list[int]] = []
-    for index in order:
-        if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= max_tokens:
-            cut[-1].append(index)
-        else:
-            cut.append([index])
-    return [sorted(part) for rows in cut for part in _split_padding(rows, lengths, split_cost_tokens)]
-
-
-def packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Row indices per microbatch for rows packed end to end without padding: longest first, each filled up to
-    `max_tokens`."""
-    cut, used = list[list[int]](), max_tokens
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if used + lengths[index] > max_tokens:
-            cut.append([])
-            used = 0
-        cut[-1].append(index)
-        used += lengths[index]
-    return [sorted(rows) for rows in cut]
-
-
-def _split_padding(rows: list[int], lengths: Sequence[int], split_cost_tokens: int) -> list[list[int]]:
-    # `rows` are sorted by length, longest first: cutting before row i narrows rows i.. from the first row's
-    # length.
-    longest = lengths[rows[0]]
-    savings = [(len(rows) - i) * (longest - lengths[rows[i]]) for i in range(len(rows))]
-    best = max(range(len(rows)), key=savings.__getitem__)
-    if savings[best] <= split_cost_tokens:
-        return [rows]
-    return [
-        part
-        for half in (rows[:best], rows[best:])
-        for part in _split_padding(half, lengths, split_cost_tokens)
-    ]
-
-
 def _plan_optimizer_step(
     groups: Sequence[GroupResult], indices: range, profile: Profile, ranks: int
 ) -> list[OptimizerStepPlan]:
+    """Each rank's share of an optimizer step on these groups."""
     algorithm, longest = profile.algorithm, profile.rollout.max_response_tokens
     rewards = [[shaped_reward(meta, algorithm, longest) for meta in groups[i].trajectories] for i in indices]
-    is_later = needs_columns(algorithm)
-    advantages = (
-        [[0.0] * len(of_group) for of_group in rewards] if is_later else advantages_of(rewards, algorithm)
-    )
-    planned: list[PlannedTrajectory] = []
-    lengths: list[int] = []
-    num_loss_tokens = 0
-    for group, of_group in zip(indices, advantages, strict=True):
-        for trajectory, (meta, advantage) in enumerate(
-            zip(groups[group].trajectories, of_group, strict=True)
-        ):
+    by_ranks = needs_columns(algorithm)
+    advantages = [[0.0] * len(row) for row in rewards] if by_ranks else advantages_of(rewards, algorithm)
+    planned, lengths, num_loss_tokens = list[PlannedTrajectory](), list[int](), 0
+    for group, group_advantages in zip(indices, advantages, strict=True):
+        metas = groups[group].trajectories
+        for trajectory, (meta, advantage) in enumerate(zip(metas, group_advantages, strict=True)):
+            # Only now: a truncated trajectory is not trained, but its reward counts in the others' advantages.
             if algorithm.mask_truncated and meta.is_truncated:
                 continue
             planned.append(PlannedTrajectory(group=group, trajectory=trajectory, advantage=advantage))
@@ -184,7 +154,68 @@ def _plan_optimizer_step(
             trajectories=tuple(planned[i] for i in share),
             num_loss_tokens=num_loss_tokens,
             num_trajectories=len(planned),
-            rewards=dict(zip(indices, rewards, strict=True)) if is_later else {},
+            rewards=dict(zip(indices, rewards, strict=True)) if by_ranks else {},
         )
         for share in split_by_tokens(lengths, ranks)
     ]
+
+
+def needs_columns(algorithm: AlgorithmSection) -> bool:
+    """Whether advantages also depend on the reference or the critic (credit.py)."""
+    return algorithm.has_critic or algorithm.use_kl_in_reward
+
+
+def advantages_of(rewards: Rewards, algorithm: AlgorithmSection) -> list[list[float]]:
+    """Advantages of an optimizer step's trajectories, group by group."""
+    if algorithm.adv_estimator == "grpo":
+        return grpo(rewards, algorithm.normalize_advantages)
+    return ESTIMATORS[algorithm.adv_estimator](rewards)
+
+
+def shaped_reward(meta: TrajectoryMeta, algorithm: AlgorithmSection, max_tokens: int) -> float:
+    """The reward minus DAPO's overlong penalty, which applies to the last `overlong_buffer_tokens` before the
+    limit `max_tokens` (rollout.max_response_tokens)."""
+    if algorithm.overlong_buffer_tokens is None:
+        return meta.reward
+    buffer = algorithm.overlong_buffer_tokens
+    beyond = min(max(0, meta.response_tokens - (max_tokens - buffer)), buffer)
+    return meta.reward - algorithm.overlong_penalty_factor * beyond / buffer
+
+
+def grpo(groups: Rewards, normalize: bool) -> list[list[float]]:
+    return [_normalized(_centred(rewards)) if normalize else _centred(rewards) for rewards in groups]
+
+
+def rloo(groups: Rewards) -> list[list[float]]:
+    return [[c * len(rewards) / max(len(rewards) - 1, 1) for c in _centred(rewards)] for rewards in groups]
+
+
+def reinforce_plus_plus(groups: Rewards) -> list[list[float]]:
+    advantages = iter(_normalized(_centred([reward for rewards in groups for reward in rewards])))
+    return [[next(advantages) for _ in rewards] for rewards in groups]
+
+
+def reinforce_plus_plus_baseline(groups: Rewards) -> list[list[float]]:
+    return reinforce_plus_plus([_centred(rewards) for rewards in groups])
+
+
+ESTIMATORS: dict[str, Callable[[Rewards], list[list[float]]]] = {
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}
+
+
+def _centred(rewards: Sequence[float]) -> list[float]:
+    """Differences from the mean; exactly 0 where all rewards are equal."""
+    if len(set(rewards)) < 2:
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def _normalized(centred: Sequence[float]) -> list[float]:
+    if not any(centred):
+        return list(centred)
+    std = math.sqrt(math.fsum(c * c for c in centred) / (len(centred) - 1))
+    return [c / (std + STD_EPSILON) for c in centred]
